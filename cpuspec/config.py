@@ -1,0 +1,224 @@
+"""The frozen settings that travel through the package: model, sampling, speculation, engine.
+
+Plain data and its validation; nothing here knows arrays, files or kernels.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from cpuspec.errors import ConfigError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    kind: "linear", "llama3", "yarn", or "factors" (explicit divisors, one per frequency, as GGUF's `rope_freqs`).
+    """
+
+    kind: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_length: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3", "yarn", "factors"):
+            raise ConfigError(f"rope scaling {self.kind!r} is not supported; wanted linear, llama3, yarn or factors")
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ConfigError(f"rope scaling factor must be a positive number, got {self.factor}")
+        if self.kind in ("llama3", "yarn") and self.original_context_length <= 0:
+            raise ConfigError(f"rope scaling {self.kind} needs original_context_length, got {self.original_context_length}")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                "rope scaling llama3 wants 0 < low_freq_factor < high_freq_factor, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if self.kind == "factors" and not all(math.isfinite(f) and f > 0 for f in self.factors):
+            raise ConfigError("rope factors must be positive numbers")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and flags of one decoder-only transformer: everything `forward` needs besides the weights."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    norm_eps: float = 1e-6
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ConfigError(f"architecture {self.architecture!r} is not supported; wanted one of {', '.join(ARCHITECTURES)}")
+        limits = {
+            "vocab_size": 1 << 24,
+            "hidden_size": 1 << 17,
+            "intermediate_size": 1 << 20,
+            "num_layers": 1 << 12,
+            "num_heads": 1 << 12,
+            "num_kv_heads": 1 << 12,
+            "head_dim": 1 << 10,
+            "context_length": 1 << 26,
+        }
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 < value <= limit:
+                raise ConfigError(f"{name} must be an integer from 1 to {limit}, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if not 0 <= self.norm_eps < 1:
+            raise ConfigError(f"norm_eps must be in [0, 1), got {self.norm_eps}")
+        if not (math.isfinite(self.rope_base) and self.rope_base > 0):
+            raise ConfigError(f"rope_base must be a positive number, got {self.rope_base}")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
+            raise ConfigError(f"rope factors must be head_dim / 2 = {self.head_dim // 2} numbers, got {len(scaling.factors)}")
+
+
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request turns logits into tokens, and when it ends. The default is greedy.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalties at their defaults are off.
+    logprobs: None, or how many alternatives to report beside each chosen token (0 = the chosen token alone).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int = 256
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, ok, wanted in (
+            ("temperature", _real(self.temperature) and self.temperature >= 0, "a number >= 0"),
+            ("top_k", _whole(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 = off)"),
+            ("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]"),
+            ("repetition_penalty", _real(self.repetition_penalty) and self.repetition_penalty > 0, "a number > 0"),
+            ("presence_penalty", _real(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", _real(self.frequency_penalty), "a finite number"),
+            ("seed", self.seed is None or (_whole(self.seed) and self.seed >= 0), "None or an integer >= 0"),
+            ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"),
+            ("logprobs", self.logprobs is None or (_whole(self.logprobs) and self.logprobs >= 0), "None or an integer >= 0"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("stop_token_ids", all(_whole(t) for t in self.stop_token_ids), "integers"),
+            (
+                "logit_bias",
+                all(_whole(t) and t >= 0 and isinstance(b, int | float) and not math.isnan(b) and b < math.inf
+                    for t, b in self.logit_bias.items()),
+                "a mapping from token id to a number (-inf forbids)",
+            ),
+        ):
+            if not ok:
+                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is the argmax of the processed logits."""
+        return self.temperature == 0
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class LevelSpec:
+    """One level of a draft chain: a proposer's name and what it was given after the colon."""
+
+    proposer: str
+    argument: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.proposer}:{self.argument}" if self.argument else self.proposer
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """The draft levels, cheapest first; no level is plain decoding."""
+
+    levels: tuple[LevelSpec, ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> "SpecConfig":
+        """Read `none` or a comma list of `proposer[:argument]`, cheapest level first, as `--draft` takes it.
+
+        Names are checked where proposers are known (`cpuspec.spec.make_proposer`). Raises ConfigError on bad grammar.
+        """
+        if text.strip() in ("", "none"):
+            return SpecConfig()
+        levels = []
+        for part in text.split(","):
+            name, colon, argument = part.strip().partition(":")
+            if not name or (colon and not argument) or name == "none":
+                raise ConfigError(
+                    f"cannot read {part!r} in draft spec {text!r}; wanted none, or proposer[:argument] separated by commas"
+                )
+            levels.append(LevelSpec(name, argument))
+        return SpecConfig(tuple(levels))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.levels)) or "none"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads."""
+
+    max_sequences: int = 16
+    context_length: int | None = None  # None: what the model was trained for
+    max_rows: int = 256  # rows of one forward; longer prefills go in chunks of this
+    threads: int | None = None  # None: physical cores that this process may use
+
+    def __post_init__(self) -> None:
+        for name, limit in (("max_sequences", 4096), ("max_rows", 8192)):
+            value = getattr(self, name)
+            if not _whole(value) or not 1 <= value <= limit:
+                raise ConfigError(f"{name} must be an integer from 1 to {limit}, got {value!r}")
+        if self.context_length is not None and not (_whole(self.context_length) and self.context_length >= 1):
+            raise ConfigError(f"context_length must be None or an integer >= 1, got {self.context_length!r}")
+        if self.threads is not None and not (_whole(self.threads) and 1 <= self.threads <= 1024):
+            raise ConfigError(f"threads must be None or an integer from 1 to 1024, got {self.threads!r}")
