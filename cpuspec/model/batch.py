@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.errors import BackendError, CacheError
+
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
@@ -21,10 +23,62 @@ class ForwardBatch:
     logit_rows: I32 | None = None  # rows to project to logits; None = all
     hidden_layers: tuple[int, ...] = ()  # layers whose outputs a proposer asked for
 
+    def check(self, *, vocab_size: int, num_layers: int, max_rows: int, num_slots: int, capacity: int, lengths: I32) -> None:
+        """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to.
+
+        vocab_size, num_layers: the model's. max_rows: rows a forward may have. num_slots, capacity, lengths: the cache's.
+        """
+        arrays = {"tokens": self.tokens, "positions": self.positions, "slots": self.slots, "q_start": self.q_start}
+        arrays |= {"parents": self.parents} if self.parents is not None else {}
+        arrays |= {"logit_rows": self.logit_rows} if self.logit_rows is not None else {}
+        for name, array in arrays.items():
+            if array.dtype != np.int32 or array.ndim != 1 or not array.flags.c_contiguous:
+                raise BackendError(f"{name} must be a contiguous int32 vector, got {array.dtype} of shape {array.shape}")
+        num_rows, num_seqs = len(self.tokens), len(self.slots)
+        if not 1 <= num_rows <= max_rows:
+            raise BackendError(f"a forward takes 1 to {max_rows} rows, got {num_rows}; feed longer prefills in chunks")
+        if len(self.positions) != num_rows or (self.parents is not None and len(self.parents) != num_rows):
+            raise BackendError(f"positions and parents must have one entry for each of the {num_rows} rows")
+        slots, starts = self.slots.tolist(), self.q_start.tolist()
+        if len(starts) != num_seqs + 1 or starts[0] != 0 or starts[-1] != num_rows or len(set(slots)) != num_seqs:
+            raise BackendError(f"q_start {starts} does not split {num_rows} rows over {num_seqs} distinct slots {slots}")
+        for slot, start, end in zip(slots, starts[:-1], starts[1:], strict=True):
+            if not 0 <= slot < num_slots:
+                raise CacheError(f"slot {slot} does not exist; the cache has {num_slots}")
+            if end <= start:
+                raise BackendError(f"every sequence of a batch needs at least one row, q_start is {starts}")
+            if lengths[slot] + end - start > capacity:
+                raise CacheError(f"slot {slot} holds {lengths[slot]} of {capacity} tokens; {end - start} more do not fit")
+            if self.parents is not None:
+                parents, rows = self.parents[start:end], np.arange(start, end)
+                if not ((parents == -1) | ((parents >= start) & (parents < rows))).all():
+                    raise BackendError("a parent must be -1 or an earlier row of the same sequence")
+        for name, array, limit in (
+            ("token", self.tokens, vocab_size),
+            ("position", self.positions, 1 << 26),
+            ("logit row", self.logit_rows, num_rows),
+        ):
+            if array is not None and len(array) and (array.min() < 0 or array.max() >= limit):
+                raise BackendError(f"every {name} must be in [0, {limit}), got {array.min()} to {array.max()}")
+        if any(not 0 <= layer < num_layers for layer in self.hidden_layers):
+            raise BackendError(f"hidden_layers must be in [0, {num_layers}), got {self.hidden_layers}")
+
 
 @dataclass(frozen=True)
 class ForwardOutput:
     """Logits of the asked rows and outputs of the asked layers. The arrays belong to the caller."""
 
     logits: F32  # [len(logit_rows), V]
-    hidden: tuple[F32, ...]  # [T, C] for each requested layer
+    hidden: tuple[F32, ...] = ()  # [T, C] for each requested layer
+
+
+def ancestors(batch: ForwardBatch, row: int) -> list[int]:
+    """Rows of the batch that `row` attends to, oldest first, itself last."""
+    if batch.parents is None:
+        start = batch.q_start[np.searchsorted(batch.q_start, row, side="right") - 1]
+        return list(range(start, row + 1))
+    path = []
+    while row >= 0:
+        path.append(row)
+        row = int(batch.parents[row])
+    return path[::-1]

@@ -1,0 +1,47 @@
+"""The seam between engines: one whole forward. A backend runs one loaded model and owns its cache storage."""
+
+from typing import Protocol
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.errors import BackendError
+from cpuspec.model.batch import ForwardBatch, ForwardOutput
+from cpuspec.model.cache import KVCache
+
+BACKENDS = ("numba", "numpy")
+
+
+class Backend(Protocol):
+    """What a Context needs of an engine that runs one model."""
+
+    name: str
+    config: ModelConfig
+    row_invariant: bool  # whether a row's logits are the same bits whatever it is batched with
+    max_rows: int  # rows of one forward
+    threads: int
+    weight_bytes: int  # weight bytes that one forward reads
+
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        """An empty cache for this model."""
+        ...
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        """Run the rows, append their keys and values, advance the cache's lengths, return logits and hidden states."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and memory."""
+        ...
+
+
+def make_backend(name: str, checkpoint: Checkpoint, engine: EngineConfig) -> Backend:
+    """The backend called `name`, with the checkpoint's weights loaded. Raises BackendError for an unknown name."""
+    if name == "numba":
+        from cpuspec.backends.numba_backend import NumbaBackend
+
+        return NumbaBackend(checkpoint, engine)
+    if name == "numpy":
+        from cpuspec.backends.numpy_backend import NumpyBackend
+
+        return NumpyBackend(checkpoint, engine)
+    raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")

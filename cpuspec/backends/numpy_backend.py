@@ -1,0 +1,127 @@
+"""The reference backend: what every operation means, on dequantized weights, written to be read.
+
+It keeps every weight as f32 (or f64 on request), so it needs several times the file's size in memory, and its matrix
+products are the BLAS library's: exact meaning, but a row's last bits may depend on its batch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig
+from cpuspec.model.batch import ForwardBatch, ForwardOutput, ancestors
+from cpuspec.model.cache import KVCache
+from cpuspec.model.rope import rope_table
+
+Array = NDArray[np.floating]
+
+
+@dataclass(frozen=True)
+class _Storage:
+    keys: Array  # [L, S, G, D]
+    values: Array  # [L, S, G, D]
+
+
+class NumpyBackend:
+    """The transformer in plain numpy. `dtype` is the precision of weights and of every intermediate result."""
+
+    name = "numpy"
+    row_invariant = False
+
+    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig, dtype: DTypeLike = np.float32) -> None:
+        self.config = checkpoint.config
+        self.max_rows = engine.max_rows
+        self.threads = 1
+        self._dtype = np.dtype(dtype)
+        self._embed = checkpoint.tensors["embed"]
+        self._weights = {
+            name: tensor.dequantize().astype(self._dtype, copy=False) for name, tensor in checkpoint.tensors.items() if name != "embed"
+        }
+        if self.config.tied_embeddings:
+            self._weights["output"] = self._embed.dequantize().astype(self._dtype, copy=False)
+        self.weight_bytes = sum(w.nbytes for w in self._weights.values())
+
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        """An empty cache for this model."""
+        c = self.config
+        shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
+        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * self._dtype.itemsize
+        return KVCache(num_slots, capacity, lambda: _Storage(np.zeros(shape, self._dtype), np.zeros(shape, self._dtype)), per_token)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
+        c, w = self.config, self._weights
+        batch.check(
+            vocab_size=c.vocab_size,
+            num_layers=c.num_layers,
+            max_rows=self.max_rows,
+            num_slots=cache.num_slots,
+            capacity=cache.capacity,
+            lengths=cache.lengths,
+        )
+        cos, sin = (table.astype(self._dtype)[:, None, :] for table in rope_table(c, batch.positions))  # [T, 1, D/2]
+        x = self._embed.rows(batch.tokens).astype(self._dtype)  # [T, C]
+        hidden = {}
+        for i in range(c.num_layers):
+            layer = f"layers.{i}."
+            h = self._norm(x, layer + "attn_norm")
+            q = self._linear(h, layer + "q").reshape(-1, c.num_heads, c.head_dim)
+            k = self._linear(h, layer + "k").reshape(-1, c.num_kv_heads, c.head_dim)
+            v = self._linear(h, layer + "v").reshape(-1, c.num_kv_heads, c.head_dim)
+            if c.qk_norm:
+                q, k = self._norm(q, layer + "q_norm"), self._norm(k, layer + "k_norm")
+            attended = self._attention(i, _rotate(q, cos, sin), _rotate(k, cos, sin), v, batch, cache)
+            x = x + self._linear(attended, layer + "o")
+            h = self._norm(x, layer + "mlp_norm")
+            gate, up = self._linear(h, layer + "gate"), self._linear(h, layer + "up")
+            x = x + self._linear(_silu(gate) * up, layer + "down")
+            if i in batch.hidden_layers:
+                hidden[i] = x.astype(np.float32)
+        rows = x if batch.logit_rows is None else x[batch.logit_rows]
+        logits = self._norm(rows, "norm") @ w["output"].T
+        cache.lengths[batch.slots] += np.diff(batch.q_start)
+        return ForwardOutput(logits.astype(np.float32, copy=False), tuple(hidden[i] for i in batch.hidden_layers))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _norm(self, x: Array, name: str) -> Array:
+        """RMS norm over the last axis (arXiv 1910.07467)."""
+        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._dtype.type(self.config.norm_eps))
+        return x * scale * self._weights[name]
+
+    def _linear(self, x: Array, name: str) -> Array:
+        y = x @ self._weights[name].T
+        bias = self._weights.get(name + "_bias")
+        return y if bias is None else y + bias
+
+    def _attention(self, layer: int, q: Array, k: Array, v: Array, batch: ForwardBatch, cache: KVCache) -> Array:
+        """Append keys and values, then softmax(q k^T / sqrt(D)) v over the cached prefix and the row's own ancestors."""
+        c = self.config
+        out = np.empty((len(q), c.num_heads * c.head_dim), self._dtype)
+        for b, slot in enumerate(batch.slots):
+            start, end, prefix = batch.q_start[b], batch.q_start[b + 1], cache.lengths[slot]
+            storage = cache.storage(slot)
+            storage.keys[layer, prefix : prefix + end - start] = k[start:end]
+            storage.values[layer, prefix : prefix + end - start] = v[start:end]
+            for t in range(start, end):
+                seen = [*range(prefix), *(prefix + row - start for row in ancestors(batch, t))]
+                keys = storage.keys[layer, seen].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
+                values = storage.values[layer, seen].repeat(c.num_heads // c.num_kv_heads, axis=1)
+                scores = np.einsum("hd,shd->hs", q[t], keys) / self._dtype.type(np.sqrt(c.head_dim))
+                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+                weights /= weights.sum(axis=1, keepdims=True)
+                out[t] = np.einsum("hs,shd->hd", weights, values).ravel()
+        return out
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turn pairs (i, i + D/2) of every head by the row's position (arXiv 2104.09864, rotate-half layout)."""
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))

@@ -1,0 +1,53 @@
+"""The KV cache as the engine sees it: slots, one length per slot for all layers. Rollback is setting a length.
+
+What a slot's storage looks like is the backend's business; this file owns lengths and limits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cpuspec.errors import CacheError
+from cpuspec.model.batch import I32
+
+
+class KVCache:
+    """Keys and values of up to `num_slots` sequences of at most `capacity` tokens each.
+
+    Storage is made at the first use of a slot. Operating systems hand out its pages when they are written, so a long
+    capacity costs memory only where it is filled.
+    """
+
+    def __init__(self, num_slots: int, capacity: int, new_storage: Callable[[], Any], bytes_per_token: int) -> None:
+        if num_slots < 1 or capacity < 1:
+            raise CacheError(f"a cache needs at least one slot and one token, got {num_slots} slots of {capacity} tokens")
+        self.num_slots = num_slots
+        self.capacity = capacity
+        self.bytes_per_token = bytes_per_token
+        self.lengths: I32 = np.zeros(num_slots, np.int32)
+        self._new_storage = new_storage
+        self._storage: list[Any] = [None] * num_slots
+
+    def storage(self, slot: int) -> Any:
+        """The backend's storage of `slot`, made when first asked for."""
+        if self._storage[slot] is None:
+            try:
+                self._storage[slot] = self._new_storage()
+            except MemoryError:
+                raise CacheError(
+                    f"no memory for a cache slot of {self.capacity} tokens ({self.capacity * self.bytes_per_token} bytes); "
+                    "ask for a smaller context_length or fewer sequences"
+                ) from None
+        return self._storage[slot]
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget every token of `slot` from `length` on. O(1): rows stay and are overwritten later.
+
+        Raises CacheError if `length` exceeds the slot's length or is negative.
+        """
+        if not 0 <= slot < self.num_slots:
+            raise CacheError(f"slot {slot} does not exist; the cache has {self.num_slots}")
+        if not 0 <= length <= self.lengths[slot]:
+            raise CacheError(f"cannot truncate slot {slot} to {length} tokens: it holds {self.lengths[slot]}")
+        self.lengths[slot] = length

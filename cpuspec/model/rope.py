@@ -1,0 +1,70 @@
+"""Rotary positions: inverse frequencies of every scaling rule, and tables of cosines and sines.
+
+Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595); YaRN (arXiv 2309.00071);
+Llama 3.1's rule as published with its configuration (`rope_type: llama3`).
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.config import ModelConfig, RopeScaling
+from cpuspec.model.batch import F32
+
+F64 = NDArray[np.float64]
+
+
+def inverse_frequencies(config: ModelConfig) -> F64:
+    """Radians per position of each pair of dimensions, [D/2]. Pair i is dimensions (i, i + D/2)."""
+    half = config.head_dim // 2
+    inverse = config.rope_base ** (-np.arange(half, dtype=np.float64) / half)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inverse
+    if scaling.kind == "linear":
+        return inverse / scaling.factor
+    if scaling.kind == "factors":
+        return inverse / np.array(scaling.factors)
+    if scaling.kind == "llama3":
+        return _llama3(inverse, scaling)
+    return _yarn(inverse, scaling, config)
+
+
+def _llama3(inverse: F64, scaling: RopeScaling) -> F64:
+    """Long wavelengths are divided by `factor`, short ones kept, and the band between is blended linearly."""
+    turns = scaling.original_context_length * inverse / (2 * math.pi)  # rotations within the trained context
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return keep * inverse + (1 - keep) * inverse / scaling.factor
+
+
+def _yarn(inverse: F64, scaling: RopeScaling, config: ModelConfig) -> F64:
+    """NTK-by-parts: pairs that turn more than `beta_fast` times in the trained context are kept, under `beta_slow` divided."""
+
+    def pair_of(turns: float) -> float:
+        wavelength = scaling.original_context_length / (turns * 2 * math.pi)
+        return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_base))
+
+    half = config.head_dim // 2
+    low = max(math.floor(pair_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_of(scaling.beta_slow)), config.head_dim - 1)
+    divide = np.clip((np.arange(half) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    return divide * inverse / scaling.factor + (1 - divide) * inverse
+
+
+def attention_factor(config: ModelConfig) -> float:
+    """What cosines and sines are multiplied by: 1 except for YaRN, which sharpens attention by 0.1 ln(factor) + 1."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def rope_table(config: ModelConfig, positions: NDArray[np.integer]) -> tuple[F32, F32]:
+    """Cosines and sines of `positions`, each [len(positions), D/2], computed in f64 and rounded once."""
+    angles = positions.astype(np.float64)[:, None] * inverse_frequencies(config)
+    factor = attention_factor(config)
+    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
