@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
-from cpuspec.model.batch import ForwardBatch, ForwardOutput, ancestors
+from cpuspec.model.batch import ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
 
@@ -102,18 +102,16 @@ class NumpyBackend:
         c = self.config
         out = np.empty((len(q), c.num_heads * c.head_dim), self._dtype)
         for b, slot in enumerate(batch.slots):
-            start, end, prefix = batch.q_start[b], batch.q_start[b + 1], cache.lengths[slot]
-            storage = cache.storage(slot)
-            storage.keys[layer, prefix : prefix + end - start] = k[start:end]
-            storage.values[layer, prefix : prefix + end - start] = v[start:end]
-            for t in range(start, end):
-                seen = [*range(prefix), *(prefix + row - start for row in ancestors(batch, t))]
-                keys = storage.keys[layer, seen].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
-                values = storage.values[layer, seen].repeat(c.num_heads // c.num_kv_heads, axis=1)
-                scores = np.einsum("hd,shd->hs", q[t], keys) / self._dtype.type(np.sqrt(c.head_dim))
-                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-                weights /= weights.sum(axis=1, keepdims=True)
-                out[t] = np.einsum("hs,shd->hd", weights, values).ravel()
+            rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), cache.lengths[slot]
+            storage, end = cache.storage(slot), prefix + rows.stop - rows.start
+            storage.keys[layer, prefix:end], storage.values[layer, prefix:end] = k[rows], v[rows]
+            keys = storage.keys[layer, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
+            values = storage.values[layer, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)
+            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) / self._dtype.type(np.sqrt(c.head_dim))  # [H, T, S]
+            scores[:, ~visible(batch, b, prefix)] = -np.inf
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            out[rows] = np.matmul(weights, values.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(-1, out.shape[1])
         return out
 
 

@@ -72,13 +72,14 @@ class ForwardOutput:
     hidden: tuple[F32, ...] = ()  # [T, C] for each requested layer
 
 
-def ancestors(batch: ForwardBatch, row: int) -> list[int]:
-    """Rows of the batch that `row` attends to, oldest first, itself last."""
-    if batch.parents is None:
-        start = batch.q_start[np.searchsorted(batch.q_start, row, side="right") - 1]
-        return list(range(start, row + 1))
-    path = []
-    while row >= 0:
-        path.append(row)
-        row = int(batch.parents[row])
-    return path[::-1]
+def visible(batch: ForwardBatch, sequence: int, prefix: int) -> NDArray[np.bool_]:
+    """Which cache indices each row of a sequence attends to: the prefix, its ancestors and itself, [rows, prefix + rows]."""
+    start, end = batch.q_start[sequence], batch.q_start[sequence + 1]
+    mask = np.zeros((end - start, prefix + end - start), np.bool_)
+    mask[:, :prefix] = True
+    for row in range(end - start):
+        parent = row - 1 if batch.parents is None else batch.parents[start + row] - start
+        if parent >= 0:
+            mask[row, prefix:] = mask[parent, prefix:]
+        mask[row, prefix + row] = True
+    return mask
