@@ -21,20 +21,20 @@ Q8_0_LAYOUT = np.dtype([("d", "<f2"), ("codes", "i1", 32)])
 def decode_q4_0(blocks: U8) -> F32:
     """d * (code - 8)."""
     fields = blocks.view(Q4_0_LAYOUT)
-    return _column(fields, "d") * (_nibbles(fields).astype(np.float32) - np.float32(8))
+    return _column(fields, "d") * (codes_4_bits(fields).astype(np.float32) - np.float32(8))
 
 
 def encode_q4_0(values: F32) -> U8:
     """The value of largest magnitude becomes code 0, so that the wider negative side of the codes is used."""
     d = _signed_peak(values) / -8
     codes = _truncate(values * _inverse(d) + np.float32(8.5), 15)
-    return _pack(Q4_0_LAYOUT, d=d, codes=_join_nibbles(codes))
+    return _pack(Q4_0_LAYOUT, d=d, **fields_4_bits(codes))
 
 
 def decode_q4_1(blocks: U8) -> F32:
     """d * code + m."""
     fields = blocks.view(Q4_1_LAYOUT)
-    return _column(fields, "d") * _nibbles(fields).astype(np.float32) + _column(fields, "m")
+    return _column(fields, "d") * codes_4_bits(fields).astype(np.float32) + _column(fields, "m")
 
 
 def encode_q4_1(values: F32) -> U8:
@@ -42,26 +42,26 @@ def encode_q4_1(values: F32) -> U8:
     low = values.min(axis=1, keepdims=True)
     d = (values.max(axis=1, keepdims=True) - low) / 15
     codes = _truncate((values - low) * _inverse(d) + np.float32(0.5), 15)
-    return _pack(Q4_1_LAYOUT, d=d, m=low, codes=_join_nibbles(codes))
+    return _pack(Q4_1_LAYOUT, d=d, m=low, **fields_4_bits(codes))
 
 
 def decode_q5_0(blocks: U8) -> F32:
     """d * (code - 16); bit i of `high` is the fifth bit of code i."""
     fields = blocks.view(Q5_0_LAYOUT)
-    return _column(fields, "d") * (_five_bits(fields) - np.float32(16))
+    return _column(fields, "d") * (codes_5_bits(fields).astype(np.float32) - np.float32(16))
 
 
 def encode_q5_0(values: F32) -> U8:
     """As q4_0 with 32 codes."""
     d = _signed_peak(values) / -16
     codes = _truncate(values * _inverse(d) + np.float32(16.5), 31)
-    return _pack(Q5_0_LAYOUT, d=d, high=_fifth_bits(codes), codes=_join_nibbles(codes))
+    return _pack(Q5_0_LAYOUT, d=d, **fields_5_bits(codes))
 
 
 def decode_q5_1(blocks: U8) -> F32:
     """d * code + m; bit i of `high` is the fifth bit of code i."""
     fields = blocks.view(Q5_1_LAYOUT)
-    return _column(fields, "d") * _five_bits(fields) + _column(fields, "m")
+    return _column(fields, "d") * codes_5_bits(fields).astype(np.float32) + _column(fields, "m")
 
 
 def encode_q5_1(values: F32) -> U8:
@@ -69,7 +69,7 @@ def encode_q5_1(values: F32) -> U8:
     low = values.min(axis=1, keepdims=True)
     d = (values.max(axis=1, keepdims=True) - low) / 31
     codes = _truncate((values - low) * _inverse(d) + np.float32(0.5), 31)
-    return _pack(Q5_1_LAYOUT, d=d, m=low, high=_fifth_bits(codes), codes=_join_nibbles(codes))
+    return _pack(Q5_1_LAYOUT, d=d, m=low, **fields_5_bits(codes))
 
 
 def decode_q8_0(blocks: U8) -> F32:
@@ -94,27 +94,26 @@ def _column(fields: NDArray[np.void], name: str) -> F32:
     return fields[name].astype(np.float32).reshape(-1, 1)
 
 
-def _nibbles(fields: NDArray[np.void]) -> U8:
+def codes_4_bits(fields: NDArray[np.void]) -> U8:
     """Codes 0..15, U8 [n, 32]."""
     packed = fields["codes"].reshape(-1, 16)
     return np.concatenate([packed & 0x0F, packed >> 4], axis=1)
 
 
+def fields_4_bits(codes: U8) -> dict[str, U8]:
+    """The fields that hold the low four bits of codes [n, 32]."""
+    return {"codes": (codes[:, :16] & 0x0F) | codes[:, 16:] << 4}
 
-def _five_bits(fields: NDArray[np.void]) -> F32:
-    """Codes 0..31 from nibbles and the fifth bits, F32 [n, 32]."""
+
+def codes_5_bits(fields: NDArray[np.void]) -> U8:
+    """Codes 0..31 from nibbles and the fifth bits, U8 [n, 32]."""
     high = np.unpackbits(fields["high"].reshape(-1, 4), axis=1, bitorder="little")
-    return (_nibbles(fields) | high << 4).astype(np.float32)
+    return codes_4_bits(fields) | high << 4
 
 
-def _join_nibbles(codes: U8) -> U8:
-    """The low four bits of codes [n, 32] as bytes [n, 16]."""
-    return (codes[:, :16] & 0x0F) | codes[:, 16:] << 4
-
-
-def _fifth_bits(codes: U8) -> U8:
-    """Bit 4 of codes [n, 32] as bytes [n, 4]."""
-    return np.packbits(codes >> 4, axis=1, bitorder="little")
+def fields_5_bits(codes: U8) -> dict[str, U8]:
+    """The fields that hold codes 0..31, [n, 32]."""
+    return {"high": np.packbits(codes >> 4, axis=1, bitorder="little"), **fields_4_bits(codes)}
 
 
 def _signed_peak(values: F32) -> F32:

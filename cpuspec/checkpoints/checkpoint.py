@@ -1,0 +1,98 @@
+"""What every reader hands on: a checked model, its tensors under canonical names, and where its vocabulary is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from cpuspec.config import ModelConfig
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import QuantTensor
+
+
+@dataclass(frozen=True)
+class GgufVocabulary:
+    """The tokenizer as a GGUF file stores it. Token types: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte.
+
+    merges is empty for model "llama", scores is empty where the file has none; ids are None where the file names none.
+    """
+
+    model: str  # "gpt2" (byte-level BPE) or "llama" (SentencePiece)
+    pre: str  # name of the pre-tokenizer's rules, "" where the file has none
+    tokens: tuple[str, ...]
+    token_types: tuple[int, ...]
+    merges: tuple[str, ...]
+    scores: tuple[float, ...]
+    bos_id: int | None
+    eos_id: int | None
+    unk_id: int | None
+    pad_id: int | None
+    eot_id: int | None
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+    chat_template: str | None
+
+
+@dataclass(frozen=True)
+class HfTokenizerFiles:
+    """The tokenizer of a Hugging Face directory. `tokenizer_json` may be missing until somebody asks for text."""
+
+    directory: Path
+    tokenizer_json: Path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model whose tensors are exactly those that `config` asks for, with the right shapes; their bytes are still unread.
+
+    tensors: canonical name -> QuantTensor: embed, norm, output (absent when tied) and layers.{i}.{attn_norm, q, k, v, q_bias,
+    k_bias, v_bias, o, o_bias, q_norm, k_norm, mlp_norm, gate, up, down}. Weights are [out, in] with q and k rows in
+    rotate-half order; norms and biases are vectors of f32, f16 or bf16.
+    Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
+    """
+
+    path: Path
+    name: str
+    config: ModelConfig
+    tensors: Mapping[str, QuantTensor]
+    vocabulary: GgufVocabulary | HfTokenizerFiles
+
+    def __post_init__(self) -> None:
+        wanted = tensor_shapes(self.config)
+        for name, shape in wanted.items():
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                raise CheckpointError(f"{self.path}: tensor {name} {list(shape)} is missing; the file is incomplete or not a whole model")
+            if tensor.shape != shape:
+                raise CheckpointError(f"{self.path}: tensor {name} has the shape {list(tensor.shape)}, the configuration wants {list(shape)}")
+            if len(shape) == 1 and tensor.format.block_size != 1:
+                raise CheckpointError(f"{self.path}: tensor {name} is {tensor.format.name}; norms and biases are f32, f16 or bf16")
+        unexpected = self.tensors.keys() - wanted.keys()
+        if unexpected:
+            raise CheckpointError(
+                f"{self.path}: tensor {min(unexpected)} has no place in a {self.config.architecture} model with "
+                f"{self.config.num_layers} layers; it would be ignored silently, so the model is refused"
+            )
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every canonical tensor that a model of this configuration has, with its shape."""
+    hidden, ff = config.hidden_size, config.intermediate_size
+    q, kv, head = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden), "norm": (hidden,)}
+    if not config.tied_embeddings:
+        shapes["output"] = (config.vocab_size, hidden)
+    layer: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+    if config.qkv_bias:
+        layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    layer["o"] = (hidden, q)
+    if config.o_bias:
+        layer["o_bias"] = (hidden,)
+    if config.qk_norm:
+        layer |= {"q_norm": (head,), "k_norm": (head,)}
+    layer |= {"mlp_norm": (hidden,), "gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}
+    for i in range(config.num_layers):
+        shapes |= {f"layers.{i}.{part}": shape for part, shape in layer.items()}
+    return shapes

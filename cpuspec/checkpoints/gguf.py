@@ -1,0 +1,301 @@
+"""GGUF files as checkpoints: architectures llama, qwen2 and qwen3, dense, one file. Bit-faithful: weights keep their bytes."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
+from cpuspec.checkpoints.gguf_file import GgufFile, Value, read_gguf
+from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
+from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.formats import QuantTensor
+
+_GLOBAL_TENSORS = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
+_LAYER_TENSORS = {
+    "attn_norm.weight": "attn_norm",
+    "attn_q.weight": "q",
+    "attn_k.weight": "k",
+    "attn_v.weight": "v",
+    "attn_q.bias": "q_bias",
+    "attn_k.bias": "k_bias",
+    "attn_v.bias": "v_bias",
+    "attn_output.weight": "o",
+    "attn_output.bias": "o_bias",
+    "attn_q_norm.weight": "q_norm",
+    "attn_k_norm.weight": "k_norm",
+    "ffn_norm.weight": "mlp_norm",
+    "ffn_gate.weight": "gate",
+    "ffn_up.weight": "up",
+    "ffn_down.weight": "down",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+# What a model of these architectures may ask for and this reader does not compute: key, values that ask for nothing, name.
+_UNSUPPORTED = (
+    ("expert_count", (0,), "a mixture of experts"),
+    ("attn_logit_softcapping", (0.0,), "softcapping of attention logits"),
+    ("final_logit_softcapping", (0.0,), "softcapping of final logits"),
+    ("attention.clamp_kqv", (0.0,), "clamped q, k and v"),
+    ("attention.max_alibi_bias", (0.0,), "ALiBi positions"),
+    ("attention.scale", (0.0,), "an attention scale of its own"),
+    ("attention.causal", (True,), "attention that is not causal"),
+    ("use_parallel_residual", (False,), "parallel residuals"),
+    ("logit_scale", (0.0, 1.0), "scaled logits"),
+    ("residual_scale", (0.0, 1.0), "scaled residuals"),
+    ("embedding_scale", (0.0, 1.0), "scaled embeddings"),
+    ("pooling_type", (0,), "pooled embeddings instead of tokens"),
+    ("nextn_predict_layers", (0,), "multi-token prediction layers"),
+    ("rope.dimension_sections", (), "multimodal rotary sections"),
+    ("rope.scaling.yarn_ext_factor", (1.0, -1.0), "a yarn extrapolation factor of its own"),
+    ("rope.scaling.yarn_attn_factor", (1.0,), "a yarn attention factor of its own"),
+    ("rope.scaling.yarn_log_multiplier", (0.0,), "a yarn log multiplier"),
+)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Read the header of a GGUF file; weights stay on disk until used, save q and k of llama files, whose rows are reordered.
+
+    Raises CheckpointError on anything damaged or not supported.
+    """
+    file = read_gguf(path)
+    fields = _Fields(file, "")
+    split = fields.integer("split.count", 1)
+    if split > 1:
+        raise CheckpointError(f"{path} is one of {split} parts; merge them first: llama-gguf-split --merge FIRST_PART MERGED_FILE")
+    kind = fields.text("general.type", "model")
+    if kind != "model":
+        raise CheckpointError(f"{path} holds a {kind}, wanted a model")
+    architecture = fields.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(f"{path} has the architecture {architecture!r}; supported are {', '.join(ARCHITECTURES)}")
+    tensors = _canonical_names(file)
+    try:
+        config = _read_config(_Fields(file, f"{architecture}."), architecture, tensors, file.tensors.get(_ROPE_FACTORS))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    vocabulary = _read_vocabulary(_Fields(file, "tokenizer."), config.vocab_size)
+    if architecture == "llama":
+        if config.qk_norm:
+            raise CheckpointError(f"{path}: attn_q_norm has no place in a llama model")
+        tensors = _unpermute(path, config, tensors)
+    return Checkpoint(path, fields.text("general.name", "") or path.stem, config, tensors, vocabulary)
+
+
+class _Fields:
+    """Metadata under one prefix, read by type. Raises CheckpointError naming file, key, got and wanted."""
+
+    def __init__(self, file: GgufFile, prefix: str) -> None:
+        self._file = file
+        self._prefix = prefix
+        self.path = file.path
+
+    def __contains__(self, key: str) -> bool:
+        return self._prefix + key in self._file.metadata
+
+    def fail(self, key: str, wanted: str) -> CheckpointError:
+        value = self._file.metadata.get(self._prefix + key)
+        shown = "nothing" if value is None else repr(value) if isinstance(value, str | int | float) else f"an array of {len(value)}"
+        return CheckpointError(f"{self._file.path}: {self._prefix + key} is {shown[:80]}, wanted {wanted}")
+
+    def value(self, key: str) -> Value | None:
+        return self._file.metadata.get(self._prefix + key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.value(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int:
+            raise self.fail(key, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.value(key)
+        if value is None and default is not None:
+            return default
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.fail(key, "a finite number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.value(key)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise self.fail(key, "a boolean")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.value(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not str:
+            raise self.fail(key, "text")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value = self.value(key)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.fail(key, "an array of strings")
+        return value
+
+    def numbers(self, key: str, kind: type[np.generic], length: int) -> list:
+        """An array of `length` numbers as Python numbers; absent is empty."""
+        value = self.value(key)
+        if value is None:
+            return []
+        if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, kind) or len(value) != length:
+            raise self.fail(key, f"an array of {length} numbers ({kind.__name__})")
+        return value.tolist()
+
+
+def _canonical_names(file: GgufFile) -> dict[str, QuantTensor]:
+    """The file's tensors under canonical names. Raises CheckpointError on a tensor that this reader would not use."""
+    tensors = {}
+    for name, tensor in file.tensors.items():
+        layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
+        if name in _GLOBAL_TENSORS:
+            tensors[_GLOBAL_TENSORS[name]] = tensor
+        elif layer and layer[2] in _LAYER_TENSORS:
+            tensors[f"layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}"] = tensor
+        elif name != _ROPE_FACTORS:
+            feature = "a feature this version does not compute"
+            if "_exp" in name or "ffn_gate_inp" in name:
+                feature = "a mixture of experts, which is not supported"
+            elif "attn_qkv" in name:
+                feature = "fused q, k and v, which are not supported"
+            raise CheckpointError(f"{file.path}: tensor {name!r} belongs to {feature}; the model would be wrong without it")
+    return tensors
+
+
+def _read_config(fields: _Fields, architecture: str, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
+    """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
+    for key, neutral, feature in _UNSUPPORTED:
+        if key in fields and fields.value(key) not in neutral:
+            raise fields.fail(key, f"it absent: {feature} is not supported")
+    context_length = fields.integer("context_length")
+    if 0 < fields.integer("attention.sliding_window", 0) < context_length:
+        raise fields.fail("attention.sliding_window", f"none, or one of the whole context ({context_length}); sliding windows are not supported")
+    hidden_size = fields.integer("embedding_length")
+    num_heads = fields.integer("attention.head_count")
+    if num_heads < 1:
+        raise fields.fail("attention.head_count", "at least 1")
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    if "attention.key_length" not in fields and hidden_size % num_heads:
+        raise fields.fail("attention.head_count", f"a divisor of embedding_length {hidden_size}, or attention.key_length")
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise fields.fail("attention.value_length", f"the length of keys, {head_dim}")
+    if fields.integer("rope.dimension_count", head_dim) != head_dim:
+        raise fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
+    embed = tensors.get("embed")
+    if embed is None or len(embed.shape) != 2:
+        raise CheckpointError(f"{fields.path}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=embed.shape[0],
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("feed_forward_length"),
+        num_layers=fields.integer("block_count"),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        context_length=context_length,
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope_base=fields.number("rope.freq_base", 10000.0),
+        rope_scaling=_read_rope_scaling(fields, context_length, factors),
+        qkv_bias="layers.0.q_bias" in tensors,
+        o_bias="layers.0.o_bias" in tensors,
+        qk_norm="layers.0.q_norm" in tensors,
+        tied_embeddings="output" not in tensors,
+    )
+
+
+def _read_rope_scaling(fields: _Fields, context_length: int, factors: QuantTensor | None) -> RopeScaling | None:
+    """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported."""
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
+    # Files older than the type key mean linear scaling.
+    kind = fields.text("rope.scaling.type", "linear" if factor not in (0.0, 1.0) else "none")
+    if kind == "linear" and factor in (0.0, 1.0):
+        kind = "none"
+    attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
+    if kind != "yarn" and attention_factor != 1.0:
+        raise fields.fail("rope.scaling.attn_factor", f"1 with rope scaling {kind}")
+    if factors is not None:
+        if kind != "none":
+            raise fields.fail("rope.scaling.type", f"none beside the tensor {_ROPE_FACTORS}")
+        if len(factors.shape) != 1 or factors.format.block_size != 1:
+            raise CheckpointError(f"{fields.path}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, wanted a float vector")
+        return RopeScaling("factors", factors=tuple(factors.dequantize().tolist()))
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    if kind == "yarn":
+        return RopeScaling(
+            "yarn",
+            factor,
+            original_context_length=fields.integer("rope.scaling.original_context_length", context_length),
+            beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+            # GGUF's factor multiplies yarn's own, YaRN (arXiv:2309.00071) section 3.4.
+            attention_factor=None if attention_factor == 1.0 else attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+        )
+    raise fields.fail("rope.scaling.type", "none, linear or yarn")
+
+
+def _unpermute(path: Path, config: ModelConfig, tensors: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+    """q and k rows (and biases) of llama files, which pair neighbours for rotation, in rotate-half order."""
+    result = dict(tensors)
+    for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+        order = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        for i in range(config.num_layers):
+            for name in (f"layers.{i}.{part}", f"layers.{i}.{part}_bias"):
+                tensor = tensors.get(name)
+                if tensor is None:
+                    continue
+                if tensor.shape[0] != len(order) or (len(tensor.shape) == 1 and tensor.format.block_size != 1):
+                    raise CheckpointError(
+                        f"{path}: tensor {name} is {tensor.format.name} {list(tensor.shape)}, wanted {len(order)} rows, biases in f32"
+                    )
+                result[name] = tensor.permute_rows(order)
+    return result
+
+
+def _read_vocabulary(fields: _Fields, vocab_size: int) -> GgufVocabulary:
+    """The tokenizer's tables, consistent with each other and with `vocab_size` embeddings."""
+    model = fields.text("ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise fields.fail("ggml.model", "gpt2 or llama")
+    tokens = fields.strings("ggml.tokens")
+    if len(tokens) != vocab_size:
+        raise fields.fail("ggml.tokens", f"{vocab_size} tokens, one for each row of token_embd.weight")
+
+    def token_id(key: str) -> int | None:
+        if f"ggml.{key}_token_id" not in fields:
+            return None
+        value = fields.integer(f"ggml.{key}_token_id")
+        if not 0 <= value < vocab_size:
+            raise fields.fail(f"ggml.{key}_token_id", f"an id from 0 to {vocab_size - 1}")
+        return value
+
+    sentencepiece = model == "llama"
+    return GgufVocabulary(
+        model=model,
+        pre=fields.text("ggml.pre", ""),
+        tokens=tuple(tokens),
+        token_types=tuple(fields.numbers("ggml.token_type", np.integer, vocab_size)) or (1,) * vocab_size,
+        merges=tuple(fields.strings("ggml.merges")),
+        scores=tuple(fields.numbers("ggml.scores", np.floating, vocab_size)),
+        bos_id=token_id("bos"),
+        eos_id=token_id("eos"),
+        unk_id=token_id("unknown"),
+        pad_id=token_id("padding"),
+        eot_id=token_id("eot"),
+        add_bos=fields.boolean("ggml.add_bos_token", sentencepiece),
+        add_eos=fields.boolean("ggml.add_eos_token", False),
+        add_space_prefix=fields.boolean("ggml.add_space_prefix", sentencepiece),
+        chat_template=fields.text("chat_template") if "chat_template" in fields else None,
+    )

@@ -1,0 +1,249 @@
+"""The GGUF container, versions 2 and 3, little-endian: metadata and where each tensor's bytes lie. Knows no model.
+
+Files come from strangers. Every count, length and offset is compared with what is left of the file, in Python's unbounded
+integers, before anything of that size is touched; so a lying header costs no more time or memory than an honest one.
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints.mapped import map_file
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats.tensor import U8
+
+MAGIC = b"GGUF"
+
+Value = int | float | bool | str | list[str] | NDArray
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {
+    0: np.dtype("u1"),
+    1: np.dtype("i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("u1"),  # a boolean byte, checked to be 0 or 1
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+
+_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+
+# Far above what models have, far below what would make a hostile file slow to read.
+_MAX_ENTRIES = 1 << 16
+_MAX_STRINGS = 1 << 22
+_MAX_KEY_BYTES = (1 << 16) - 1
+_MAX_NAME_BYTES = 64
+_MAX_ALIGNMENT = 1 << 20
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """Metadata (key -> int, float, bool, str, list of str, or a numeric array) and tensors over the mapped bytes."""
+
+    path: Path
+    metadata: dict[str, Value]
+    tensors: dict[str, QuantTensor]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Map a GGUF file and check all of its structure. Raises CheckpointError naming the file, what, got and wanted."""
+    data = map_file(path)
+    cursor = _Cursor(path, data)
+    magic = bytes(data[: len(MAGIC)])
+    if magic != MAGIC:
+        raise CheckpointError(f"{path} is not a GGUF file: it starts with {magic!r}, wanted {MAGIC!r}")
+    cursor.take(len(MAGIC), "magic")
+    version = cursor.u32("version")
+    if version & 0xFFFF == 0 and version:
+        raise CheckpointError(f"{path} is a big-endian GGUF file; only little-endian files are supported: convert it again without --bigendian")
+    if version not in (2, 3):
+        raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are supported: convert the model again")
+    num_tensors = cursor.count("tensor count", 8 + 1 + 4 + 8 + 4 + 8, _MAX_ENTRIES)
+    num_entries = cursor.count("metadata count", 8 + 1 + 4 + 1, _MAX_ENTRIES)
+
+    metadata: dict[str, Value] = {}
+    for i in range(num_entries):
+        key = cursor.string(f"key of metadata entry {i}", _MAX_KEY_BYTES)
+        if not key or key in metadata:
+            cursor.fail(f"metadata entry {i} has the key {key!r}", "a key that is not empty and used once")
+        metadata[key] = cursor.value(key)
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        cursor.fail(f"general.alignment is {alignment!r}", f"a power of two from 1 to {_MAX_ALIGNMENT}")
+
+    infos = []
+    names = set()
+    for i in range(num_tensors):
+        name = cursor.string(f"name of tensor {i}", _MAX_NAME_BYTES)
+        if not name or name in names:
+            cursor.fail(f"tensor {i} has the name {name!r}", "a name that is not empty and used once")
+        names.add(name)
+        infos.append((name, *_tensor_info(cursor, name, alignment)))
+    return GgufFile(path, metadata, _map_tensors(cursor, data, infos, alignment))
+
+
+def _tensor_info(cursor: "_Cursor", name: str, alignment: int) -> tuple[tuple[int, ...], int, int]:
+    """Shape (numpy order), type number and offset of the next tensor."""
+    num_dims = cursor.u32(f"dimensions of tensor {name}")
+    if not 1 <= num_dims <= 4:
+        cursor.fail(f"tensor {name} has {num_dims} dimensions", "1 to 4")
+    shape = tuple(cursor.u64(f"dimension {d} of tensor {name}") for d in range(num_dims))[::-1]
+    if 0 in shape:
+        cursor.fail(f"tensor {name} has the shape {list(shape)}", "sizes above zero")
+    type_number = cursor.u32(f"type of tensor {name}")
+    offset = cursor.u64(f"offset of tensor {name}")
+    if offset % alignment:
+        cursor.fail(f"tensor {name} lies at offset {offset}", f"a multiple of the file's alignment {alignment}")
+    return shape, type_number, offset
+
+
+def _map_tensors(
+    cursor: "_Cursor", data: U8, infos: list[tuple[str, tuple[int, ...], int, int]], alignment: int
+) -> dict[str, QuantTensor]:
+    """Views of `data` for every tensor, after checking that they lie inside the file and apart from each other."""
+    data_start = -(-cursor.position // alignment) * alignment
+    tensors = {}
+    extents = []
+    for name, shape, type_number, offset in infos:
+        type_name = _TYPES.get(type_number, f"number {type_number}")
+        format = FORMATS.get(type_name.lower())
+        if format is None:
+            raise CheckpointError(
+                f"{cursor.path}: tensor {name} has the type {type_name}; supported are {', '.join(FORMATS).upper()}"
+            )
+        if shape[-1] % format.block_size:
+            cursor.fail(f"{type_name} tensor {name} has rows of {shape[-1]}", f"a multiple of {format.block_size}")
+        row_bytes = format.row_bytes(shape[-1])
+        num_bytes = math.prod(shape[:-1]) * row_bytes
+        start = data_start + offset
+        if start + num_bytes > len(data):
+            cursor.fail(
+                f"tensor {name} ({type_name} {list(shape)}) needs bytes {start} to {start + num_bytes} of a file of {len(data)}",
+                "a complete file: download it again",
+            )
+        if len(shape) > 2:
+            cursor.fail(f"tensor {name} has the shape {list(shape)}", "matrices and vectors (experts and convolutions are not supported)")
+        extents.append((start, start + num_bytes, name))
+        tensors[name] = QuantTensor(format, shape, data[start : start + num_bytes].reshape(*shape[:-1], row_bytes))
+    extents.sort()
+    for (_, end, name), (start, _, following) in zip(extents, extents[1:], strict=False):
+        if start < end:
+            cursor.fail(f"tensors {name} and {following} overlap at byte {start}", "bytes of their own for each tensor")
+    return tensors
+
+
+class _Cursor:
+    """A position in the file's header that cannot be moved past the end."""
+
+    def __init__(self, path: Path, data: U8) -> None:
+        self.path = path
+        self.position = 0
+        self._view = memoryview(data)
+        self._size = len(data)
+
+    def fail(self, got: str, wanted: str) -> NoReturn:
+        raise CheckpointError(f"{self.path}: {got}, wanted {wanted}")
+
+    def take(self, num_bytes: int, what: str) -> int:
+        """Where `num_bytes` of `what` begin; the position moves behind them."""
+        start = self.position
+        if num_bytes > self._size - start:
+            self.fail(f"{what} needs {num_bytes} bytes at byte {start} of a file of {self._size}", "a complete file: download it again")
+        self.position = start + num_bytes
+        return start
+
+    def u32(self, what: str) -> int:
+        return _U32.unpack_from(self._view, self.take(4, what))[0]
+
+    def u64(self, what: str) -> int:
+        return _U64.unpack_from(self._view, self.take(8, what))[0]
+
+    def count(self, what: str, item_bytes: int, limit: int) -> int:
+        """A u64 count of items of at least `item_bytes` each, that the rest of the file can hold."""
+        count = self.u64(what)
+        possible = min((self._size - self.position) // item_bytes, limit)
+        if count > possible:
+            self.fail(f"{what} is {count} at byte {self.position - 8} of a file of {self._size}", f"at most {possible}")
+        return count
+
+    def string(self, what: str, max_bytes: int | None = None) -> str:
+        length = self.u64(f"length of the {what}")
+        if max_bytes is not None and length > max_bytes:
+            self.fail(f"{what} is {length} bytes long", f"at most {max_bytes}")
+        start = self.take(length, what)
+        try:
+            return str(self._view[start : self.position], "utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(f"{what} is not UTF-8 ({error.reason} at byte {start + error.start})", "UTF-8 text")
+
+    def value(self, key: str) -> Value:
+        value_type = self.u32(f"type of {key}")
+        if value_type == _STRING:
+            return self.string(key)
+        if value_type == _ARRAY:
+            return self._array(key)
+        return self._numbers(key, value_type, 1)[0].item() if value_type != _BOOL else bool(self._numbers(key, value_type, 1)[0])
+
+    def _array(self, key: str) -> list[str] | NDArray:
+        item_type = self.u32(f"item type of {key}")
+        if item_type == _ARRAY:
+            self.fail(f"{key} is an array of arrays", "an array of numbers or strings")
+        if item_type == _STRING:
+            return self._strings(key, self.count(f"length of {key}", 8, _MAX_STRINGS))
+        dtype = self._scalar_type(key, item_type)
+        return self._numbers(key, item_type, self.count(f"length of {key}", dtype.itemsize, self._size))
+
+    def _scalar_type(self, key: str, value_type: int) -> np.dtype:
+        dtype = _SCALARS.get(value_type)
+        if dtype is None:
+            self.fail(f"{key} has the value type {value_type}", "a type from 0 to 12")
+        return dtype
+
+    def _numbers(self, key: str, value_type: int, count: int) -> NDArray:
+        """A view of `count` numbers; booleans come as a bool array."""
+        dtype = self._scalar_type(key, value_type)
+        start = self.take(count * dtype.itemsize, key)
+        numbers = np.frombuffer(self._view[start : self.position], dtype)
+        if value_type == _BOOL:
+            if (numbers > 1).any():
+                self.fail(f"{key} is a boolean with the byte {numbers.max()}", "0 or 1")
+            return numbers.astype(bool)
+        return numbers
+
+    def _strings(self, key: str, count: int) -> list[str]:
+        # The vocabulary: hundreds of thousands of short strings, so this one loop spells out what `string` does.
+        view, size, position = self._view, self._size, self.position
+        length_at = _U64.unpack_from
+        strings = []
+        try:
+            for _ in range(count):
+                start = position + 8
+                position = start + length_at(view, position)[0]
+                if position > size:
+                    self.fail(f"string {len(strings)} of {key} ends at byte {position} of a file of {size}", "a complete file")
+                strings.append(str(view[start:position], "utf-8"))
+        except struct.error:
+            self.fail(f"string {len(strings)} of {key} begins at byte {position} of a file of {size}", "a complete file: download it again")
+        except UnicodeDecodeError as error:
+            self.fail(f"string {len(strings)} of {key} is not UTF-8 ({error.reason})", "UTF-8 text")
+        self.position = position
+        return strings

@@ -1,0 +1,25 @@
+"""One way in: what kind of checkpoint a path is, by its bytes and not by its name."""
+
+from pathlib import Path
+
+from cpuspec.checkpoints.checkpoint import Checkpoint
+from cpuspec.checkpoints.gguf import open_gguf
+from cpuspec.checkpoints.huggingface import open_huggingface
+from cpuspec.errors import CheckpointError
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """A GGUF file or a Hugging Face directory, checked and memory-mapped.
+
+    Raises CheckpointError if it is missing, damaged or not supported.
+    """
+    path = Path(path)
+    try:
+        is_directory = path.is_dir()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if is_directory:
+        return open_huggingface(path)
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} is only a part of a model; give the directory that holds it and config.json")
+    return open_gguf(path)
