@@ -19,30 +19,29 @@ Q6_K_LAYOUT = np.dtype([("low", "u1", 128), ("high", "u1", 64), ("scales", "i1",
 def decode_q4_k(blocks: U8) -> F32:
     """d * scale * code - dmin * minimum, with eight 6-bit scales and minima; each 32 bytes hold two sub-blocks' nibbles."""
     fields = blocks.view(Q4_K_LAYOUT)
-    return _apply_scales_and_minima(fields, _paired_nibbles(fields))
+    return _apply_scales_and_minima(fields, codes_q4_k(fields))
 
 
 def encode_q4_k(values: F32) -> U8:
     """Scales and minima by least squares per 32 values, then codes for the scales as stored."""
     fields = np.empty(len(values), Q4_K_LAYOUT)
     codes = _encode_scales_and_minima(values, 15, fields)
-    fields["codes"] = _join_paired_nibbles(codes)
+    fields["codes"] = fields_q4_k(codes)["codes"]
     return fields.view(np.uint8).reshape(-1, Q4_K_LAYOUT.itemsize)
 
 
 def decode_q5_k(blocks: U8) -> F32:
     """As q4_k with a fifth bit: bit s of byte i of `high` belongs to value i of sub-block s."""
     fields = blocks.view(Q5_K_LAYOUT)
-    high = fields["high"].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return _apply_scales_and_minima(fields, _paired_nibbles(fields) | high << 4)
+    return _apply_scales_and_minima(fields, codes_q5_k(fields))
 
 
 def encode_q5_k(values: F32) -> U8:
     """As q4_k with 32 codes."""
     fields = np.empty(len(values), Q5_K_LAYOUT)
     codes = _encode_scales_and_minima(values, 31, fields)
-    fields["codes"] = _join_paired_nibbles(codes)
-    fields["high"] = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]
+    for name, part in fields_q5_k(codes).items():
+        fields[name] = part
     return fields.view(np.uint8).reshape(-1, Q5_K_LAYOUT.itemsize)
 
 
@@ -52,9 +51,7 @@ def decode_q6_k(blocks: U8) -> F32:
     Each half of 128 values: 64 bytes of low nibbles (values 0..63 low, 64..127 high) and 32 bytes of four two-bit tops each.
     """
     fields = blocks.view(Q6_K_LAYOUT)
-    low = fields["low"].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 0x0F
-    high = fields["high"].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 0x03
-    codes = low.reshape(-1, SUPERBLOCK) | high.reshape(-1, SUPERBLOCK) << 4
+    codes = codes_q6_k(fields)
     scales = fields["d"].astype(np.float32).reshape(-1, 1) * fields["scales"].reshape(-1, 16).astype(np.float32)
     return (scales[:, :, None] * (codes.reshape(-1, 16, 16).astype(np.float32) - np.float32(32))).reshape(-1, SUPERBLOCK)
 
@@ -71,10 +68,8 @@ def encode_q6_k(values: F32) -> U8:
     fields["scales"] = np.clip(np.rint(scale * _inverse(d)), -128, 127)
     stored = d * fields["scales"].astype(np.float32)
     codes = (np.clip(np.rint(parts * _inverse(stored)[:, :, None]), -32, 31) + 32).astype(np.uint8)
-    low = (codes & 0x0F).reshape(-1, 2, 2, 64)
-    high = (codes >> 4).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
-    fields["low"] = (low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128)
-    fields["high"] = np.bitwise_or.reduce(high, axis=2).reshape(-1, 64)
+    for name, part in fields_q6_k(codes).items():
+        fields[name] = part
     return fields.view(np.uint8).reshape(-1, Q6_K_LAYOUT.itemsize)
 
 
@@ -98,15 +93,40 @@ def pack_scales(scales: U8, minima: U8) -> U8:
     return np.concatenate([first, second, rest], axis=1)
 
 
-def _paired_nibbles(fields: NDArray[np.void]) -> U8:
+def codes_q4_k(fields: NDArray[np.void]) -> U8:
     """Codes [n, 8, 32]: run i of 32 bytes holds sub-block 2i in its low halves and 2i + 1 in its high halves."""
     runs = fields["codes"].reshape(-1, 4, 1, 32)
     return (runs >> np.array([0, 4], np.uint8)[:, None] & 0x0F).reshape(-1, 8, 32)
 
 
-def _join_paired_nibbles(codes: U8) -> U8:
-    """The low four bits of codes [n, 8, 32] as bytes [n, 128]."""
-    return ((codes[:, 0::2] & 0x0F) | codes[:, 1::2] << 4).reshape(-1, 128)
+def fields_q4_k(codes: U8) -> dict[str, U8]:
+    """The fields that hold codes [n, 8, 32]."""
+    return {"codes": ((codes[:, 0::2] & 0x0F) | codes[:, 1::2] << 4).reshape(-1, 128)}
+
+
+def codes_q5_k(fields: NDArray[np.void]) -> U8:
+    """Codes [n, 8, 32], the fifth bit from `high`."""
+    high = fields["high"].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return codes_q4_k(fields) | high << 4
+
+
+def fields_q5_k(codes: U8) -> dict[str, U8]:
+    """The fields that hold codes [n, 8, 32]."""
+    return {"high": np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0], **fields_q4_k(codes)}
+
+
+def codes_q6_k(fields: NDArray[np.void]) -> U8:
+    """Codes 0..63, U8 [n, 256]."""
+    low = fields["low"].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 0x0F
+    high = fields["high"].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 0x03
+    return low.reshape(-1, SUPERBLOCK) | high.reshape(-1, SUPERBLOCK) << 4
+
+
+def fields_q6_k(codes: U8) -> dict[str, U8]:
+    """The fields that hold codes 0..63 of whole superblocks."""
+    low = (codes & 0x0F).reshape(-1, 2, 2, 64)
+    high = (codes >> 4).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
+    return {"low": (low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128), "high": np.bitwise_or.reduce(high, axis=2).reshape(-1, 64)}
 
 
 def _apply_scales_and_minima(fields: NDArray[np.void], codes: U8) -> F32:

@@ -1,0 +1,281 @@
+"""The order in which kernels read weights, and its inverse. Every bit of the file's format is kept; only places change.
+
+A tile is 16 consecutive output rows; one 64-byte load holds four bytes of each. A tile is a few planes one after another:
+codes first, then scales, each [steps along the inputs][16 rows]. Matrices are padded to whole tiles with zero bytes.
+
+Codes of a group of 32 inputs, for lane (row) r and byte b of 0..3:
+  nibbles   load j of 0..3: low half = input 8j + b, high half = input 8j + 4 + b
+  bytes     load v of 0..7: input 4v + b
+  top 1     one load: bit 8b + v = bit 4 of the code of input 4v + b
+  top 2     load h of 0..1: bits 8b + 2v and 8b + 2v + 1 = bits 4 and 5 of the code of input 16h + 4v + b, v of 0..3
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.formats import FORMATS, Format, QuantTensor, kquants, legacy
+from cpuspec.formats.tensor import U8
+
+TILE = 16
+GROUP = 32
+
+Parts = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One stretch of a tile. `bytes_per_value` is its size for one row and one input, as a fraction."""
+
+    part: str
+    bits: float  # per weight
+    lay: Callable[[NDArray[Any]], NDArray[Any]]  # part of 16n rows -> [n, steps, 16]
+    lift: Callable[[NDArray[Any]], NDArray[Any]]  # the inverse
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one format is taken apart, laid out for kernels, and put back."""
+
+    planes: tuple[Plane, ...]
+    split: Callable[[U8], Parts]  # U8 [N, row_bytes] -> arrays [N, ...] by part name
+    join: Callable[[Parts], U8]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTensor:
+    """A matrix [N, K] as kernels read it: U8 [tiles, tile_bytes], starting at a multiple of 64 bytes."""
+
+    format: Format
+    shape: tuple[int, int]
+    data: U8
+
+    @property
+    def tile_bytes(self) -> int:
+        """From one tile to the next."""
+        return self.data.shape[1]
+
+
+def tile_bytes(format: Format, in_features: int) -> int:
+    """Bytes of a tile, rounded up to whole cache lines."""
+    planes = PACKINGS[format.name].planes
+    return -(-sum(_plane_bytes(plane, in_features) for plane in planes) // 64) * 64
+
+
+def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
+    """The matrix in kernel order. Raises nothing: a QuantTensor has whole blocks."""
+    rows, in_features = tensor.shape
+    packing = PACKINGS[tensor.format.name]
+    data = aligned_bytes((-(-rows // TILE), tile_bytes(tensor.format, in_features)))
+    for first in range(0, rows, rows_at_once):
+        block = tensor.data[first : first + rows_at_once]
+        missing = -len(block) % TILE
+        if missing:
+            block = np.concatenate([block, np.zeros((missing, block.shape[1]), np.uint8)])
+        parts = packing.split(np.ascontiguousarray(block))
+        tiles = slice(first // TILE, (first + len(block)) // TILE)
+        offset = 0
+        for plane in packing.planes:
+            laid = plane.lay(parts[plane.part])
+            end = offset + _plane_bytes(plane, in_features)
+            data[tiles, offset:end].reshape(laid.shape[0], -1).view(laid.dtype)[:] = laid.reshape(laid.shape[0], -1)
+            offset = end
+        data[tiles, offset:] = 0
+    return PackedTensor(tensor.format, (rows, in_features), data)
+
+
+def unpack(packed: PackedTensor) -> QuantTensor:
+    """The inverse of `pack`, to the byte."""
+    rows, in_features = packed.shape
+    packing = PACKINGS[packed.format.name]
+    parts: Parts = {}
+    offset = 0
+    for plane in packing.planes:
+        end = offset + _plane_bytes(plane, in_features)
+        lifted = plane.lift(np.ascontiguousarray(packed.data[:, offset:end]))
+        parts[plane.part] = parts[plane.part] | lifted if plane.part in parts else lifted
+        offset = end
+    return QuantTensor(packed.format, (rows, in_features), np.ascontiguousarray(packing.join(parts)[:rows]))
+
+
+def aligned_bytes(shape: tuple[int, ...]) -> U8:
+    """An uninitialised byte array that starts at a multiple of 64."""
+    size = math.prod(shape)
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].reshape(shape)
+
+
+def _plane_bytes(plane: Plane, in_features: int) -> int:
+    return int(plane.bits * TILE * in_features) // 8
+
+
+def _to_lanes(values: NDArray[Any]) -> NDArray[Any]:
+    """[16n, steps] -> [n, steps, 16]."""
+    return values.reshape(-1, TILE, values.shape[1]).transpose(0, 2, 1)
+
+
+def _from_lanes(plane: NDArray[Any]) -> NDArray[Any]:
+    """[n, steps * 16] -> [16n, steps]."""
+    return plane.reshape(len(plane), -1, TILE).transpose(0, 2, 1).reshape(len(plane) * TILE, -1)
+
+
+def _lay_words(four_bytes: U8) -> NDArray[Any]:
+    """Bytes [16n, 4 * steps] as words [n, steps, 16]."""
+    return _to_lanes(np.ascontiguousarray(four_bytes).view(np.uint32))
+
+
+def _lift_words(plane: U8) -> U8:
+    return np.ascontiguousarray(_from_lanes(plane.view(np.uint32))).view(np.uint8)
+
+
+def _lay_nibbles(codes: U8) -> NDArray[Any]:
+    halves = codes.reshape(len(codes), -1, 2, 4)
+    return _lay_words(((halves[:, :, 0] & 15) | halves[:, :, 1] << 4).reshape(len(codes), -1))
+
+
+def _lift_nibbles(plane: U8) -> U8:
+    pairs = _lift_words(plane)
+    pairs = pairs.reshape(len(pairs), -1, 4)
+    return np.stack([pairs & 15, pairs >> 4], axis=2).reshape(len(pairs), -1)
+
+
+def _lay_top_bit(codes: U8) -> NDArray[Any]:
+    bits = (codes >> 4).reshape(len(codes), -1, 8, 4)
+    return _lay_words(np.packbits(bits, axis=2, bitorder="little").reshape(len(codes), -1))
+
+
+def _lift_top_bit(plane: U8) -> U8:
+    packed = _lift_words(plane)
+    bits = np.unpackbits(packed.reshape(len(packed), -1, 1, 4), axis=2, bitorder="little")
+    return bits.reshape(len(packed), -1) << 4
+
+
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+
+
+def _lay_top_two_bits(codes: U8) -> NDArray[Any]:
+    pairs = (codes >> 4).reshape(len(codes), -1, 4, 4) << _PAIRS
+    return _lay_words(np.bitwise_or.reduce(pairs, axis=2).reshape(len(codes), -1))
+
+
+def _lift_top_two_bits(plane: U8) -> U8:
+    packed = _lift_words(plane)
+    pairs = packed.reshape(len(packed), -1, 1, 4) >> _PAIRS & 3
+    return pairs.reshape(len(packed), -1) << 4
+
+
+def _lanes(part: str, dtype: str, inputs: int) -> Plane:
+    """A plane of one number for every `inputs` inputs."""
+    typ = np.dtype(dtype)
+    return Plane(part, typ.itemsize * 8 / inputs, _to_lanes, lambda plane: _from_lanes(plane.view(typ)))
+
+
+_NIBBLES = Plane("codes", 4, _lay_nibbles, _lift_nibbles)
+_BYTES = Plane("codes", 8, _lay_words, _lift_words)
+_TOP_BIT = Plane("codes", 1, _lay_top_bit, _lift_top_bit)
+_TOP_TWO_BITS = Plane("codes", 2, _lay_top_two_bits, _lift_top_two_bits)
+
+
+def _legacy(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
+    """Blocks of 32 with `d` and perhaps `m`; `codes` reads them unsigned, `encode` gives their fields back."""
+    numbers = [name for name in ("d", "m") if name in (layout.names or ())]
+
+    def split(data: U8) -> Parts:
+        fields = data.view(layout)
+        return {"codes": codes(fields).reshape(len(data), -1)} | {name: fields[name] for name in numbers}
+
+    def join(parts: Parts) -> U8:
+        rows = len(parts["codes"])
+        fields = np.empty((rows, parts["d"].shape[1]), layout)
+        for name in numbers:
+            fields[name] = parts[name]
+        for name, values in encode(parts["codes"].reshape(-1, GROUP)).items():
+            fields[name] = values.reshape(fields[name].shape)
+        return fields.view(np.uint8).reshape(rows, -1)
+
+    return Packing((*planes, *(_lanes(name, "<f2", GROUP) for name in numbers)), split, join)
+
+
+def _k(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
+    """Superblocks of 256 with eight 6-bit scales and minima."""
+
+    def split(data: U8) -> Parts:
+        fields = data.view(layout)
+        scales, minima = kquants.unpack_scales(fields["scales"].reshape(-1, 12))
+        return {
+            "codes": codes(fields).reshape(len(data), -1),
+            "scales": scales.reshape(len(data), -1),
+            "minima": minima.reshape(len(data), -1),
+            "d": fields["d"],
+            "dmin": fields["dmin"],
+        }
+
+    def join(parts: Parts) -> U8:
+        rows = len(parts["codes"])
+        fields = np.empty(parts["d"].shape, layout)
+        fields["d"], fields["dmin"] = parts["d"], parts["dmin"]
+        packed = kquants.pack_scales(parts["scales"].reshape(-1, 8), parts["minima"].reshape(-1, 8))
+        fields["scales"] = packed.reshape(*fields.shape, 12)
+        for name, values in encode(parts["codes"].reshape(-1, 8, 32)).items():
+            fields[name] = values.reshape(fields[name].shape)
+        return fields.view(np.uint8).reshape(rows, -1)
+
+    scales = (_lanes("scales", "u1", 32), _lanes("minima", "u1", 32), _lanes("d", "<f2", 256), _lanes("dmin", "<f2", 256))
+    return Packing((*planes, *scales), split, join)
+
+
+def _split_q6_k(data: U8) -> Parts:
+    fields = data.view(kquants.Q6_K_LAYOUT)
+    codes = kquants.codes_q6_k(fields)
+    return {"codes": codes.reshape(len(data), -1), "scales": fields["scales"].reshape(len(data), -1), "d": fields["d"]}
+
+
+def _join_q6_k(parts: Parts) -> U8:
+    rows = len(parts["codes"])
+    fields = np.empty(parts["d"].shape, kquants.Q6_K_LAYOUT)
+    fields["d"], fields["scales"] = parts["d"], parts["scales"].reshape(*fields.shape, 16)
+    for name, values in kquants.fields_q6_k(parts["codes"].reshape(-1, kquants.SUPERBLOCK)).items():
+        fields[name] = values.reshape(fields[name].shape)
+    return fields.view(np.uint8).reshape(rows, -1)
+
+
+def _numbers(dtype: str) -> Packing:
+    """One number a weight."""
+    typ = np.dtype(dtype)
+    return Packing(
+        (_lanes("values", dtype, 1),), lambda data: {"values": data.view(typ)}, lambda parts: np.ascontiguousarray(parts["values"]).view(np.uint8)
+    )
+
+
+PACKINGS: Mapping[str, Packing] = MappingProxyType(
+    {
+        "f32": _numbers("<u4"),
+        "f16": _numbers("<u2"),
+        "bf16": _numbers("<u2"),
+        "q4_0": _legacy(legacy.Q4_0_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
+        "q4_1": _legacy(legacy.Q4_1_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
+        "q5_0": _legacy(legacy.Q5_0_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _TOP_BIT),
+        "q5_1": _legacy(legacy.Q5_1_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _TOP_BIT),
+        # Codes move by 128 so that they are unsigned, as the dot product of bytes wants one side.
+        "q8_0": _legacy(
+            legacy.Q8_0_LAYOUT,
+            lambda fields: fields["codes"].reshape(-1, GROUP).view(np.uint8) ^ 0x80,
+            lambda codes: {"codes": (codes ^ 0x80).view(np.int8)},
+            _BYTES,
+        ),
+        "q4_k": _k(kquants.Q4_K_LAYOUT, kquants.codes_q4_k, kquants.fields_q4_k, _NIBBLES),
+        "q5_k": _k(kquants.Q5_K_LAYOUT, kquants.codes_q5_k, kquants.fields_q5_k, _NIBBLES, _TOP_BIT),
+        "q6_k": Packing(
+            (_NIBBLES, _TOP_TWO_BITS, _lanes("scales", "i1", 16), _lanes("d", "<f2", 256)), _split_q6_k, _join_q6_k
+        ),
+    }
+)
+
+if PACKINGS.keys() != FORMATS.keys():
+    raise AssertionError(f"formats without a packing: {FORMATS.keys() ^ PACKINGS.keys()}")

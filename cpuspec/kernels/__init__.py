@@ -1,0 +1,4 @@
+"""Compiled kernels in Numba: vector values, linear layers, attention, pointwise operations, and the thread team.
+
+They know weight formats and addresses, and no model. They check nothing: whoever passes an address has checked it.
+"""

@@ -1,0 +1,30 @@
+"""Which instructions the kernels may use on this processor, chosen once when kernels are first imported."""
+
+from functools import cache
+
+from llvmlite import binding
+from numba import config
+
+
+@cache
+def features() -> frozenset[str]:
+    """LLVM's names of the processor features that Numba compiles for (its NUMBA_CPU_FEATURES override included)."""
+    text = config.CPU_FEATURES
+    if text is None:
+        return frozenset(name for name, there in binding.get_host_cpu_features().items() if there)
+    return frozenset(part[1:] for part in text.split(",") if part.startswith("+"))
+
+
+@cache
+def dot_isa() -> str:
+    """How four bytes are multiplied and added into 32 bits: one of avx512_vnni, avx_vnni, generic. All give the same bits."""
+    if "avx512vnni" in features():
+        return "avx512_vnni"
+    if "avxvnni" in features():
+        return "avx_vnni"
+    return "generic"
+
+
+def describe() -> str:
+    """The choice in words, for `cpuspec inspect` and error reports."""
+    return f"{config.CPU_NAME or binding.get_host_cpu_name()}, {dot_isa()}"

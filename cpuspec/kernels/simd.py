@@ -1,0 +1,236 @@
+"""Vector values for Numba: sixteen 32-bit lanes that live in LLVM registers, and the operations kernels are written in.
+
+Kernels address memory by integer (int64 addresses), because one step walks weights of many shapes. No operation here allows
+reassociation or contraction: what is written is what is computed, so results are the same bits on every processor.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.typing.templates import ConcreteTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+from cpuspec.kernels.isa import dot_isa
+
+LANES = 16
+
+_I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+_F16, _F32 = ir.HalfType(), ir.FloatType()
+_POINTER = ir.PointerType()
+
+
+class _Vector(types.Type):
+    """Sixteen lanes of one 32-bit type."""
+
+
+f32x16 = _Vector("f32x16")
+i32x16 = _Vector("i32x16")
+_VECTOR_OF = {f32x16: ir.VectorType(_F32, LANES), i32x16: ir.VectorType(_I32, LANES)}
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: _Vector) -> None:
+        super().__init__(dmm, fe_type, _VECTOR_OF[fe_type])
+
+
+Emit = Callable[..., Any]  # (builder, *values) -> value
+
+
+def _operation(arguments: tuple[types.Type, ...], result: types.Type, emit: Emit) -> Any:
+    """A Numba function of these types whose body is the instructions that `emit` appends."""
+
+    def typed(typingctx: Any) -> Any:
+        return result(*arguments), lambda context, builder, sig, args: emit(builder, *args)
+
+    by_arity = (
+        lambda typingctx: typed(typingctx),
+        lambda typingctx, a: typed(typingctx),
+        lambda typingctx, a, b: typed(typingctx),
+        lambda typingctx, a, b, c: typed(typingctx),
+    )
+    return intrinsic(by_arity[len(arguments)])
+
+
+def _operator(symbol: Any, instructions: dict[_Vector, str]) -> None:
+    """Let a Python operator work lane by lane on vector types, as the named LLVM instruction."""
+
+    class Template(ConcreteTemplate):
+        cases = [vector(vector, vector) for vector in instructions]
+
+    infer_global(symbol)(Template)
+    for vector, instruction in instructions.items():
+
+        def lower(context: Any, builder: Any, sig: Any, args: Any, instruction: str = instruction) -> Any:
+            return getattr(builder, instruction)(*args)
+
+        lower_builtin(symbol, vector, vector)(lower)
+
+
+_operator(operator.add, {f32x16: "fadd", i32x16: "add"})
+_operator(operator.sub, {f32x16: "fsub", i32x16: "sub"})
+_operator(operator.mul, {f32x16: "fmul", i32x16: "mul"})
+_operator(operator.truediv, {f32x16: "fdiv"})
+_operator(operator.and_, {i32x16: "and_"})
+_operator(operator.or_, {i32x16: "or_"})
+_operator(operator.lshift, {i32x16: "shl"})
+_operator(operator.rshift, {i32x16: "lshr"})
+
+
+def pointer(builder: Any, address: Any) -> Any:
+    """An integer address as an LLVM pointer."""
+    return builder.inttoptr(address, _POINTER)
+
+
+def load(builder: Any, address: Any, typ: Any) -> Any:
+    """A value of `typ` at any address, aligned or not."""
+    return builder.load(pointer(builder, address), typ=typ, align=1)
+
+
+def store(builder: Any, address: Any, value: Any) -> Any:
+    """Write a value at any address, aligned or not."""
+    builder.store(value, pointer(builder, address), align=1)
+    return ir.Constant(_I8, 0)
+
+
+def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
+    """A scalar in every lane."""
+    vector = ir.VectorType(scalar.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+
+
+def constant(builder: Any, value: int | float, vector: _Vector) -> Any:
+    """A known value in every lane."""
+    return ir.Constant(_VECTOR_OF[vector], [value] * LANES)
+
+
+def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    """Call an LLVM intrinsic or a C function by name."""
+    function_type = ir.FunctionType(result, [v.type for v in values])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
+    return builder.call(function, values)
+
+
+def _vector(element: Any) -> Any:
+    return ir.VectorType(element, LANES)
+
+
+_F, _V = _VECTOR_OF[f32x16], _VECTOR_OF[i32x16]
+_a, _i, _f = types.int64, types.int32, types.float32
+
+# Scalars at an address.
+peek_i64 = _operation((_a,), types.int64, lambda b, at: load(b, at, _I64))
+peek_i32 = _operation((_a,), types.int32, lambda b, at: load(b, at, _I32))
+peek_u8 = _operation((_a,), types.int32, lambda b, at: b.zext(load(b, at, _I8), _I32))
+peek_i8 = _operation((_a,), types.int32, lambda b, at: b.sext(load(b, at, _I8), _I32))
+peek_f32 = _operation((_a,), types.float32, lambda b, at: load(b, at, _F32))
+peek_f16 = _operation((_a,), types.float32, lambda b, at: b.fpext(load(b, at, _F16), _F32))
+poke_i64 = _operation((_a, types.int64), types.int8, lambda b, at, v: store(b, at, v))
+poke_i32 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, v))
+poke_i8 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, b.trunc(v, _I8)))
+poke_f32 = _operation((_a, _f), types.int8, lambda b, at, v: store(b, at, v))
+f32_bits = _operation((_i,), types.float32, lambda b, v: b.bitcast(v, _F32))
+fma_f32 = _operation((_f, _f, _f), types.float32, lambda b, x, y, z: call(b, "llvm.fma.f32", _F32, x, y, z))
+
+# Vectors at an address.
+load_i32 = _operation((_a,), i32x16, lambda b, at: load(b, at, _V))
+load_f32 = _operation((_a,), f32x16, lambda b, at: load(b, at, _F))
+load_f16 = _operation((_a,), f32x16, lambda b, at: b.fpext(load(b, at, _vector(_F16)), _F))
+load_bf16 = _operation(
+    (_a,),
+    f32x16,
+    lambda b, at: b.bitcast(b.shl(b.zext(load(b, at, _vector(_I16)), _V), constant(b, 16, i32x16)), _F),
+)
+load_u8 = _operation((_a,), i32x16, lambda b, at: b.zext(load(b, at, _vector(_I8)), _V))
+load_i8 = _operation((_a,), i32x16, lambda b, at: b.sext(load(b, at, _vector(_I8)), _V))
+store_f32 = _operation((_a, f32x16), types.int8, lambda b, at, v: store(b, at, v))
+store_i32 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, v))
+store_i8 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, b.trunc(v, _vector(_I8))))
+broadcast_f32 = _operation((_a,), f32x16, lambda b, at: splat(b, load(b, at, _F32)))
+broadcast_i32 = _operation((_a,), i32x16, lambda b, at: splat(b, load(b, at, _I32)))
+
+# Lane by lane.
+splat_f32 = _operation((_f,), f32x16, lambda b, x: splat(b, x))
+splat_i32 = _operation((_i,), i32x16, lambda b, x: splat(b, x))
+to_f32 = _operation((i32x16,), f32x16, lambda b, v: b.sitofp(v, _F))
+fma = _operation((f32x16, f32x16, f32x16), f32x16, lambda b, x, y, z: call(b, "llvm.fma.v16f32", _F, x, y, z))
+round_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.rint.v16f32", _F, v))
+truncate_i32 = _operation((f32x16,), i32x16, lambda b, v: call(b, "llvm.fptosi.sat.v16i32.v16f32", _V, v))
+abs_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.fabs.v16f32", _F, v))
+sqrt_f32 = _operation((_f,), types.float32, lambda b, x: call(b, "llvm.sqrt.f32", _F32, x))
+max_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+min_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+as_f32 = _operation((i32x16,), f32x16, lambda b, v: b.bitcast(v, _F))
+
+
+def _first_lanes(builder: Any, values: Any, count: Any, other: Any) -> Any:
+    index = ir.Constant(_V, list(range(LANES)))
+    return builder.select(builder.icmp_signed("<", index, splat(builder, count)), values, other)
+
+
+first_lanes = _operation((f32x16, _i, f32x16), f32x16, _first_lanes)  # lanes below `count` from the first, others from the last
+
+
+def _fold(instruction: Callable[[Any, Any, Any], Any]) -> Emit:
+    """Reduce lanes in one fixed order: halves onto halves, 8, 4, 2, 1."""
+
+    def emit(builder: Any, vector: Any) -> Any:
+        width = LANES
+        while width > 1:
+            width //= 2
+            undefined = ir.Constant(vector.type, ir.Undefined)
+            low = ir.Constant(ir.VectorType(_I32, width), list(range(width)))
+            high = ir.Constant(ir.VectorType(_I32, width), list(range(width, 2 * width)))
+            vector = instruction(builder, builder.shuffle_vector(vector, undefined, low), builder.shuffle_vector(vector, undefined, high))
+        return builder.extract_element(vector, ir.Constant(_I32, 0))
+
+    return emit
+
+
+sum_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: b.fadd(x, y)))
+max_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y)))
+sum_lanes_i32 = _operation((i32x16,), types.int32, _fold(lambda b, x, y: b.add(x, y)))
+
+
+def dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic."""
+    if dot_isa() == "avx512_vnni":
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", _V, total, unsigned, signed)
+    if dot_isa() == "avx_vnni":
+        return _dot_bytes_in_halves(builder, total, unsigned, signed)
+    for byte in range(4):
+        shift = constant(builder, 8 * byte, i32x16)
+        u = builder.and_(builder.lshr(unsigned, shift), constant(builder, 255, i32x16))
+        s = builder.ashr(builder.shl(signed, constant(builder, 24 - 8 * byte, i32x16)), constant(builder, 24, i32x16))
+        total = builder.add(total, builder.mul(u, s))
+    return total
+
+
+def _dot_bytes_in_halves(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    index = ir.VectorType(_I32, 8)
+    half = ir.VectorType(_I32, 8)
+    parts = []
+    for start in (0, 8):
+        lanes = ir.Constant(index, list(range(start, start + 8)))
+        operands = [builder.shuffle_vector(v, ir.Constant(_V, ir.Undefined), lanes) for v in (total, unsigned, signed)]
+        parts.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", half, *operands))
+    return builder.shuffle_vector(*parts, ir.Constant(_V, list(range(LANES))))
+
+
+# Threads.
+fetch_add = _operation((_a, types.int64), types.int64, lambda b, at, v: b.atomic_rmw("add", pointer(b, at), v, "seq_cst"))
+exchange = _operation((_a, types.int64), types.int64, lambda b, at, v: b.atomic_rmw("xchg", pointer(b, at), v, "seq_cst"))
+acquire = _operation((_a,), types.int64, lambda b, at: b.load_atomic(pointer(b, at), "acquire", 8, typ=_I64))
+
+
+def _pause(builder: Any) -> Any:
+    builder.call(builder.module.globals.get("llvm.x86.sse2.pause") or ir.Function(
+        builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), [])
+    return ir.Constant(_I8, 0)
+
+
+pause = _operation((), types.int8, _pause)
