@@ -1,0 +1,311 @@
+"""Linear layers: packed weights times rows of activations, one kernel for every format and number of rows.
+
+A tile is 16 output rows in 16 lanes. For each group of 32 inputs its weights are unpacked into registers once, and every row of
+the batch (up to ROWS at a time) is multiplied with them. Each output sums its groups in the order of the inputs, whatever the
+number of rows, the thread or the tile: a row's result does not depend on its company, bit for bit.
+
+Activations come in one of two orders, in blocks of up to ROWS rows:
+  "int8"  [group][row] records of RECORD bytes: 32 signed bytes, then at the offsets below the scale and what formats with a zero
+          point or a minimum need of the bytes' sum.
+  "f32"   [input][row] numbers, for weights that are floating point themselves.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from cpuspec.kernels import simd
+from cpuspec.kernels.simd import f32x16, i32x16
+
+ROWS = 16  # rows of a block of activations
+RECORD = 64
+SCALE, SCALED_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 60, 4)
+
+# Rows that one pass over a tile serves; other counts are made of these. Each is code to compile, once per format.
+_PASSES = (16, 8, 4, 3, 2, 1)
+
+
+class _Ops:
+    """Instructions in the notation of arithmetic, appended to one LLVM builder. Offsets are in bytes."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    def at(self, address: Any, offset: int) -> Any:
+        return self.b.add(address, ir.Constant(simd._I64, offset)) if offset else address
+
+    def times(self, index: Any, size: int) -> Any:
+        return self.b.mul(index, ir.Constant(simd._I64, size))
+
+    def i32(self, address: Any) -> Any:
+        return simd.load(self.b, address, simd._V)
+
+    def f32(self, address: Any) -> Any:
+        return simd.load(self.b, address, simd._F)
+
+    def f16(self, address: Any) -> Any:
+        return self.b.fpext(simd.load(self.b, address, simd._vector(simd._F16)), simd._F)
+
+    def bf16(self, address: Any) -> Any:
+        wide = self.b.zext(simd.load(self.b, address, simd._vector(simd._I16)), simd._V)
+        return self.b.bitcast(self.b.shl(wide, simd.constant(self.b, 16, i32x16)), simd._F)
+
+    def u8(self, address: Any) -> Any:
+        return self.b.uitofp(self.b.zext(simd.load(self.b, address, simd._vector(simd._I8)), simd._V), simd._F)
+
+    def i8(self, address: Any) -> Any:
+        return self.b.sitofp(self.b.sext(simd.load(self.b, address, simd._vector(simd._I8)), simd._V), simd._F)
+
+    def every(self, address: Any, typ: Any) -> Any:
+        return simd.splat(self.b, simd.load(self.b, address, typ))
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return simd.call(self.b, "llvm.fma.v16f32", simd._F, x, y, z)
+
+    def mask(self, words: Any, bits: int) -> Any:
+        return self.b.and_(words, simd.constant(self.b, bits, i32x16))
+
+    def left(self, words: Any, by: int) -> Any:
+        if by < 0:
+            return self.b.lshr(words, simd.constant(self.b, -by, i32x16))
+        return self.b.shl(words, simd.constant(self.b, by, i32x16)) if by else words
+
+    def nibbles(self, address: Any) -> list[Any]:
+        words = [self.i32(self.at(address, 64 * j)) for j in range(4)]
+        return [part for w in words for part in (self.mask(w, 0x0F0F0F0F), self.mask(self.left(w, -4), 0x0F0F0F0F))]
+
+    def with_top_bit(self, codes: list[Any], address: Any) -> list[Any]:
+        high = self.i32(address)
+        return [self.b.or_(c, self.mask(self.left(high, 4 - v), 0x10101010)) for v, c in enumerate(codes)]
+
+    def with_top_two_bits(self, codes: list[Any], address: Any) -> list[Any]:
+        high = [self.i32(self.at(address, 64 * h)) for h in range(2)]
+        return [self.b.or_(c, self.mask(self.left(high[v // 4], 4 - 2 * (v % 4)), 0x30303030)) for v, c in enumerate(codes)]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """32 inputs of 16 rows in registers."""
+
+    codes: list[Any]  # eight vectors of unsigned bytes, four inputs each
+    scales: list[Any]  # one for the group, or one for each half of it
+    starts: tuple[int, ...] = ()  # fields of the record that the integer sums start from: -zero point * sum of the inputs
+    minimum: Any = None  # added to every weight
+
+
+Reader = Callable[[_Ops, Any, Any, Any], _Group]  # (ops, tile address, groups, group) -> _Group
+
+
+def _scale_of_32(o: _Ops, address: Any, group: Any) -> Any:
+    return o.f16(o.b.add(address, o.times(group, 32)))
+
+
+def _legacy(offset: int, start: int | None, top_bit: bool = False) -> Reader:
+    """q4_0, q4_1, q5_0, q5_1: planes codes, (top bits), scales, (minima)."""
+
+    def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
+        codes = o.nibbles(o.b.add(tile, o.times(group, 256)))
+        if top_bit:
+            codes = o.with_top_bit(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 64)))
+        scale = _scale_of_32(o, o.b.add(tile, o.times(groups, offset)), group)
+        if start is not None:
+            return _Group(codes, [scale], (start,))
+        return _Group(codes, [scale], (), _scale_of_32(o, o.b.add(tile, o.times(groups, offset + 32)), group))
+
+    return read
+
+
+def _q8_0(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
+    address = o.b.add(tile, o.times(group, 512))
+    codes = [o.i32(o.at(address, 64 * v)) for v in range(8)]
+    return _Group(codes, [_scale_of_32(o, o.b.add(tile, o.times(groups, 512)), group)], (MINUS_128_SUMS,))
+
+
+def _superblock(o: _Ops, address: Any, group: Any) -> Any:
+    return o.f16(o.b.add(address, o.times(o.b.lshr(group, ir.Constant(simd._I64, 3)), 32)))
+
+
+def _k(offset: int, top_bit: bool) -> Reader:
+    """q4_k, q5_k: planes codes, (top bits), scales, minima, d, dmin."""
+
+    def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
+        codes = o.nibbles(o.b.add(tile, o.times(group, 256)))
+        if top_bit:
+            codes = o.with_top_bit(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 64)))
+        scales = o.b.add(tile, o.times(groups, offset))
+        here = o.b.add(scales, o.times(group, 16))
+        d = o.b.add(scales, o.times(groups, 32))
+        scale = o.b.fmul(_superblock(o, d, group), o.u8(here))
+        # d is 32 bytes a superblock, 4 a group
+        minimum = o.b.fmul(_superblock(o, o.b.add(d, o.times(groups, 4)), group), o.u8(o.b.add(here, o.times(groups, 16))))
+        return _Group(codes, [scale], (), o.b.fneg(minimum))
+
+    return read
+
+
+def _q6_k(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
+    codes = o.nibbles(o.b.add(tile, o.times(group, 256)))
+    codes = o.with_top_two_bits(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 128)))
+    scales = o.b.add(tile, o.times(groups, 384))
+    here = o.b.add(scales, o.times(group, 32))
+    d = _superblock(o, o.b.add(scales, o.times(groups, 32)), group)
+    halves = [o.b.fmul(d, o.i8(o.at(here, 16 * half))) for half in range(2)]
+    return _Group(codes, halves, (MINUS_32_LOW, MINUS_32_HIGH))
+
+
+_READERS: Mapping[str, Reader] = MappingProxyType(
+    {
+        "q4_0": _legacy(256, MINUS_8_SUMS),
+        "q4_1": _legacy(256, None),
+        "q5_0": _legacy(320, MINUS_16_SUMS, top_bit=True),
+        "q5_1": _legacy(320, None, top_bit=True),
+        "q8_0": _q8_0,
+        "q4_k": _k(256, top_bit=False),
+        "q5_k": _k(320, top_bit=True),
+        "q6_k": _q6_k,
+    }
+)
+_NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType({"f32": (64, "f32"), "f16": (32, "f16"), "bf16": (32, "bf16")})
+
+
+def activation_order(format_name: str) -> str:
+    """How a format wants its activations: "int8" or "f32"."""
+    return "int8" if format_name in _READERS else "f32"
+
+
+def _quantized_pass(o: _Ops, read: Reader, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> list[Any]:
+    """The 16 outputs of each row, from int8 activations."""
+    groups = o.b.lshr(in_features, ir.Constant(simd._I64, 5))
+    stride = o.times(block_rows, RECORD)
+    sums = [cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(rows)]
+    with cgutils.for_range(o.b, groups) as loop:
+        group = read(o, tile, groups, loop.index)
+        records = o.b.add(acts, o.b.mul(loop.index, stride))
+        for row, total in enumerate(sums):
+            record = o.at(records, row * RECORD)
+            o.b.store(_add_group(o, group, record, o.b.load(total)), total)
+    return [o.b.load(total) for total in sums]
+
+
+def _add_group(o: _Ops, group: _Group, record: Any, total: Any) -> Any:
+    """total + scale of the row * (sum over parts of scale * integer dot) + minimum * sum of the row's inputs."""
+    parts = len(group.scales)
+    scaled = None
+    for part, scale in enumerate(group.scales):
+        start = group.starts[part] if group.starts else None
+        dot = simd.constant(o.b, 0, i32x16) if start is None else o.every(o.at(record, start), simd._I32)
+        for v in range(part * 8 // parts, (part + 1) * 8 // parts):
+            dot = simd.dot_bytes(o.b, dot, group.codes[v], o.every(o.at(record, 4 * v), simd._I32))
+        number = o.b.sitofp(dot, simd._F)
+        scaled = o.b.fmul(number, scale) if scaled is None else o.fma(number, scale, scaled)
+    total = o.fma(scaled, o.every(o.at(record, SCALE), simd._F32), total)
+    if group.minimum is not None:
+        total = o.fma(group.minimum, o.every(o.at(record, SCALED_SUM), simd._F32), total)
+    return total
+
+
+def _number_pass(o: _Ops, format_name: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> list[Any]:
+    """The 16 outputs of each row, from f32 activations: even and odd inputs are summed apart, then together."""
+    size, load = _NUMBERS[format_name]
+    sums = [[cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(2)] for _ in range(rows)]
+    stride = o.times(block_rows, 4)
+    one = ir.Constant(simd._I64, 1)
+
+    def add_input(k: Any, parity: int) -> None:
+        weights = getattr(o, load)(o.b.add(tile, o.times(k, size)))
+        here = o.b.add(acts, o.b.mul(k, stride))
+        for row in range(rows):
+            total = sums[row][parity]
+            o.b.store(o.fma(weights, o.every(o.at(here, 4 * row), simd._F32), o.b.load(total)), total)
+
+    with cgutils.for_range(o.b, o.b.lshr(in_features, one)) as loop:
+        even = o.b.shl(loop.index, one)
+        add_input(even, 0)
+        add_input(o.b.add(even, one), 1)
+    with o.b.if_then(o.b.trunc(in_features, simd._I1)):
+        add_input(o.b.sub(in_features, one), 0)
+    return [o.b.fadd(o.b.load(even), o.b.load(odd)) for even, odd in sums]
+
+
+@intrinsic(prefer_literal=True)
+def _pass(typingctx, format_name, rows, tile, in_features, acts, block_rows, bias, residual, out, stride):  # type: ignore[no-untyped-def]
+    """Outputs of one tile for `rows` rows, stored at out + row * stride: products + bias + residual (each where not 0)."""
+    signature = types.void(format_name, rows, *[types.int64] * 8)
+    name, count = format_name.literal_value, rows.literal_value
+
+    def codegen(context, builder, sig, args):  # type: ignore[no-untyped-def]
+        _, _, tile, in_features, acts, block_rows, bias, residual, out, stride = args
+        o = _Ops(builder)
+        if name in _READERS:
+            results = _quantized_pass(o, _READERS[name], count, tile, in_features, acts, block_rows)
+        else:
+            results = _number_pass(o, name, count, tile, in_features, acts, block_rows)
+        results = _plus(o, results, bias, lambda row: bias)
+        results = _plus(o, results, residual, lambda row: o.b.add(residual, o.times(stride, row)))
+        for row, value in enumerate(results):
+            simd.store(builder, o.b.add(out, o.times(stride, row)), value)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _plus(o: _Ops, values: list[Any], given: Any, address_of_row: Callable[[int], Any]) -> list[Any]:
+    """Each value plus the vector at its row's address, where the base address `given` is not 0."""
+    totals = [cgutils.alloca_once_value(o.b, value) for value in values]
+    with o.b.if_then(o.b.icmp_unsigned("!=", given, ir.Constant(simd._I64, 0))):
+        for row, total in enumerate(totals):
+            o.b.store(o.b.fadd(o.b.load(total), o.f32(address_of_row(row))), total)
+    return [o.b.load(total) for total in totals]
+
+
+@cache
+def linear_kernel(format_name: str) -> int:
+    """Address of the compiled kernel of a format:
+
+    (tiles, tile_bytes, in_features, first tile, end tile, activations, bytes of a row of activations, rows, bias, residual, out, stride)
+
+    all int64, addresses and byte counts. Writes out[row * stride + 64 * tile] for tiles first..end and all rows.
+    """
+    p16, p8, p4, p3, p2, p1 = _PASSES
+    name, step = format_name, RECORD if activation_order(format_name) == "int8" else 4
+
+    @cfunc(types.void(*[types.int64] * 12), cache=True, nopython=True)
+    def linear(tiles, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):  # type: ignore[no-untyped-def]
+        for tile in range(first, end):
+            weights = tiles + tile * tile_bytes
+            tile_bias = bias + 64 * tile if bias != 0 else bias
+            row = 0
+            while row < rows:
+                inside = row % ROWS
+                block_rows = min(ROWS, rows - row + inside)
+                left = block_rows - inside
+                here = acts + (row - inside) * row_bytes + inside * step
+                to = out + row * stride + 64 * tile
+                add = residual + row * stride + 64 * tile if residual != 0 else residual
+                if left >= p16:
+                    _pass(name, p16, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    row += p16
+                elif left >= p8:
+                    _pass(name, p8, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    row += p8
+                elif left >= p4:
+                    _pass(name, p4, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    row += p4
+                elif left >= p3:
+                    _pass(name, p3, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    row += p3
+                elif left >= p2:
+                    _pass(name, p2, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    row += p2
+                else:
+                    _pass(name, p1, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    row += p1
+
+    return linear.address
