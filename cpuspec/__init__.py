@@ -1,0 +1,66 @@
+"""Quantized language models on x86 CPUs, with speculative decoding that is exact.
+
+Names are loaded when first used, so that importing cpuspec costs nothing: no numpy, no numba, no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cpuspec.config import EngineConfig, LevelSpec, ModelConfig, SamplingParams, SpecConfig
+    from cpuspec.engine.engine import Output
+    from cpuspec.engine.llm import LLM, Completion
+    from cpuspec.errors import (
+        BackendError,
+        CacheError,
+        CheckpointError,
+        ConfigError,
+        CpuspecError,
+        DownloadError,
+        FormatError,
+        TokenizerError,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "BackendError",
+    "CacheError",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "CpuspecError",
+    "DownloadError",
+    "EngineConfig",
+    "FormatError",
+    "LevelSpec",
+    "ModelConfig",
+    "Output",
+    "SamplingParams",
+    "SpecConfig",
+    "TokenizerError",
+]
+
+_HOMES = {
+    "LLM": "cpuspec.engine.llm",
+    "Completion": "cpuspec.engine.llm",
+    "Output": "cpuspec.engine.engine",
+    "EngineConfig": "cpuspec.config",
+    "LevelSpec": "cpuspec.config",
+    "ModelConfig": "cpuspec.config",
+    "SamplingParams": "cpuspec.config",
+    "SpecConfig": "cpuspec.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'cpuspec' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "cpuspec.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,1 @@
+"""Requests to answers: scheduler, engine, and the LLM that users hold."""

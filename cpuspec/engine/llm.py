@@ -1,0 +1,226 @@
+"""The Python interface: a model by name, prompts or messages in, completions or streams out."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpuspec.backends import Backend, make_backend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.download import resolve_model
+from cpuspec.config import EngineConfig, ModelConfig, SamplingParams, SpecConfig
+from cpuspec.engine.engine import Engine, Output
+from cpuspec.errors import ConfigError
+from cpuspec.metrics import RequestStats
+from cpuspec.sampling import TokenLogprobs
+from cpuspec.spec.context import Context
+from cpuspec.spec.proposer import make_proposer
+from cpuspec.tokenizer import Tokenizer, make_tokenizer
+
+Message = dict[str, str]
+Prompt = str | Seq[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "aborted".
+    token_ids include the token that ended it, text does not. logprobs: one for each token if asked for, else empty.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprobs]
+    stats: RequestStats
+
+
+class LLM:
+    """A loaded model that answers. Not thread-safe: call it from one thread at a time; streams may be interleaved.
+
+    model: a recipe name, a GGUF file, a Hugging Face directory, or an opened Checkpoint.
+    spec: how to draft (None, a draft spec such as "ngram", or a SpecConfig); the output distribution is the same for all.
+    context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
+    max_sequences: how many run at once; more wait their turn.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint,
+        spec: str | SpecConfig | None = None,
+        backend: str = "numba",
+        threads: int | None = None,
+        context_length: int | None = None,
+        max_sequences: int = 16,
+    ) -> None:
+        settings = EngineConfig(max_sequences=max_sequences, context_length=context_length, threads=threads)
+        spec = _read_spec(spec)
+        make_proposer(spec)  # a bad spec fails before gigabytes are loaded
+        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(str(model)))
+        _capacity(checkpoint.config, settings)
+        tokenizer = make_tokenizer(checkpoint)
+        self._start(make_backend(backend, checkpoint, settings), tokenizer, spec, settings)
+
+    @classmethod
+    def from_backend(
+        cls, backend: Backend, tokenizer: Tokenizer, spec: str | SpecConfig | None = None, settings: EngineConfig | None = None
+    ) -> "LLM":
+        """An LLM over a backend and a tokenizer that exist already, such as a user's own. `close` closes the backend."""
+        llm = cls.__new__(cls)
+        llm._start(backend, tokenizer, _read_spec(spec), settings or EngineConfig())
+        return llm
+
+    def _start(self, backend: Backend, tokenizer: Tokenizer, spec: SpecConfig, settings: EngineConfig) -> None:
+        self.tokenizer = tokenizer
+        self.config = backend.config
+        self.spec = spec
+        self.context_length = _capacity(backend.config, settings)
+        self._backend = backend
+        context = Context(backend, settings.max_sequences, self.context_length)
+        self._engine = Engine(context, make_proposer(spec), tokenizer)
+        self._inboxes: dict[int, list[Output]] = {}  # of the requests that somebody is waiting for
+        self._closed = False
+
+    def generate(self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None) -> list[Completion]:
+        """Continue raw prompts, texts or token ids; always a list, in the prompts' order.
+
+        params: for all prompts, or one each; None is greedy. Raises ConfigError for prompts that cannot be run, before running any.
+        """
+        if not isinstance(prompts, str | list | tuple | np.ndarray):
+            raise ConfigError(f"prompts are texts or lists of token ids, one or a list of them; got {type(prompts).__name__}")
+        listed: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        return self._complete([self._prompt_ids(prompt) for prompt in listed], params)
+
+    def chat(
+        self, messages: Seq[Message] | Seq[Seq[Message]], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Completion | list[Completion]:
+        """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
+
+        Returns a Completion, or a list of them for a list of conversations.
+        """
+        if _is_conversation(messages):
+            return self._complete([self._prompt_ids(messages)], params)[0]
+        return self._complete([self._prompt_ids(conversation) for conversation in messages], params)
+
+    def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None) -> Iterator[Output]:
+        """Yield what each step adds; the last output carries finish_reason and stats.
+
+        The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot.
+        """
+        return self._stream(self._prompt_ids(prompt), params or SamplingParams())
+
+    def close(self) -> None:
+        """Release the model. Calling it again does nothing; any other use afterwards raises ConfigError."""
+        if not self._closed:
+            self._closed = True
+            self._backend.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _complete(self, prompts: list[list[int]], params: SamplingParams | Seq[SamplingParams] | None) -> list[Completion]:
+        params = SamplingParams() if params is None else params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ConfigError(f"got {len(each)} sampling params for {len(prompts)} prompts; give one for all, or one each")
+        request_ids: list[int] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                request_ids.append(self._add(prompt, one))
+            outputs = [list(self._outputs(request_id)) for request_id in request_ids]
+        finally:
+            for request_id in request_ids:
+                self._drop(request_id)
+        return [_completion(parts) for parts in outputs]
+
+    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Output]:
+        request_id = self._add(prompt, params)
+        try:
+            yield from self._outputs(request_id)
+        finally:
+            self._drop(request_id)
+
+    def _add(self, prompt: list[int], params: SamplingParams) -> int:
+        self._check_open()
+        request_id = self._engine.add_request(prompt, params)
+        self._inboxes[request_id] = []
+        return request_id
+
+    def _outputs(self, request_id: int) -> Iterator[Output]:
+        """The outputs of one request, running the engine as far as they need; what others gain meanwhile waits for them."""
+        while True:
+            while not self._inboxes[request_id]:
+                self._check_open()
+                for output in self._engine.step():
+                    if output.request_id in self._inboxes:
+                        self._inboxes[output.request_id].append(output)
+            output = self._inboxes[request_id].pop(0)
+            yield output
+            if output.finish_reason is not None:
+                return
+
+    def _drop(self, request_id: int) -> None:
+        self._engine.abort(request_id)
+        self._inboxes.pop(request_id, None)
+
+    def _prompt_ids(self, prompt: Any) -> list[int]:
+        """Token ids of a text, of ids, or of a conversation."""
+        self._check_open()
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif _is_conversation(prompt):
+            ids = self.tokenizer.encode_chat([dict(message) for message in prompt])
+        elif _is_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
+            ids = [int(token) for token in prompt]
+        else:
+            raise ConfigError(f"a prompt is a text, a list of token ids, or a list of messages; got {type(prompt).__name__} {prompt!r:.80}")
+        if not ids and self.tokenizer.bos_id is None:
+            raise ConfigError("the prompt is empty and this model has no beginning-of-text token to start from; give some text")
+        return ids or [self.tokenizer.bos_id]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this LLM is closed; make a new one")
+
+
+def _completion(parts: list[Output]) -> Completion:
+    last = parts[-1]
+    assert last.finish_reason is not None, "the last output of a request has a finish reason"
+    assert last.stats is not None, "the last output of a request has stats"
+    return Completion(
+        text="".join(part.text for part in parts),
+        token_ids=[token for part in parts for token in part.token_ids],
+        finish_reason=last.finish_reason,
+        logprobs=[one for part in parts for one in part.logprobs],
+        stats=last.stats,
+    )
+
+
+def _read_spec(spec: str | SpecConfig | None) -> SpecConfig:
+    if spec is None:
+        return SpecConfig()
+    return SpecConfig.parse(spec) if isinstance(spec, str) else spec
+
+
+def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
+    """Tokens that a sequence may hold."""
+    wanted = settings.context_length or config.context_length
+    if wanted > config.context_length:
+        raise ConfigError(f"context_length {wanted} exceeds the {config.context_length} tokens that this model was trained for; ask for less")
+    return wanted
+
+
+def _is_ids(prompt: Any) -> bool:
+    listed = isinstance(prompt, list | tuple | np.ndarray) and len(prompt) > 0
+    return listed and all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt)
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(message, dict) for message in prompt)

@@ -1,0 +1,50 @@
+"""Tokens to text that may be shown: never part of a stop string, never half a character."""
+
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """Turns ids into text piece by piece."""
+
+    def push(self, id: int) -> str:
+        """Text that is complete after this token."""
+        ...
+
+    def finish(self) -> str:
+        """Text of whatever was incomplete."""
+        ...
+
+
+class StopText:
+    """Text of one request. Holds back what may be the beginning of a stop string and cuts before a whole one."""
+
+    def __init__(self, decoder: Decoder, stop: tuple[str, ...]) -> None:
+        self.stopped = False
+        self._decoder = decoder
+        self._stop = stop
+        self._pending = ""
+
+    def push(self, token: int) -> str:
+        """Text that became safe to show with this token; sets `stopped` where a stop string is complete."""
+        return self._release(self._decoder.push(token))
+
+    def finish(self) -> str:
+        """What was held back, at the end of a sequence that no stop string ended."""
+        shown = self._release(self._decoder.finish())
+        shown, self._pending = shown + self._pending, ""
+        return shown
+
+    def _release(self, piece: str) -> str:
+        text = self._pending + piece
+        found = [index for index in (text.find(stop) for stop in self._stop) if index >= 0]
+        if found:
+            self.stopped, self._pending = True, ""
+            return text[: min(found)]
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._pending = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

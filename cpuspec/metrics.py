@@ -1,0 +1,145 @@
+"""Counters, latencies and rates, each defined once. The only place, beside the benchmarks, that reads a clock."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class LevelCounters:
+    """What one draft level proposed and what its verifier made of it.
+
+    A cycle is one verification of one sequence, drafted for or not. Evaluated tokens end at the first rejected one.
+    """
+
+    num_cycles: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_evaluated_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one cycle."""
+        self.num_cycles += 1
+        self.num_drafts += num_draft_tokens > 0
+        self.num_draft_tokens += num_draft_tokens
+        self.num_evaluated_tokens += min(num_accepted_tokens + 1, num_draft_tokens)
+        self.num_accepted_tokens += num_accepted_tokens
+        positions = self.num_accepted_tokens_per_pos
+        positions.extend([0] * (num_draft_tokens - len(positions)))
+        for position in range(num_accepted_tokens):
+            positions[position] += 1
+
+    @property
+    def mu(self) -> float:
+        """Accepted tokens per cycle."""
+        return self.num_accepted_tokens / self.num_cycles if self.num_cycles else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens per cycle: the accepted ones and the recovered or bonus token."""
+        return self.mu + 1
+
+    @property
+    def accepted_per_proposed(self) -> float:
+        """Share of the drafted tokens that were accepted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def accepted_per_evaluated(self) -> float:
+        """Share of the drafted tokens up to the first rejection that were accepted."""
+        return self.num_accepted_tokens / self.num_evaluated_tokens if self.num_evaluated_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counts and shares under their names."""
+        shares = ("mu", "tau", "accepted_per_proposed", "accepted_per_evaluated")
+        return asdict(self) | {name: getattr(self, name) for name in shares}
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """What one request cost. Rates and latencies of decoding are None where a single step generated everything.
+
+    ttft_s runs from the arrival to the first token; the rest describes the time from then to the last token.
+    tokens_per_s: tokens after the first step / that time. gb_per_s: weights and this request's keys and values that its
+    forwards read / that time. itl_s: gaps between consecutive tokens (tokens of one step arrive together);
+    step_s: gaps between steps.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens that a slot's earlier content supplied
+    num_new_tokens: int
+    num_forwards: int  # of the target, prefill chunks included
+    ttft_s: float | None
+    decode_s: float | None
+    tpot_s: float | None
+    tokens_per_s: float | None
+    gb_per_s: float | None
+    itl_s: dict[str, float]  # p50, p95, p99
+    step_s: dict[str, float]
+    levels: dict[str, LevelCounters]  # by proposer; a level that never drafted is absent
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure under its name, levels with their shares."""
+        return asdict(self) | {"levels": {name: level.as_dict() for name, level in self.levels.items()}}
+
+    def to_json(self) -> str:
+        """`as_dict` as one JSON object."""
+        return json.dumps(self.as_dict())
+
+
+class RequestMeter:
+    """Collects what `RequestStats` needs while a request runs. Its clock starts when it is made."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.num_cached_tokens = 0
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_forwards = 0
+        self._decode_bytes = 0
+        self._num_new_tokens: list[int] = []  # of each step
+        self._times_s: list[float] = []
+        self._levels: dict[str, LevelCounters] = {}
+        self._arrival_s = perf_counter()
+
+    def record_step(self, num_new_tokens: int, num_forwards: int, read_bytes: int) -> None:
+        """Count a step that has just committed tokens. read_bytes: weights, keys and values its forwards read."""
+        self._decode_bytes += read_bytes if self._times_s else 0
+        self._times_s.append(perf_counter())
+        self._num_new_tokens.append(num_new_tokens)
+        self._num_forwards += num_forwards
+
+    def record_round(self, source: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one verification of a draft by `source`."""
+        self._levels.setdefault(source, LevelCounters()).record(num_draft_tokens, num_accepted_tokens)
+
+    def stats(self) -> RequestStats:
+        """The figures so far."""
+        times, counts = np.array(self._times_s), np.array(self._num_new_tokens, np.int64)
+        num_decoded = int(counts[1:].sum())
+        decode_s = float(times[-1] - times[0]) if num_decoded else None
+        gaps = np.diff(times)
+        between_tokens = np.zeros(max(int(counts.sum()) - 1, 0))
+        arrivals = np.cumsum(counts)[:-1] - 1  # the gap before a step's first token
+        between_tokens[arrivals[counts[1:] > 0]] = gaps[counts[1:] > 0]
+        return RequestStats(
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_new_tokens=int(counts.sum()),
+            num_forwards=self._num_forwards,
+            ttft_s=float(times[0] - self._arrival_s) if len(times) else None,
+            decode_s=decode_s,
+            tpot_s=decode_s / num_decoded if decode_s else None,
+            tokens_per_s=num_decoded / decode_s if decode_s else None,
+            gb_per_s=self._decode_bytes / decode_s / 1e9 if decode_s else None,
+            itl_s=_percentiles(between_tokens),
+            step_s=_percentiles(gaps),
+            levels={name: level for name, level in self._levels.items() if level.num_drafts},
+        )
+
+
+def _percentiles(values: Any) -> dict[str, float]:
+    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)} if len(values) else {}

@@ -1,0 +1,54 @@
+"""One request's tokens and what decides its next one. Plain data: nothing here knows models, text or slots."""
+
+import secrets
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cpuspec.config import SamplingParams
+from cpuspec.sampling import TokenHistory
+
+
+@dataclass
+class Sequence:
+    """Prompt and output tokens of one request, with its own random numbers, so that no draw depends on the batch.
+
+    `seed` is the request's, or the fresh entropy that stands in for it.
+    """
+
+    id: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    rng: np.random.Generator
+    history: TokenHistory
+    finish_reason: str | None = field(default=None)  # "stop", "length", "aborted"
+
+    @staticmethod
+    def new(id: int, prompt: Tokens[int], params: SamplingParams) -> "Sequence":
+        """A sequence that holds the prompt and has generated nothing."""
+        tokens = [int(t) for t in prompt]
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed), TokenHistory(tokens))
+
+    @property
+    def output(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    def extend(self, tokens: Tokens[int]) -> None:
+        """Commit generated tokens."""
+        self.tokens.extend(tokens)
+        self.history.extend(tokens)
+
+    def finish(self, num_output_tokens: int, reason: str) -> None:
+        """End the sequence after that many output tokens; a round may have committed more."""
+        del self.tokens[self.num_prompt_tokens + num_output_tokens :]
+        self.finish_reason = reason

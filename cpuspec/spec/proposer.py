@@ -1,0 +1,74 @@
+"""The one signature of every drafting method, and the table of methods by name."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from cpuspec.config import SpecConfig
+from cpuspec.errors import ConfigError
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.spec.draft import Draft
+from cpuspec.spec.ngram import make_ngram
+from cpuspec.spec.verify import Verdict
+
+
+class Proposer(Protocol):
+    """Drafts continuations. Verifier and engine never learn how.
+
+    A user's own object with these members works wherever one of ours does. Draw with `seq.rng` and nothing else, and
+    declare in `Draft.probs` the very rows that were drawn from; then any proposal leaves the output distribution as it is.
+    """
+
+    name: str
+    hidden_layers: tuple[int, ...]  # target layers whose outputs `accept` wants
+
+    def begin(self, seq: Sequence) -> None:
+        """Prepare for a sequence that holds its prompt."""
+        ...
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """One draft for each sequence, of at most `limits[i]` tokens; it may be empty."""
+        ...
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Learn from a round whose tokens `seq` already holds. hidden: [rows fed, C] for each layer asked for."""
+        ...
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence."""
+        ...
+
+
+class NullProposer:
+    """Proposes nothing: plain decoding is speculation with empty drafts."""
+
+    name = "none"
+    hidden_layers: tuple[int, ...] = ()
+
+    def begin(self, seq: Sequence) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """An empty draft for each sequence."""
+        return [Draft.chain([], self.name) for _ in seqs]
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Nothing to learn."""
+
+    def end(self, seq: Sequence) -> None:
+        """Nothing to forget."""
+
+
+PROPOSERS: Mapping[str, Callable[[str], Proposer]] = {"ngram": make_ngram}  # name -> factory from the level's argument
+
+
+def make_proposer(spec: SpecConfig) -> Proposer:
+    """The proposer that a draft spec names. Raises ConfigError for unknown names, bad arguments and chains of levels."""
+    if not spec.levels:
+        return NullProposer()
+    if len(spec.levels) > 1:
+        raise ConfigError(f"draft spec {str(spec)!r} has {len(spec.levels)} levels; this version drafts with one, so name one proposer")
+    level = spec.levels[0]
+    if level.proposer not in PROPOSERS:
+        raise ConfigError(f"proposer {level.proposer!r} does not exist; wanted none or one of {', '.join(PROPOSERS)}")
+    return PROPOSERS[level.proposer](level.argument)

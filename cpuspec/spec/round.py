@@ -1,0 +1,60 @@
+"""One speculative round: propose, score, verify, accept. The engine's step and a chain's inner step are this call."""
+
+from dataclasses import dataclass
+
+from cpuspec.errors import ConfigError
+from cpuspec.model.batch import F32, ForwardOutput
+from cpuspec.sampling import argmax, distribution, keeps_order, processed
+from cpuspec.sequence import Sequence
+from cpuspec.spec.context import Context
+from cpuspec.spec.draft import Draft
+from cpuspec.spec.proposer import Proposer
+from cpuspec.spec.verify import Verdict, verify_greedy, verify_sampled
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round did for one sequence. Row i of the output's logits is the one that chose `verdict.tokens[i]`."""
+
+    draft: Draft
+    verdict: Verdict
+    output: ForwardOutput
+
+
+def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[Round]:
+    """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
+
+    Each sequence gains one to limit + 1 tokens, distributed as the context's model alone would draw them.
+    """
+    drafts = proposer.propose(seqs, limits)
+    _check(proposer, drafts, limits, context.backend.config.vocab_size)
+    rounds = []
+    for seq, draft, output in zip(seqs, drafts, context.score(seqs, drafts, proposer.hidden_layers), strict=True):
+        verdict = verify(seq, draft, output.logits)
+        seq.extend(verdict.tokens)
+        proposer.accept(seq, verdict, output.hidden)
+        rounds.append(Round(draft, verdict, output))
+    return rounds
+
+
+def verify(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
+    """Verify a chain against the target's rows [n+1, V], processed as the request asks with the path's own history."""
+    params, drafted = seq.params, draft.tokens.tolist()
+    if not params.greedy:
+        return verify_sampled(draft, lambda i: distribution(logits[i], params, seq.history, drafted[:i]), seq.rng)
+    if keeps_order(params):
+        return verify_greedy(draft, argmax(logits).__getitem__)
+    return verify_greedy(draft, lambda i: int(argmax(processed(logits[i], params, seq.history, drafted[:i]))))
+
+
+def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], vocab_size: int) -> None:
+    """A user's proposer is bad input like any other."""
+    if len(drafts) != len(limits):
+        raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
+    for draft, limit in zip(drafts, limits, strict=True):
+        if len(draft) > limit:
+            raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limit} fit")
+        if len(draft) and not 0 <= draft.tokens.min() <= draft.tokens.max() < vocab_size:
+            raise ConfigError(f"{proposer.name} drafted tokens {draft.tokens.tolist()}; ids must be in [0, {vocab_size})")
+        if draft.probs is not None and [row.shape for row in draft.probs] != [(vocab_size,)] * len(draft):
+            raise ConfigError(f"{proposer.name} must declare one row of {vocab_size} probabilities for each of its {len(draft)} tokens")

@@ -1,0 +1,288 @@
+"""Naive twins and exact enumeration: what the fast code is held against.
+
+A toy model whose every logit is known, a toy tokenizer, plain decoding written the slow way, exact rational
+enumeration of everything a program does with uniform draws, and a chi-square threshold.
+"""
+
+import codecs
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from cpuspec.config import ModelConfig, SamplingParams
+from cpuspec.model.batch import ForwardBatch, ForwardOutput
+from cpuspec.model.cache import KVCache
+from cpuspec.sampling import TokenHistory, distribution, sample
+from cpuspec.spec.draft import Draft
+
+
+class ToyBackend:
+    """A row-invariant model over a few tokens: a row's logits are table look-ups by its last two tokens and by its
+    whole history with positions, which the cache holds as a running hash. `memory` weighs the second: at 0 the
+    model loops, so that drafts are accepted; above, a single wrong row in the cache changes what follows.
+    """
+
+    name = "toy"
+    row_invariant = True
+    threads = 1
+    weight_bytes = 1000
+
+    def __init__(self, seed: int, vocab_size: int = 8, memory: float = 0.5, max_rows: int = 7, context_length: int = 64) -> None:
+        rng = np.random.default_rng(seed)
+        self.config = ModelConfig("llama", vocab_size, 4, 4, 2, 1, 1, 4, context_length)
+        self.max_rows = max_rows
+        self.num_forwards = 0
+        self.num_rows = 0
+        self.closed = False
+        self._recent = rng.normal(size=(53, vocab_size)).astype(np.float32)
+        self._whole = np.float32(memory) * rng.normal(size=(97, vocab_size)).astype(np.float32)
+
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        return KVCache(num_slots, capacity, lambda: np.full((capacity, 2), -1, np.int64), 8)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        c = self.config
+        batch.check(
+            vocab_size=c.vocab_size,
+            num_layers=c.num_layers,
+            max_rows=self.max_rows,
+            num_slots=cache.num_slots,
+            capacity=cache.capacity,
+            lengths=cache.lengths,
+        )
+        self.num_forwards += 1
+        self.num_rows += len(batch.tokens)
+        logits = np.empty((len(batch.tokens), c.vocab_size), np.float32)
+        hidden = np.empty((len(batch.tokens), c.hidden_size), np.float32)
+        for b, slot in enumerate(batch.slots):
+            rows = cache.storage(slot)  # [capacity, 2]: token, hash of everything up to it
+            for t in range(batch.q_start[b], batch.q_start[b + 1]):
+                index = cache.lengths[slot] + t - batch.q_start[b]
+                before, hashed = (rows[index - 1] if index else (0, 1))
+                token = int(batch.tokens[t])
+                rows[index] = token, (int(hashed) * 31 + token * 7 + int(batch.positions[t]) * 13 + 3) % 1_000_003
+                logits[t] = self._recent[(token * 11 + int(before)) % 53] + self._whole[rows[index, 1] % 97]
+                hidden[t] = token, batch.positions[t], rows[index, 1] % 997, 0
+        cache.lengths[batch.slots] += np.diff(batch.q_start)
+        scored = logits if batch.logit_rows is None else logits[batch.logit_rows]
+        return ForwardOutput(scored, tuple(hidden + np.float32(layer) for layer in batch.hidden_layers))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def row(self, tokens: list[int]) -> np.ndarray:
+        """Logits [V] after `tokens`, from scratch and one token at a time."""
+        cache = self.new_cache(1, len(tokens))
+        for position, token in enumerate(tokens):
+            one = [np.array(x, np.int32) for x in ([token], [position], [0], [0, 1])]
+            output = self.forward(ForwardBatch(*one), cache)
+        return output.logits[0]
+
+
+class ToyTokenizer:
+    """Id 0 begins, id 1 ends, 2 and 3 are the halves of one character, the rest are letters."""
+
+    bos_id = 0
+    eos_ids = frozenset({1})
+    has_chat_template = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._bytes = [b"", b"", b"\xc3", b"\xa9", *(bytes([97 + i]) for i in range(vocab_size - 4))]
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        return [0] * add_special + [self._bytes.index(bytes([b])) for b in text.encode()]
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        return b"".join(self._bytes[i] for i in ids).decode(errors="replace")
+
+    def stream(self, skip_special: bool = True) -> "ToyDecoder":
+        return ToyDecoder(self._bytes)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return [0, *(t for message in messages for t in self.encode(message["content"], add_special=False))]
+
+
+class ToyDecoder:
+    """Text as soon as its characters are whole."""
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, id: int) -> str:
+        return self._decoder.decode(self._table[id])
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class SampledProposer:
+    """Draws from rows of its own and declares them. `declare` may change what it declares, to break it."""
+
+    name = "sampled"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_tokens: int = 3,
+        hidden_layers: tuple[int, ...] = (),
+        declare: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        self.hidden_layers = hidden_layers
+        self._rows = np.random.default_rng(5).dirichlet(np.ones(vocab_size), size=vocab_size)
+        self._num_tokens = num_tokens
+        self._declare = declare or (lambda row: row)
+
+    def begin(self, seq: Any) -> None:
+        pass
+
+    def propose(self, seqs: list[Any], limits: list[int]) -> list[Draft]:
+        drafts = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            tokens, probs, last = [], [], seq.tokens[-1]
+            for _ in range(min(limit, self._num_tokens)):
+                probs.append(self._declare(self._rows[last]))
+                tokens.append(last := sample(self._rows[last], seq.rng))
+            drafts.append(Draft.chain(tokens, self.name, tuple(probs)))
+        return drafts
+
+    def accept(self, seq: Any, verdict: Any, hidden: Any) -> None:
+        pass
+
+    def end(self, seq: Any) -> None:
+        pass
+
+
+def plain_greedy(model: ToyBackend, tokenizer: ToyTokenizer, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+    """What greedy decoding means, one token at a time from scratch, with its own penalties, stops and log-probabilities."""
+    tokens, logprobs, reason = list(prompt), [], None
+    while reason is None:
+        raw = model.row(tokens).astype(np.float64)
+        x = raw.copy()
+        output = tokens[len(prompt) :]
+        for token in range(len(x)):
+            x[token] += params.logit_bias.get(token, 0)
+            if token in tokens:
+                x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+            x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+        best = min(token for token in range(len(x)) if x[token] == max(x))
+        tokens.append(best)
+        logprobs.append(float(raw[best] - np.log(np.exp(raw).sum())))
+        output = tokens[len(prompt) :]
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else tokenizer.eos_ids)
+        text = tokenizer.decode(output[:-1] if best in ends else output)
+        cut = min((text.find(stop) for stop in params.stop if stop in text), default=-1)
+        if best in ends or cut >= 0:
+            reason = "stop"
+        elif len(output) == params.max_tokens or len(tokens) == model.config.context_length:
+            reason = "length"
+        text = text[:cut] if cut >= 0 else text
+    return {"token_ids": output, "text": text, "finish_reason": reason, "logprobs": logprobs}
+
+
+def string_probs(model: ToyBackend, prompt: list[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    """The target's probability of every continuation of `length` tokens, by walking all of them."""
+    probs = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for string, prob in probs.items():
+            history = TokenHistory(prompt)
+            history.extend(string)
+            row = distribution(model.row([*prompt, *string]), params, history)
+            longer |= {(*string, token): prob * row[token] for token in range(len(row)) if row[token] > 0}
+        probs = longer
+    return probs
+
+
+class ExactUniform:
+    """A uniform number of which only the interval is known. A comparison that the interval leaves open goes both
+    ways, one per run, each with its exact probability.
+    """
+
+    def __init__(self, rng: "ExactRng", low: Fraction = Fraction(0), high: Fraction = Fraction(1), scale: Fraction = Fraction(1)) -> None:
+        self._rng, self._bounds, self._scale = rng, [low, high], scale
+
+    def __mul__(self, scale: Any) -> "ExactUniform":
+        scaled = ExactUniform(self._rng, scale=self._scale * scale)
+        scaled._bounds = self._bounds  # the same number: what one learns, the other knows
+        return scaled
+
+    def __lt__(self, other: Any) -> bool:
+        if other is self:  # searchsorted compares its key with itself first
+            return False
+        low, high = self._bounds
+        cut = Fraction(other) / self._scale
+        if not low < cut < high:
+            return high <= cut
+        below = self._rng.choose((cut - low) / (high - low))
+        self._bounds[:] = (low, cut) if below else (cut, high)
+        return below
+
+    def __gt__(self, other: Any) -> bool:
+        return not self < other
+
+
+class ExactRng:
+    """Stands in for a generator in one run of an enumeration: `script` says how its open comparisons go."""
+
+    def __init__(self, script: tuple[bool, ...]) -> None:
+        self._script = script
+        self._taken: tuple[bool, ...] = ()
+        self.unexplored: list[tuple[bool, ...]] = []
+        self.probability = Fraction(1)
+
+    def random(self) -> ExactUniform:
+        return ExactUniform(self)
+
+    def choose(self, probability: Fraction) -> bool:
+        if len(self._taken) < len(self._script):
+            taken = self._script[len(self._taken)]
+        else:
+            taken = True
+            self.unexplored.append((*self._taken, False))
+        self._taken += (taken,)
+        self.probability *= probability if taken else 1 - probability
+        return taken
+
+
+def enumerate_exactly(program: Callable[[ExactRng], Hashable]) -> dict[Any, Fraction]:
+    """The exact distribution of what `program(rng)` returns, by running it once for every way its draws can fall."""
+    probs: dict[Any, Fraction] = defaultdict(Fraction)
+    scripts: list[tuple[bool, ...]] = [()]
+    while scripts:
+        rng = ExactRng(scripts.pop())
+        probs[program(rng)] += rng.probability
+        scripts += rng.unexplored
+    assert sum(probs.values()) == 1, "an enumeration that misses branches proves nothing"
+    return probs
+
+
+def total_variation(first: dict[Any, Any], second: dict[Any, Any]) -> Any:
+    """Half the summed difference of two distributions."""
+    return sum(abs(first.get(key, 0) - second.get(key, 0)) for key in first.keys() | second.keys()) / 2
+
+
+def chi_square(counts: dict[Any, int], probs: dict[Any, float]) -> tuple[float, float]:
+    """Pearson's statistic of counts against probabilities, and the value it exceeds once in a million if they are right.
+
+    Cells with fewer than five expected are pooled; an outcome of probability 0 makes the statistic infinite.
+    The threshold is Wilson and Hilferty's cube-root approximation (1931).
+    """
+    total = sum(counts.values())
+    if any(key not in probs for key in counts):
+        return math.inf, 0.0
+    large = [key for key, prob in probs.items() if prob * total >= 5]
+    cells = [(counts.get(key, 0), probs[key] * total) for key in large]
+    rest = 1 - sum(probs[key] for key in large)
+    if rest * total >= 5:
+        cells.append((total - sum(count for count, _ in cells), rest * total))
+    degrees = len(cells) - 1
+    assert degrees > 0, "a chi-square needs at least two cells"
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
+    share = 2 / (9 * degrees)
+    return statistic, degrees * (1 - share + 4.753 * math.sqrt(share)) ** 3  # 4.753: the normal quantile of 1 - 1e-6
