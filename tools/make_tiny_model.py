@@ -1,0 +1,665 @@
+"""Small random models, complete with a vocabulary that works, for tests and for trying things without a download.
+
+    python tools/make_tiny_model.py gguf tiny.gguf --architecture qwen3 --format q4_k
+    python tools/make_tiny_model.py hf tiny-llama --architecture llama --format bf16
+    python tools/make_tiny_model.py shape speed.gguf --shape qwen2.5-7b --format q4_k
+
+`shape` writes the exact shapes of a known model with random weights: for speed, not for text. Writing GGUF needs the `gguf`
+package, an independent implementation of the container, so that files made here do not share our reader's mistakes.
+"""
+
+import argparse
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cpuspec.checkpoints.checkpoint import tensor_shapes
+from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
+from cpuspec.formats import FORMATS, QuantTensor, get_format
+from cpuspec.formats.tensor import F32, U8
+
+SHAPES: Mapping[str, ModelConfig] = {
+    "smollm2-135m": ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 1e5, tied_embeddings=True),
+    "qwen2.5-0.5b": ModelConfig("qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, 1e-6, 1e6, qkv_bias=True, tied_embeddings=True),
+    "qwen2.5-1.5b": ModelConfig("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 32768, 1e-6, 1e6, qkv_bias=True, tied_embeddings=True),
+    "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, qkv_bias=True),
+    "qwen3-0.6b": ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
+    "qwen3-1.7b": ModelConfig("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
+}
+
+# What llama-quantize takes where the rows do not fill superblocks.
+_FALLBACK = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+_CORPUS = (
+    "the cat sat on the mat and the dog ran to the door while the rain was falling on the roof of the house "
+    "a small model reads each weight once for every token so the time of a token is the time of reading the weights "
+    "there is no other way to be fast than to read less or to use what was read more than once "
+    "user system assistant write a poem about memory and return the answer as a list of words in one line "
+    "def main return import print for in range if else while not none true false self class"
+)
+
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "o": "attn_output.weight",
+    "o_bias": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+}
+_HF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o": "self_attn.o_proj.weight",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+
+
+@dataclass(frozen=True)
+class TinyVocabulary:
+    """Byte-level BPE: 256 bytes, merges learned from a few sentences, control tokens, then unused rows up to the size asked for."""
+
+    tokens: tuple[str, ...]
+    token_types: tuple[int, ...]  # GGUF's: 1 normal, 3 control, 5 unused
+    merges: tuple[str, ...]
+
+    def token_id(self, token: str) -> int:
+        """The id of a token's text."""
+        return self.tokens.index(token)
+
+
+def make_vocabulary(vocab_size: int) -> TinyVocabulary:
+    """A working vocabulary of `vocab_size` >= 259 tokens. The same for every call."""
+    if vocab_size < 256 + len(CONTROL_TOKENS):
+        raise ValueError(f"vocab_size must be at least {256 + len(CONTROL_TOKENS)}, got {vocab_size}")
+    alphabet = byte_alphabet()
+    merges = _learn_merges(min(vocab_size - 256 - len(CONTROL_TOKENS), 120))
+    normal = [*alphabet, *(left + right for left, right in merges)]
+    unused = [f"[PAD{i}]" for i in range(len(normal) + len(CONTROL_TOKENS), vocab_size)]
+    return TinyVocabulary(
+        tokens=(*normal, *CONTROL_TOKENS, *unused),
+        token_types=(*[1] * len(normal), *[3] * len(CONTROL_TOKENS), *[5] * len(unused)),
+        merges=tuple(f"{left} {right}" for left, right in merges),
+    )
+
+
+def byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE (as GPT-2 introduced it), by byte."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]
+
+
+def _learn_merges(count: int) -> list[tuple[str, str]]:
+    """Up to `count` most frequent pairs, one after the other; ties go to the alphabetically first pair."""
+    space = byte_alphabet()[ord(" ")]
+    words = Counter((space, *word) for word in _CORPUS.split())
+    merges: list[tuple[str, str]] = []
+    while len(merges) < count:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, frequency in words.items():
+            for pair in zip(word, word[1:], strict=False):
+                pairs[pair] += frequency
+        if not pairs:
+            break
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        words = Counter({_merge(word, best): frequency for word, frequency in words.items()})
+    return merges
+
+
+def _merge(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    merged: list[str] = []
+    for piece in word:
+        if merged and (merged[-1], piece) == pair:
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def tiny_config(
+    architecture: str = "qwen2",
+    *,
+    hidden_size: int = 256,
+    intermediate_size: int = 512,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    vocab_size: int = 384,
+    context_length: int = 512,
+    tied: bool = True,
+    rope_base: float = 10000.0,
+    rope_scaling: RopeScaling | None = None,
+    qkv_bias: bool | None = None,
+    o_bias: bool = False,
+) -> ModelConfig:
+    """A small ModelConfig; biases and norms of q and k default to what the architecture has. Superblock formats fit the defaults."""
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_length=context_length,
+        norm_eps=1e-6,
+        rope_base=rope_base,
+        rope_scaling=rope_scaling,
+        qkv_bias=architecture == "qwen2" if qkv_bias is None else qkv_bias,
+        o_bias=o_bias,
+        qk_norm=architecture == "qwen3",
+        tied_embeddings=tied,
+    )
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
+    """Random tensors under canonical names, of magnitudes that give logits a standard deviation near 2.
+
+    The same config and seed give the same values.
+    """
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in tensor_shapes(config).items():
+        mean, deviation = _moments(name, shape)
+        weights[name] = (mean + deviation * rng.standard_normal(shape)).astype(np.float32)
+    return weights
+
+
+def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Mean and standard deviation of a tensor's random values."""
+    if name.endswith("norm"):
+        return 1.0, 0.1
+    if name.endswith("bias"):
+        return 0.0, 0.5
+    return 0.0, (2.0 if name in ("embed", "output") else 1.0) / math.sqrt(shape[-1])
+
+
+def make_tiny_gguf(
+    path: str | Path,
+    architecture: str = "qwen2",
+    *,
+    weight_format: str = "q4_0",
+    embed_format: str | None = None,
+    output_format: str | None = None,
+    seed: int = 0,
+    hidden_size: int = 256,
+    intermediate_size: int = 512,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    vocab_size: int = 384,
+    context_length: int = 512,
+    tied: bool = True,
+    rope_base: float = 10000.0,
+    rope_scaling: RopeScaling | None = None,
+    qkv_bias: bool | None = None,
+    o_bias: bool = False,
+) -> Path:
+    """Write a small random model as one GGUF file and return its path. Embedding and output formats default to the weights'."""
+    config = tiny_config(
+        architecture,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        tied=tied,
+        rope_base=rope_base,
+        rope_scaling=rope_scaling,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+    )
+    weights = random_weights(config, seed)
+    return write_gguf(path, config, weights, weight_format=weight_format, embed_format=embed_format, output_format=output_format)
+
+
+def make_tiny_hf(
+    directory: str | Path,
+    architecture: str = "qwen2",
+    *,
+    dtype: str = "f32",
+    num_shards: int = 1,
+    seed: int = 0,
+    hidden_size: int = 256,
+    intermediate_size: int = 512,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    vocab_size: int = 384,
+    context_length: int = 512,
+    tied: bool = True,
+    rope_base: float = 10000.0,
+    rope_scaling: RopeScaling | None = None,
+    qkv_bias: bool | None = None,
+    o_bias: bool = False,
+) -> Path:
+    """Write a small random model as a Hugging Face directory and return its path. dtype: f32, f16 or bf16."""
+    config = tiny_config(
+        architecture,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        tied=tied,
+        rope_base=rope_base,
+        rope_scaling=rope_scaling,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+    )
+    return write_huggingface(directory, config, random_weights(config, seed), dtype=dtype, num_shards=num_shards)
+
+
+def write_gguf(
+    path: str | Path,
+    config: ModelConfig,
+    weights: Mapping[str, F32],
+    *,
+    weight_format: str = "q4_0",
+    embed_format: str | None = None,
+    output_format: str | None = None,
+) -> Path:
+    """Write weights under canonical names as a GGUF file, matrices in the formats asked for, vectors in f32. Returns the path."""
+    import gguf
+
+    path = Path(path)
+    writer = _gguf_writer(path, config)
+    chosen = {"embed": embed_format or weight_format, "output": output_format or weight_format}
+    for name, values in weights.items():
+        format_name = _fitting_format(chosen.get(name, weight_format), values.shape)
+        stored = QuantTensor.encode(get_format(format_name), _gguf_rows(name, values, config))
+        writer.add_tensor(_gguf_name(name), stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_shape_gguf(path: str | Path, shape: str, *, weight_format: str = "q4_k", output_format: str | None = None, seed: int = 0) -> Path:
+    """Write the exact shapes of a known model with random weights, one tensor in memory at a time. Returns the path.
+
+    A tied model gets an output matrix of its own when `output_format` is given, as Q4_K_M files have.
+    """
+    import gguf
+
+    config = SHAPES[shape]
+    path = Path(path)
+    rng = np.random.default_rng(seed)
+    writer = _gguf_writer(path, config)
+    shapes = tensor_shapes(config)
+    if output_format is not None:
+        shapes["output"] = shapes["embed"]
+    formats = {}
+    for name, dims in shapes.items():
+        format = get_format(_fitting_format(output_format if name == "output" and output_format else weight_format, dims))
+        formats[name] = format
+        byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
+        writer.add_tensor_info(
+            _gguf_name(name), byte_shape, np.dtype(np.uint8), math.prod(byte_shape), gguf.GGMLQuantizationType[format.name.upper()]
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, dims in shapes.items():
+        # A few thousand encoded blocks, drawn again and again: encoding billions of values would take minutes.
+        format = formats[name]
+        mean, deviation = _moments(name, dims)
+        pool: U8 = format.encode(mean + deviation * rng.standard_normal((2048, format.block_size)))
+        num_blocks = math.prod(dims) // format.block_size
+        writer.write_tensor_data(pool[rng.integers(0, len(pool), num_blocks, dtype=np.int32)])
+    writer.close()
+    return path
+
+
+def write_huggingface(
+    directory: str | Path, config: ModelConfig, weights: Mapping[str, F32], *, dtype: str = "f32", num_shards: int = 1
+) -> Path:
+    """Write weights under canonical names as a Hugging Face directory with configuration and tokenizer. Returns the directory."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    stored = {_hf_name(name): QuantTensor.encode(get_format(dtype), values) for name, values in weights.items()}
+    if num_shards == 1:
+        write_safetensors(directory / "model.safetensors", stored)
+    else:
+        weight_map = {}
+        for shard in range(num_shards):
+            file_name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+            part = {name: stored[name] for name in list(stored)[shard::num_shards]}
+            write_safetensors(directory / file_name, part)
+            weight_map |= dict.fromkeys(part, file_name)
+        index = {"metadata": {"total_size": sum(t.num_bytes for t in stored.values())}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    (directory / "config.json").write_text(json.dumps(_hf_config(config, dtype), indent=2), "utf-8")
+    _write_hf_tokenizer(directory, config)
+    return directory
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
+    """Write f32, f16 or bf16 tensors as one safetensors file."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        offsets = [end, end := end + tensor.num_bytes]
+        header[name] = {"dtype": tensor.format.name.upper(), "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(tensor.data.tobytes())
+
+
+def _fitting_format(name: str, shape: tuple[int, ...]) -> str:
+    """`name`, or what takes its place for vectors (f32) and rows that do not fill its blocks."""
+    if len(shape) == 1:
+        return "f32"
+    if shape[-1] % get_format(name).block_size:
+        name = _FALLBACK.get(name, "f16")
+    return name if shape[-1] % get_format(name).block_size == 0 else "f16"
+
+
+def _gguf_name(name: str) -> str:
+    fixed = {"embed": "token_embd.weight", "norm": "output_norm.weight", "output": "output.weight"}
+    if name in fixed:
+        return fixed[name]
+    _, layer, part = name.split(".")
+    return f"blk.{layer}.{_GGUF_LAYER_NAMES[part]}"
+
+
+def _hf_name(name: str) -> str:
+    fixed = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "output": "lm_head.weight"}
+    if name in fixed:
+        return fixed[name]
+    _, layer, part = name.split(".")
+    return f"model.layers.{layer}.{_HF_LAYER_NAMES[part]}"
+
+
+def _gguf_rows(name: str, values: F32, config: ModelConfig) -> F32:
+    """Rows as GGUF stores them: llama files pair neighbouring rows of q and k for rotation instead of the two halves of a head."""
+    part = name.rpartition(".")[2]
+    if config.architecture != "llama" or part not in ("q", "k", "q_bias", "k_bias"):
+        return values
+    heads = config.num_heads if part.startswith("q") else config.num_kv_heads
+    return values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
+
+
+def _gguf_writer(path: Path, config: ModelConfig):
+    """A `gguf.GGUFWriter` that holds all metadata of the model and its vocabulary."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, config.architecture)
+    writer.add_type("model")
+    writer.add_name(f"tiny random {config.architecture}")
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_base)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    _add_gguf_rope_scaling(writer, config)
+
+    vocabulary = make_vocabulary(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm" if config.architecture == "llama" else "qwen2")
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.token_types)
+    writer.add_token_merges(vocabulary.merges)
+    writer.add_bos_token_id(vocabulary.token_id("<|endoftext|>"))
+    writer.add_eos_token_id(vocabulary.token_id("<|im_end|>"))
+    writer.add_pad_token_id(vocabulary.token_id("<|endoftext|>"))
+    writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    return writer
+
+
+def _add_gguf_rope_scaling(writer, config: ModelConfig) -> None:
+    import gguf
+
+    scaling = config.rope_scaling
+    if scaling is None:
+        return
+    if scaling.kind in ("factors", "llama3"):
+        factors = scaling.factors if scaling.kind == "factors" else llama3_factors(config)
+        data = np.array(factors, np.float32).view(np.uint8)
+        writer.add_tensor("rope_freqs.weight", data, raw_dtype=gguf.GGMLQuantizationType.F32)
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.kind))
+    writer.add_rope_scaling_factor(scaling.factor)
+    if scaling.kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
+        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+
+
+def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
+    """What each rotary frequency is divided by under llama3 scaling, as converters to GGUF write it; head_dim / 2 numbers.
+
+    Waves shorter than the original context / high_freq_factor stay, longer than / low_freq_factor are stretched by `factor`,
+    with a linear passage between (Llama 3.1 model card and reference code).
+    """
+    scaling = config.rope_scaling
+    assert scaling is not None, "llama3 factors of a model without rope scaling"
+    factors = []
+    for i in range(config.head_dim // 2):
+        wavelength = 2 * math.pi * config.rope_base ** (2 * i / config.head_dim)
+        turns = scaling.original_context_length / wavelength
+        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        smooth = min(max(smooth, 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / scaling.factor + smooth))
+    return tuple(factors)
+
+
+def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
+    """config.json in the spelling that every version of transformers reads."""
+    vocabulary = make_vocabulary(config.vocab_size)
+    class_name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.architecture]
+    fields: dict[str, object] = {
+        "architectures": [f"{class_name}ForCausalLM"],
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_base,
+        "rope_scaling": _hf_rope_scaling(config.rope_scaling),
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        "bos_token_id": vocabulary.token_id("<|endoftext|>"),
+        "eos_token_id": vocabulary.token_id("<|im_end|>"),
+        "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
+    }
+    if config.architecture == "qwen2":
+        if not config.qkv_bias or config.o_bias:
+            raise ValueError("a Qwen2 directory always has q, k and v biases and no o bias")
+    else:
+        if config.qkv_bias != config.o_bias:
+            raise ValueError("attention_bias means q, k, v and o together: give qkv_bias and o_bias, or neither")
+        fields["attention_bias"] = config.qkv_bias
+    return fields
+
+
+def _hf_rope_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
+    if scaling is None:
+        return None
+    if scaling.kind == "factors":
+        raise ValueError("a Hugging Face configuration has no explicit rope factors; use llama3")
+    fields: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("llama3", "yarn"):
+        fields["original_max_position_embeddings"] = scaling.original_context_length
+    if scaling.kind == "llama3":
+        fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        if scaling.attention_factor is not None:
+            fields["attention_factor"] = scaling.attention_factor
+    return fields
+
+
+def _write_hf_tokenizer(directory: Path, config: ModelConfig) -> None:
+    """tokenizer.json and tokenizer_config.json of the tiny vocabulary, split as the architecture's real models split."""
+    vocabulary = make_vocabulary(config.vocab_size)
+    rows = list(enumerate(zip(vocabulary.tokens, vocabulary.token_types, strict=True)))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    if config.architecture == "llama":
+        split: list[dict[str, object]] = [{"type": "Digits", "individual_digits": True}, {**byte_level, "use_regex": True}]
+    else:
+        pattern = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+        split = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {**byte_level, "use_regex": False},
+        ]
+    control = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": token, **control} for i, (token, kind) in rows if kind == 3],
+        "normalizer": None if config.architecture == "llama" else {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": split},
+        "post_processor": {**byte_level, "trim_offsets": False, "use_regex": False},
+        "decoder": {**byte_level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {token: i for i, (token, kind) in rows if kind == 1},
+            "merges": [merge.split(" ") for merge in vocabulary.merges],
+        },
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), "utf-8")
+
+
+def main() -> None:
+    """The command line described at the top of this file."""
+    parser = argparse.ArgumentParser(description="Write a small random model, or the shapes of a known one.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, text in (("gguf", "a small GGUF file"), ("hf", "a small Hugging Face directory")):
+        small = commands.add_parser(command, help=text)
+        small.add_argument("path", type=Path)
+        small.add_argument("--architecture", choices=ARCHITECTURES, default="qwen2")
+        small.add_argument("--hidden-size", type=int, default=256)
+        small.add_argument("--intermediate-size", type=int, default=512)
+        small.add_argument("--layers", type=int, default=2)
+        small.add_argument("--heads", type=int, default=4)
+        small.add_argument("--kv-heads", type=int, default=2)
+        small.add_argument("--head-dim", type=int, default=64)
+        small.add_argument("--vocab-size", type=int, default=384)
+        small.add_argument("--context-length", type=int, default=512)
+        small.add_argument("--untied", action="store_true", help="an output matrix of its own")
+        small.add_argument("--rope-scaling", choices=("linear", "llama3", "yarn"), help="by a factor of 4")
+        small.add_argument("--seed", type=int, default=0)
+        if command == "gguf":
+            small.add_argument("--format", choices=FORMATS, default="q4_0")
+        else:
+            small.add_argument("--format", choices=("f32", "f16", "bf16"), default="f32")
+    shape = commands.add_parser("shape", help="a GGUF file with the shapes of a known model")
+    shape.add_argument("path", type=Path)
+    shape.add_argument("--shape", choices=SHAPES, required=True)
+    shape.add_argument("--format", choices=FORMATS, default="q4_k")
+    shape.add_argument("--output-format", choices=FORMATS, help="format of the output matrix; gives a tied model one of its own")
+    shape.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    if arguments.command == "shape":
+        write_shape_gguf(
+            arguments.path, arguments.shape, weight_format=arguments.format, output_format=arguments.output_format, seed=arguments.seed
+        )
+    else:
+        scaling = None
+        if arguments.rope_scaling:
+            scaling = RopeScaling(arguments.rope_scaling, 4.0, original_context_length=max(1, arguments.context_length // 4))
+        config = tiny_config(
+            arguments.architecture,
+            hidden_size=arguments.hidden_size,
+            intermediate_size=arguments.intermediate_size,
+            num_layers=arguments.layers,
+            num_heads=arguments.heads,
+            num_kv_heads=arguments.kv_heads,
+            head_dim=arguments.head_dim,
+            vocab_size=arguments.vocab_size,
+            context_length=arguments.context_length,
+            tied=not arguments.untied,
+            rope_scaling=scaling,
+        )
+        weights = random_weights(config, arguments.seed)
+        if arguments.command == "gguf":
+            write_gguf(arguments.path, config, weights, weight_format=arguments.format)
+        else:
+            write_huggingface(arguments.path, config, weights, dtype=arguments.format)
+    print(f"wrote {arguments.path}")
+
+
+if __name__ == "__main__":
+    main()
