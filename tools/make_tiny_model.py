@@ -15,7 +15,9 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +25,9 @@ from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
+
+if TYPE_CHECKING:
+    import gguf
 
 SHAPES: Mapping[str, ModelConfig] = {
     "smollm2-135m": ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 1e5, tied_embeddings=True),
@@ -129,7 +134,7 @@ def _learn_merges(count: int) -> list[tuple[str, str]]:
     while len(merges) < count:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, frequency in words.items():
-            for pair in zip(word, word[1:], strict=False):
+            for pair in pairwise(word):
                 pairs[pair] += frequency
         if not pairs:
             break
@@ -166,7 +171,7 @@ def tiny_config(
     qkv_bias: bool | None = None,
     o_bias: bool = False,
 ) -> ModelConfig:
-    """A small ModelConfig; biases and norms of q and k default to what the architecture has. Superblock formats fit the defaults."""
+    """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format."""
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -319,7 +324,9 @@ def write_gguf(
     return path
 
 
-def write_shape_gguf(path: str | Path, shape: str, *, weight_format: str = "q4_k", output_format: str | None = None, seed: int = 0) -> Path:
+def write_shape_gguf(
+    path: str | Path, shape: str, *, weight_format: str = "q4_k", output_format: str | None = None, seed: int = 0
+) -> Path:
     """Write the exact shapes of a known model with random weights, one tensor in memory at a time. Returns the path.
 
     A tied model gets an output matrix of its own when `output_format` is given, as Q4_K_M files have.
@@ -365,7 +372,7 @@ def write_huggingface(
     if num_shards == 1:
         write_safetensors(directory / "model.safetensors", stored)
     else:
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for shard in range(num_shards):
             file_name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
             part = {name: stored[name] for name in list(stored)[shard::num_shards]}
@@ -427,7 +434,7 @@ def _gguf_rows(name: str, values: F32, config: ModelConfig) -> F32:
     return values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
 
 
-def _gguf_writer(path: Path, config: ModelConfig):
+def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     """A `gguf.GGUFWriter` that holds all metadata of the model and its vocabulary."""
     import gguf
 
@@ -462,7 +469,7 @@ def _gguf_writer(path: Path, config: ModelConfig):
     return writer
 
 
-def _add_gguf_rope_scaling(writer, config: ModelConfig) -> None:
+def _add_gguf_rope_scaling(writer: "gguf.GGUFWriter", config: ModelConfig) -> None:
     import gguf
 
     scaling = config.rope_scaling
@@ -634,7 +641,11 @@ def main() -> None:
 
     if arguments.command == "shape":
         write_shape_gguf(
-            arguments.path, arguments.shape, weight_format=arguments.format, output_format=arguments.output_format, seed=arguments.seed
+            arguments.path,
+            arguments.shape,
+            weight_format=arguments.format,
+            output_format=arguments.output_format,
+            seed=arguments.seed,
         )
     else:
         scaling = None

@@ -63,9 +63,9 @@ class Checkpoint:
         for name, shape in wanted.items():
             tensor = self.tensors.get(name)
             if tensor is None:
-                raise CheckpointError(f"{self.path}: tensor {name} {list(shape)} is missing; the file is incomplete or not a whole model")
+                raise CheckpointError(f"{self.path}: tensor {name} {list(shape)} is missing; this is not a whole model")
             if tensor.shape != shape:
-                raise CheckpointError(f"{self.path}: tensor {name} has the shape {list(tensor.shape)}, the configuration wants {list(shape)}")
+                raise CheckpointError(f"{self.path}: tensor {name} has the shape {list(tensor.shape)}, wanted {list(shape)}")
             if len(shape) == 1 and tensor.format.block_size != 1:
                 raise CheckpointError(f"{self.path}: tensor {name} is {tensor.format.name}; norms and biases are f32, f16 or bf16")
         unexpected = self.tensors.keys() - wanted.keys()

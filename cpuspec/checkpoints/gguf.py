@@ -2,7 +2,10 @@
 
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -66,21 +69,23 @@ def open_gguf(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is one of {split} parts; merge them first: llama-gguf-split --merge FIRST_PART MERGED_FILE")
     kind = fields.text("general.type", "model")
     if kind != "model":
-        raise CheckpointError(f"{path} holds a {kind}, wanted a model")
+        raise CheckpointError(f"{path} holds a {kind[:40]!r}, wanted a model")
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise CheckpointError(f"{path} has the architecture {architecture!r}; supported are {', '.join(ARCHITECTURES)}")
+        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(ARCHITECTURES)}")
     tensors = _canonical_names(file)
     try:
         config = _read_config(_Fields(file, f"{architecture}."), architecture, tensors, file.tensors.get(_ROPE_FACTORS))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
     vocabulary = _read_vocabulary(_Fields(file, "tokenizer."), config.vocab_size)
-    if architecture == "llama":
-        if config.qk_norm:
-            raise CheckpointError(f"{path}: attn_q_norm has no place in a llama model")
-        tensors = _unpermute(path, config, tensors)
-    return Checkpoint(path, fields.text("general.name", "") or path.stem, config, tensors, vocabulary)
+    if architecture == "llama" and config.qk_norm:
+        raise CheckpointError(f"{path}: attn_q_norm has no place in a llama model")
+    name = fields.text("general.name", "")
+    # A name is for people: one that would scribble over a terminal, or fill it, is not used.
+    name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
+    checkpoint = Checkpoint(path, name, config, tensors, vocabulary)
+    return replace(checkpoint, tensors=_unpermute(config, checkpoint.tensors)) if architecture == "llama" else checkpoint
 
 
 class _Fields:
@@ -94,10 +99,10 @@ class _Fields:
     def __contains__(self, key: str) -> bool:
         return self._prefix + key in self._file.metadata
 
-    def fail(self, key: str, wanted: str) -> CheckpointError:
+    def fail(self, key: str, wanted: str) -> NoReturn:
         value = self._file.metadata.get(self._prefix + key)
         shown = "nothing" if value is None else repr(value) if isinstance(value, str | int | float) else f"an array of {len(value)}"
-        return CheckpointError(f"{self._file.path}: {self._prefix + key} is {shown[:80]}, wanted {wanted}")
+        raise CheckpointError(f"{self.path}: {self._prefix + key} is {shown[:80]}, wanted {wanted}")
 
     def value(self, key: str) -> Value | None:
         return self._file.metadata.get(self._prefix + key)
@@ -107,15 +112,15 @@ class _Fields:
         if value is None and default is not None:
             return default
         if type(value) is not int:
-            raise self.fail(key, "an integer")
+            self.fail(key, "an integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.value(key)
         if value is None and default is not None:
             return default
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.fail(key, "a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            self.fail(key, "a finite number")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -123,7 +128,7 @@ class _Fields:
         if value is None:
             return default
         if type(value) is not bool:
-            raise self.fail(key, "a boolean")
+            self.fail(key, "a boolean")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -131,7 +136,7 @@ class _Fields:
         if value is None and default is not None:
             return default
         if type(value) is not str:
-            raise self.fail(key, "text")
+            self.fail(key, "text")
         return value
 
     def strings(self, key: str) -> list[str]:
@@ -139,16 +144,16 @@ class _Fields:
         if value is None:
             return []
         if not isinstance(value, list):
-            raise self.fail(key, "an array of strings")
+            self.fail(key, "an array of strings")
         return value
 
-    def numbers(self, key: str, kind: type[np.generic], length: int) -> list:
+    def numbers(self, key: str, kind: type, length: int) -> list:
         """An array of `length` numbers as Python numbers; absent is empty."""
         value = self.value(key)
         if value is None:
             return []
         if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, kind) or len(value) != length:
-            raise self.fail(key, f"an array of {length} numbers ({kind.__name__})")
+            self.fail(key, f"an array of {length} numbers ({kind.__name__})")
         return value.tolist()
 
 
@@ -175,21 +180,21 @@ def _read_config(fields: _Fields, architecture: str, tensors: dict[str, QuantTen
     """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
     for key, neutral, feature in _UNSUPPORTED:
         if key in fields and fields.value(key) not in neutral:
-            raise fields.fail(key, f"it absent: {feature} is not supported")
+            fields.fail(key, f"it absent: {feature} is not supported")
     context_length = fields.integer("context_length")
     if 0 < fields.integer("attention.sliding_window", 0) < context_length:
-        raise fields.fail("attention.sliding_window", f"none, or one of the whole context ({context_length}); sliding windows are not supported")
+        fields.fail("attention.sliding_window", f"none below the context of {context_length}; sliding windows are not supported")
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
     if num_heads < 1:
-        raise fields.fail("attention.head_count", "at least 1")
+        fields.fail("attention.head_count", "at least 1")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if "attention.key_length" not in fields and hidden_size % num_heads:
-        raise fields.fail("attention.head_count", f"a divisor of embedding_length {hidden_size}, or attention.key_length")
+        fields.fail("attention.head_count", f"a divisor of embedding_length {hidden_size}, or attention.key_length")
     if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise fields.fail("attention.value_length", f"the length of keys, {head_dim}")
+        fields.fail("attention.value_length", f"the length of keys, {head_dim}")
     if fields.integer("rope.dimension_count", head_dim) != head_dim:
-        raise fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
+        fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
     embed = tensors.get("embed")
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError(f"{fields.path}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
@@ -222,12 +227,12 @@ def _read_rope_scaling(fields: _Fields, context_length: int, factors: QuantTenso
         kind = "none"
     attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
     if kind != "yarn" and attention_factor != 1.0:
-        raise fields.fail("rope.scaling.attn_factor", f"1 with rope scaling {kind}")
+        fields.fail("rope.scaling.attn_factor", f"1 with rope scaling {kind}")
     if factors is not None:
         if kind != "none":
-            raise fields.fail("rope.scaling.type", f"none beside the tensor {_ROPE_FACTORS}")
+            fields.fail("rope.scaling.type", f"none beside the tensor {_ROPE_FACTORS}")
         if len(factors.shape) != 1 or factors.format.block_size != 1:
-            raise CheckpointError(f"{fields.path}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, wanted a float vector")
+            raise CheckpointError(f"{fields.path}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, wanted a vector")
         return RopeScaling("factors", factors=tuple(factors.dequantize().tolist()))
     if kind == "none":
         return None
@@ -240,27 +245,21 @@ def _read_rope_scaling(fields: _Fields, context_length: int, factors: QuantTenso
             original_context_length=fields.integer("rope.scaling.original_context_length", context_length),
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
-            # GGUF's factor multiplies yarn's own, YaRN (arXiv:2309.00071) section 3.4.
+            # GGUF's factor multiplies yarn's own: YaRN (arXiv:2309.00071) section 3.4.
             attention_factor=None if attention_factor == 1.0 else attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0),
         )
-    raise fields.fail("rope.scaling.type", "none, linear or yarn")
+    fields.fail("rope.scaling.type", "none, linear or yarn")
 
 
-def _unpermute(path: Path, config: ModelConfig, tensors: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
+def _unpermute(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
     """q and k rows (and biases) of llama files, which pair neighbours for rotation, in rotate-half order."""
     result = dict(tensors)
     for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
         order = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
         for i in range(config.num_layers):
             for name in (f"layers.{i}.{part}", f"layers.{i}.{part}_bias"):
-                tensor = tensors.get(name)
-                if tensor is None:
-                    continue
-                if tensor.shape[0] != len(order) or (len(tensor.shape) == 1 and tensor.format.block_size != 1):
-                    raise CheckpointError(
-                        f"{path}: tensor {name} is {tensor.format.name} {list(tensor.shape)}, wanted {len(order)} rows, biases in f32"
-                    )
-                result[name] = tensor.permute_rows(order)
+                if name in tensors:
+                    result[name] = tensors[name].permute_rows(order)
     return result
 
 
@@ -268,17 +267,17 @@ def _read_vocabulary(fields: _Fields, vocab_size: int) -> GgufVocabulary:
     """The tokenizer's tables, consistent with each other and with `vocab_size` embeddings."""
     model = fields.text("ggml.model")
     if model not in ("gpt2", "llama"):
-        raise fields.fail("ggml.model", "gpt2 or llama")
+        fields.fail("ggml.model", "gpt2 or llama")
     tokens = fields.strings("ggml.tokens")
     if len(tokens) != vocab_size:
-        raise fields.fail("ggml.tokens", f"{vocab_size} tokens, one for each row of token_embd.weight")
+        fields.fail("ggml.tokens", f"{vocab_size} tokens, one for each row of token_embd.weight")
 
     def token_id(key: str) -> int | None:
         if f"ggml.{key}_token_id" not in fields:
             return None
         value = fields.integer(f"ggml.{key}_token_id")
         if not 0 <= value < vocab_size:
-            raise fields.fail(f"ggml.{key}_token_id", f"an id from 0 to {vocab_size - 1}")
+            fields.fail(f"ggml.{key}_token_id", f"an id from 0 to {vocab_size - 1}")
         return value
 
     sentencepiece = model == "llama"

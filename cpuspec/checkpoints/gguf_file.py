@@ -8,6 +8,7 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +27,7 @@ Value = int | float | bool | str | list[str] | NDArray
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {
+_SCALARS: dict[int, np.dtype] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
     2: np.dtype("<u2"),
@@ -54,6 +55,8 @@ _MAX_KEY_BYTES = (1 << 16) - 1
 _MAX_NAME_BYTES = 64
 _MAX_ALIGNMENT = 1 << 20
 
+_COMPLETE = "a complete file: download it again"
+
 
 @dataclass(frozen=True)
 class GgufFile:
@@ -74,7 +77,7 @@ def read_gguf(path: Path) -> GgufFile:
     cursor.take(len(MAGIC), "magic")
     version = cursor.u32("version")
     if version & 0xFFFF == 0 and version:
-        raise CheckpointError(f"{path} is a big-endian GGUF file; only little-endian files are supported: convert it again without --bigendian")
+        raise CheckpointError(f"{path} is a big-endian GGUF file; only little-endian ones are supported: convert the model again")
     if version not in (2, 3):
         raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 are supported: convert the model again")
     num_tensors = cursor.count("tensor count", 8 + 1 + 4 + 8 + 4 + 8, _MAX_ENTRIES)
@@ -83,8 +86,8 @@ def read_gguf(path: Path) -> GgufFile:
     metadata: dict[str, Value] = {}
     for i in range(num_entries):
         key = cursor.string(f"key of metadata entry {i}", _MAX_KEY_BYTES)
-        if not key or key in metadata:
-            cursor.fail(f"metadata entry {i} has the key {key!r}", "a key that is not empty and used once")
+        if not key or not key.isprintable() or key in metadata:
+            cursor.fail(f"metadata entry {i} has the key {key[:80]!r}", "printable text that is not empty and used once")
         metadata[key] = cursor.value(key)
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -94,8 +97,8 @@ def read_gguf(path: Path) -> GgufFile:
     names = set()
     for i in range(num_tensors):
         name = cursor.string(f"name of tensor {i}", _MAX_NAME_BYTES)
-        if not name or name in names:
-            cursor.fail(f"tensor {i} has the name {name!r}", "a name that is not empty and used once")
+        if not name or not name.isprintable() or name in names:
+            cursor.fail(f"tensor {i} has the name {name!r}", "printable text that is not empty and used once")
         names.add(name)
         infos.append((name, *_tensor_info(cursor, name, alignment)))
     return GgufFile(path, metadata, _map_tensors(cursor, data, infos, alignment))
@@ -138,14 +141,14 @@ def _map_tensors(
         if start + num_bytes > len(data):
             cursor.fail(
                 f"tensor {name} ({type_name} {list(shape)}) needs bytes {start} to {start + num_bytes} of a file of {len(data)}",
-                "a complete file: download it again",
+                _COMPLETE,
             )
         if len(shape) > 2:
-            cursor.fail(f"tensor {name} has the shape {list(shape)}", "matrices and vectors (experts and convolutions are not supported)")
+            cursor.fail(f"tensor {name} has the shape {list(shape)}", "a matrix or a vector; experts are not supported")
         extents.append((start, start + num_bytes, name))
         tensors[name] = QuantTensor(format, shape, data[start : start + num_bytes].reshape(*shape[:-1], row_bytes))
     extents.sort()
-    for (_, end, name), (start, _, following) in zip(extents, extents[1:], strict=False):
+    for (_, end, name), (start, _, following) in pairwise(extents):
         if start < end:
             cursor.fail(f"tensors {name} and {following} overlap at byte {start}", "bytes of their own for each tensor")
     return tensors
@@ -157,7 +160,7 @@ class _Cursor:
     def __init__(self, path: Path, data: U8) -> None:
         self.path = path
         self.position = 0
-        self._view = memoryview(data)
+        self._view = memoryview(data.data)
         self._size = len(data)
 
     def fail(self, got: str, wanted: str) -> NoReturn:
@@ -167,7 +170,7 @@ class _Cursor:
         """Where `num_bytes` of `what` begin; the position moves behind them."""
         start = self.position
         if num_bytes > self._size - start:
-            self.fail(f"{what} needs {num_bytes} bytes at byte {start} of a file of {self._size}", "a complete file: download it again")
+            self.fail(f"{what} needs {num_bytes} bytes at byte {start} of a file of {self._size}", _COMPLETE)
         self.position = start + num_bytes
         return start
 
@@ -213,10 +216,9 @@ class _Cursor:
         return self._numbers(key, item_type, self.count(f"length of {key}", dtype.itemsize, self._size))
 
     def _scalar_type(self, key: str, value_type: int) -> np.dtype:
-        dtype = _SCALARS.get(value_type)
-        if dtype is None:
+        if value_type not in _SCALARS:
             self.fail(f"{key} has the value type {value_type}", "a type from 0 to 12")
-        return dtype
+        return _SCALARS[value_type]
 
     def _numbers(self, key: str, value_type: int, count: int) -> NDArray:
         """A view of `count` numbers; booleans come as a bool array."""
@@ -233,16 +235,16 @@ class _Cursor:
         # The vocabulary: hundreds of thousands of short strings, so this one loop spells out what `string` does.
         view, size, position = self._view, self._size, self.position
         length_at = _U64.unpack_from
-        strings = []
+        strings: list[str] = []
         try:
             for _ in range(count):
                 start = position + 8
                 position = start + length_at(view, position)[0]
                 if position > size:
-                    self.fail(f"string {len(strings)} of {key} ends at byte {position} of a file of {size}", "a complete file")
+                    self.fail(f"string {len(strings)} of {key} ends at byte {position} of a file of {size}", _COMPLETE)
                 strings.append(str(view[start:position], "utf-8"))
         except struct.error:
-            self.fail(f"string {len(strings)} of {key} begins at byte {position} of a file of {size}", "a complete file: download it again")
+            self.fail(f"string {len(strings)} of {key} begins at byte {position} of a file of {size}", _COMPLETE)
         except UnicodeDecodeError as error:
             self.fail(f"string {len(strings)} of {key} is not UTF-8 ({error.reason})", "UTF-8 text")
         self.position = position

@@ -73,7 +73,7 @@ def encode_q6_k(values: F32) -> U8:
     return fields.view(np.uint8).reshape(-1, Q6_K_LAYOUT.itemsize)
 
 
-def unpack_scales(packed: U8) -> tuple[U8, U8]:
+def unpack_scales(packed: NDArray) -> tuple[NDArray, NDArray]:
     """Eight 6-bit scales and eight 6-bit minima, each U8 [n, 8], from the 12 bytes [n, 12] of a q4_k or q5_k superblock.
 
     Bytes 0-3 and 4-7: scales and minima 0-3 in their low six bits. Bytes 8-11: the low four bits of scales (low half) and
@@ -85,7 +85,7 @@ def unpack_scales(packed: U8) -> tuple[U8, U8]:
     return scales, minima
 
 
-def pack_scales(scales: U8, minima: U8) -> U8:
+def pack_scales(scales: NDArray, minima: NDArray) -> NDArray:
     """The reverse of `unpack_scales`."""
     first = scales[:, :4] | (scales[:, 4:] >> 4) << 6
     second = minima[:, :4] | (minima[:, 4:] >> 4) << 6
@@ -93,50 +93,50 @@ def pack_scales(scales: U8, minima: U8) -> U8:
     return np.concatenate([first, second, rest], axis=1)
 
 
-def codes_q4_k(fields: NDArray[np.void]) -> U8:
+def codes_q4_k(fields: NDArray) -> NDArray:
     """Codes [n, 8, 32]: run i of 32 bytes holds sub-block 2i in its low halves and 2i + 1 in its high halves."""
     runs = fields["codes"].reshape(-1, 4, 1, 32)
     return (runs >> np.array([0, 4], np.uint8)[:, None] & 0x0F).reshape(-1, 8, 32)
 
 
-def fields_q4_k(codes: U8) -> dict[str, U8]:
+def fields_q4_k(codes: NDArray) -> dict[str, NDArray]:
     """The fields that hold codes [n, 8, 32]."""
     return {"codes": ((codes[:, 0::2] & 0x0F) | codes[:, 1::2] << 4).reshape(-1, 128)}
 
 
-def codes_q5_k(fields: NDArray[np.void]) -> U8:
+def codes_q5_k(fields: NDArray) -> NDArray:
     """Codes [n, 8, 32], the fifth bit from `high`."""
     high = fields["high"].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
     return codes_q4_k(fields) | high << 4
 
 
-def fields_q5_k(codes: U8) -> dict[str, U8]:
+def fields_q5_k(codes: NDArray) -> dict[str, NDArray]:
     """The fields that hold codes [n, 8, 32]."""
     return {"high": np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0], **fields_q4_k(codes)}
 
 
-def codes_q6_k(fields: NDArray[np.void]) -> U8:
+def codes_q6_k(fields: NDArray) -> NDArray:
     """Codes 0..63, U8 [n, 256]."""
     low = fields["low"].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 0x0F
     high = fields["high"].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 0x03
     return low.reshape(-1, SUPERBLOCK) | high.reshape(-1, SUPERBLOCK) << 4
 
 
-def fields_q6_k(codes: U8) -> dict[str, U8]:
+def fields_q6_k(codes: NDArray) -> dict[str, NDArray]:
     """The fields that hold codes 0..63 of whole superblocks."""
     low = (codes & 0x0F).reshape(-1, 2, 2, 64)
     high = (codes >> 4).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
     return {"low": (low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128), "high": np.bitwise_or.reduce(high, axis=2).reshape(-1, 64)}
 
 
-def _apply_scales_and_minima(fields: NDArray[np.void], codes: U8) -> F32:
+def _apply_scales_and_minima(fields: NDArray, codes: NDArray) -> F32:
     scales, minima = unpack_scales(fields["scales"].reshape(-1, 12))
     d = fields["d"].astype(np.float32).reshape(-1, 1) * scales.astype(np.float32)
     m = fields["dmin"].astype(np.float32).reshape(-1, 1) * minima.astype(np.float32)
     return (d[:, :, None] * codes.astype(np.float32) - m[:, :, None]).reshape(-1, SUPERBLOCK)
 
 
-def _encode_scales_and_minima(values: F32, largest: int, fields: NDArray[np.void]) -> U8:
+def _encode_scales_and_minima(values: F32, largest: int, fields: NDArray) -> NDArray:
     """Fill d, dmin and scales of `fields`; return the codes 0..largest, U8 [n, 8, 32]."""
     parts = values.reshape(-1, 8, 32)
     scale, minimum = _fit_asymmetric(parts, largest)
@@ -152,7 +152,7 @@ def _encode_scales_and_minima(values: F32, largest: int, fields: NDArray[np.void
     return np.clip(np.rint((parts + stored_minimum) * _inverse(stored_scale)), 0, largest).astype(np.uint8)
 
 
-def _fit_asymmetric(parts: F32, largest: int) -> tuple[F32, F32]:
+def _fit_asymmetric(parts: NDArray, largest: int) -> tuple[NDArray, NDArray]:
     """Scale and minimum (both >= 0, [n, s]) that bring scale * code - minimum closest to `parts` [n, s, k] in squared error.
 
     Tries ranges a little narrower and wider than the block's own; for the codes of each, the best line through
@@ -183,7 +183,7 @@ def _fit_asymmetric(parts: F32, largest: int) -> tuple[F32, F32]:
     return best_scale, best_minimum
 
 
-def _fit_symmetric(parts: F32) -> F32:
+def _fit_symmetric(parts: NDArray) -> NDArray:
     """Signed scale [n, s] that brings scale * code, codes -32..31, closest to `parts` [n, s, k] in squared error."""
     peak = np.take_along_axis(parts, np.abs(parts).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
     best_scale = peak / -32
@@ -198,7 +198,7 @@ def _fit_symmetric(parts: F32) -> F32:
     return best_scale
 
 
-def _inverse(values: F32) -> F32:
+def _inverse(values: NDArray) -> NDArray:
     """1 / values, and 0 where that is not finite."""
     inverse = np.float32(1) / values
     return np.where(np.isfinite(inverse), inverse, np.float32(0))

@@ -89,50 +89,50 @@ def encode_q8_0(values: F32) -> U8:
     return _pack(Q8_0_LAYOUT, d=d, codes=np.copysign(rounded, scaled).astype(np.int8))
 
 
-def _column(fields: NDArray[np.void], name: str) -> F32:
+def _column(fields: NDArray, name: str) -> F32:
     """A f16 field of the blocks as F32 [n, 1]."""
     return fields[name].astype(np.float32).reshape(-1, 1)
 
 
-def codes_4_bits(fields: NDArray[np.void]) -> U8:
+def codes_4_bits(fields: NDArray) -> NDArray:
     """Codes 0..15, U8 [n, 32]."""
     packed = fields["codes"].reshape(-1, 16)
     return np.concatenate([packed & 0x0F, packed >> 4], axis=1)
 
 
-def fields_4_bits(codes: U8) -> dict[str, U8]:
+def fields_4_bits(codes: NDArray) -> dict[str, NDArray]:
     """The fields that hold the low four bits of codes [n, 32]."""
     return {"codes": (codes[:, :16] & 0x0F) | codes[:, 16:] << 4}
 
 
-def codes_5_bits(fields: NDArray[np.void]) -> U8:
+def codes_5_bits(fields: NDArray) -> NDArray:
     """Codes 0..31 from nibbles and the fifth bits, U8 [n, 32]."""
     high = np.unpackbits(fields["high"].reshape(-1, 4), axis=1, bitorder="little")
     return codes_4_bits(fields) | high << 4
 
 
-def fields_5_bits(codes: U8) -> dict[str, U8]:
+def fields_5_bits(codes: NDArray) -> dict[str, NDArray]:
     """The fields that hold codes 0..31, [n, 32]."""
     return {"high": np.packbits(codes >> 4, axis=1, bitorder="little"), **fields_4_bits(codes)}
 
 
-def _signed_peak(values: F32) -> F32:
+def _signed_peak(values: F32) -> NDArray:
     """The value of largest magnitude of each block, with its sign, [n, 1]; the first of equals."""
     return np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)
 
 
-def _inverse(d: F32) -> F32:
+def _inverse(d: NDArray) -> NDArray:
     """1 / d, and 0 where d is zero or so small that the inverse overflows (f16 stores such a scale as zero)."""
     inverse = np.float32(1) / d
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
-def _truncate(scaled: F32, largest: int) -> U8:
+def _truncate(scaled: NDArray, largest: int) -> NDArray:
     """Codes from values that already carry their rounding half, cut to 0..largest."""
     return np.clip(scaled, 0, largest).astype(np.uint8)
 
 
-def _pack(layout: np.dtype, d: F32, codes: NDArray, m: F32 | None = None, high: U8 | None = None) -> U8:
+def _pack(layout: np.dtype, *, d: NDArray, codes: NDArray, m: NDArray | None = None, high: NDArray | None = None) -> U8:
     """Blocks [n, block_bytes] from their fields."""
     fields = np.empty(len(codes), layout)
     fields["d"] = d[:, 0]

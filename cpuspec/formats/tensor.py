@@ -51,7 +51,7 @@ class Format:
     def decode(self, data: U8) -> F32:
         """The values of `data`, U8 [..., n_blocks * block_bytes], as F32 [..., n_blocks * block_size]."""
         if data.dtype != np.uint8 or data.ndim == 0 or data.shape[-1] % self.block_bytes:
-            raise FormatError(f"{self.name} wants uint8 rows of whole {self.block_bytes}-byte blocks, got {data.dtype} {data.shape}")
+            raise FormatError(f"{self.name} wants uint8 rows of {self.block_bytes}-byte blocks, got {data.dtype} {data.shape}")
         values = np.empty((*data.shape[:-1], data.shape[-1] // self.block_bytes * self.block_size), np.float32)
         blocks = np.ascontiguousarray(data).reshape(-1, self.block_bytes)
         out = values.reshape(-1, self.block_size)
@@ -84,7 +84,7 @@ class Format:
                 encoded = self.encode_blocks(chunk)
                 lost = finite & ~np.isfinite(self.decode_blocks(encoded))
             if lost.any():
-                raise FormatError(f"{self.name} cannot hold a block with the value {chunk[lost][0]}: its scale exceeds f16; use bf16 or f32")
+                raise FormatError(f"{self.name} cannot hold {chunk[lost][0]}: f16 is exceeded; use bf16 or f32")
             out[start : start + step] = encoded
         return data
 
@@ -136,7 +136,7 @@ class QuantTensor:
         return self.format.decode(self.data[self._checked(indices)])
 
     def permute_rows(self, order: ArrayLike) -> "QuantTensor":
-        """A copy whose row i is row `order[i]` of this one; for a vector the values move. Rows keep their bytes, so values are exact.
+        """A copy whose row i is row `order[i]` of this one (a vector: its values). Rows move as bytes, so values are exact.
 
         Raises FormatError if `order` is not a permutation, or for a vector in a block format.
         """
@@ -153,6 +153,6 @@ class QuantTensor:
         index = np.asarray(indices)
         if index.ndim != 1 or (index.size and not np.issubdtype(index.dtype, np.integer)):
             raise FormatError(f"row indices are a flat list of integers, got {index.dtype} {list(index.shape)}")
-        if index.size and not (0 <= index.min() and index.max() < self.shape[0]):
+        if index.size and (index.min() < 0 or index.max() >= self.shape[0]):
             raise FormatError(f"row indices must be from 0 to {self.shape[0] - 1}, got {index.min()} to {index.max()}")
         return index.astype(np.intp)

@@ -1,0 +1,86 @@
+"""The safetensors container: one file of named float tensors, memory-mapped. Knows no model.
+
+Layout: u64 header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes; offsets count from the end of the
+header (https://github.com/huggingface/safetensors). The header is checked like any stranger's word before a view is made.
+"""
+
+import math
+from pathlib import Path
+
+from cpuspec.checkpoints.jsonfile import JsonFields, parse_json_object
+from cpuspec.checkpoints.mapped import map_file
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import QuantTensor, get_format
+
+_FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+# The public reader's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def read_safetensors(path: Path) -> dict[str, QuantTensor]:
+    """The matrices and vectors of a file by name, as views of its mapped bytes.
+
+    Raises CheckpointError on a damaged file, or a tensor that is not f32, f16 or bf16 with one or two dimensions.
+    """
+    data = map_file(path)
+    if len(data) < 8:
+        raise CheckpointError(f"{path} has {len(data)} bytes, a safetensors file has at least 8: download it again")
+    header_bytes = int.from_bytes(data[:8].tobytes(), "little")
+    if header_bytes > min(len(data) - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{path}: the header is {header_bytes} bytes long, wanted at most {min(len(data) - 8, _MAX_HEADER_BYTES)}; "
+            "the file is truncated or not safetensors"
+        )
+    payload = data[8 + header_bytes :]
+    header = JsonFields(f"{path}: header", parse_json_object(data[8 : 8 + header_bytes].tobytes(), f"{path}: header"))
+
+    tensors = {}
+    extents = []
+    for name in header.names():
+        if name == "__metadata__":
+            continue
+        if not name.isprintable():
+            raise CheckpointError(f"{path}: a tensor has the name {name[:80]!r}, wanted printable text")
+        entry = header.object(name)
+        dtype = entry.text("dtype", "")
+        if dtype not in _DTYPE_BYTES:
+            entry.fail("dtype", f"one of {', '.join(_DTYPE_BYTES)}")
+        shape = _naturals(entry, "shape")
+        offsets = _naturals(entry, "data_offsets")
+        num_bytes = math.prod(shape) * _DTYPE_BYTES[dtype]
+        if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+            entry.fail("data_offsets", f"two offsets {num_bytes} bytes apart for {dtype} {list(shape)}")
+        start, end = offsets
+        if end > len(payload):
+            entry.fail("data_offsets", f"an end within the {len(payload)} bytes that the file has; download it again")
+        extents.append((start, end, name))
+        if dtype not in _FORMATS:
+            entry.fail("dtype", f"F32, F16 or BF16: {dtype} weights are not supported")
+        if len(shape) not in (1, 2) or 0 in shape:
+            entry.fail("shape", "a matrix or a vector that is not empty")
+        format = get_format(_FORMATS[dtype])
+        view = payload[start:end].reshape(*shape[:-1], shape[-1] * format.block_bytes)
+        tensors[name] = QuantTensor(format, shape, view)
+
+    # Tensors follow each other without gaps or overlaps and fill the file: the container's rule.
+    reached = 0
+    for start, end, name in sorted(extents):
+        if start != reached:
+            raise CheckpointError(f"{path}: tensor {name} begins at data byte {start}, wanted {reached}, the end of the last")
+        reached = end
+    if reached != len(payload):
+        raise CheckpointError(f"{path}: tensors fill {reached} bytes of data, the file has {len(payload)}; it is damaged")
+    return tensors
+
+
+def _naturals(entry: JsonFields, key: str) -> tuple[int, ...]:
+    """Up to eight integers from 0 to 2^60."""
+    values = tuple(value for value in entry.items(key) if type(value) is int and 0 <= value < 1 << 60)
+    if len(values) != len(entry.items(key)) or len(values) > 8:
+        entry.fail(key, "up to 8 integers that are not negative")
+    return values
