@@ -52,10 +52,7 @@ class TokenHistory:
 def keeps_order(params: SamplingParams) -> bool:
     """Whether the processed logits are the raw logits, so that their argmax needs no history."""
     return (
-        not params.logit_bias
-        and params.repetition_penalty == 1
-        and params.presence_penalty == 0
-        and params.frequency_penalty == 0
+        not params.logit_bias and params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0
     )
 
 

@@ -62,7 +62,7 @@ class ToyBackend:
             rows = cache.storage(slot)  # [capacity, 2]: token, hash of everything up to it
             for t in range(batch.q_start[b], batch.q_start[b + 1]):
                 index = cache.lengths[slot] + t - batch.q_start[b]
-                before, hashed = (rows[index - 1] if index else (0, 1))
+                before, hashed = rows[index - 1] if index else (0, 1)
                 token = int(batch.tokens[t])
                 rows[index] = token, (int(hashed) * 31 + token * 7 + int(batch.positions[t]) * 13 + 3) % 1_000_003
                 logits[t] = self._recent[(token * 11 + int(before)) % 53] + self._whole[rows[index, 1] % 97]
@@ -204,11 +204,11 @@ class ExactUniform:
     ways, one per run, each with its exact probability.
     """
 
-    def __init__(self, rng: "ExactRng", low: Fraction = Fraction(0), high: Fraction = Fraction(1), scale: Fraction = Fraction(1)) -> None:
-        self._rng, self._bounds, self._scale = rng, [low, high], scale
+    def __init__(self, rng: "ExactRng", scale: Fraction = Fraction(1)) -> None:
+        self._rng, self._bounds, self._scale = rng, [Fraction(0), Fraction(1)], scale
 
     def __mul__(self, scale: Any) -> "ExactUniform":
-        scaled = ExactUniform(self._rng, scale=self._scale * scale)
+        scaled = ExactUniform(self._rng, self._scale * scale)
         scaled._bounds = self._bounds  # the same number: what one learns, the other knows
         return scaled
 

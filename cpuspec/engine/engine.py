@@ -163,8 +163,8 @@ class Engine:
             raise ConfigError(f"prompt token ids must be in [0, {vocab_size}), got {min(prompt)} to {max(prompt)}")
         if len(prompt) >= self._context.capacity:
             raise ConfigError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self._context.capacity}, at least one of them generated; "
-                "shorten the prompt or raise context_length"
+                f"the prompt has {len(prompt)} tokens and the context holds {self._context.capacity}, "
+                "at least one of them generated; shorten the prompt or raise context_length"
             )
         for name, ids in (("logit_bias", list(params.logit_bias)), ("stop_token_ids", list(params.stop_token_ids))):
             if not all(0 <= token < vocab_size for token in ids):

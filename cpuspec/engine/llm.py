@@ -22,6 +22,7 @@ from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Message = dict[str, str]
 Prompt = str | Seq[int]
+Params = SamplingParams | Seq[SamplingParams] | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class LLM:
         spec: str | SpecConfig | None = None,
         backend: str = "numba",
         threads: int | None = None,
+        *,
         context_length: int | None = None,
         max_sequences: int = 16,
     ) -> None:
@@ -85,7 +87,7 @@ class LLM:
         self._inboxes: dict[int, list[Output]] = {}  # of the requests that somebody is waiting for
         self._closed = False
 
-    def generate(self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None) -> list[Completion]:
+    def generate(self, prompts: Prompt | Seq[Prompt], params: Params = None) -> list[Completion]:
         """Continue raw prompts, texts or token ids; always a list, in the prompts' order.
 
         params: for all prompts, or one each; None is greedy. Raises ConfigError for prompts that cannot be run, before running any.
@@ -95,9 +97,7 @@ class LLM:
         listed: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         return self._complete([self._prompt_ids(prompt) for prompt in listed], params)
 
-    def chat(
-        self, messages: Seq[Message] | Seq[Seq[Message]], params: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> Completion | list[Completion]:
+    def chat(self, messages: Seq[Message] | Seq[Seq[Message]], params: Params = None) -> Completion | list[Completion]:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
 
         Returns a Completion, or a list of them for a list of conversations.
@@ -125,7 +125,7 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _complete(self, prompts: list[list[int]], params: SamplingParams | Seq[SamplingParams] | None) -> list[Completion]:
+    def _complete(self, prompts: list[list[int]], params: Params) -> list[Completion]:
         params = SamplingParams() if params is None else params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -180,7 +180,7 @@ class LLM:
         elif _is_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             ids = [int(token) for token in prompt]
         else:
-            raise ConfigError(f"a prompt is a text, a list of token ids, or a list of messages; got {type(prompt).__name__} {prompt!r:.80}")
+            raise ConfigError(f"a prompt is a text, a list of token ids, or a list of messages; got {repr(prompt)[:80]}")
         if not ids and self.tokenizer.bos_id is None:
             raise ConfigError("the prompt is empty and this model has no beginning-of-text token to start from; give some text")
         return ids or [self.tokenizer.bos_id]
@@ -213,7 +213,7 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     """Tokens that a sequence may hold."""
     wanted = settings.context_length or config.context_length
     if wanted > config.context_length:
-        raise ConfigError(f"context_length {wanted} exceeds the {config.context_length} tokens that this model was trained for; ask for less")
+        raise ConfigError(f"context_length must be at most {config.context_length}, what this model was trained for; got {wanted}")
     return wanted
 
 

@@ -104,7 +104,12 @@ class Context:
 
     def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...]) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds that have rows left."""
-        room, tokens, positions, q_start, logit_rows, parts = self.backend.max_rows, [], [], [0], [], []
+        room = self.backend.max_rows
+        tokens: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        q_start = [0]
+        parts: list[tuple[_Feed, int]] = []  # with how many rows are scored
         for feed in feeds:
             start = len(self._held[feed.slot])
             end = min(start + room, len(feed.tokens))

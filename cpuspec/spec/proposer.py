@@ -67,7 +67,9 @@ def make_proposer(spec: SpecConfig) -> Proposer:
     if not spec.levels:
         return NullProposer()
     if len(spec.levels) > 1:
-        raise ConfigError(f"draft spec {str(spec)!r} has {len(spec.levels)} levels; this version drafts with one, so name one proposer")
+        raise ConfigError(
+            f"draft spec {str(spec)!r} has {len(spec.levels)} levels; chains are not available in this version, name one proposer"
+        )
     level = spec.levels[0]
     if level.proposer not in PROPOSERS:
         raise ConfigError(f"proposer {level.proposer!r} does not exist; wanted none or one of {', '.join(PROPOSERS)}")

@@ -57,4 +57,6 @@ def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], vocab_siz
         if len(draft) and not 0 <= draft.tokens.min() <= draft.tokens.max() < vocab_size:
             raise ConfigError(f"{proposer.name} drafted tokens {draft.tokens.tolist()}; ids must be in [0, {vocab_size})")
         if draft.probs is not None and [row.shape for row in draft.probs] != [(vocab_size,)] * len(draft):
-            raise ConfigError(f"{proposer.name} must declare one row of {vocab_size} probabilities for each of its {len(draft)} tokens")
+            raise ConfigError(
+                f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens"
+            )

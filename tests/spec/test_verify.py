@@ -89,7 +89,9 @@ def verify_from_the_target_row(draft: Draft, target_probs: Callable[[int], np.nd
     return Verdict([*draft.tokens.tolist(), sample(target_probs(len(draft)), rng)], np.arange(len(draft), dtype=np.int32))
 
 
-def distance(drafting: Callable[..., Draft], num_tokens: int, seed: int, verifier: Callable[..., Verdict] = verify_sampled) -> Fraction:
+def distance(
+    drafting: Callable[..., Draft], num_tokens: int, seed: int, verifier: Callable[..., Verdict] = verify_sampled
+) -> Fraction:
     """Total variation between n + 1 tokens of one round, completed by the target where it ended early, and the target."""
     target, draft_rows = rational_rows(seed, allow_zeros=True), rational_rows(seed + 1000)
 

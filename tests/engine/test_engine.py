@@ -1,0 +1,289 @@
+"""What the engine promises: plain decoding's output under every proposer, in any batch, up to the exact stop."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from cpuspec.config import SamplingParams, SpecConfig
+from cpuspec.engine.engine import Engine, Output
+from cpuspec.errors import ConfigError
+from cpuspec.spec.context import Context
+from cpuspec.spec.proposer import PROPOSERS, NullProposer, Proposer, make_proposer
+from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, chi_square, plain_greedy, string_probs
+
+VOCAB = 8
+PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
+    "none": NullProposer,
+    "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
+    **{name: lambda name=name: make_proposer(SpecConfig.parse(name)) for name in PROPOSERS},  # type: ignore[misc]
+}
+every_proposer = pytest.mark.parametrize("proposer", PROPOSER_FACTORIES)
+
+
+def engine_over(model: ToyBackend, proposer: Proposer, num_slots: int = 3) -> Engine:
+    return Engine(Context(model, num_slots, model.config.context_length), proposer, ToyTokenizer(VOCAB))  # type: ignore[arg-type]
+
+
+def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Output]]:
+    """Every request's outputs, all requests at once."""
+    ids = [engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    outputs: dict[int, list[Output]] = {id: [] for id in ids}
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    return [outputs[id] for id in ids]
+
+
+def joined(outputs: list[Output]) -> dict[str, object]:
+    return {
+        "token_ids": [token for output in outputs for token in output.token_ids],
+        "text": "".join(output.text for output in outputs),
+        "finish_reason": outputs[-1].finish_reason,
+        "logprobs": [one for output in outputs for one in output.logprobs],
+    }
+
+
+def random_requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = np.random.default_rng(seed)
+    prompts = [[0, *rng.integers(2, VOCAB, rng.integers(1, 20)).tolist()] for _ in range(5)]
+    params = [
+        SamplingParams(
+            max_tokens=int(rng.integers(1, 40)),
+            repetition_penalty=float(rng.choice([1.0, 1.3])),
+            presence_penalty=float(rng.choice([0.0, 0.4])),
+            frequency_penalty=float(rng.choice([0.0, 0.1])),
+            logit_bias={1: -3.0} if rng.random() < 0.5 else {},
+            stop=tuple(np.array(["ab", "bca", "cc", "dé", "a"])[rng.random(5) < 0.2].tolist()),
+            stop_token_ids=(int(rng.integers(2, VOCAB)),) if rng.random() < 0.2 else (),
+            ignore_eos=bool(rng.random() < 0.7),
+            logprobs=2,
+        )
+        for _ in prompts
+    ]
+    return prompts, params
+
+
+@every_proposer
+@pytest.mark.parametrize("seed", range(12))
+def test_greedy_output_is_identical_to_plain_decoding_for_every_proposer(proposer: str, seed: int) -> None:
+    """Token ids, text, finish reason and log-probabilities, with more requests than slots."""
+    model = ToyBackend(seed, VOCAB, memory=[0.0, 0.3, 1.0][seed % 3])
+    prompts, params = random_requests(seed)
+    answers = run(engine_over(model, PROPOSER_FACTORIES[proposer]()), prompts, params)
+    for prompt, one, outputs in zip(prompts, params, answers, strict=True):
+        got, expected = joined(outputs), plain_greedy(model, ToyTokenizer(VOCAB), prompt, one)
+        assert [got[key] for key in ("token_ids", "text", "finish_reason")] == [
+            expected[key] for key in ("token_ids", "text", "finish_reason")
+        ]
+        logprobs = got["logprobs"]
+        assert isinstance(logprobs, list)
+        assert [one.logprob for one in logprobs] == pytest.approx(expected["logprobs"], abs=1e-9)
+        assert [one.token_id for one in logprobs] == expected["token_ids"]
+
+
+def test_the_greedy_requests_above_exercise_acceptance_rejection_and_every_ending() -> None:
+    reasons, accepted, evaluated = Counter[str](), 0, 0
+    for seed in range(12):
+        model = ToyBackend(seed, VOCAB, memory=[0.0, 0.3, 1.0][seed % 3])
+        engine = engine_over(model, make_proposer(SpecConfig.parse("ngram")))
+        reasons.update(outputs[-1].finish_reason or "" for outputs in run(engine, *random_requests(seed)))
+        accepted += engine.levels["ngram"].num_accepted_tokens
+        evaluated += engine.levels["ngram"].num_evaluated_tokens
+    assert reasons["stop"] > 5
+    assert reasons["length"] > 5
+    assert evaluated > accepted + 20 > 40
+
+
+@every_proposer
+def test_a_seeded_request_draws_the_same_tokens_alone_and_in_any_batch(proposer: str) -> None:
+    model = ToyBackend(4, VOCAB, memory=0.3)
+    params = SamplingParams(temperature=0.8, seed=11, max_tokens=20, ignore_eos=True)
+    prompt = [0, 4, 5, 4, 5]
+    (alone,) = run(engine_over(model, PROPOSER_FACTORIES[proposer]()), [prompt], [params])
+    others = [SamplingParams(temperature=1.0, seed=seed, max_tokens=9 + seed, ignore_eos=True) for seed in range(3)]
+    prompts = [[0, 6, 6], [0, 4, 5, 4], prompt, [0, 7]]
+    together = run(engine_over(model, PROPOSER_FACTORIES[proposer]()), prompts, [*others[:2], params, others[2]])
+    assert joined(together[2])["token_ids"] == joined(alone)["token_ids"]
+    again = run(
+        engine_over(model, PROPOSER_FACTORIES[proposer]()), [prompt] * 2, [params, SamplingParams(temperature=0.8, max_tokens=20)]
+    )
+    assert joined(again[0])["token_ids"] == joined(alone)["token_ids"]
+
+
+SAMPLED_PARAMS = {
+    "plain": {"temperature": 0.9},
+    "truncated and penalised": {"temperature": 1.3, "top_k": 6, "top_p": 0.95, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+}
+NUM_SAMPLES = 2500
+
+
+def sampled_counts(
+    model: ToyBackend, proposer: Proposer, prompt: list[int], settings: dict[str, float]
+) -> Counter[tuple[int, ...]]:
+    params = [
+        SamplingParams(**settings, max_tokens=3, seed=seed, ignore_eos=True)  # type: ignore[arg-type]
+        for seed in range(NUM_SAMPLES)
+    ]
+    answers = run(engine_over(model, proposer, num_slots=50), [prompt] * NUM_SAMPLES, params)
+    return Counter(tuple(token for output in outputs for token in output.token_ids) for outputs in answers)
+
+
+@every_proposer
+@pytest.mark.parametrize("settings", SAMPLED_PARAMS.values(), ids=SAMPLED_PARAMS)
+def test_sampled_output_follows_the_targets_distribution_for_every_proposer(proposer: str, settings: dict[str, float]) -> None:
+    """Chi-square of whole strings against the product of the target's rows."""
+    model, prompt = ToyBackend(8, VOCAB, memory=0.2, max_rows=256), [0, 4, 5, 6, 4, 5, 6, 4]
+    exact = string_probs(model, prompt, SamplingParams(**settings), 3)  # type: ignore[arg-type]
+    statistic, limit = chi_square(sampled_counts(model, PROPOSER_FACTORIES[proposer](), prompt, settings), exact)
+    assert statistic < limit
+
+
+@pytest.mark.parametrize("settings", SAMPLED_PARAMS.values(), ids=SAMPLED_PARAMS)
+def test_the_chi_square_catches_a_proposer_that_declares_rows_it_did_not_draw_from(settings: dict[str, float]) -> None:
+    model, prompt = ToyBackend(8, VOCAB, memory=0.2, max_rows=256), [0, 4, 5, 6, 4, 5, 6, 4]
+    exact = string_probs(model, prompt, SamplingParams(**settings), 3)  # type: ignore[arg-type]
+    liar = SampledProposer(VOCAB, declare=lambda row: np.full(VOCAB, 1 / VOCAB))
+    statistic, limit = chi_square(sampled_counts(model, liar, prompt, settings), exact)
+    assert statistic > limit
+
+
+@pytest.mark.parametrize("stop", [("ab",), ("ba", "abc"), ("é",), ("aé", "bcab")])
+def test_streamed_text_never_shows_what_a_stop_string_then_takes_back(stop: tuple[str, ...]) -> None:
+    """At every moment the shown text is a beginning of the final text, and holds no stop string."""
+    num_stopped = 0
+    for seed in range(20):
+        model = ToyBackend(seed, VOCAB, memory=0.6)
+        params = SamplingParams(temperature=1.5, seed=seed, stop=stop, max_tokens=40, ignore_eos=True)
+        (outputs,) = run(engine_over(model, NullProposer()), [[0, 4]], [params])
+        shown = ""
+        for output in outputs:
+            shown += output.text
+            assert not any(one in shown for one in stop)
+        ids = [token for output in outputs for token in output.token_ids]
+        whole = ToyTokenizer(VOCAB).decode(ids)
+        cuts = [whole.index(one) for one in stop if one in whole]
+        num_stopped += bool(cuts)
+        assert shown == (whole[: min(cuts)] if cuts else whole)
+    assert num_stopped
+
+
+@every_proposer
+def test_no_more_tokens_than_the_context_holds(proposer: str) -> None:
+    model = ToyBackend(0, VOCAB, memory=0.0, context_length=16)
+    params = SamplingParams(max_tokens=1000, ignore_eos=True)
+    (outputs,) = run(engine_over(model, PROPOSER_FACTORIES[proposer]()), [[0, 4, 5, 4, 5]], [params])
+    assert joined(outputs)["finish_reason"] == "length"
+    assert len(joined(outputs)["token_ids"]) == 11  # type: ignore[arg-type]
+    (outputs,) = run(engine_over(model, PROPOSER_FACTORIES[proposer]()), [[0] * 15], [params])
+    assert len(joined(outputs)["token_ids"]) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], SamplingParams(), "prompt is empty"),
+        ([0, 8], SamplingParams(), r"must be in \[0, 8\), got 0 to 8"),
+        ([-1], SamplingParams(), r"must be in \[0, 8\), got -1 to -1"),
+        ([0] * 64, SamplingParams(), "prompt has 64 tokens and the context holds 64"),
+        ([0], SamplingParams(logit_bias={8: 1.0}), r"logit_bias ids must be in \[0, 8\)"),
+        ([0], SamplingParams(stop_token_ids=(99,)), r"stop_token_ids ids must be in \[0, 8\)"),
+        ([0], SamplingParams(logit_bias=dict.fromkeys(range(8), -np.inf)), "forbids every token"),
+    ],
+)
+def test_requests_that_cannot_run_are_clear_errors(prompt: list[int], params: SamplingParams, message: str) -> None:
+    engine = engine_over(ToyBackend(1, VOCAB), NullProposer())
+    with pytest.raises(ConfigError, match=message):
+        engine.add_request(prompt, params)
+    assert not engine.has_work
+
+
+@every_proposer
+def test_an_aborted_request_frees_its_slot_and_leaves_the_others_alone(proposer: str) -> None:
+    model = ToyBackend(5, VOCAB, memory=0.3)
+    engine = engine_over(model, PROPOSER_FACTORIES[proposer](), num_slots=1)
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    running, waiting, last = (engine.add_request([0, 4, 5], params) for _ in range(3))
+    engine.step()
+    for id in (running, waiting):
+        output = engine.abort(id)
+        assert output is not None
+        assert output.finish_reason == "aborted"
+        assert engine.abort(id) is None
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [token for output in engine.step() if output.request_id == last for token in output.token_ids]
+    assert tokens == plain_greedy(model, ToyTokenizer(VOCAB), [0, 4, 5], params)["token_ids"]
+
+
+@every_proposer
+@pytest.mark.parametrize("after", [True, False])
+def test_an_interrupt_in_a_forward_aborts_what_ran_and_leaves_the_engine_usable(proposer: str, after: bool) -> None:
+    model = ToyBackend(5, VOCAB, memory=0.3)
+    engine = engine_over(model, PROPOSER_FACTORIES[proposer](), num_slots=2)
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    ids = [engine.add_request([0, 4, 5], params) for _ in range(3)]
+    engine.step()
+    whole = model.forward
+
+    def interrupted(batch: object, cache: object) -> object:
+        if after:
+            whole(batch, cache)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    model.forward = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    model.forward = whole  # type: ignore[method-assign]
+    assert [(output.request_id, output.finish_reason) for output in engine.step()] == [(id, "aborted") for id in ids]
+    assert not engine.has_work
+    answers = run(engine, [[0, 4, 5]] * 3, [params] * 3)
+    expected = plain_greedy(model, ToyTokenizer(VOCAB), [0, 4, 5], params)["token_ids"]
+    assert [joined(outputs)["token_ids"] for outputs in answers] == [expected] * 3
+
+
+def test_a_prompt_that_continues_an_earlier_conversation_feeds_only_what_is_new() -> None:
+    model = ToyBackend(6, VOCAB, memory=0.3)
+    engine = engine_over(model, NullProposer())
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    (first,) = run(engine, [[0, 4, 5, 6]], [params])
+    prompt = [0, 4, 5, 6, *joined(first)["token_ids"], 7]  # type: ignore[misc]
+    rows = model.num_rows
+    (second,) = run(engine, [prompt], [params])
+    assert model.num_rows - rows == 2 + 4  # the last answer token, the new token, and four decoded ones
+    assert second[-1].stats is not None
+    assert second[-1].stats.num_cached_tokens == 8
+    fresh = plain_greedy(model, ToyTokenizer(VOCAB), prompt, params)
+    assert joined(second)["token_ids"] == fresh["token_ids"]
+
+
+def test_figures_count_what_happened() -> None:
+    model = ToyBackend(0, VOCAB, memory=0.0, max_rows=256)
+    engine = engine_over(model, make_proposer(SpecConfig.parse("ngram:3")))
+    (outputs,) = run(engine, [[0, 4, 5, 4, 5]], [SamplingParams(max_tokens=40, ignore_eos=True)])
+    stats = outputs[-1].stats
+    assert stats is not None
+    level = stats.levels["ngram"]
+    assert (stats.num_prompt_tokens, stats.num_new_tokens) == (5, 40)
+    assert stats.num_forwards == level.num_cycles == len(outputs) < 40
+    assert stats.num_new_tokens == level.num_accepted_tokens + level.num_cycles
+    assert sum(level.num_accepted_tokens_per_pos) == level.num_accepted_tokens
+    assert level.num_accepted_tokens <= level.num_evaluated_tokens <= level.num_draft_tokens
+    assert level.tau == pytest.approx(40 / level.num_cycles)
+    for figure in (stats.ttft_s, stats.tpot_s, stats.tokens_per_s, stats.gb_per_s, stats.itl_s["p95"]):
+        assert figure is not None
+        assert figure >= 0
+    assert json.loads(stats.to_json())["levels"]["ngram"]["tau"] == pytest.approx(level.tau)
+
+
+def test_speculation_that_drafts_nothing_runs_the_same_forwards_as_none() -> None:
+    counts = []
+    for proposer in (NullProposer(), make_proposer(SpecConfig.parse("ngram"))):
+        model = ToyBackend(1, 100, memory=3.0)  # over so many tokens nothing repeats soon
+        engine = Engine(Context(model, 1, 64), proposer, ToyTokenizer(100))  # type: ignore[arg-type]
+        run(engine, [[0, 4, 5]], [SamplingParams(max_tokens=4, ignore_eos=True)])
+        assert engine.levels[proposer.name].num_drafts == 0
+        counts.append((model.num_forwards, model.num_rows))
+    assert counts[0] == counts[1] == (4, 6)

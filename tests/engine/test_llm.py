@@ -1,0 +1,192 @@
+"""The Python interface over a toy model: what goes in, what comes out, and what is left behind."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
+from cpuspec.engine.llm import LLM, Completion
+from cpuspec.errors import ConfigError
+from cpuspec.spec.proposer import PROPOSERS
+from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def toy_llm(spec: str | None = None, max_sequences: int = 2, **tokenizer: Any) -> LLM:
+    toy_tokenizer = ToyTokenizer(8)
+    for name, value in tokenizer.items():
+        setattr(toy_tokenizer, name, value)
+    settings = EngineConfig(max_sequences=max_sequences)
+    return LLM.from_backend(ToyBackend(2, memory=0.3), toy_tokenizer, spec, settings)  # type: ignore[arg-type]
+
+
+def expected(prompt: list[int], params: SamplingParams = PARAMS) -> dict[str, Any]:
+    return plain_greedy(ToyBackend(2, memory=0.3), ToyTokenizer(8), prompt, params)
+
+
+def num_free_slots(llm: LLM) -> int:
+    return llm._engine._context.num_free_slots
+
+
+@pytest.mark.parametrize("spec", [None, "none", *PROPOSERS])
+def test_prompts_are_texts_or_ids_and_answers_come_in_their_order(spec: str | None) -> None:
+    llm = toy_llm(spec)
+    prompts = ["abab", [0, 7, 6], (0, 5), np.array([0, 4, 4])]
+    answers = llm.generate(prompts, PARAMS)  # type: ignore[arg-type]
+    for ids, answer in zip(([0, 4, 5, 4, 5], [0, 7, 6], [0, 5], [0, 4, 4]), answers, strict=True):
+        assert isinstance(answer, Completion)
+        assert answer.token_ids == expected(ids)["token_ids"]
+        assert answer.text == expected(ids)["text"]
+        assert answer.finish_reason == "length"
+        assert answer.stats.num_prompt_tokens == len(ids)
+    for single in ("abab", [0, 4, 5, 4, 5]):
+        assert [answer.token_ids for answer in llm.generate(single, PARAMS)] == [answers[0].token_ids]
+    assert llm.generate([]) == []
+
+
+def test_params_are_for_all_or_one_each_and_greedy_by_default() -> None:
+    llm = toy_llm()
+    one, two = llm.generate(["ab", "ab"], [PARAMS, SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1)])
+    assert one.token_ids[:3] == two.token_ids
+    assert (len(one.logprobs), len(two.logprobs)) == (0, 3)
+    assert llm.generate("ab")[0].token_ids == expected([0, 4, 5], SamplingParams())["token_ids"]
+    with pytest.raises(ConfigError, match="got 1 sampling params for 2 prompts"):
+        llm.generate(["ab", "ab"], [PARAMS])
+
+
+def test_chat_answers_one_conversation_or_several() -> None:
+    llm = toy_llm()
+    first = [{"role": "user", "content": "ab"}]
+    second = [*first, {"role": "assistant", "content": "c"}]
+    answer = llm.chat(first, PARAMS)
+    assert isinstance(answer, Completion)
+    assert answer.token_ids == expected([0, 4, 5])["token_ids"]
+    answers = llm.chat([first, second], PARAMS)
+    assert isinstance(answers, list)
+    assert [one.token_ids for one in answers] == [answer.token_ids, expected([0, 4, 5, 6])["token_ids"]]
+
+
+@pytest.mark.parametrize("prompt", ["ab", [0, 4, 5], [{"role": "user", "content": "ab"}]])
+def test_a_stream_adds_up_to_the_completion(prompt: Any) -> None:
+    parts = list(toy_llm("ngram").stream(prompt, PARAMS))
+    assert [token for part in parts for token in part.token_ids] == expected([0, 4, 5])["token_ids"]
+    assert "".join(part.text for part in parts) == expected([0, 4, 5])["text"]
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert parts[-1].stats is not None
+
+
+def test_closing_or_leaving_a_stream_frees_its_slot() -> None:
+    llm = toy_llm(max_sequences=1)
+    for part in llm.stream("ab", PARAMS):
+        assert num_free_slots(llm) == 0
+        assert part.finish_reason is None
+        break
+    stream = llm.stream("ab", PARAMS)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    unstarted = llm.stream("ab", PARAMS)
+    del unstarted
+    assert num_free_slots(llm) == 1
+    assert not llm._engine.has_work
+    assert not llm._inboxes
+
+
+def test_streams_and_batches_interleave() -> None:
+    llm = toy_llm(max_sequences=2)
+    first, second, third = (llm.stream(prompt, PARAMS) for prompt in ("a", "b", "c"))  # one more than there are slots
+    got: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    got[0] += next(first).token_ids
+    got[1] += next(second).token_ids
+    (answer,) = llm.generate("d", PARAMS)
+    for index, stream in ((2, third), (0, first), (1, second)):
+        for part in stream:
+            got[index] += part.token_ids
+    assert answer.token_ids == expected([0, 7])["token_ids"]
+    assert got == {index: expected([0, 4 + index])["token_ids"] for index in range(3)}
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_call_leaves_the_model_usable(interrupt: type[BaseException]) -> None:
+    llm = toy_llm(max_sequences=1)
+    whole, calls = llm._backend.forward, []
+
+    def forward(batch: Any, cache: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 4:
+            raise interrupt
+        return whole(batch, cache)
+
+    llm._backend.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(interrupt):
+        llm.generate(["ab", "c"], PARAMS)
+    assert num_free_slots(llm) == 1
+    assert llm.generate("ab", PARAMS)[0].token_ids == expected([0, 4, 5])["token_ids"]
+
+
+def test_a_stream_whose_engine_was_interrupted_by_another_call_ends_as_aborted() -> None:
+    llm = toy_llm(max_sequences=2)
+    stream = llm.stream("ab", PARAMS)
+    next(stream)
+    whole = llm._backend.forward
+
+    def interrupted(batch: Any, cache: Any) -> Any:
+        raise KeyboardInterrupt
+
+    llm._backend.forward = interrupted  # type: ignore[method-assign]
+    with contextlib.suppress(KeyboardInterrupt):
+        llm.generate("c", PARAMS)
+    llm._backend.forward = whole  # type: ignore[method-assign]
+    rest = list(stream)
+    assert rest[-1].finish_reason == "aborted"
+    assert num_free_slots(llm) == 2
+
+
+def test_an_empty_prompt_starts_from_the_beginning_of_text_or_is_a_clear_error() -> None:
+    assert toy_llm().generate([[]], PARAMS)[0].token_ids == expected([0])["token_ids"]
+    assert toy_llm().generate("", PARAMS)[0].token_ids == expected([0])["token_ids"]
+    with pytest.raises(ConfigError, match="no beginning-of-text token"):
+        toy_llm(bos_id=None).generate([[]], PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[0, 8]], r"must be in \[0, 8\)"),
+        ([[0] * 64], "prompt has 64 tokens and the context holds 64"),
+        (["a" * 70], "prompt has 71 tokens and the context holds 64"),
+        ([[0, 4.5]], "a prompt is a text, a list of token ids"),
+        ([None], "a prompt is a text, a list of token ids"),
+        (7, "prompts are texts or lists of token ids"),
+        (b"ab", "prompts are texts or lists of token ids"),
+        ({"role": "user", "content": "hi"}, "prompts are texts or lists of token ids"),
+    ],
+)
+def test_prompts_that_cannot_run_are_clear_errors_and_leave_nothing_behind(prompts: Any, message: str) -> None:
+    llm = toy_llm()
+    with pytest.raises(ConfigError, match=message):
+        llm.generate(["ab", *prompts] if isinstance(prompts, list) else prompts, PARAMS)
+    assert not llm._engine.has_work
+    assert not llm._inboxes
+
+
+def test_settings_that_cannot_hold_are_clear_errors() -> None:
+    with pytest.raises(ConfigError, match="context_length must be at most 64, what this model was trained for; got 65"):
+        LLM.from_backend(ToyBackend(1), ToyTokenizer(8), None, EngineConfig(context_length=65))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'psychic' does not exist"):
+        LLM("no such model either", spec="psychic")
+    llm = LLM.from_backend(ToyBackend(1), ToyTokenizer(8), SpecConfig.parse("ngram:2"), EngineConfig(context_length=9))  # type: ignore[arg-type]
+    assert (llm.context_length, str(llm.spec), llm.config.vocab_size) == (9, "ngram:2", 8)
+
+
+def test_a_closed_model_says_so() -> None:
+    with toy_llm() as llm:
+        stream = llm.stream("ab", PARAMS)
+        next(stream)
+    assert llm._backend.closed  # type: ignore[attr-defined]
+    llm.close()
+    for use in (lambda: llm.generate("ab"), lambda: llm.stream("ab"), lambda: list(stream)):
+        with pytest.raises(ConfigError, match="this LLM is closed"):
+            use()

@@ -1,0 +1,160 @@
+"""Truncate-and-feed: whatever happened before, a score is what a run from scratch would give."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpuspec.config import SamplingParams
+from cpuspec.errors import CacheError, ConfigError
+from cpuspec.sequence import Sequence
+from cpuspec.spec.context import Context, shared_prefix
+from cpuspec.spec.draft import Draft
+from tests.oracles import ToyBackend
+
+TOKENS = st.lists(st.integers(0, 3), max_size=6)  # few values, so that prefixes and repetitions are common
+
+
+def sequence(id: int, tokens: list[int]) -> Sequence:
+    return Sequence.new(id, tokens, SamplingParams())
+
+
+def expected_rows(model: ToyBackend, tokens: list[int], draft: list[int]) -> np.ndarray:
+    return np.stack([model.row([*tokens, *draft[:i]]) for i in range(len(draft) + 1)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject) -> None:
+    """Arrivals, drafts, rejections, shortened sequences, departures and reused slots, in any order."""
+    model = ToyBackend(3, memory=2.0, max_rows=data.draw(st.integers(1, 9)))
+    context = Context(model, num_slots=3, capacity=64)
+    alive: dict[int, Sequence] = {}
+    for id in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["arrive", "score", "score", "depart", "shorten"]))
+        if action == "arrive" and len(alive) < 3:
+            alive[id] = sequence(id, [0, *data.draw(TOKENS)])
+            context.acquire(alive[id])
+        elif action == "depart" and alive:
+            context.release(alive.pop(data.draw(st.sampled_from(sorted(alive)))))
+        elif action == "shorten" and alive:  # as a chain's middle level sees it when the target rejects
+            seq = alive[data.draw(st.sampled_from(sorted(alive)))]
+            del seq.tokens[data.draw(st.integers(1, len(seq.tokens))) :]
+        elif action == "score" and alive:
+            seqs = list(alive.values())
+            drafts = [data.draw(TOKENS) for _ in seqs]
+            outputs = context.score(seqs, [Draft.chain(draft, "test") for draft in drafts], (0, 1))
+            for seq, draft, output in zip(seqs, drafts, outputs, strict=True):
+                np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, draft))
+                path = [*seq.tokens, *draft]
+                for layer, hidden in enumerate(output.hidden):
+                    assert hidden[:, 0].tolist() == [token + layer for token in path[len(path) - len(hidden) :]]
+                    assert len(hidden) > len(draft)
+                kept = data.draw(st.integers(0, len(draft)))
+                if len(seq.tokens) < 40:
+                    seq.extend([*draft[:kept], data.draw(st.integers(0, 3))])
+
+
+def test_a_context_that_holds_part_of_the_draft_still_returns_the_row_after_the_last_committed_token() -> None:
+    model = ToyBackend(1)
+    context = Context(model, 1, 64)
+    seq = sequence(0, [0, 4, 5])
+    context.acquire(seq)
+    for draft in ([4, 6, 7], [4, 6, 7], [4, 6], []):
+        (output,) = context.score([seq], [Draft.chain(draft, "test")])
+        np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, draft))
+
+
+def test_only_what_the_slot_does_not_hold_is_fed() -> None:
+    model = ToyBackend(1, max_rows=64)
+    context = Context(model, 1, 64)
+    seq = sequence(0, [0, 4, 5, 6])
+    context.acquire(seq)
+    rows = []
+    for draft, committed in (([4, 5], [4, 5, 7]), ([6], [5]), ([], [4])):
+        before = model.num_rows
+        context.score([seq], [Draft.chain(draft, "test")])
+        rows.append(model.num_rows - before)
+        seq.extend(committed)
+    assert rows == [6, 2, 1]
+
+
+def test_a_long_feed_goes_in_chunks_no_larger_than_the_backend_takes() -> None:
+    model = ToyBackend(2, max_rows=5)
+    context = Context(model, 2, 64)
+    seqs = [sequence(0, [0] * 12), sequence(1, [0, 4])]
+    for seq in seqs:
+        context.acquire(seq)
+    outputs = context.score(seqs, [Draft.chain([4], "test"), Draft.chain([5, 6], "test")])
+    assert context.num_forwards == 4  # 13 + 4 rows by fives
+    np.testing.assert_array_equal(outputs[0].logits, expected_rows(model, seqs[0].tokens, [4]))
+    np.testing.assert_array_equal(outputs[1].logits, expected_rows(model, seqs[1].tokens, [5, 6]))
+
+
+def test_a_slot_with_the_longest_shared_prefix_is_reused_and_others_are_left_alone() -> None:
+    context = Context(ToyBackend(1, max_rows=64), 3, 64)
+    first, second = sequence(0, [0, 4, 5, 6, 7, 4]), sequence(1, [0, 4, 5, 5])
+    assert context.acquire(first) == context.acquire(second) == 0
+    slots = [context._slots[seq.id] for seq in (first, second)]
+    context.score([first, second], [Draft.chain([], "test")] * 2)
+    context.release(first)
+    context.release(second)
+    third = sequence(2, [0, 4, 5, 6, 7, 7, 7])
+    assert context.acquire(third) == 5
+    assert context._slots[2] == slots[0]
+    again = sequence(3, [0, 4, 5, 5])
+    assert context.acquire(again) == 3  # the last token's row is computed again
+    stranger = sequence(4, [6, 6])
+    assert context.acquire(stranger) == 0
+    assert context._slots[4] not in slots
+
+
+def test_the_least_recently_used_slot_is_given_up_when_none_is_empty_or_alike() -> None:
+    context = Context(ToyBackend(1), 2, 64)
+    seqs = [sequence(0, [4, 4]), sequence(1, [5, 5])]
+    for seq in seqs:
+        context.acquire(seq)
+    context.score(seqs, [Draft.chain([], "test")] * 2)
+    context.release(seqs[1])
+    context.release(seqs[0])
+    context.acquire(sequence(2, [6, 6]))
+    assert context.acquire(sequence(3, [4, 4, 7])) == 2
+
+
+def test_a_full_context_and_a_tree_are_clear_errors() -> None:
+    context = Context(ToyBackend(1), 1, 8)
+    seq = sequence(0, [0] * 7)
+    context.acquire(seq)
+    with pytest.raises(CacheError, match="all 1 cache slots are taken"):
+        context.acquire(sequence(1, [0]))
+    with pytest.raises(CacheError, match="9 tokens do not fit a context of 8"):
+        context.score([seq], [Draft.chain([4, 5], "test")])
+    tree = Draft(np.array([4, 5], np.int32), np.array([-1, -1], np.int32), None, "test")
+    with pytest.raises(ConfigError, match="tree"):
+        context.score([seq], [tree])
+
+
+def test_an_interrupted_forward_leaves_the_context_usable() -> None:
+    model = ToyBackend(1, max_rows=4)
+    context = Context(model, 1, 64)
+    seq = sequence(0, [0, 4, 5, 6, 7, 4, 5])
+    context.acquire(seq)
+    whole = model.forward
+
+    def interrupted(batch: object, cache: object) -> object:
+        whole(batch, cache)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    model.forward = interrupted  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        context.score([seq], [Draft.chain([], "test")])
+    model.forward = whole  # type: ignore[method-assign]
+    (output,) = context.score([seq], [Draft.chain([], "test")])
+    np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, []))
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_the_shared_prefix_is_the_longest_one(first: list[int], second: list[int]) -> None:
+    size = shared_prefix(first, second)
+    assert first[:size] == second[:size]
+    assert size == min(len(first), len(second)) or first[size] != second[size]

@@ -1,0 +1,80 @@
+"""Prompt lookup against a search that rescans everything, and the grammar of draft specs."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpuspec.config import SamplingParams, SpecConfig
+from cpuspec.errors import ConfigError
+from cpuspec.sequence import Sequence
+from cpuspec.spec.ngram import DEFAULT_NUM_TOKENS, MAX_NGRAM, NgramProposer
+from cpuspec.spec.proposer import PROPOSERS, NullProposer, make_proposer
+from cpuspec.spec.verify import Verdict
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+
+
+def rescanned(tokens: list[int], num_tokens: int) -> list[int]:
+    """The longest suffix's latest earlier occurrence by brute force; the draft may read on in itself."""
+    for size in range(MAX_NGRAM, 0, -1):
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start : start + size] == tokens[len(tokens) - size :]:
+                path = list(tokens)
+                while len(path) < len(tokens) + num_tokens:
+                    path.append(path[start + size + len(path) - len(tokens)])
+                return path[len(tokens) :]
+    return []
+
+
+@settings(max_examples=150, deadline=None)
+@given(TOKENS, st.lists(TOKENS, max_size=6))
+def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds: list[list[int]]) -> None:
+    proposer, seq = NgramProposer(4), Sequence.new(7, prompt, SamplingParams())
+    proposer.begin(seq)
+    for new in rounds:
+        (draft,) = proposer.propose([seq], [3])
+        assert draft.tokens.tolist() == rescanned(seq.tokens, 3)
+        assert draft.probs is None
+        seq.extend(new)
+        proposer.accept(seq, Verdict(new, np.arange(len(new) - 1, dtype=np.int32)), ())
+    assert proposer.propose([seq], [9])[0].tokens.tolist() == rescanned(seq.tokens, 4)
+
+
+def test_a_repetition_is_carried_on_beyond_its_end() -> None:
+    proposer, seq = NgramProposer(), Sequence.new(0, [5, 6, 7, 5, 6, 7], SamplingParams())
+    proposer.begin(seq)
+    assert proposer.propose([seq], [9])[0].tokens.tolist() == [5, 6, 7, 5, 6, 7][:DEFAULT_NUM_TOKENS]
+
+
+def test_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() -> None:
+    proposer = NgramProposer()
+    seqs = [Sequence.new(0, [4, 5, 4], SamplingParams()), Sequence.new(1, [5, 4], SamplingParams())]
+    for seq in seqs:
+        proposer.begin(seq)
+    assert [draft.tokens.tolist() for draft in proposer.propose(seqs, [2, 2])] == [[5, 4], []]
+    for seq in seqs:
+        proposer.end(seq)
+    assert not proposer._indices
+
+
+def test_specs_name_proposers_with_arguments() -> None:
+    assert isinstance(make_proposer(SpecConfig()), NullProposer)
+    proposer = make_proposer(SpecConfig.parse("ngram:3"))
+    assert isinstance(proposer, NgramProposer)
+    assert proposer.num_tokens == 3
+    for name in PROPOSERS:
+        assert make_proposer(SpecConfig.parse(name)).name == name
+
+
+@pytest.mark.parametrize("argument", ["0", "-1", "x", "1.5", "65", "9" * 30, "²"])
+def test_a_bad_ngram_length_is_a_clear_error(argument: str) -> None:
+    with pytest.raises(ConfigError, match="ngram takes the number of tokens to draft"):
+        make_proposer(SpecConfig.parse(f"ngram:{argument}"))
+
+
+def test_unknown_names_and_chains_are_clear_errors() -> None:
+    with pytest.raises(ConfigError, match="'psychic' does not exist; wanted none or one of ngram"):
+        make_proposer(SpecConfig.parse("psychic"))
+    with pytest.raises(ConfigError, match="2 levels"):
+        make_proposer(SpecConfig.parse("ngram,ngram:2"))

@@ -1,0 +1,161 @@
+"""Logits to distributions: each setting against its meaning written out, and their order."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpuspec.config import SamplingParams
+from cpuspec.errors import BackendError, ConfigError
+from cpuspec.sampling import TokenHistory, argmax, distribution, logprobs, processed, sample
+from tests.oracles import chi_square
+
+EMPTY = TokenHistory([])
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def naive(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Every rule, one token at a time, with full sorts."""
+    x = logits.astype(np.float64)
+    for token in range(len(x)):
+        x[token] += params.logit_bias.get(token, 0)
+        if token in prompt + output:
+            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+    if params.temperature == 0:
+        return np.eye(len(x))[int(np.argmax(x))]
+    probs = softmax(x / params.temperature)
+    kept = sorted(range(len(x)), key=lambda token: (-x[token], token))
+    kept = [token for token in kept if probs[token] >= params.min_p * max(probs)]
+    kept = kept[: params.top_k] if params.top_k else kept
+    total, mass, nucleus = sum(probs[kept]), 0.0, []
+    for token in kept:
+        if mass < params.top_p * total:
+            nucleus.append(token)
+        mass += probs[token]
+    out = np.zeros(len(x))
+    out[nucleus] = probs[nucleus]
+    return out / out.sum()
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 12, 50]),
+    top_p=st.sampled_from([1.0, 0.97, 0.6, 0.11, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.03, 0.4, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.7, 0.6]),
+    presence_penalty=st.sampled_from([0.0, 0.9, -0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.43, -0.21]),
+    logit_bias=st.sampled_from([{}, {3: 1.9, 5: -np.inf}]),
+)
+TOKENS = st.lists(st.integers(0, 11), max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PARAMS, TOKENS, TOKENS, TOKENS, st.integers(0, 10**6))
+def test_a_distribution_is_what_its_settings_say(
+    params: SamplingParams, prompt: list[int], output: list[int], ahead: list[int], seed: int
+) -> None:
+    logits = np.random.default_rng(seed).normal(scale=2, size=12).astype(np.float32)
+    history = TokenHistory(prompt)
+    history.extend(output)
+    probs = distribution(logits, params, history, ahead)
+    np.testing.assert_allclose(probs, naive(logits, params, prompt, output + ahead), atol=1e-12)
+    assert abs(probs.sum() - 1) < 1e-12
+
+
+def test_looking_ahead_leaves_the_history_as_it_was() -> None:
+    params, history = SamplingParams(frequency_penalty=1.0), TokenHistory([1])
+    logits = np.zeros(4, np.float32)
+    before = processed(logits, params, history)
+    processed(logits, params, history, [2, 2])
+    np.testing.assert_array_equal(processed(logits, params, history), before)
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.5}])
+def test_ties_go_to_the_lower_id(settings: dict[str, float]) -> None:
+    probs = distribution(np.zeros(4, np.float32), SamplingParams(temperature=1.0, **settings), EMPTY)  # type: ignore[arg-type]
+    assert probs.tolist() == [0.5, 0.5, 0, 0]
+    assert distribution(np.zeros(4, np.float32), SamplingParams(), EMPTY).tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+def test_the_nucleus_of_a_large_vocabulary_needs_no_full_sort_and_is_the_same(top_p: float) -> None:
+    logits = np.random.default_rng(1).normal(scale=3, size=20_000).astype(np.float32)
+    probs = distribution(logits, SamplingParams(temperature=0.8, top_p=top_p), EMPTY)
+    full = softmax(logits.astype(np.float64) / 0.8)
+    order = np.argsort(-full, kind="stable")
+    size = int((np.cumsum(full[order]) < top_p).sum()) + 1
+    assert np.flatnonzero(probs).tolist() == sorted(order[:size].tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5e-324])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_bad_logit_is_a_clear_error(temperature: float, value: float) -> None:
+    logits = np.zeros(8, np.float32)
+    logits[3] = value
+    with pytest.raises(BackendError, match="1 NaN or infinite logits of 8"):
+        distribution(logits, SamplingParams(temperature=temperature), EMPTY)
+    with pytest.raises(BackendError, match="NaN or infinite"):
+        argmax(np.stack([np.zeros(8, np.float32), logits]))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=5e-324),
+        SamplingParams(temperature=1e308),
+        SamplingParams(temperature=1.0, frequency_penalty=1e308),
+        SamplingParams(temperature=1.0, logit_bias={1: 1e308}),
+        SamplingParams(temperature=1.0, repetition_penalty=1e308),
+    ],
+)
+def test_extreme_settings_still_give_a_distribution(params: SamplingParams) -> None:
+    history = TokenHistory([0, 1])
+    history.extend([2, 2, 2])
+    probs = distribution(np.linspace(-3, 3, 8, dtype=np.float32), params, history)
+    assert abs(probs.sum() - 1) < 1e-12
+    assert (probs >= 0).all()
+
+
+def test_settings_that_leave_no_token_are_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="leave no token"):
+        processed(np.zeros(2, np.float32), SamplingParams(logit_bias={0: -np.inf, 1: -np.inf}), EMPTY)
+    with pytest.raises(ConfigError, match="leave no token"):
+        processed(np.ones(2, np.float32), SamplingParams(repetition_penalty=5e-324), TokenHistory([0]))
+
+
+def test_samples_follow_their_probabilities() -> None:
+    rng, probs = np.random.default_rng(3), np.array([0.0, 0.1, 0.0, 0.55, 0.35, 0.0])
+    draws = [sample(probs, rng) for _ in range(4000)]
+    counts = {token: draws.count(token) for token in set(draws)}
+    statistic, limit = chi_square(counts, {1: 0.1, 3: 0.55, 4: 0.35})
+    assert statistic < limit
+    statistic, limit = chi_square(counts, {1: 0.15, 3: 0.5, 4: 0.35})
+    assert statistic > limit
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
+def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
+    class Edge:
+        def random(self) -> float:
+            return uniform
+
+    for scale in (1.0, 0.3, 3.0):
+        assert sample(np.array([0.0, 0.1, 0.2, 0.0]) * scale, Edge()) == (1 if uniform == 0 else 2)
+
+
+def test_logprobs_are_of_the_raw_logits_and_alternatives_come_best_first() -> None:
+    logits = np.array([0.5, 2.0, -1.0, 2.0, 0.0], np.float32)
+    expected = np.log(softmax(logits.astype(np.float64)))
+    got = logprobs(logits, 2, 3)
+    assert got.logprob == pytest.approx(expected[2])
+    assert [token for token, _ in got.top] == [1, 3, 0]
+    assert [value for _, value in got.top] == pytest.approx(expected[[1, 3, 0]].tolist())
+    assert logprobs(logits, 0, 0).top == ()
+    assert len(logprobs(logits, 0, 99).top) == 5
