@@ -44,6 +44,25 @@ def hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
+def usable_cores() -> int:
+    """Physical cores that this process may use: its affinity, without second hardware threads, within the cgroup's quota."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # not on this platform
+        return os.cpu_count() or 1
+    siblings = {_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    limit = max(1, int(quota) // int(period)) if quota.isdigit() and period.isdigit() and int(period) else len(siblings)
+    return max(1, min(len(siblings), limit))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
 def child_environment(temporary: Path) -> dict[str, str]:
     """This process's environment for a child whose temporary files shall go to `temporary`."""
     return {**os.environ, "TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}

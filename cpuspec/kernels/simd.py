@@ -51,6 +51,7 @@ def _operation(arguments: tuple[types.Type, ...], result: types.Type, emit: Emit
         lambda typingctx, a: typed(typingctx),
         lambda typingctx, a, b: typed(typingctx),
         lambda typingctx, a, b, c: typed(typingctx),
+        lambda typingctx, a, b, c, d: typed(typingctx),
     )
     return intrinsic(by_arity[len(arguments)])
 
@@ -115,6 +116,16 @@ def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     return builder.call(function, values)
 
 
+def _extreme(builder: Any, which: str, x: Any, y: Any) -> Any:
+    return call(builder, f"llvm.{which}.v{x.type.count}f32", x.type, x, y)
+
+
+def call_address(builder: Any, address: Any, values: Any) -> Any:
+    """Call a C function that returns nothing, by its address."""
+    function_type = ir.FunctionType(ir.VoidType(), [v.type for v in values])
+    return builder.call(builder.inttoptr(address, function_type.as_pointer()), values)
+
+
 def _vector(element: Any) -> Any:
     return ir.VectorType(element, LANES)
 
@@ -134,6 +145,13 @@ poke_i32 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, v))
 poke_i8 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, b.trunc(v, _I8)))
 poke_f32 = _operation((_a, _f), types.int8, lambda b, at, v: store(b, at, v))
 f32_bits = _operation((_i,), types.float32, lambda b, v: b.bitcast(v, _F32))
+to_float = _operation((types.int64,), types.float32, lambda b, v: b.sitofp(v, _F32))  # int32 and int64, rounded once
+int32 = _operation((types.int64,), types.int32, lambda b, v: b.trunc(v, _I32))
+inverse_or_zero = _operation(
+    (_f,),
+    types.float32,
+    lambda b, x: b.select(b.fcmp_ordered(">", x, ir.Constant(_F32, 0.0)), b.fdiv(ir.Constant(_F32, 1.0), x), ir.Constant(_F32, 0.0)),
+)
 fma_f32 = _operation((_f, _f, _f), types.float32, lambda b, x, y, z: call(b, "llvm.fma.f32", _F32, x, y, z))
 
 # Vectors at an address.
@@ -162,8 +180,12 @@ round_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.rint.v16f32
 truncate_i32 = _operation((f32x16,), i32x16, lambda b, v: call(b, "llvm.fptosi.sat.v16i32.v16f32", _V, v))
 abs_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.fabs.v16f32", _F, v))
 sqrt_f32 = _operation((_f,), types.float32, lambda b, x: call(b, "llvm.sqrt.f32", _F32, x))
-max_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
-min_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+# A nan stays a nan: a broken weight must show in the logits.
+max_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: _extreme(b, "maximum", x, y))
+min_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: _extreme(b, "minimum", x, y))
+keep_above = _operation(  # values where x > limit or is nan, 0 elsewhere
+    (f32x16, f32x16, f32x16), f32x16, lambda b, x, limit, v: b.select(b.fcmp_unordered(">", x, limit), v, constant(b, 0.0, f32x16))
+)
 as_f32 = _operation((i32x16,), f32x16, lambda b, v: b.bitcast(v, _F))
 
 
@@ -173,6 +195,14 @@ def _first_lanes(builder: Any, values: Any, count: Any, other: Any) -> Any:
 
 
 first_lanes = _operation((f32x16, _i, f32x16), f32x16, _first_lanes)  # lanes below `count` from the first, others from the last
+
+
+def _scatter(builder: Any, address: Any, stride: Any, count: Any, values: Any) -> Any:
+    for lane in range(LANES):
+        index = ir.Constant(_I64, lane)
+        with builder.if_then(builder.icmp_signed("<", index, count)):
+            store(builder, builder.add(address, builder.mul(stride, index)), builder.extract_element(values, ir.Constant(_I32, lane)))
+    return ir.Constant(_I8, 0)
 
 
 def _fold(instruction: Callable[[Any, Any, Any], Any]) -> Emit:
@@ -191,8 +221,9 @@ def _fold(instruction: Callable[[Any, Any, Any], Any]) -> Emit:
     return emit
 
 
+scatter_f32 = _operation((_a, types.int64, types.int64, f32x16), types.int8, _scatter)  # the first `count` lanes, stride bytes apart
 sum_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: b.fadd(x, y)))
-max_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y)))
+max_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: _extreme(b, "maximum", x, y)))
 sum_lanes_i32 = _operation((i32x16,), types.int32, _fold(lambda b, x, y: b.add(x, y)))
 
 

@@ -1,0 +1,293 @@
+"""The product: the transformer as a program of compiled kernels over packed weights, one compiled call per forward.
+
+Writes the program once, when the model is loaded: this is the file that knows the order of a layer's operations. Everything a
+kernel is told has been checked here or by `ForwardBatch.check`; the kernels themselves check nothing.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig
+from cpuspec.environment import usable_cores
+from cpuspec.formats import QuantTensor
+from cpuspec.formats.packing import TILE, aligned_bytes, pack
+from cpuspec.kernels import linear, pointwise, simd, step
+from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
+from cpuspec.model.cache import KVCache
+from cpuspec.model.rope import rope_table
+
+
+class NumbaBackend:
+    """The transformer on packed int4 to int8 (or 16- and 32-bit) weights, with int8 activations, row-invariant to the bit."""
+
+    name = "numba"
+    row_invariant = True
+
+    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig) -> None:
+        self.config = c = checkpoint.config
+        self.max_rows = engine.max_rows
+        self.threads = engine.threads or usable_cores()
+        self._embed = checkpoint.tensors["embed"]
+        tensors = dict(checkpoint.tensors)
+        if c.tied_embeddings:
+            tensors["output"] = self._embed
+        with ThreadPoolExecutor(self.threads) as pool:
+            matrices = {name: pool.submit(pack, t) for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
+            self._matrices = {name: job.result() for name, job in matrices.items()}
+        self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
+        self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())
+        self._table = rope_table(c, np.arange(256))
+        rows, heads, kv_heads = self.max_rows, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self._x = self._rows(c.hidden_size)
+        self._q, self._k, self._v = self._rows(heads), self._rows(kv_heads), self._rows(kv_heads)
+        self._attended, self._gate, self._up = self._rows(heads), self._rows(c.intermediate_size), self._rows(c.intermediate_size)
+        widest = max(m.shape[1] for m in self._matrices.values())
+        orders = {linear.activation_order(m.format.name) for m in self._matrices.values()}
+        # Whole blocks of rows, and whole vectors of the last block.
+        padded = _round_up(rows, linear.ROWS) * _round_up(widest, TILE)
+        self._inputs = {order: aligned_bytes((padded * (2 if order == "int8" else 4),)) for order in orders}
+        self._cosines, self._sines = (np.empty((rows, c.head_dim // 2), np.float32) for _ in range(2))
+        self._scratch = aligned_bytes((0,))
+        self._team = step.Team(self._write_program(), self.threads)
+
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        """An empty cache for this model: f32 keys and values, in the order that `kernels.attention` reads."""
+        size = sum(self._head_bytes(capacity)) * self.config.num_layers * self.config.num_kv_heads
+        return KVCache(num_slots, capacity, lambda: aligned_bytes((size,)), size // capacity)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
+        c = self.config
+        batch.check(
+            vocab_size=c.vocab_size,
+            num_layers=c.num_layers,
+            max_rows=self.max_rows,
+            num_slots=cache.num_slots,
+            capacity=cache.capacity,
+            lengths=cache.lengths,
+        )
+        rows = len(batch.tokens)
+        self._x[:rows, : c.hidden_size] = self._embed.rows(batch.tokens)
+        self._x[:rows, c.hidden_size :] = 0
+        self._take_rotations(batch.positions)
+        logit_rows = np.arange(rows) if batch.logit_rows is None else batch.logit_rows.astype(np.int64)
+        logits = np.empty((len(logit_rows), _round_up(c.vocab_size, TILE)), np.float32)
+        hidden = {layer: np.empty((rows, c.hidden_size), np.float32) for layer in batch.hidden_layers}
+        kept = np.zeros(c.num_layers, np.int64)
+        for layer, array in hidden.items():
+            kept[layer] = array.ctypes.data
+        places = _Places(batch, cache)
+
+        state = self._team.state
+        state[step.NUM_ROWS], state[step.NUM_LOGIT_ROWS] = rows, len(logit_rows)
+        for index, array in (
+            (step.LOGIT_ROWS, logit_rows),
+            (step.LOGITS, logits),
+            (step.COSINES, self._cosines),
+            (step.SINES, self._sines),
+            (step.STORAGE, places.storage),
+            (step.CACHE_INDEX, places.cache_index),
+            (step.LENGTH, places.length),
+            (step.STRAIGHT, places.straight),
+            (step.PATHS, places.paths),
+            (step.KEPT, kept),
+        ):
+            state[index] = array.ctypes.data
+        state[step.PATH_LENGTH] = places.paths.shape[1]
+        state[step.KEY_BYTES], state[step.VALUE_BYTES] = self._head_bytes(cache.capacity)
+        self._provide_scratch(cache.capacity)
+        self._team.run()
+        cache.lengths[batch.slots] += np.diff(batch.q_start)
+        return ForwardOutput(logits[:, : c.vocab_size], tuple(hidden[layer] for layer in batch.hidden_layers))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._team.close()
+
+    def _rows(self, features: int) -> F32:
+        """Room for `max_rows` rows, zeroed, each padded to whole vectors."""
+        room = aligned_bytes((self.max_rows, 4 * _round_up(features, TILE))).view(np.float32)
+        room[:] = 0
+        return room
+
+    def _head_bytes(self, capacity: int) -> tuple[int, int]:
+        """Bytes of the keys and of the values of one head of one layer in a cache slot."""
+        positions, dims = _round_up(capacity, simd.LANES), self.config.head_dim
+        return 4 * positions * dims, 4 * positions * _round_up(dims, simd.LANES)
+
+    def _provide_scratch(self, capacity: int) -> None:
+        size = 4 * (simd.LANES * self.config.head_dim + _round_up(capacity, simd.LANES))
+        if size * self.threads > len(self._scratch):
+            self._scratch = aligned_bytes((size * self.threads,))
+        self._team.state[step.SCRATCH], self._team.state[step.SCRATCH_BYTES] = self._scratch.ctypes.data, size
+
+    def _take_rotations(self, positions: I32) -> None:
+        """Cosines and sines of the rows' positions, from a table that grows by doubling."""
+        last = int(positions.max())
+        if last >= len(self._table[0]):
+            self._table = rope_table(self.config, np.arange(2 * last))
+        for table, to in zip(self._table, (self._cosines, self._sines), strict=True):
+            np.take(table, positions, axis=0, out=to[: len(positions)], mode="clip")
+
+    def _write_program(self) -> NDArray[np.int64]:
+        """The operations of one forward, in order."""
+        c = self.config
+        ops = []
+        for i in range(c.num_layers):
+            layer = f"layers.{i}."
+            ops += [
+                *self._linears(
+                    [(layer + "q", self._q), (layer + "k", self._k), (layer + "v", self._v)], self._x, norm=layer + "attn_norm"
+                ),
+                self._rotate(i),
+                self._attend(i),
+                *self._linears([(layer + "o", self._x)], self._attended, residual=True),
+                *self._linears([(layer + "gate", self._gate), (layer + "up", self._up)], self._x, norm=layer + "mlp_norm"),
+                *self._linears([(layer + "down", self._x)], self._gate, silu_times=self._up, residual=True),
+                _row(step.KEEP, {step.K_ROWS: _at(self._x), step.K_STRIDE: self._x.strides[0], step.K_LAYER: i, step.K_BYTES: 4 * c.hidden_size}),
+            ]
+        ops += self._linears([("output", None)], self._x, norm="norm")
+        return np.array(ops)
+
+    def _linears(
+        self,
+        outputs: list[tuple[str, F32 | None]],
+        source: F32,
+        *,
+        norm: str | None = None,
+        silu_times: F32 | None = None,
+        residual: bool = False,
+    ) -> list[NDArray[np.int64]]:
+        """Prepare the rows of `source` once, then multiply them with up to three matrices. No output: the logits."""
+        matrices = [self._matrices[name] for name, _ in outputs]
+        features = matrices[0].shape[1]
+        orders = {linear.activation_order(m.format.name) for m in matrices}
+        logits = outputs[0][1] is None
+        prepare = {
+            step.P_KIND: pointwise.NORM if norm else pointwise.SILU if silu_times is not None else pointwise.PLAIN,
+            step.P_ROWS: _at(source),
+            step.P_OTHER: _at(silu_times),
+            step.P_STRIDE: source.strides[0],
+            step.P_WEIGHT: _at(self._vectors[norm]) if norm else 0,
+            step.P_EPS_BITS: _bits(self.config.norm_eps),
+            step.P_FEATURES: features,
+            step.P_RECORDS: _at(self._inputs["int8"]) if "int8" in orders else 0,
+            step.P_NUMBERS: _at(self._inputs["f32"]) if "f32" in orders else 0,
+            step.P_SELECT: logits,
+        }
+        product = {step.L_TENSORS: len(matrices), step.L_SELECT: logits, step.L_FEATURES: features}
+        for n, ((name, out), matrix) in enumerate(zip(outputs, matrices, strict=True)):
+            order = linear.activation_order(matrix.format.name)
+            tensor = {
+                step.T_KERNEL: linear.linear_kernel(matrix.format.name),
+                step.T_TILES: _at(matrix.data),
+                step.T_TILE_BYTES: matrix.tile_bytes,
+                step.T_NUM_TILES: len(matrix.data),
+                step.T_INPUTS: _at(self._inputs[order]),
+                step.T_ROW_BYTES: features * (2 if order == "int8" else 4),
+                step.T_BIAS: _at(self._vectors.get(name + "_bias")),
+                step.T_RESIDUAL: _at(out) if residual else 0,
+                step.T_OUT: _at(out),
+                step.T_STRIDE: out.strides[0] if out is not None else 4 * _round_up(self.config.vocab_size, TILE),
+            }
+            product |= {step.L_FIRST + n * step.TENSOR_COLUMNS + column: value for column, value in tensor.items()}
+        return [_row(step.PREPARE, prepare), _row(step.LINEAR, product)]
+
+    def _rotate(self, i: int) -> NDArray[np.int64]:
+        c = self.config
+        return _row(
+            step.ROTATE,
+            {
+                step.R_QUERIES: _at(self._q),
+                step.R_KEYS: _at(self._k),
+                step.R_VALUES: _at(self._v),
+                step.R_Q_STRIDE: self._q.strides[0],
+                step.R_K_STRIDE: self._k.strides[0],
+                step.R_V_STRIDE: self._v.strides[0],
+                step.R_Q_NORM: _at(self._vectors.get(f"layers.{i}.q_norm")),
+                step.R_K_NORM: _at(self._vectors.get(f"layers.{i}.k_norm")),
+                step.R_EPS_BITS: _bits(c.norm_eps),
+                step.R_SCALE_BITS: _bits(1 / np.sqrt(c.head_dim)),
+                step.R_HEADS: c.num_heads,
+                step.R_KV_HEADS: c.num_kv_heads,
+                step.R_DIMS: c.head_dim,
+                step.R_PADDED_DIMS: _round_up(c.head_dim, simd.LANES),
+                step.R_LAYER: i,
+            },
+        )
+
+    def _attend(self, i: int) -> NDArray[np.int64]:
+        c = self.config
+        return _row(
+            step.ATTEND,
+            {
+                step.A_QUERIES: _at(self._q),
+                step.A_STRIDE: self._q.strides[0],
+                step.A_OUT: _at(self._attended),
+                step.A_OUT_STRIDE: self._attended.strides[0],
+                step.A_HEADS: c.num_heads,
+                step.A_KV_HEADS: c.num_kv_heads,
+                step.A_DIMS: c.head_dim,
+                step.A_PADDED_DIMS: _round_up(c.head_dim, simd.LANES),
+                step.A_LAYER: i,
+            },
+        )
+
+
+class _Places:
+    """Where each row of a batch goes in the cache, and what it attends to. Arrays are int64 [T], paths [T, length]."""
+
+    def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
+        counts = np.diff(batch.q_start)
+        prefix = np.repeat(cache.lengths[batch.slots].astype(np.int64), counts)
+        inside = np.arange(len(batch.tokens)) - np.repeat(batch.q_start[:-1], counts)
+        addresses = np.array([cache.storage(slot).ctypes.data for slot in batch.slots.tolist()], np.int64)
+        self.storage = np.repeat(addresses, counts)
+        self.cache_index = prefix + inside
+        self.length = self.straight = self.cache_index + 1
+        self.paths = np.zeros((len(batch.tokens), 0), np.int64)
+        if batch.parents is not None:
+            self._follow(batch, prefix)
+
+    def _follow(self, batch: ForwardBatch, prefix: NDArray[np.int64]) -> None:
+        """Tree rows: the prefix, then ancestors by depth. The last, partly filled block of the prefix is gathered with them."""
+        seen = [
+            np.flatnonzero(row)
+            for b in range(len(batch.slots))
+            for row in visible(batch, b, int(prefix[batch.q_start[b]]))
+        ]
+        self.length = np.array([len(row) for row in seen], np.int64)
+        self.straight = prefix // simd.LANES * simd.LANES
+        tails = [row[start:] for row, start in zip(seen, self.straight, strict=True)]
+        self.paths = np.zeros((len(seen), max(map(len, tails))), np.int64)
+        for path, tail in zip(self.paths, tails, strict=True):
+            path[: len(tail)] = tail
+
+
+def _row(operation: int, operands: dict[int, int]) -> NDArray[np.int64]:
+    row = np.zeros(step.COLUMNS, np.int64)
+    row[0] = operation
+    for column, value in operands.items():
+        row[column] = value
+    return row
+
+
+def _at(array: NDArray[np.generic] | None) -> int:
+    return 0 if array is None else array.ctypes.data
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+def _round_up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _padded(tensor: QuantTensor) -> F32:
+    """A vector in f32, padded with zeros to whole tiles."""
+    values = tensor.dequantize()
+    return np.pad(values, (0, -len(values) % TILE)).astype(np.float32)

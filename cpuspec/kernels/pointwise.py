@@ -1,0 +1,137 @@
+"""What happens to rows between linear layers: norms, SiLU, quantization to int8 groups, rotary positions.
+
+Everything works on one row (or one head) by addresses. Row buffers are padded with zeros to whole vectors of 16 numbers.
+"""
+
+from numba import njit
+
+from cpuspec.kernels import simd
+from cpuspec.kernels.linear import (
+    MINUS_8_SUMS,
+    MINUS_16_SUMS,
+    MINUS_32_HIGH,
+    MINUS_32_LOW,
+    MINUS_128_SUMS,
+    RECORD,
+    ROWS,
+    SCALE,
+    SCALED_SUM,
+)
+
+OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
+
+# What `prepare_row` does before it writes activations.
+PLAIN, NORM, SILU = range(3)
+
+
+@njit(**OPTIONS)
+def exp_f32(x):  # type: ignore[no-untyped-def]
+    """exp of sixteen numbers to about one unit in the last place; below -87 it is 0, above 88 it saturates.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r (Taylor to the seventh power), times 2^n through the exponent bits.
+    """
+    kept = simd.min_f32(simd.max_f32(x, simd.splat_f32(-87.0)), simd.splat_f32(88.0))
+    n = simd.round_f32(kept * simd.splat_f32(1.4426950408889634))
+    r = simd.fma(n, simd.splat_f32(-0.693359375), kept)
+    r = simd.fma(n, simd.splat_f32(2.12194440e-4), r)
+    p = simd.splat_f32(1.0 / 5040.0)
+    p = simd.fma(p, r, simd.splat_f32(1.0 / 720.0))
+    p = simd.fma(p, r, simd.splat_f32(1.0 / 120.0))
+    p = simd.fma(p, r, simd.splat_f32(1.0 / 24.0))
+    p = simd.fma(p, r, simd.splat_f32(1.0 / 6.0))
+    p = simd.fma(p, r, simd.splat_f32(0.5))
+    p = simd.fma(p, r, simd.splat_f32(1.0))
+    p = simd.fma(p, r, simd.splat_f32(1.0))
+    power = (simd.truncate_i32(n) + simd.splat_i32(127)) << simd.splat_i32(23)
+    return simd.keep_above(x, simd.splat_f32(-87.0), p * simd.as_f32(power))
+
+
+@njit(**OPTIONS)
+def sum_of_squares(row, features):  # type: ignore[no-untyped-def]
+    """Sum of x * x over a padded row, in one fixed order."""
+    total = simd.splat_f32(0.0)
+    for at in range(row, row + features * 4, 64):
+        x = simd.load_f32(at)
+        total = simd.fma(x, x, total)
+    return simd.sum_lanes(total)
+
+
+@njit(**OPTIONS)
+def _prepared(kind, row, other, weight, scale, at):  # type: ignore[no-untyped-def]
+    """Sixteen prepared numbers at byte offset `at` of the row."""
+    x = simd.load_f32(row + at)
+    if kind == NORM:
+        return x * scale * simd.load_f32(weight + at)
+    if kind == SILU:
+        return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x)) * simd.load_f32(other + at)
+    return x
+
+
+@njit(**OPTIONS)
+def prepare_row(kind, row, other, weight, eps, features, first, end, records, numbers, place, block_rows):  # type: ignore[no-untyped-def]
+    """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
+
+    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other. records, numbers: the row's block in "int8" and "f32" order,
+    0 where not wanted; place: the row's place in its block of block_rows.
+    """
+    scale = simd.splat_f32(1.0)
+    if kind == NORM:
+        mean = sum_of_squares(row, features) / simd.to_float(features)
+        scale = simd.splat_f32(simd.to_float(1) / simd.sqrt_f32(mean + eps))
+    if records != 0:
+        for group in range(first // 32, end // 32):
+            low = _prepared(kind, row, other, weight, scale, group * 128)
+            high = _prepared(kind, row, other, weight, scale, group * 128 + 64)
+            quantize_group(low, high, records + (group * block_rows + place) * RECORD)
+    if numbers != 0:
+        for start in range(first, end, 16):
+            x = _prepared(kind, row, other, weight, scale, start * 4)
+            simd.scatter_f32(numbers + (start * block_rows + place) * 4, block_rows * 4, min(16, end - start), x)
+
+
+@njit(**OPTIONS)
+def quantize_group(low, high, record):  # type: ignore[no-untyped-def]
+    """Write one record: 32 numbers as round(x / scale), scale = max |x| / 127, and the sums that formats start from."""
+    largest = simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high)))
+    scale = largest / simd.to_float(127)
+    inverse = simd.splat_f32(simd.inverse_or_zero(scale))
+    low_codes = simd.truncate_i32(simd.round_f32(low * inverse))
+    high_codes = simd.truncate_i32(simd.round_f32(high * inverse))
+    simd.store_i8(record, low_codes)
+    simd.store_i8(record + 16, high_codes)
+    low_sum, high_sum = simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes)
+    total = simd.int32(low_sum + high_sum)
+    simd.poke_f32(record + SCALE, scale)
+    simd.poke_f32(record + SCALED_SUM, scale * simd.to_float(total))
+    simd.poke_i32(record + MINUS_8_SUMS, simd.int32(-8 * total))
+    simd.poke_i32(record + MINUS_16_SUMS, simd.int32(-16 * total))
+    simd.poke_i32(record + MINUS_128_SUMS, simd.int32(-128 * total))
+    simd.poke_i32(record + MINUS_32_LOW, simd.int32(-32 * low_sum))
+    simd.poke_i32(record + MINUS_32_HIGH, simd.int32(-32 * high_sum))
+
+
+@njit(**OPTIONS)
+def rotate_head(head, dims, cosines, sines, weight, eps, scale):  # type: ignore[no-untyped-def]
+    """In place: RMS norm of the head (where weight is not 0), then pairs (i, i + dims / 2) turned, then times scale."""
+    half = dims // 2
+    factor = simd.to_float(1)
+    if weight != 0:
+        total = simd.to_float(0)
+        for i in range(dims):
+            x = simd.peek_f32(head + 4 * i)
+            total = simd.fma_f32(x, x, total)
+        factor = simd.to_float(1) / simd.sqrt_f32(total / simd.to_float(dims) + eps)
+    for i in range(half):
+        first, second = head + 4 * i, head + 4 * (i + half)
+        x, y = simd.peek_f32(first) * factor, simd.peek_f32(second) * factor
+        if weight != 0:
+            x, y = x * simd.peek_f32(weight + 4 * i), y * simd.peek_f32(weight + 4 * (i + half))
+        c, s = simd.peek_f32(cosines + 4 * i), simd.peek_f32(sines + 4 * i)
+        simd.poke_f32(first, (x * c - y * s) * scale)
+        simd.poke_f32(second, (y * c + x * s) * scale)
+
+
+@njit(**OPTIONS)
+def rows_of_block(row, rows):  # type: ignore[no-untyped-def]
+    """How many rows the block of `row` holds, of a batch of `rows`."""
+    return min(ROWS, rows - row // ROWS * ROWS)

@@ -1,0 +1,294 @@
+"""A whole forward as one compiled call: a program of operations, run by a team of threads that meet after each.
+
+A program is rows of int64: an operation and its operands, mostly addresses. Whoever writes it knows the model; this file knows
+how to run an operation on its share of the work. Threads take work in chunks from a counter, so one that is held up delays
+only its chunk; who computes what never changes a result.
+"""
+
+import atexit
+import threading
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from cpuspec.formats.packing import aligned_bytes
+from cpuspec.kernels import simd
+from cpuspec.kernels.attention import append_key_value, attend
+from cpuspec.kernels.linear import ROWS
+from cpuspec.kernels.pointwise import OPTIONS, prepare_row, rotate_head, rows_of_block
+from cpuspec.kernels.team import GENERATION, PARKED, QUIT, await_work, barrier, publish
+
+PREPARE, LINEAR, ROTATE, ATTEND, KEEP = range(5)
+
+# Per call, in the state block (index of an int64).
+(
+    NUM_ROWS,
+    NUM_LOGIT_ROWS,
+    LOGIT_ROWS,  # int64 rows to project
+    LOGITS,  # where their logits go
+    COSINES,  # [rows, D/2]
+    SINES,
+    STORAGE,  # int64 address of each row's cache slot
+    CACHE_INDEX,  # int64 index in the cache at which each row is appended
+    LENGTH,  # int64 number of positions each row attends to
+    STRAIGHT,  # int64 first logical position of each row that `PATHS` places
+    PATHS,  # int64 [rows, path length]
+    PATH_LENGTH,
+    KEPT,  # for each layer, where its output rows go, or 0
+    KEY_BYTES,  # of one head of one layer in a cache slot
+    VALUE_BYTES,
+    SCRATCH,  # of all threads, one after another
+    SCRATCH_BYTES,  # of one thread: (16 * D + positions attended to, rounded up to 16) numbers
+    STATE_LENGTH,
+) = range(18)
+
+# Operands, by operation. Column 0 is the operation. "_BITS" hold an f32 in their low half.
+P_KIND, P_ROWS, P_OTHER, P_STRIDE, P_WEIGHT, P_EPS_BITS, P_FEATURES, P_RECORDS, P_NUMBERS, P_SELECT = range(1, 11)
+L_TENSORS, L_SELECT, L_FEATURES, L_FIRST = 1, 2, 3, 4
+T_KERNEL, T_TILES, T_TILE_BYTES, T_NUM_TILES, T_INPUTS, T_ROW_BYTES, T_BIAS, T_RESIDUAL, T_OUT, T_STRIDE, TENSOR_COLUMNS = range(11)
+R_QUERIES, R_KEYS, R_VALUES, R_Q_STRIDE, R_K_STRIDE, R_V_STRIDE, R_Q_NORM, R_K_NORM, R_EPS_BITS, R_SCALE_BITS = range(1, 11)
+R_HEADS, R_KV_HEADS, R_DIMS, R_PADDED_DIMS, R_LAYER = range(11, 16)
+A_QUERIES, A_STRIDE, A_OUT, A_OUT_STRIDE, A_HEADS, A_KV_HEADS, A_DIMS, A_PADDED_DIMS, A_LAYER = range(1, 10)
+K_ROWS, K_STRIDE, K_LAYER, K_BYTES = range(1, 5)
+COLUMNS = L_FIRST + 3 * TENSOR_COLUMNS
+
+
+@intrinsic
+def _call_linear(typingctx, address, a, b, c, d, e, f, g, h, i, j, k, m):  # type: ignore[no-untyped-def]
+    """Call a kernel of `linear_kernel` by its address."""
+
+    def codegen(context, builder, sig, args):  # type: ignore[no-untyped-def]
+        simd.call_address(builder, args[0], args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 13), codegen
+
+
+@njit(**OPTIONS)
+def _take(counter, items, chunk):  # type: ignore[no-untyped-def]
+    """The first item of the next chunk, or `items` when nothing is left."""
+    return min(simd.fetch_add(counter, chunk), items)
+
+
+@njit(**OPTIONS)
+def _prepare(op, state, counter, threads):  # type: ignore[no-untyped-def]
+    """Rows to activations. With few rows, a long row is shared: each part measures the whole norm and writes its own inputs."""
+    selected = op[P_SELECT] != 0
+    rows = state[NUM_LOGIT_ROWS] if selected else state[NUM_ROWS]
+    features = op[P_FEATURES]
+    parts = 1 if rows >= 2 * threads else max(1, min(threads, features // 1024))
+    part = (features // parts + 31) // 32 * 32
+    eps = simd.f32_bits(simd.int32(op[P_EPS_BITS]))
+    while True:
+        item = _take(counter, rows * parts, 1)
+        if item == rows * parts:
+            return
+        place, first = item // parts, item % parts * part
+        row = simd.peek_i64(state[LOGIT_ROWS] + 8 * place) if selected else place
+        source = op[P_ROWS] + row * op[P_STRIDE]
+        block, block_rows = place // ROWS * ROWS, rows_of_block(place, rows)
+        records = op[P_RECORDS] + block * (features * 2) if op[P_RECORDS] != 0 else 0
+        numbers = op[P_NUMBERS] + block * (features * 4) if op[P_NUMBERS] != 0 else 0
+        other = op[P_OTHER] + row * op[P_STRIDE]
+        end = min(features, first + part)
+        prepare_row(op[P_KIND], source, other, op[P_WEIGHT], eps, features, first, end, records, numbers, place - block, block_rows)
+
+
+@njit(**OPTIONS)
+def _linear(op, state, counter, threads):  # type: ignore[no-untyped-def]
+    """Tiles of up to three matrices that read the same rows."""
+    selected = op[L_SELECT] != 0
+    rows = state[NUM_LOGIT_ROWS] if selected else state[NUM_ROWS]
+    tensors = op[L_TENSORS]
+    items = 0
+    for t in range(tensors):
+        items += op[L_FIRST + t * TENSOR_COLUMNS + T_NUM_TILES]
+    chunk = max(1, items // (threads * 8)) if threads > 1 else items
+    while True:
+        first = _take(counter, items, chunk)
+        if first == items:
+            return
+        end = min(items, first + chunk)
+        for t in range(tensors):
+            at = L_FIRST + t * TENSOR_COLUMNS
+            tiles = op[at + T_NUM_TILES]
+            if first < tiles and end > 0:
+                out = state[LOGITS] if selected else op[at + T_OUT]
+                _call_linear(
+                    op[at + T_KERNEL],
+                    op[at + T_TILES],
+                    op[at + T_TILE_BYTES],
+                    op[L_FEATURES],
+                    max(first, 0),
+                    min(end, tiles),
+                    op[at + T_INPUTS],
+                    op[at + T_ROW_BYTES],
+                    rows,
+                    op[at + T_BIAS],
+                    op[at + T_RESIDUAL],
+                    out,
+                    op[at + T_STRIDE],
+                )
+            first -= tiles
+            end -= tiles
+
+
+@njit(**OPTIONS)
+def _cached_head(state, row, layer, kv_heads, head):  # type: ignore[no-untyped-def]
+    """Addresses of the keys and of the values of one head in a row's cache slot: [layer][all keys by head, all values by head]."""
+    key_bytes, value_bytes = state[KEY_BYTES], state[VALUE_BYTES]
+    here = simd.peek_i64(state[STORAGE] + 8 * row) + layer * kv_heads * (key_bytes + value_bytes)
+    return here + head * key_bytes, here + kv_heads * key_bytes + head * value_bytes
+
+
+@njit(**OPTIONS)
+def _rotate(op, state, counter, threads):  # type: ignore[no-untyped-def]
+    """Rotary positions of queries and keys; keys and values go to the cache."""
+    heads, kv_heads, dims = op[R_HEADS], op[R_KV_HEADS], op[R_DIMS]
+    per_row = heads + kv_heads
+    items = state[NUM_ROWS] * per_row
+    chunk = max(1, items // (threads * 4))
+    eps, scale = simd.f32_bits(simd.int32(op[R_EPS_BITS])), simd.f32_bits(simd.int32(op[R_SCALE_BITS]))
+    while True:
+        first = _take(counter, items, chunk)
+        if first == items:
+            return
+        for item in range(first, min(items, first + chunk)):
+            row, head = item // per_row, item % per_row
+            cosines, sines = state[COSINES] + row * dims * 2, state[SINES] + row * dims * 2
+            if head < heads:
+                query = op[R_QUERIES] + row * op[R_Q_STRIDE] + head * dims * 4
+                rotate_head(query, dims, cosines, sines, op[R_Q_NORM], eps, scale)
+            else:
+                head -= heads
+                key = op[R_KEYS] + row * op[R_K_STRIDE] + head * dims * 4
+                value = op[R_VALUES] + row * op[R_V_STRIDE] + head * dims * 4
+                rotate_head(key, dims, cosines, sines, op[R_K_NORM], eps, simd.to_float(1))
+                keys, values = _cached_head(state, row, op[R_LAYER], kv_heads, head)
+                index = simd.peek_i64(state[CACHE_INDEX] + 8 * row)
+                append_key_value(keys, values, dims, op[R_PADDED_DIMS], index, key, value)
+
+
+@njit(**OPTIONS)
+def _attend(op, state, counter, thread):  # type: ignore[no-untyped-def]
+    """Attention, one query head of one row at a time; later rows first, as they are the longest."""
+    heads, dims = op[A_HEADS], op[A_DIMS]
+    group = heads // op[A_KV_HEADS]
+    rows = state[NUM_ROWS]
+    while True:
+        item = _take(counter, rows * heads, 1)
+        if item == rows * heads:
+            return
+        row, head = rows - 1 - item // heads, item % heads
+        keys, values = _cached_head(state, row, op[A_LAYER], op[A_KV_HEADS], head // group)
+        attend(
+            op[A_QUERIES] + row * op[A_STRIDE] + head * dims * 4,
+            keys,
+            values,
+            dims,
+            op[A_PADDED_DIMS],
+            simd.peek_i64(state[LENGTH] + 8 * row),
+            simd.peek_i64(state[STRAIGHT] + 8 * row),
+            state[PATHS] + row * state[PATH_LENGTH] * 8,
+            op[A_OUT] + row * op[A_OUT_STRIDE] + head * dims * 4,
+            state[SCRATCH] + thread * state[SCRATCH_BYTES],
+        )
+
+
+@njit(**OPTIONS)
+def _keep(op, state):  # type: ignore[no-untyped-def]
+    """Copy a layer's output rows to whoever asked for them."""
+    to = simd.peek_i64(state[KEPT] + 8 * op[K_LAYER])
+    if to != 0:
+        for row in range(state[NUM_ROWS]):
+            for at in range(0, op[K_BYTES], 4):
+                simd.poke_f32(to + row * op[K_BYTES] + at, simd.peek_f32(op[K_ROWS] + row * op[K_STRIDE] + at))
+
+
+@njit(**OPTIONS)
+def run(program, state, control, counters, threads, thread):  # type: ignore[no-untyped-def]
+    """One thread's part of a forward."""
+    for i in range(len(program)):
+        op, counter = program[i], counters + 8 * i
+        if op[0] == PREPARE:
+            _prepare(op, state, counter, threads)
+        elif op[0] == LINEAR:
+            _linear(op, state, counter, threads)
+        elif op[0] == ROTATE:
+            _rotate(op, state, counter, threads)
+        elif op[0] == ATTEND:
+            _attend(op, state, counter, thread)
+        else:  # only reads rows that nobody writes before the next barrier
+            if thread == 0:
+                _keep(op, state)
+            continue
+        barrier(control, threads)
+
+
+@njit(**OPTIONS)
+def _work(program, state, control, counters, threads, thread, seen):  # type: ignore[no-untyped-def]
+    """Run every published forward until told to end (-1) or until it is time to sleep (the last generation seen)."""
+    while True:
+        now = await_work(control, seen, control + PARKED + 64 * thread)
+        if now < 0 or now == seen:
+            return now
+        run(program, state, control, counters, threads, thread)
+        seen = now
+
+
+class Team:
+    """`threads` threads, the caller's among them, that run one program."""
+
+    def __init__(self, program: NDArray[np.int64], threads: int) -> None:
+        self.state = np.zeros(STATE_LENGTH, np.int64)
+        self._program = np.ascontiguousarray(program)
+        self._threads = threads
+        self._control = aligned_bytes((PARKED + 64 * threads,))
+        self._control[:] = 0
+        self._counters = aligned_bytes((8 * len(program),))
+        self._wake = [threading.Event() for _ in range(threads)]
+        self._compile()
+        self._workers = [threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"cpuspec-{i}") for i in range(1, threads)]
+        for worker in self._workers:
+            worker.start()
+        atexit.register(self.close)
+
+    def run(self) -> None:
+        """Run the program on `state`, on all threads, and return when it is done."""
+        self._publish()
+        run(*self._arguments(0))
+
+    def close(self) -> None:
+        """End the workers. A closed team cannot run; closing twice does nothing."""
+        atexit.unregister(self.close)
+        self._control.view(np.int64)[QUIT // 8] = 1
+        self._publish()
+        for worker in self._workers:
+            worker.join()
+        self._workers = []
+
+    def _arguments(self, thread: int) -> tuple[Any, ...]:
+        return self._program, self.state, self._control.ctypes.data, self._counters.ctypes.data, self._threads, thread
+
+    def _publish(self) -> None:
+        if publish(self._control.ctypes.data, self._counters.ctypes.data, len(self._program), self._threads):
+            for event in self._wake:
+                event.set()
+
+    def _serve(self, thread: int) -> None:
+        seen = 0
+        while (seen := _work(*self._arguments(thread), seen)) >= 0:
+            self._wake[thread].wait()
+            self._wake[thread].clear()
+
+    def _compile(self) -> None:
+        """Have everything compiled before a thread waits for another: an empty program, and a worker that ends at once."""
+        _, *arguments = self._arguments(0)
+        run(self._program[:0], *arguments)
+        control = self._control.view(np.int64)
+        control[QUIT // 8] = control[GENERATION // 8] = 1
+        _work(*self._arguments(0), 0)
+        control[QUIT // 8] = control[GENERATION // 8] = 0
