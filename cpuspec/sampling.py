@@ -68,8 +68,8 @@ def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead:
         raise _not_finite(logits)
     if keeps_order(params):
         return x
-    for token, bias in params.logit_bias.items():
-        x[token] += bias
+    bias = params.logit_bias
+    x[np.fromiter(bias.keys(), np.int64, len(bias))] += np.fromiter(bias.values(), np.float64, len(bias))
     seen, generated, counts = history.counts(ahead)
     with np.errstate(over="ignore", invalid="ignore"):
         x[seen] = np.where(x[seen] > 0, x[seen] / params.repetition_penalty, x[seen] * params.repetition_penalty)

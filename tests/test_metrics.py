@@ -1,0 +1,55 @@
+"""Each figure against its definition."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuspec import metrics
+from cpuspec.metrics import LevelCounters, RequestMeter
+
+CYCLES = st.lists(st.integers(0, 5).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted))), max_size=20)
+
+
+@given(CYCLES)
+def test_counters_and_shares_follow_their_definitions(cycles: list[tuple[int, int]]) -> None:
+    level = LevelCounters()
+    for drafted, accepted in cycles:
+        level.record(drafted, accepted)
+    total = sum(accepted for _, accepted in cycles)
+    evaluated = sum(accepted + (accepted < drafted) for drafted, accepted in cycles)
+    proposed = sum(drafted for drafted, _ in cycles)
+    assert level.num_drafts == sum(drafted > 0 for drafted, _ in cycles)
+    assert (level.num_draft_tokens, level.num_evaluated_tokens, level.num_accepted_tokens) == (proposed, evaluated, total)
+    longest = max((drafted for drafted, _ in cycles), default=0)
+    assert level.num_accepted_tokens_per_pos == [sum(accepted > i for _, accepted in cycles) for i in range(longest)]
+    assert level.mu == (total / len(cycles) if cycles else 0)
+    assert level.tau == level.mu + 1
+    assert level.accepted_per_proposed == (total / proposed if proposed else 0)
+    assert level.accepted_per_evaluated == (total / evaluated if evaluated else 0)
+
+
+def test_latencies_and_rates_are_of_the_steps_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 12.0, 13.0, 13.5])  # arrival, then three steps
+    monkeypatch.setattr(metrics, "perf_counter", lambda: next(times))
+    meter = RequestMeter(7)
+    for num_new_tokens in (1, 3, 2):
+        meter.record_step(num_new_tokens, num_forwards=2, read_bytes=3 * 10**9)
+    stats = meter.stats()
+    assert (stats.num_prompt_tokens, stats.num_new_tokens, stats.num_forwards) == (7, 6, 6)
+    assert (stats.ttft_s, stats.decode_s, stats.tpot_s) == (2.0, 1.5, 1.5 / 5)
+    assert stats.tokens_per_s == pytest.approx(5 / 1.5)
+    assert stats.gb_per_s == pytest.approx(6 / 1.5)  # the first step is the prompt's
+    assert stats.itl_s == {f"p{q}": np.percentile([1.0, 0, 0, 0.5, 0], q) for q in (50, 95, 99)}
+    assert stats.step_s == {f"p{q}": np.percentile([1.0, 0.5], q) for q in (50, 95, 99)}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_figures_that_do_not_exist_are_none(num_steps: int) -> None:
+    meter = RequestMeter(1)
+    for _ in range(num_steps):
+        meter.record_step(1, 1, 1)
+    stats = meter.stats()
+    assert (stats.decode_s, stats.tpot_s, stats.tokens_per_s, stats.gb_per_s) == (None,) * 4
+    assert (stats.ttft_s is None) == (num_steps == 0)
+    assert stats.itl_s == stats.levels == {}
