@@ -68,7 +68,7 @@ class Format:
         Raises FormatError if K does not fill whole blocks, if a block format is given a value that is not finite,
         or if a finite value would become infinite.
         """
-        source = np.ascontiguousarray(values, dtype=np.float32)
+        source = np.asarray(values, dtype=np.float32, order="C")
         if source.ndim == 0:
             raise FormatError(f"{self.name} encodes rows, got a single number")
         data = np.empty((*source.shape[:-1], self.row_bytes(source.shape[-1])), np.uint8)

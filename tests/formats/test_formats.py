@@ -1,0 +1,176 @@
+import gguf
+import numpy as np
+import pytest
+
+from cpuspec.errors import FormatError
+from cpuspec.formats import FORMATS, Format, get_format
+
+# Root-mean-square error of one encode and decode, relative to the values', for Gaussian values.
+ERROR_BUDGETS = {
+    "f32": 0.0,
+    "f16": 2.5e-4,
+    "bf16": 2e-3,
+    "q4_0": 0.092,
+    "q4_1": 0.084,
+    "q5_0": 0.047,
+    "q5_1": 0.041,
+    "q8_0": 0.006,
+    "q4_k": 0.075,
+    "q5_k": 0.039,
+    "q6_k": 0.019,
+}
+# The gguf package encodes these; for superblocks it only decodes.
+ENCODED_BY_GGUF = [name for name in FORMATS if not name.endswith("_k")]
+
+
+def every_format(names=FORMATS):
+    return pytest.mark.parametrize("format", [FORMATS[name] for name in names], ids=list(names))
+
+
+def gguf_type(format: Format) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[format.name.upper()]
+
+
+def weights(seed: int, rows: int = 24, columns: int = 1024) -> np.ndarray:
+    """Gaussian rows of different magnitudes; then the shapes of block that encoders get wrong."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((rows, columns)) * 0.05 * np.exp(rng.standard_normal((rows, 1)))
+    values[0] = 0
+    values[1] = 0.01
+    values[2] = -0.01
+    values[3] = np.abs(values[3])
+    values[4] = -np.abs(values[4])
+    values[5, ::256] = 3
+    values[6, 32:] = 0
+    return values.astype(np.float32)
+
+
+@every_format()
+def test_sizes_are_those_of_the_gguf_package(format):
+    assert (format.block_size, format.block_bytes) == gguf.GGML_QUANT_SIZES[gguf_type(format)]
+    assert format.bits == 8 * format.block_bytes / format.block_size
+
+
+@every_format()
+def test_any_bytes_decode_as_in_the_gguf_package_bit_for_bit(format):
+    data = np.random.default_rng(1).integers(0, 256, (64, format.row_bytes(1024)), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = gguf.quants.dequantize(data, gguf_type(format))
+    got = format.decode(data)
+    assert np.isfinite(wanted).mean() > 0.8
+    same = (got.view(np.uint32) == wanted.view(np.uint32)) | (np.isnan(got) & np.isnan(wanted))
+    assert same.all()
+
+
+@every_format()
+def test_encoded_weights_decode_as_in_the_gguf_package_bit_for_bit(format):
+    data = format.encode(weights(2))
+    wanted = gguf.quants.dequantize(data, gguf_type(format))
+    assert np.array_equal(format.decode(data).view(np.uint32), wanted.view(np.uint32))
+
+
+@every_format(ENCODED_BY_GGUF)
+def test_encoding_gives_the_bytes_of_the_gguf_package(format):
+    values = weights(3)
+    wanted = gguf.quants.quantize(values, gguf_type(format)).view(np.uint8)
+    assert np.array_equal(format.encode(values), wanted)
+
+
+@every_format()
+def test_a_round_trip_stays_within_the_error_budget_of_the_format(format):
+    values = np.random.default_rng(4).standard_normal((64, 1024)).astype(np.float32)
+    budget = ERROR_BUDGETS[format.name]
+    error = np.sqrt(np.mean((format.decode(format.encode(values)) - values) ** 2))
+    assert error <= budget
+    # A budget that nothing could exceed would say nothing.
+    assert error >= budget / 2
+
+
+@every_format()
+def test_no_value_moves_further_than_the_range_of_its_block_allows(format):
+    values = weights(5)
+    error = np.abs(format.decode(format.encode(values)) - values).reshape(-1, format.block_size)
+    blocks = values.reshape(-1, format.block_size)
+    span = np.maximum(blocks.max(axis=1), 0) - np.minimum(blocks.min(axis=1), 0)
+    code_bits = 7 if format.block_size == 1 else int(format.bits)
+    assert (error.max(axis=1) <= 1.5 * span / 2 ** (code_bits - 1)).all()
+
+
+@every_format()
+def test_zeros_stay_zeros(format):
+    assert not format.decode(format.encode(np.zeros((2, 512), np.float32))).any()
+
+
+@every_format()
+def test_leading_dimensions_pass_through(format):
+    values = weights(6)[:12]
+    data = format.encode(values.reshape(3, 4, 1024))
+    assert data.shape == (3, 4, format.row_bytes(1024))
+    assert np.array_equal(format.decode(data).reshape(12, 1024), format.decode(format.encode(values)))
+
+
+@every_format()
+def test_a_tensor_larger_than_one_chunk_decodes_like_its_rows(format):
+    data = np.tile(format.encode(weights(7)), (13, 1))
+    whole = format.decode(data)
+    assert all(np.array_equal(whole[i], format.decode(data[i])) for i in range(0, len(data), 17))
+
+
+@every_format([name for name, row in FORMATS.items() if row.block_size > 1])
+def test_rows_that_do_not_fill_blocks_are_refused_with_a_remedy(format):
+    with pytest.raises(FormatError, match=rf"{format.name} needs in_features divisible by {format.block_size}, got 100; use f16"):
+        format.row_bytes(100)
+    with pytest.raises(FormatError, match="divisible"):
+        format.encode(np.zeros((2, 100), np.float32))
+    with pytest.raises(FormatError, match="blocks"):
+        format.decode(np.zeros(format.block_bytes + 1, np.uint8))
+
+
+def test_superblock_formats_name_the_smaller_blocks_that_would_fit():
+    with pytest.raises(FormatError, match="q4_k needs in_features divisible by 256, got 896; use q4_0 or q8_0"):
+        get_format("q4_k").row_bytes(896)
+
+
+@every_format([name for name, row in FORMATS.items() if row.block_size > 1])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_block_formats_refuse_values_that_are_not_finite(format, value):
+    values = weights(8)
+    values[5, 300] = value
+    with pytest.raises(FormatError, match="finite"):
+        format.encode(values)
+
+
+@every_format([name for name in FORMATS if name not in ("f32", "bf16")])
+def test_a_finite_value_never_becomes_infinite_silently(format):
+    values = weights(9)
+    values[5, 300] = 1e38
+    with pytest.raises(FormatError, match="f16 is exceeded"):
+        format.encode(values)
+
+
+@every_format(["f32", "f16", "bf16"])
+def test_float_formats_keep_infinities_and_nans(format):
+    decoded = format.decode(format.encode(np.array([np.inf, -np.inf, np.nan, 1.0], np.float32)))
+    assert decoded[0] == np.inf
+    assert decoded[1] == -np.inf
+    assert np.isnan(decoded[2])
+    assert decoded[3] == 1.0
+
+
+@pytest.mark.filterwarnings("error")
+@every_format()
+def test_scales_that_are_not_finite_decode_to_what_they_say_without_a_warning(format):
+    values = format.decode(np.full(format.block_bytes, 0xFF, np.uint8))
+    assert not np.isfinite(values).all()
+
+
+def test_single_numbers_are_not_rows():
+    with pytest.raises(FormatError, match="single number"):
+        get_format("f32").encode(1.0)
+    with pytest.raises(FormatError, match="uint8"):
+        get_format("f32").decode(np.zeros(4, np.float32))
+
+
+def test_an_unknown_format_names_the_choices():
+    with pytest.raises(FormatError, match=r"'q3_k'.*f32, f16, bf16, q4_0"):
+        get_format("q3_k")
