@@ -82,6 +82,11 @@ def test_ties_go_to_the_lower_id(settings: dict[str, float]) -> None:
     probs = distribution(np.zeros(4, np.float32), SamplingParams(temperature=1.0, **settings), EMPTY)  # type: ignore[arg-type]
     assert probs.tolist() == [0.5, 0.5, 0, 0]
     assert distribution(np.zeros(4, np.float32), SamplingParams(), EMPTY).tolist() == [1, 0, 0, 0]
+    many = np.repeat(np.float32([1, 3, 2]), 40)
+    settings = {name: 60 if name == "top_k" else 0.9 for name in settings}
+    kept = np.flatnonzero(distribution(many, SamplingParams(temperature=1.0, **settings), EMPTY))  # type: ignore[arg-type]
+    assert kept.tolist() == [*range(40, 80), *range(80, 40 + len(kept))]
+    assert 40 < len(kept) < 80
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])

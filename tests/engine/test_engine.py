@@ -10,7 +10,10 @@ import pytest
 from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError
+from cpuspec.sampling import argmax
+from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
+from cpuspec.spec.draft import Draft
 from cpuspec.spec.proposer import PROPOSERS, NullProposer, Proposer, make_proposer
 from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, chi_square, plain_greedy, string_probs
 
@@ -168,6 +171,33 @@ def test_streamed_text_never_shows_what_a_stop_string_then_takes_back(stop: tupl
         num_stopped += bool(cuts)
         assert shown == (whole[: min(cuts)] if cuts else whole)
     assert num_stopped
+
+
+def test_a_proposer_learns_what_was_answered_and_nothing_beyond() -> None:
+    """A round may commit more than the request wanted; at its end the sequence holds the answer."""
+    ended: dict[int, list[int]] = {}
+    model = ToyBackend(0, VOCAB, memory=1.0)
+
+    class Clairvoyant(NullProposer):
+        name = "clairvoyant"
+
+        def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+            drafts = []
+            for seq, limit in zip(seqs, limits, strict=True):
+                path = list(seq.tokens)
+                while len(path) < len(seq.tokens) + min(limit, 6):
+                    path.append(int(argmax(model.row(path))))
+                drafts.append(Draft.chain(path[len(seq.tokens) :], self.name))
+            return drafts
+
+        def end(self, seq: Sequence) -> None:
+            ended[seq.id] = seq.output
+
+    engine = engine_over(model, Clairvoyant())
+    answers = run(engine, random_requests(3)[0], [SamplingParams(stop=("a", "c"), max_tokens=30)] * 5)
+    assert {outputs[0].request_id: joined(outputs)["token_ids"] for outputs in answers} == ended
+    level = engine.levels["clairvoyant"]
+    assert level.num_accepted_tokens + level.num_cycles > sum(map(len, ended.values()))
 
 
 @every_proposer

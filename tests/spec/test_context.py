@@ -26,20 +26,21 @@ def expected_rows(model: ToyBackend, tokens: list[int], draft: list[int]) -> np.
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject) -> None:
-    """Arrivals, drafts, rejections, shortened sequences, departures and reused slots, in any order."""
+    """Arrivals, drafts, rejections, rewritten sequences, departures and reused slots, in any order."""
     model = ToyBackend(3, memory=2.0, max_rows=data.draw(st.integers(1, 9)))
-    context = Context(model, num_slots=3, capacity=64)
+    num_slots = data.draw(st.integers(1, 3))
+    context = Context(model, num_slots, capacity=64)
     alive: dict[int, Sequence] = {}
-    for id in range(data.draw(st.integers(1, 12))):
-        action = data.draw(st.sampled_from(["arrive", "score", "score", "depart", "shorten"]))
-        if action == "arrive" and len(alive) < 3:
+    for id in range(data.draw(st.integers(1, 15))):
+        action = data.draw(st.sampled_from(["arrive", "score", "score", "depart", "rewrite"]))
+        if action == "arrive" and len(alive) < num_slots:
             alive[id] = sequence(id, [0, *data.draw(TOKENS)])
             context.acquire(alive[id])
         elif action == "depart" and alive:
             context.release(alive.pop(data.draw(st.sampled_from(sorted(alive)))))
-        elif action == "shorten" and alive:  # as a chain's middle level sees it when the target rejects
+        elif action == "rewrite" and alive:  # as a chain's middle level sees it when the target rejects
             seq = alive[data.draw(st.sampled_from(sorted(alive)))]
-            del seq.tokens[data.draw(st.integers(1, len(seq.tokens))) :]
+            seq.tokens[data.draw(st.integers(1, len(seq.tokens))) :] = data.draw(TOKENS)
         elif action == "score" and alive:
             seqs = list(alive.values())
             drafts = [data.draw(TOKENS) for _ in seqs]
@@ -107,6 +108,17 @@ def test_a_slot_with_the_longest_shared_prefix_is_reused_and_others_are_left_alo
     stranger = sequence(4, [6, 6])
     assert context.acquire(stranger) == 0
     assert context._slots[4] not in slots
+
+
+def test_a_short_overlap_does_not_cost_another_conversation_its_slot() -> None:
+    context = Context(ToyBackend(1, max_rows=64), 2, 64)
+    first, second = sequence(0, [0, 4, 5, 6, 7]), sequence(1, [0, *[7] * 20])
+    context.acquire(first)
+    context.score([first], [Draft.chain([], "test")])
+    context.release(first)
+    assert context.acquire(second) == 0  # one token of 21 in common
+    context.release(second)
+    assert context.acquire(sequence(2, first.tokens)) == 4
 
 
 def test_the_least_recently_used_slot_is_given_up_when_none_is_empty_or_alike() -> None:
