@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Sequence:
     seed: int
     rng: np.random.Generator
     history: TokenHistory
-    finish_reason: str | None = field(default=None)  # "stop", "length", "aborted"
+    finish_reason: str | None = None  # "stop", "length", "aborted"
 
     @staticmethod
     def new(id: int, prompt: Tokens[int], params: SamplingParams) -> "Sequence":

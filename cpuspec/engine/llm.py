@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -96,6 +96,12 @@ class LLM:
             raise ConfigError(f"prompts are texts or lists of token ids, one or a list of them; got {type(prompts).__name__}")
         listed: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         return self._complete([self._prompt_ids(prompt) for prompt in listed], params)
+
+    @overload
+    def chat(self, messages: Seq[Message], params: Params = None) -> Completion: ...
+
+    @overload
+    def chat(self, messages: Seq[Seq[Message]], params: Params = None) -> list[Completion]: ...
 
     def chat(self, messages: Seq[Message] | Seq[Seq[Message]], params: Params = None) -> Completion | list[Completion]:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
