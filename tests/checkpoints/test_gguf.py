@@ -1,0 +1,311 @@
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+
+from cpuspec.checkpoints import GgufVocabulary, open_checkpoint
+from cpuspec.config import ARCHITECTURES, RopeScaling
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import FORMATS, QuantTensor, get_format
+from tools.make_tiny_model import (
+    CHAT_TEMPLATE,
+    llama3_factors,
+    make_tiny_gguf,
+    make_tiny_hf,
+    make_vocabulary,
+    random_weights,
+    tiny_config,
+)
+
+T = gguf.GGUFValueType
+SCALINGS = [None, RopeScaling("linear", 2.0), RopeScaling("yarn", 4.0, original_context_length=128, beta_fast=16.0, beta_slow=2.0)]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s.kind if s else "none")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_configuration_and_values_come_back_as_written(tmp_path, architecture, tied, scaling):
+    config = tiny_config(architecture, hidden_size=64, num_heads=4, head_dim=32, tied=tied, rope_base=5e5, rope_scaling=scaling)
+    path = make_tiny_gguf(
+        tmp_path / "m.gguf",
+        architecture,
+        weight_format="f32",
+        hidden_size=64,
+        num_heads=4,
+        head_dim=32,
+        tied=tied,
+        rope_base=5e5,
+        rope_scaling=scaling,
+        seed=3,
+    )
+    checkpoint = open_checkpoint(path)
+    assert replace(checkpoint.config, norm_eps=1e-6) == config
+    assert checkpoint.config.norm_eps == np.float32(1e-6)
+    weights = random_weights(config, 3)
+    assert checkpoint.tensors.keys() == weights.keys()
+    for name, values in weights.items():
+        assert np.array_equal(checkpoint.tensors[name].dequantize(), values), name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_tensor_type_has_the_values_that_the_gguf_package_reads(tmp_path, format):
+    path = make_tiny_gguf(tmp_path / "m.gguf", "qwen2", weight_format=format)
+    tensors = open_checkpoint(path).tensors
+    names = {"token_embd.weight": "embed", "blk.1.attn_q.weight": "layers.1.q", "blk.0.ffn_down.weight": "layers.0.down"}
+    oracle = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors if t.name in names}
+    for theirs, ours in names.items():
+        assert tensors[ours].format.name == format
+        assert np.array_equal(tensors[ours].dequantize(), oracle[theirs])
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q6_k", "bf16"])
+def test_llama_rows_are_unpermuted_without_touching_their_bytes(tmp_path, format):
+    config = tiny_config("llama", qkv_bias=True)
+    path = make_tiny_gguf(tmp_path / "m.gguf", "llama", weight_format=format, qkv_bias=True)
+    tensors = open_checkpoint(path).tensors
+    weights = random_weights(config)
+    for name in ("layers.0.q", "layers.1.k", "layers.0.v"):
+        assert np.array_equal(tensors[name].data, QuantTensor.encode(get_format(format), weights[name]).data)
+    assert np.array_equal(tensors["layers.0.k_bias"].dequantize(), weights["layers.0.k_bias"])
+    stored = {t.name: t.data for t in gguf.GGUFReader(path).tensors}["blk.0.attn_q.weight"]
+    assert not np.array_equal(stored.view(np.uint8), tensors["layers.0.q"].data)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_gguf_file_and_a_directory_of_the_same_weights_are_the_same_model(tmp_path, architecture):
+    biased = architecture == "llama"
+    ours = open_checkpoint(
+        make_tiny_gguf(tmp_path / "m.gguf", architecture, weight_format="f32", qkv_bias=biased or None, o_bias=biased, tied=False)
+    )
+    theirs = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture, qkv_bias=biased or None, o_bias=biased, tied=False))
+    assert replace(ours.config, norm_eps=1e-6) == theirs.config
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in ours.tensors.items():
+        assert np.array_equal(tensor.dequantize(), theirs.tensors[name].dequantize()), name
+
+
+def test_llama3_scaling_arrives_as_explicit_factors(tmp_path):
+    scaling = RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)
+    config = tiny_config("llama", rope_scaling=scaling)
+    read = open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf", "llama", rope_scaling=scaling)).config.rope_scaling
+    assert read.kind == "factors"
+    assert np.allclose(read.factors, llama3_factors(config), rtol=1e-6)
+    assert min(read.factors) == 1.0
+    assert max(read.factors) == 8.0
+
+
+def test_weights_stay_in_the_mapped_file_until_used(tmp_path):
+    path = make_tiny_gguf(tmp_path / "m.gguf")
+    data = open_checkpoint(path).tensors["layers.0.gate"].data
+    assert not data.flags.writeable
+    assert not data.flags.owndata
+    content = path.read_bytes()
+    assert data.tobytes() in content
+
+
+def test_a_checkpoint_outlives_its_path(tmp_path):
+    path = make_tiny_gguf(tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(path)
+    before = checkpoint.tensors["layers.0.gate"].dequantize()
+    path.unlink()
+    assert np.array_equal(checkpoint.tensors["layers.0.gate"].dequantize(), before)
+
+
+def test_the_vocabulary_is_read_whole(tmp_path):
+    vocabulary = open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf")).vocabulary
+    wanted = make_vocabulary(384)
+    assert isinstance(vocabulary, GgufVocabulary)
+    assert (vocabulary.model, vocabulary.pre) == ("gpt2", "qwen2")
+    assert vocabulary.tokens == wanted.tokens
+    assert vocabulary.token_types == wanted.token_types
+    assert vocabulary.merges == wanted.merges
+    assert vocabulary.scores == ()
+    assert vocabulary.eos_id == wanted.token_id("<|im_end|>")
+    assert vocabulary.bos_id == vocabulary.pad_id == wanted.token_id("<|endoftext|>")
+    assert (vocabulary.unk_id, vocabulary.eot_id) == (None, None)
+    assert (vocabulary.add_bos, vocabulary.add_eos, vocabulary.add_space_prefix) == (False, False, False)
+    assert vocabulary.chat_template == CHAT_TEMPLATE
+
+
+def test_a_sentencepiece_vocabulary_has_scores_and_its_own_defaults(small_gguf, edited_gguf):
+    scores = [float(-i) for i in range(260)]
+    vocabulary = open_checkpoint(
+        edited_gguf(
+            small_gguf("llama"),
+            set={"tokenizer.ggml.model": ("llama", T.STRING), "tokenizer.ggml.scores": (scores, T.ARRAY)},
+            drop=[
+                "tokenizer.ggml.merges",
+                "tokenizer.ggml.add_bos_token",
+                "tokenizer.ggml.add_space_prefix",
+                "tokenizer.ggml.token_type",
+                "tokenizer.chat_template",
+                "tokenizer.ggml.pre",
+            ],
+        )
+    ).vocabulary
+    assert vocabulary.scores == tuple(scores)
+    assert (vocabulary.add_bos, vocabulary.add_eos, vocabulary.add_space_prefix) == (True, False, True)
+    assert vocabulary.merges == ()
+    assert vocabulary.pre == ""
+    assert vocabulary.chat_template is None
+    assert vocabulary.token_types == (1,) * 260
+
+
+def test_optional_metadata_has_the_format_s_defaults(small_gguf, edited_gguf):
+    path = edited_gguf(
+        small_gguf("qwen2"),
+        drop=[
+            "qwen2.attention.head_count_kv",
+            "qwen2.attention.key_length",
+            "qwen2.attention.value_length",
+            "qwen2.rope.dimension_count",
+            "qwen2.rope.freq_base",
+            "general.name",
+            "general.type",
+        ],
+        drop_tensors=["blk.0.attn_k.weight", "blk.0.attn_v.weight", "blk.0.attn_k.bias", "blk.0.attn_v.bias"],
+        tensors={
+            "blk.0.attn_k.weight": np.zeros((32, 32), np.float32),
+            "blk.0.attn_v.weight": np.zeros((32, 32), np.float32),
+            "blk.0.attn_k.bias": np.zeros(32, np.float32),
+            "blk.0.attn_v.bias": np.zeros(32, np.float32),
+        },
+    )
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    assert (config.num_kv_heads, config.head_dim, config.rope_base) == (2, 16, 10000.0)
+    assert checkpoint.name == "edited"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"rope.scaling.type": ("none", T.STRING), "rope.scaling.factor": (4.0, T.FLOAT32)}, None),
+        ({"rope.scaling.type": ("linear", T.STRING)}, None),
+        ({"rope.scaling.factor": (4.0, T.FLOAT32)}, RopeScaling("linear", 4.0)),
+        ({"rope.scale_linear": (2.0, T.FLOAT32)}, RopeScaling("linear", 2.0)),
+        (
+            {"rope.scaling.type": ("yarn", T.STRING), "rope.scaling.factor": (4.0, T.FLOAT32)},
+            RopeScaling("yarn", 4.0, original_context_length=512),
+        ),
+        (
+            {
+                "rope.scaling.type": ("yarn", T.STRING),
+                "rope.scaling.factor": (1.0, T.FLOAT32),
+                "rope.scaling.attn_factor": (0.5, T.FLOAT32),
+            },
+            RopeScaling("yarn", 1.0, original_context_length=512, attention_factor=0.5),
+        ),
+    ],
+)
+def test_rope_scaling_is_read_as_the_file_means_it(small_gguf, edited_gguf, changes, wanted):
+    path = edited_gguf(small_gguf("qwen2"), set={f"qwen2.{key}": value for key, value in changes.items()})
+    assert open_checkpoint(path).config.rope_scaling == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qwen2.expert_count": (8, T.UINT32)}, "mixture of experts"),
+        ({"qwen2.attention.sliding_window": (128, T.UINT32)}, "sliding windows"),
+        ({"qwen2.attn_logit_softcapping": (50.0, T.FLOAT32)}, "softcapping of attention"),
+        ({"qwen2.final_logit_softcapping": (30.0, T.FLOAT32)}, "softcapping of final"),
+        ({"qwen2.logit_scale": (0.5, T.FLOAT32)}, "scaled logits"),
+        ({"qwen2.attention.causal": (False, T.BOOL)}, "not causal"),
+        ({"qwen2.rope.dimension_sections": ([8, 8, 0, 0], T.ARRAY)}, "multimodal"),
+        ({"qwen2.rope.dimension_count": (8, T.UINT32)}, "partial rotary"),
+        ({"qwen2.attention.value_length": (8, T.UINT32)}, "length of keys"),
+        ({"qwen2.rope.scaling.type": ("longrope", T.STRING)}, "none, linear or yarn"),
+        ({"qwen2.rope.scaling.type": ("yarn", T.STRING), "qwen2.rope.scaling.factor": (0.0, T.FLOAT32)}, "factor"),
+        ({"qwen2.rope.scaling.attn_factor": (2.0, T.FLOAT32)}, "attn_factor"),
+        ({"qwen2.rope.freq_base": (float("nan"), T.FLOAT32)}, "finite"),
+        ({"qwen2.attention.head_count": ([2], T.ARRAY)}, "an integer"),
+        ({"qwen2.attention.head_count": (0, T.UINT32)}, "at least 1"),
+        ({"qwen2.attention.head_count": (True, T.BOOL)}, "an integer"),
+        ({"qwen2.attention.head_count_kv": (0, T.UINT32)}, "num_kv_heads"),
+        ({"qwen2.block_count": (2, T.UINT32)}, r"layers\.1\.\w+ .*missing"),
+        ({"qwen2.block_count": (2**32 - 1, T.UINT32)}, "num_layers"),
+        ({"qwen2.embedding_length": (64, T.UINT32)}, "shape"),
+        ({"qwen2.feed_forward_length": (32, T.UINT32)}, r"shape \[64, 32\], wanted \[32, 32\]"),
+        ({"general.architecture": ("gemma3", T.STRING)}, "'gemma3'; supported are llama, qwen2, qwen3"),
+        ({"general.architecture": ("qwen3", T.STRING)}, "qwen3"),
+        ({"general.type": ("adapter", T.STRING)}, "adapter"),
+        ({"split.count": (3, T.UINT16)}, "merge"),
+        ({"tokenizer.ggml.model": ("bert", T.STRING)}, "gpt2 or llama"),
+        ({"tokenizer.ggml.tokens": (["a", "b"], T.ARRAY)}, "260 tokens"),
+        ({"tokenizer.ggml.token_type": ([1, 2], T.ARRAY)}, "260 numbers"),
+        ({"tokenizer.ggml.scores": ([1, 2], T.ARRAY)}, "260 numbers"),
+        ({"tokenizer.ggml.merges": ([1, 2], T.ARRAY)}, "strings"),
+        ({"tokenizer.ggml.eos_token_id": (260, T.UINT32)}, "from 0 to 259"),
+        ({"tokenizer.ggml.add_bos_token": (1, T.UINT8)}, "boolean"),
+        ({"tokenizer.chat_template": (1, T.UINT8)}, "text"),
+    ],
+)
+def test_what_is_not_supported_or_inconsistent_is_an_error_and_never_ignored(small_gguf, edited_gguf, changes, message):
+    path = edited_gguf(small_gguf("qwen2"), set=changes)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("blk.0.ffn_gate_exps.weight", (4, 64, 32), "experts are not supported"),
+        ("blk.0.ffn_gate_inp.weight", (4, 32), "mixture of experts"),
+        ("blk.0.attn_qkv.weight", (64, 32), "fused q, k and v"),
+        ("blk.0.ffn_down.bias", (32,), "does not compute"),
+        ("blk.1.attn_q.weight", (32, 32), r"layers\.1\.q has no place"),
+        ("blk.00.attn_q.weight", (32, 32), "does not compute"),
+        ("blk.0.attn_q_norm.weight", (16,), r"k_norm .*missing"),
+        ("cls.output.weight", (2, 32), "does not compute"),
+        ("rope_freqs.weight", (4,), "head_dim / 2 = 8 numbers, got 4"),
+        ("rope_freqs.weight", (2, 4), "wanted a vector"),
+    ],
+)
+def test_tensors_that_would_go_unused_are_an_error(small_gguf, edited_gguf, name, shape, message):
+    path = edited_gguf(small_gguf("qwen2"), tensors={name: np.ones(shape, np.float32)})
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_v.bias"])
+def test_a_missing_tensor_is_named(small_gguf, edited_gguf, name):
+    with pytest.raises(CheckpointError, match="missing"):
+        open_checkpoint(edited_gguf(small_gguf("qwen2"), drop_tensors=[name]))
+
+
+def test_a_llama_file_with_q_norms_is_refused(small_gguf, edited_gguf):
+    norms = {f"blk.0.attn_{part}_norm.weight": np.ones(16, np.float32) for part in "qk"}
+    with pytest.raises(CheckpointError, match="attn_q_norm has no place"):
+        open_checkpoint(edited_gguf(small_gguf("llama"), tensors=norms))
+
+
+def test_a_type_that_is_not_supported_names_type_tensor_and_choices(small_gguf, edited_gguf):
+    path = edited_gguf(small_gguf("qwen2"), tensors={"blk.0.ffn_up.weight": np.zeros((64, 32), np.int32)})
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight has the type I32; supported are F32, F16, BF16, Q4_0"):
+        open_checkpoint(path)
+
+
+def test_a_norm_in_blocks_is_refused(tmp_path, small_gguf, edited_gguf):
+    path = edited_gguf(small_gguf("qwen2"), drop_tensors=["output_norm.weight"])
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "qwen2")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data.view(np.uint8), raw_dtype=tensor.tensor_type)
+    writer.add_tensor("output_norm.weight", np.zeros(34, np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="norm is q8_0; norms and biases are f32, f16 or bf16"):
+        open_checkpoint(tmp_path / "q.gguf")
+
+
+def test_a_name_that_would_scribble_over_a_terminal_is_not_used(small_gguf, edited_gguf):
+    path = edited_gguf(small_gguf("qwen2"), set={"general.name": ("\x1b[2Jhello", T.STRING)})
+    assert open_checkpoint(path).name == "edited"
