@@ -52,13 +52,13 @@ class Engine:
         self._tokenizer = tokenizer
         self._scheduler = Scheduler()
         self._requests: dict[int, _Request] = {}
-        self._aborted: list[Output] = []  # last outputs of requests that a failed step took with it
+        self._ready: list[Output] = []  # what a failed step leaves for the next one to return
         self._next_id = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._requests or self._aborted)
+        return bool(self._requests or self._ready)
 
     def add_request(self, prompt: Tokens[int], params: SamplingParams) -> int:
         """Queue a prompt of token ids; returns the request's id.
@@ -90,26 +90,31 @@ class Engine:
         An exception, an interrupt included, aborts every request: a half-done step cannot be taken up again. The engine stays
         usable, and the next step returns the last outputs of those requests.
         """
-        if self._aborted:
-            outputs, self._aborted = self._aborted, []
-            return outputs
         try:
-            return self._step()
+            if not self._ready:
+                self._step()
         except BaseException:
-            self._aborted = [output for request_id in list(self._requests) if (output := self.abort(request_id))]
+            self.abort_all()
             raise
+        outputs, self._ready = self._ready, []
+        return outputs
 
-    def _step(self) -> list[Output]:
+    def abort_all(self) -> None:
+        """End every request; the next step returns their last outputs."""
+        self._ready += [output for request_id in list(self._requests) if (output := self.abort(request_id))]
+
+    def _step(self) -> None:
         for seq in self._scheduler.admit(self._context.num_free_slots):
             self._requests[seq.id].meter.num_cached_tokens = self._context.acquire(seq)
             self._proposer.begin(seq)
         seqs = list(self._scheduler.running)
         if not seqs:
-            return []
+            return
         num_forwards = self._context.num_forwards
         rounds = speculate(self._context, self._proposer, seqs, [draft_limit(seq, self._context.capacity) for seq in seqs])
         num_forwards = self._context.num_forwards - num_forwards
-        return [self._commit(self._requests[seq.id], done, num_forwards) for seq, done in zip(seqs, rounds, strict=True)]
+        for seq, done in zip(seqs, rounds, strict=True):
+            self._ready.append(self._commit(self._requests[seq.id], done, num_forwards))
 
     def _commit(self, request: _Request, done: Round, num_forwards: int) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""

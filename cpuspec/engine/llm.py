@@ -13,7 +13,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
-from cpuspec.errors import ConfigError
+from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.spec.context import Context
@@ -163,14 +163,24 @@ class LLM:
         """The outputs of one request, running the engine as far as they need; what others gain meanwhile waits for them."""
         while True:
             while not self._inboxes[request_id]:
-                self._check_open()
-                for output in self._engine.step():
-                    if output.request_id in self._inboxes:
-                        self._inboxes[output.request_id].append(output)
+                self._run()
+                if not (self._inboxes[request_id] or self._engine.has_work):
+                    raise CpuspecError("the end of this answer was lost when another call was interrupted; ask again")
             output = self._inboxes[request_id].pop(0)
             yield output
             if output.finish_reason is not None:
                 return
+
+    def _run(self) -> None:
+        """One step of the engine, its outputs handed to whoever waits for them. An interrupt aborts everything that runs."""
+        self._check_open()
+        try:
+            for output in self._engine.step():
+                if output.request_id in self._inboxes:
+                    self._inboxes[output.request_id].append(output)
+        except BaseException:
+            self._engine.abort_all()  # an interrupt between step and inboxes may have lost a part of an answer
+            raise
 
     def _drop(self, request_id: int) -> None:
         self._engine.abort(request_id)
@@ -187,9 +197,11 @@ class LLM:
             ids = [int(token) for token in prompt]
         else:
             raise ConfigError(f"a prompt is a text, a list of token ids, or a list of messages; got {repr(prompt)[:80]}")
-        if not ids and self.tokenizer.bos_id is None:
+        if ids:
+            return ids
+        if self.tokenizer.bos_id is None:
             raise ConfigError("the prompt is empty and this model has no beginning-of-text token to start from; give some text")
-        return ids or [self.tokenizer.bos_id]
+        return [self.tokenizer.bos_id]
 
     def _check_open(self) -> None:
         if self._closed:

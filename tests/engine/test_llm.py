@@ -8,7 +8,7 @@ import pytest
 
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM, Completion
-from cpuspec.errors import ConfigError
+from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.spec.proposer import PROPOSERS
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 
@@ -142,6 +142,37 @@ def test_a_stream_whose_engine_was_interrupted_by_another_call_ends_as_aborted()
     rest = list(stream)
     assert rest[-1].finish_reason == "aborted"
     assert num_free_slots(llm) == 2
+
+
+def test_a_failure_after_one_request_ended_still_delivers_that_requests_answer() -> None:
+    llm = toy_llm(max_sequences=2)
+    short = llm.stream("ab", SamplingParams(max_tokens=3, ignore_eos=True))
+    long = llm.stream("c", PARAMS)
+    parts = [next(short), next(long)]
+    decoder = llm._engine._requests[1].text._decoder
+    whole, pushed = decoder.push, []
+
+    def failing(id: int) -> str:
+        pushed.append(id)
+        if len(pushed) == 2:
+            raise KeyboardInterrupt
+        return whole(id)
+
+    decoder.push = failing  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        list(long)
+    parts += list(short)
+    assert parts[-1].finish_reason == "length"
+    assert [token for part in (parts[0], *parts[2:]) for token in part.token_ids] == expected([0, 4, 5])["token_ids"][:3]
+
+
+def test_an_answer_whose_end_was_lost_says_so_instead_of_waiting() -> None:
+    llm = toy_llm(max_sequences=2)
+    short = llm.stream("ab", SamplingParams(max_tokens=2, ignore_eos=True))
+    next(short)
+    llm._engine.step()  # somebody takes the outputs and loses them
+    with pytest.raises(CpuspecError, match="was lost"):
+        list(short)
 
 
 def test_an_empty_prompt_starts_from_the_beginning_of_text_or_is_a_clear_error() -> None:
