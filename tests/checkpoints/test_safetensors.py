@@ -1,0 +1,461 @@
+import json
+import os
+import struct
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from cpuspec.checkpoints import HfTokenizerFiles, open_checkpoint
+from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
+from cpuspec.errors import CheckpointError
+from tools.make_tiny_model import make_tiny_hf, random_weights, tiny_config
+
+SCALINGS = [
+    None,
+    RopeScaling("linear", 2.0),
+    RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128),
+    RopeScaling("yarn", 4.0, original_context_length=128, beta_fast=16.0, beta_slow=2.0, attention_factor=1.5),
+]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A one-layer Llama directory."""
+    return make_tiny_hf(
+        tmp_path / "hf",
+        "llama",
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=260,
+    )
+
+
+def edit_config(directory, changes=(), drop=()):
+    path = directory / "config.json"
+    fields = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop} | dict(changes)
+    path.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s.kind if s else "none")
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_configuration_and_values_come_back_as_written(tmp_path, architecture, num_shards, scaling):
+    config = tiny_config(architecture, hidden_size=64, num_heads=4, head_dim=32, tied=num_shards == 1, rope_scaling=scaling)
+    checkpoint = open_checkpoint(
+        make_tiny_hf(
+            tmp_path / "hf",
+            architecture,
+            num_shards=num_shards,
+            hidden_size=64,
+            num_heads=4,
+            head_dim=32,
+            tied=num_shards == 1,
+            rope_scaling=scaling,
+            seed=5,
+        )
+    )
+    assert checkpoint.config == config
+    assert checkpoint.name == "hf"
+    assert isinstance(checkpoint.vocabulary, HfTokenizerFiles)
+    assert checkpoint.vocabulary.tokenizer_json.is_file()
+    weights = random_weights(config, 5)
+    assert checkpoint.tensors.keys() == weights.keys()
+    for name, values in weights.items():
+        assert np.array_equal(checkpoint.tensors[name].dequantize(), values), name
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_values_are_those_of_the_safetensors_package(tmp_path, dtype):
+    directory = make_tiny_hf(tmp_path / "hf", dtype=dtype)
+    tensors = open_checkpoint(directory).tensors
+    assert tensors["layers.0.q"].format.name == dtype
+    if dtype == "bf16":  # which numpy, and so that package's numpy reader, does not have
+        wanted = random_weights(tiny_config())["layers.0.q"]
+        assert np.abs(tensors["layers.0.q"].dequantize() - wanted).max() <= np.abs(wanted).max() * 2**-8
+        return
+    oracle = load_file(directory / "model.safetensors")
+    assert np.array_equal(tensors["layers.0.q"].dequantize(), oracle["model.layers.0.self_attn.q_proj.weight"])
+    assert np.array_equal(tensors["layers.1.mlp_norm"].dequantize(), oracle["model.layers.1.post_attention_layernorm.weight"])
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s.kind if s else "none")
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3"])
+def test_directories_written_by_transformers_open(tmp_path, architecture, scaling):
+    import transformers
+
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": 5e4}
+    if scaling:
+        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind != "linear":
+            rope["original_max_position_embeddings"] = 128
+        if scaling.kind == "llama3":
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        if scaling.kind == "yarn":
+            rope |= {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5}
+    settings = getattr(transformers, f"{architecture}Config")(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope,
+        tie_word_embeddings=architecture == "Qwen3",
+    )
+    model = getattr(transformers, f"{architecture}ForCausalLM")(settings)
+    model.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config == ModelConfig(
+        architecture=architecture.lower(),
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        context_length=512,
+        norm_eps=1e-5,
+        rope_base=5e4,
+        rope_scaling=scaling,
+        qkv_bias=architecture == "Qwen2",
+        qk_norm=architecture == "Qwen3",
+        tied_embeddings=architecture == "Qwen3",
+    )
+    assert np.array_equal(checkpoint.tensors["embed"].dequantize(), model.model.embed_tokens.weight.detach().numpy())
+
+
+def test_attention_bias_gives_all_four_projections_a_bias(tmp_path):
+    directory = make_tiny_hf(tmp_path / "hf", "llama", qkv_bias=True, o_bias=True)
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.config.qkv_bias
+    assert checkpoint.config.o_bias
+    assert {"layers.0.q_bias", "layers.0.k_bias", "layers.0.v_bias", "layers.0.o_bias"} <= checkpoint.tensors.keys()
+
+
+def test_old_and_null_spellings_of_the_configuration_are_read(directory):
+    edit_config(
+        directory,
+        {
+            "rope_scaling": {"type": "linear", "factor": 2},
+            "rope_theta": 500000,
+            "head_dim": None,
+            "quantization_config": None,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+        },
+        drop=["tie_word_embeddings", "hidden_act"],
+    )
+    with pytest.raises(CheckpointError, match=r"output .*missing"):
+        open_checkpoint(directory)
+    edit_config(directory, {"tie_word_embeddings": True})
+    config = open_checkpoint(directory).config
+    assert config.rope_scaling == RopeScaling("linear", 2.0)
+    assert config.rope_base == 500000
+    assert config.head_dim == 16
+
+
+def test_a_tied_matrix_that_is_stored_twice_is_used_once(tmp_path):
+    directory = make_tiny_hf(tmp_path / "hf", tied=False)
+    edit_config(directory, {"tie_word_embeddings": True})
+    checkpoint = open_checkpoint(directory)
+    assert "output" not in checkpoint.tensors
+    assert checkpoint.config == replace(tiny_config(), tied_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*wanted one of LlamaForCausalLM"),
+        ({"architectures": []}, "wanted one of LlamaForCausalLM"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "wanted one of LlamaForCausalLM"),
+        ({"architectures": "LlamaForCausalLM"}, "an array"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' are not supported by this version"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq' are not supported by this version"),
+        ({"quantization_config": {}}, "an unnamed method"),
+        ({"quantization_config": []}, "quantization_config is .*wanted an object"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted silu"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"use_sliding_window": True}, "sliding windows are not supported"),
+        ({"layer_types": ["sliding_attention"]}, "full_attention in every layer"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic', wanted default, linear, llama3 or yarn"),
+        ({"rope_scaling": {"type": "su"}}, "'su', wanted default, linear, llama3 or yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is absent, wanted a finite number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "positive"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is absent"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 8, "mscale": 0.7}}, "mscale"),
+        ({"rope_scaling": [1]}, "rope_scaling is .*wanted an object"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"num_attention_heads": 0}, "at least 1"),
+        ({"num_attention_heads": 3, "head_dim": None}, "divisor of hidden_size 32"),
+        ({"num_key_value_heads": 0}, "num_kv_heads"),
+        ({"num_hidden_layers": 2}, r"layers\.1\.attn_norm .*missing"),
+        ({"num_hidden_layers": 10**400}, "num_layers"),
+        ({"hidden_size": 64, "head_dim": 16}, "shape"),
+        ({"hidden_size": "32"}, "hidden_size is '32', wanted an integer"),
+        ({"hidden_size": True}, "an integer"),
+        ({"hidden_size": 32.0}, "an integer"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"rms_norm_eps": 10**4000}, "finite number"),
+        ({"rms_norm_eps": 2}, "norm_eps"),
+        ({"attention_bias": "yes"}, "true or false"),
+        ({"attention_bias": True}, "q_bias .*missing"),
+    ],
+)
+def test_a_configuration_that_is_wrong_or_not_supported_names_the_field(directory, changes, message):
+    edit_config(directory, changes)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(directory)
+    assert str(directory) in str(caught.value)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([1 << 63, -1, 0, 1e308]),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=8), values, max_size=3),
+    max_leaves=6,
+)
+ROPE_VALUES = st.dictionaries(
+    st.sampled_from(["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "original_max_position_embeddings"]),
+    JSON_VALUES | st.sampled_from(["linear", "llama3", "yarn", "default", 2.0, 128]),
+)
+
+
+@pytest.fixture(scope="module")
+def shared_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("shared")
+    make_tiny_hf(directory, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    return directory, (directory / "config.json").read_text(), (directory / "model.safetensors").read_bytes()
+
+
+def opens(directory) -> bool:
+    try:
+        checkpoint = open_checkpoint(directory)
+    except CheckpointError as error:
+        if str(directory) not in str(error):
+            raise
+        return False
+    for tensor in checkpoint.tensors.values():
+        tensor.dequantize()
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_configuration_opens_or_is_refused_and_nothing_else(shared_directory, data):
+    directory, config, content = shared_directory
+    write_anew(directory / "model.safetensors", content)
+    fields = json.loads(config)
+    names = st.sampled_from([*fields, "rope_parameters", "layer_types", "quantization_config"])
+    for name in data.draw(st.lists(names, min_size=1, max_size=3), "fields"):
+        fields[name] = data.draw(ROPE_VALUES | JSON_VALUES if name.startswith("rope_") else JSON_VALUES, name)
+    (directory / "config.json").write_text(json.dumps(fields))
+    opens(directory)
+
+
+def write_anew(path, content: bytes) -> None:
+    path.unlink(missing_ok=True)  # a new file each time: an earlier one may still be mapped
+    path.write_bytes(content)
+
+
+NUMBERS = st.integers(-2, 70000) | st.sampled_from([1 << 31, 1 << 32, 1 << 62, 1 << 64, -(1 << 63), 10**40])
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_damaged_safetensors_file_opens_or_is_refused_and_nothing_else(shared_directory, data):
+    directory, config, content = shared_directory
+    (directory / "config.json").write_text(config)
+    length = int.from_bytes(content[:8], "little")
+    header, payload = json.loads(content[8 : 8 + length]), content[8 + length :]
+    for _ in range(data.draw(st.integers(1, 3), "damages")):
+        name = data.draw(st.sampled_from(list(header)), "tensor")
+        kind = data.draw(st.sampled_from(["shape", "data_offsets", "dtype", "entry", "rename", "drop"]), "kind")
+        entry = header[name]
+        if kind in ("shape", "data_offsets") and isinstance(entry, dict) and isinstance(entry.get(kind), list):
+            kept = entry[kind][: data.draw(st.integers(0, 2), "kept")]
+            header[name] = {**entry, kind: kept + data.draw(st.lists(NUMBERS, max_size=3), "new")}
+        elif kind == "dtype" and isinstance(entry, dict):
+            header[name] = {**entry, kind: data.draw(st.sampled_from(["F16", "I64", "F8_E4M3", "X", 7]), "dtype")}
+        elif kind == "entry":
+            header[name] = data.draw(JSON_VALUES, "entry")
+        elif kind == "rename":
+            header[data.draw(st.text(max_size=5), "name")] = header.pop(name)
+        elif len(header) > 1:
+            del header[name]
+    text = json.dumps(header).encode()
+    damaged = bytearray(struct.pack("<Q", len(text)) + text + payload)
+    for _ in range(data.draw(st.integers(0, 2), "flips")):
+        damaged[data.draw(st.integers(0, len(text) + 7), "byte")] ^= data.draw(st.integers(1, 255), "mask")
+    end = data.draw(st.none() | st.integers(0, len(damaged)), "end")
+    write_anew(directory / "model.safetensors", bytes(damaged[:end]))
+    opens(directory)
+
+
+def test_the_undamaged_directory_opens(shared_directory):
+    directory, config, content = shared_directory
+    (directory / "config.json").write_text(config)
+    write_anew(directory / "model.safetensors", content)
+    assert opens(directory)
+
+
+def test_a_file_that_ends_early_is_a_clear_error_wherever_it_ends(shared_directory):
+    directory, config, content = shared_directory
+    (directory / "config.json").write_text(config)
+    length = int.from_bytes(content[:8], "little")
+    for end in [*range(0, 9), *range(9, 8 + length, 41), 8 + length, len(content) // 2, len(content) - 1]:
+        write_anew(directory / "model.safetensors", content[:end])
+        assert not opens(directory), end
+    write_anew(directory / "model.safetensors", content + b"\0")
+    assert not opens(directory)
+
+
+def tensor(dtype="F32", shape=(2, 2), offsets=(0, 16)) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"[]", "a JSON list, wanted an object"),
+        (b"{", "not sound JSON"),
+        (b"\xff\xfe", "not sound JSON"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a":' * 50000, "not sound JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not sound JSON"),
+        (b'{"a": {}, "a": {}}', "the key 'a' is repeated"),
+        (b'{"\\u001b[2J": {}}', "printable"),
+        (b'{"\\ud800": {}}', "printable"),
+        ({"a": 1}, "a is 1, wanted an object"),
+        ({"a": {}}, "dtype is absent"),
+        ({"a": tensor("F4")}, "dtype is 'F4', wanted one of BOOL"),
+        ({"a": tensor("I32")}, "I32 weights are not supported"),
+        ({"a": tensor("F8_E4M3", offsets=(0, 4))}, "F8_E4M3 weights are not supported"),
+        ({"a": tensor(shape=(2, -2))}, "integers that are not negative"),
+        ({"a": tensor(shape=(2, 2.0))}, "integers that are not negative"),
+        ({"a": tensor(shape=(True, 4))}, "integers that are not negative"),
+        ({"a": tensor(shape=(1,) * 9)}, "up to 8"),
+        ({"a": {"dtype": "F32", "shape": 4, "data_offsets": [0, 16]}}, "an array"),
+        ({"a": tensor(shape=(1 << 40, 1 << 40))}, "bytes apart"),
+        ({"a": tensor(shape=(2, 3))}, "24 bytes apart"),
+        ({"a": tensor(offsets=(16, 0))}, "16 bytes apart"),
+        ({"a": tensor(offsets=(0,))}, "16 bytes apart"),
+        ({"a": tensor(offsets=(1 << 40, (1 << 40) + 16))}, "within the 16 bytes"),
+        ({"a": tensor(shape=(2, 2, 1))}, "a matrix or a vector"),
+        ({"a": tensor(shape=(), offsets=(0, 4))}, "a matrix or a vector"),
+        ({"a": tensor(shape=(0, 4), offsets=(0, 0))}, "a matrix or a vector"),
+        ({"a": tensor(), "b": tensor()}, "tensor b begins at data byte 0, wanted 16"),
+        ({"a": tensor(shape=(2,), offsets=(8, 16))}, "begins at data byte 8, wanted 0"),
+        ({"a": tensor(shape=(2,), offsets=(0, 8))}, "tensors fill 8 bytes of data, the file has 16"),
+        ({"a": tensor()}, "'a' belongs to a feature"),
+    ],
+)
+def test_a_hostile_safetensors_header_is_a_clear_error(directory, header, message):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    write_anew(directory / "model.safetensors", struct.pack("<Q", len(text)) + text + b"\0" * 16)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(directory)
+    assert str(directory) in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [9, 1 << 20, 100_000_001, 1 << 40, (1 << 64) - 1])
+def test_a_lying_header_length_allocates_nothing(directory, length):
+    write_anew(directory / "model.safetensors", struct.pack("<Q", length) + b"{}      ")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=f"header is {length} bytes long, wanted at most 8"):
+            open_checkpoint(directory)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../m.safetensors", "/etc/passwd", "a/b.safetensors", "..\\m.safetensors", ".m.safetensors", "m.bin", "", "m\0.safetensors"],
+)
+def test_a_shard_outside_the_directory_is_refused(tmp_path, name):
+    directory = make_tiny_hf(tmp_path / "hf", num_shards=2)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"wanted the plain name of a \.safetensors file in the same directory"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
+def test_an_index_without_a_map_is_a_clear_error(tmp_path, weight_map):
+    directory = make_tiny_hf(tmp_path / "hf", num_shards=2)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"weight_map is .*wanted an object"):
+        open_checkpoint(directory)
+
+
+def test_shards_and_index_must_belong_together(tmp_path):
+    directory = make_tiny_hf(tmp_path / "hf", num_shards=2)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    removed = index["weight_map"].pop("model.norm.weight")
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is only in the file"):
+        open_checkpoint(directory)
+    index["weight_map"]["model.norm.weight"] = next(name for name in index["weight_map"].values() if name != removed)
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is only in the"):
+        open_checkpoint(directory)
+    (directory / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(directory)
+
+
+def test_shards_may_be_links_to_a_store_of_files(tmp_path):
+    directory = make_tiny_hf(tmp_path / "hf", num_shards=2)
+    for shard in directory.glob("*.safetensors"):
+        blob = tmp_path / f"blob-{shard.stem}"
+        shard.rename(blob)
+        shard.symlink_to(blob)
+    assert opens(directory)
+
+
+def test_pickles_are_never_read(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickles, which can run code and are never read; convert"):
+        open_checkpoint(directory)
+
+
+def test_a_directory_without_weights_or_configuration_is_a_clear_error(directory, tmp_path):
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        open_checkpoint(directory)
+    (directory / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        open_checkpoint(directory)
+    os.mkfifo(directory / "config.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        open_checkpoint(directory)
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_bytes(b" " * (2 << 20))
+    with pytest.raises(CheckpointError, match="wanted at most"):
+        open_checkpoint(directory)
+
+
+def test_a_tensor_that_would_go_unused_is_an_error(directory):
+    content = (directory / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    end = len(content) - 8 - length
+    for name, opens_still in (("model.layers.0.self_attn.rotary_emb.inv_freq", True), ("model.layers.0.mlp.gate_proj.bias", False)):
+        text = json.dumps(header | {name: tensor(shape=(4,), offsets=(end, end + 16))}).encode()
+        write_anew(directory / "model.safetensors", struct.pack("<Q", len(text)) + text + content[8 + length :] + b"\0" * 16)
+        assert opens(directory) == opens_still
