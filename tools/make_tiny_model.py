@@ -324,16 +324,15 @@ def write_gguf(
     return path
 
 
-def write_shape_gguf(
-    path: str | Path, shape: str, *, weight_format: str = "q4_k", output_format: str | None = None, seed: int = 0
+def write_random_gguf(
+    path: str | Path, config: ModelConfig, *, weight_format: str = "q4_k", output_format: str | None = None, seed: int = 0
 ) -> Path:
-    """Write the exact shapes of a known model with random weights, one tensor in memory at a time. Returns the path.
+    """Write a model of any size (SHAPES has known ones) with random weights, one tensor in memory at a time. Returns the path.
 
     A tied model gets an output matrix of its own when `output_format` is given, as Q4_K_M files have.
     """
     import gguf
 
-    config = SHAPES[shape]
     path = Path(path)
     rng = np.random.default_rng(seed)
     writer = _gguf_writer(path, config)
@@ -640,9 +639,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     if arguments.command == "shape":
-        write_shape_gguf(
+        write_random_gguf(
             arguments.path,
-            arguments.shape,
+            SHAPES[arguments.shape],
             weight_format=arguments.format,
             output_format=arguments.output_format,
             seed=arguments.seed,

@@ -1,0 +1,93 @@
+import math
+import sys
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints.checkpoint import tensor_shapes
+from cpuspec.config import ARCHITECTURES
+from tools import make_tiny_model
+from tools.make_tiny_model import (
+    CONTROL_TOKENS,
+    SHAPES,
+    make_tiny_gguf,
+    make_tiny_hf,
+    make_vocabulary,
+    tiny_config,
+    write_random_gguf,
+)
+
+
+@pytest.mark.parametrize("vocab_size", [259, 300, 384, 1000])
+def test_the_vocabulary_has_the_size_asked_for_and_no_token_twice(vocab_size):
+    vocabulary = make_vocabulary(vocab_size)
+    assert len(vocabulary.tokens) == len(set(vocabulary.tokens)) == len(vocabulary.token_types) == vocab_size
+    assert all(vocabulary.token_types[vocabulary.token_id(token)] == 3 for token in CONTROL_TOKENS)
+    assert all("".join(merge.split(" ")) in vocabulary.tokens for merge in vocabulary.merges)
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused():
+    with pytest.raises(ValueError, match="at least 259, got 258"):
+        make_vocabulary(258)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_tokenizer_merges_words_and_gives_every_text_back(tmp_path, architecture):
+    tokenizer = Tokenizer.from_file(str(make_tiny_hf(tmp_path / "hf", architecture) / "tokenizer.json"))
+    text = "the cat sat on the mat, 2024 times:\n\tné 你好 🙂"
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text.encode())
+    control = tokenizer.encode("<|im_start|>user<|im_end|>").ids
+    assert control[0] == make_vocabulary(384).token_id("<|im_start|>")
+    assert control[-1] == make_vocabulary(384).token_id("<|im_end|>")
+
+
+def test_the_same_seed_gives_the_same_file_and_another_seed_another(tmp_path):
+    files = [make_tiny_gguf(tmp_path / f"{i}.gguf", seed=seed).read_bytes() for i, seed in enumerate([1, 1, 2])]
+    assert files[0] == files[1] != files[2]
+
+
+def test_rows_too_short_for_superblocks_take_the_format_that_llama_quantize_takes(tmp_path):
+    tensors = open_checkpoint(make_tiny_gguf(tmp_path / "m.gguf", weight_format="q4_k", hidden_size=64)).tensors
+    assert tensors["layers.0.q"].format.name == "q5_0"
+    assert tensors["layers.0.down"].format.name == "q4_k"
+
+
+def test_random_models_are_written_tensor_by_tensor_with_sane_values(tmp_path):
+    config = tiny_config("llama", vocab_size=512)
+    path = write_random_gguf(tmp_path / "m.gguf", config, weight_format="q4_k", output_format="q6_k")
+    checkpoint = open_checkpoint(path)
+    assert not checkpoint.config.tied_embeddings
+    assert checkpoint.tensors["output"].format.name == "q6_k"
+    assert checkpoint.tensors["layers.1.gate"].format.name == "q4_k"
+    assert abs(checkpoint.tensors["layers.1.gate"].dequantize().std() * np.sqrt(256) - 1) < 0.1
+    assert abs(checkpoint.tensors["norm"].dequantize().mean() - 1) < 0.1
+
+
+def test_known_shapes_have_the_parameters_of_their_names():
+    millions = {"smollm2-135m": 134.5, "qwen2.5-0.5b": 494, "qwen2.5-1.5b": 1544, "qwen2.5-7b": 7616, "qwen3-0.6b": 596, "qwen3-1.7b": 1721}
+    for name, config in SHAPES.items():
+        count = sum(math.prod(shape) for shape in tensor_shapes(config).values())
+        assert abs(count / 1e6 / millions[name] - 1) < 0.002, name
+
+
+@pytest.mark.parametrize("arguments", [["gguf", "m.gguf", "--format", "q6_k", "--untied"], ["hf", "m", "--rope-scaling", "llama3"]])
+def test_the_command_line_writes_models_that_open(tmp_path, monkeypatch, capsys, arguments):
+    path = tmp_path / arguments[1]
+    monkeypatch.setattr(sys, "argv", ["make_tiny_model", arguments[0], str(path), "--architecture", "qwen3", *arguments[2:]])
+    make_tiny_model.main()
+    assert str(path) in capsys.readouterr().out
+    config = open_checkpoint(path).config
+    assert config.architecture == "qwen3"
+    assert config.tied_embeddings == ("--untied" not in arguments)
+    assert (config.rope_scaling is not None) == ("--rope-scaling" in arguments)
+
+
+def test_the_gguf_package_reads_what_is_written(tmp_path):
+    fields = gguf.GGUFReader(make_tiny_gguf(tmp_path / "m.gguf", "llama")).fields
+    assert fields["general.architecture"].contents() == "llama"
+    assert fields["tokenizer.ggml.pre"].contents() == "smollm"
