@@ -215,7 +215,7 @@ def _fetch_url(url: str, part: _Part, moved: Callable[[], None]) -> None:
         except urllib.error.URLError as error:
             problem = f"cannot be reached ({error.reason})"
         except _BAD_ANSWERS as error:
-            problem = f"broke off ({error or type(error).__name__})"
+            problem = f"broke off ({str(error) or type(error).__name__})"
         if part.size <= before:
             raise _SourceError(problem)
 

@@ -1,0 +1,664 @@
+"""Text to token ids and back, from a GGUF file's own vocabulary or a Hugging Face tokenizer.json.
+
+Merging is done by the `tokenizers` library on a vocabulary without control tokens; where those are recognised, and where not,
+is decided here, so that a user's text cannot smuggle them in. Knows nothing of models, only of ids.
+"""
+
+import codecs
+import contextlib
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, HfTokenizerFiles
+from cpuspec.errors import TokenizerError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from cpuspec.chat_template import ChatTemplate
+
+# Token types of a GGUF vocabulary.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+# What splits text into words before merging, as the models' own tokenizer.json files have it; llama.cpp's llama-vocab.cpp says
+# which name stands for which rules. Rules apply one after the other, each to the pieces that the one before left.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED_CODER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class _Pre:
+    """How one kind of pre-tokenizer prepares text for merging."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    ignore_merges: bool = False  # a word that is a token stays whole, whatever the merges say
+
+
+_PRE = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), _Pre((_GPT2,))),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _Pre((r"\p{N}", _GPT2))
+    ),
+    "qwen2": _Pre((_QWEN2,), nfc=True),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), _Pre((_QWEN2,))),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _Pre((_LLAMA3,), ignore_merges=True)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _Pre((_LLAMA3,))),
+    "tekken": _Pre((_TEKKEN,), ignore_merges=True),
+    "seed-coder": _Pre((_SEED_CODER,)),
+    "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "falcon": _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+}
+
+# Control tokens that end a turn or a text, under the names that model families gave them (llama.cpp collects the same).
+_END_NAMES = frozenset(
+    (
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"),
+        *("<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<EOT>", "_<EOT>", "[EOT]", "</s>"),
+    )
+)
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LONGEST_PIECE = 1024
+_MOST_TOKENS = 1 << 24
+_SPACE = "▁"
+
+
+class Tokenizer:
+    """Encodes and decodes with one vocabulary. Made by `make_tokenizer`; safe to use from several threads.
+
+    Control tokens (and those that a vocabulary marks as unknown or unused) are special: they decode to nothing by default, and
+    text becomes one only where the caller asks for it.
+    """
+
+    def __init__(self, parts: "_Parts", vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.bos_id = parts.bos_id
+        self.eos_ids = parts.eos_ids
+        self._parts = parts
+        self._special_ids = frozenset(parts.special)
+        self._control = {token.text: token for token in parts.control if token.text}
+        # The longest first: alternatives are tried in order.
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._control_marks = {char for char in "".join(longest_first) if not char.isalnum() and not char.isspace()}
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._parts.chat_template is not None
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        add_special: put the tokens around it that the model's file asks for (as BOS), if any.
+        parse_special: text like `<|im_end|>` becomes that control token; otherwise it is encoded as the characters it consists of.
+        """
+        ids = self._encode_parsed(text, self._find_control(text) if parse_special else [])
+        return [*self._parts.prefix, *ids, *self._parts.suffix] if add_special else ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `ids`. Bytes that are no UTF-8 become U+FFFD. Raises TokenizerError for an id outside of the vocabulary."""
+        decoder = self.stream(skip_special)
+        return "".join(map(decoder.push, ids)) + decoder.finish()
+
+    def stream(self, skip_special: bool = True) -> "StreamDecoder":
+        """A decoder for ids that arrive one by one."""
+        return StreamDecoder(self, skip_special, self._parts.strips_first_space)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds to a text; b"" for special tokens. Raises TokenizerError for an id out of range."""
+        if token_id in self._special_ids:
+            return b""
+        text = self._text(token_id)
+        if text is None:
+            return b""
+        if token_id in self._parts.literal:
+            return text.encode()
+        if self._parts.byte_level:
+            # A piece with a character outside of the alphabet stands for itself, as in the tokenizers library.
+            try:
+                return bytes([_BYTE_OF[char] for char in text])
+            except KeyError:
+                return text.encode()
+        if match := _BYTE_TOKEN.fullmatch(text):
+            return bytes([int(match[1], 16)])
+        return text.replace(_SPACE, " ").encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token carries control, not text. Raises TokenizerError for an id out of range."""
+        return self._text(token_id) is None or token_id in self._special_ids
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as the text that the model was trained on, for reading. `encode_chat` is the safe way to ids.
+
+        messages: dicts with `role` and `content`. Raises TokenizerError without a template, or if it refuses the messages.
+        """
+        return self._template.render(_checked(messages), add_generation_prompt)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of the conversation: the template's own control tokens are recognised, those in messages are plain text.
+
+        Where no message contains a control token's text, equal to encoding the rendered text with `parse_special`.
+        """
+        messages = _checked(messages)
+        template = self._template
+        mark = _unused_character([template.source, *(value for message in messages for value in message.values() if value)])
+        # A control token's text inside a message is broken in two while the template renders, and healed before encoding.
+        text = template.render(_map_contents(messages, lambda content: self._break_control(content, mark)), add_generation_prompt)
+        found = self._find_control(text)
+        # Templates can cut and paste messages, so see whether the same tokens come without any of their characters there.
+        neutral = _map_contents(messages, lambda content: content.translate({ord(char): mark for char in self._control_marks}))
+        if neutral != messages:
+            without = self._find_control(template.render(neutral, add_generation_prompt))
+            if [token for _, _, token in found] != [token for _, _, token in without]:
+                raise TokenizerError("the chat template makes control tokens out of a message's text; use --raw for such messages")
+        marks_before = [0, *itertools.accumulate(map(mark.__eq__, text))]
+        healed = [(start - marks_before[start], end - marks_before[end], token) for start, end, token in found]
+        return self._encode_parsed(text.replace(mark, ""), healed)
+
+    @cached_property
+    def _template(self) -> "ChatTemplate":
+        from cpuspec.chat_template import ChatTemplate
+
+        if self._parts.chat_template is None:
+            raise TokenizerError("this model has no chat template; give it a raw prompt (--raw), or use an instruct model")
+        return ChatTemplate(self._parts.chat_template, self._parts.template_variables)
+
+    def _text(self, token_id: int) -> str | None:
+        if not 0 <= token_id < self.vocab_size:
+            raise TokenizerError(f"token id {token_id} is outside of the vocabulary of {self.vocab_size}")
+        tokens = self._parts.tokens
+        # Models may have more rows than tokens, for alignment.
+        return tokens[token_id] if token_id < len(tokens) else None
+
+    def _find_control(self, text: str) -> list[tuple[int, int, int]]:
+        """Control tokens in `text`: (start, end, id) with the white space that the token swallows."""
+        found: list[tuple[int, int, int]] = []
+        for match in self._control_pattern.finditer(text):
+            token = self._control[match[0]]
+            start, end = match.span()
+            while token.swallows_left and start > (found[-1][1] if found else 0) and text[start - 1].isspace():
+                start -= 1
+            while token.swallows_right and end < len(text) and text[end].isspace():
+                end += 1
+            found.append((start, end, token.id))
+        return found
+
+    def _encode_parsed(self, text: str, control: list[tuple[int, int, int]]) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        for start, end, token in control:
+            ids += self._encode_plain(text[at:start], at == 0)
+            ids.append(token)
+            at = end
+        ids += self._encode_plain(text[at:], at == 0)
+        return ids
+
+    def _encode_plain(self, text: str, first: bool) -> list[int]:
+        if not text:
+            return []
+        core = self._parts.core if first else self._parts.later_core
+        try:
+            with _library_errors("this text cannot be encoded"):
+                ids: list[int] = core.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError as error:
+            raise TokenizerError(f"the text is not Unicode: lone surrogate at character {error.start}") from error
+        return ids
+
+    def _break_control(self, content: str, mark: str) -> str:
+        pieces = []
+        at = 0
+        # Goes on right behind the break: another token may begin inside the broken one.
+        while match := self._control_pattern.search(content, at):
+            pieces += [content[at : match.start() + 1], mark]
+            at = match.start() + 1
+        return "".join([*pieces, content[at:]])
+
+
+class StreamDecoder:
+    """Turns ids into text as they arrive, never half a character.
+
+    What all `push` calls and `finish` return, joined, is `decode` of all the ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strips_first_space: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._strip = strips_first_space
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete with this token; "" while a character is still missing bytes, or for a skipped token."""
+        tokenizer = self._tokenizer
+        if tokenizer.is_special(token_id):
+            text = tokenizer._text(token_id)
+            data = b"" if self._skip_special or text is None else text.encode()
+        else:
+            data = tokenizer.token_bytes(token_id)
+        if self._strip and data:
+            data = data.removeprefix(b" ")
+            self._strip = False
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """What an unfinished character at the end becomes. The decoder is as new afterwards, in the middle of a text."""
+        return self._utf8.decode(b"", final=True)
+
+
+def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a model. Raises TokenizerError if its vocabulary cannot be used."""
+    vocabulary = checkpoint.vocabulary
+    parts = _from_gguf(vocabulary) if isinstance(vocabulary, GgufVocabulary) else _from_hf(vocabulary)
+    vocab_size = checkpoint.config.vocab_size
+    if len(parts.tokens) > vocab_size:
+        raise TokenizerError(f"{checkpoint.path}: the vocabulary has {len(parts.tokens)} tokens, the model rows for {vocab_size}")
+    return Tokenizer(parts, vocab_size)
+
+
+@dataclass(frozen=True)
+class _ControlToken:
+    id: int
+    text: str
+    swallows_left: bool = False
+    swallows_right: bool = False
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A vocabulary, read and checked: what `Tokenizer` is made of."""
+
+    core: "tokenizers.Tokenizer"  # knows no control tokens
+    later_core: "tokenizers.Tokenizer"  # the same for text that does not begin the input
+    tokens: tuple[str | None, ...]  # by id
+    special: frozenset[int]
+    control: tuple[_ControlToken, ...]  # those that `parse_special` recognises
+    literal: frozenset[int]  # user defined: their text stands for itself
+    byte_level: bool  # pieces spell bytes in GPT-2's alphabet; else words with ▁ for a space
+    strips_first_space: bool
+    bos_id: int | None
+    eos_ids: frozenset[int]
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    chat_template: str | None
+    template_variables: dict[str, str]
+
+
+def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
+    tokens = vocabulary.tokens
+    if not 0 < len(tokens) <= _MOST_TOKENS:
+        raise TokenizerError(f"the vocabulary has {len(tokens)} tokens; wanted 1 to {_MOST_TOKENS}")
+    if len(vocabulary.token_types) != len(tokens):
+        raise TokenizerError(f"the vocabulary has {len(vocabulary.token_types)} token types for {len(tokens)} tokens; wanted as many")
+    if len(set(tokens)) != len(tokens):
+        raise TokenizerError(f"the vocabulary has {Counter(tokens).most_common(1)[0][0]!r} more than once")
+    # Some files call the tokens that end a turn normal ones.
+    given = zip(tokens, vocabulary.token_types, strict=True)
+    types = tuple(_CONTROL if _is_control_by_name(token, kind) else kind for token, kind in given)
+    vocabulary = replace(vocabulary, token_types=types)
+    for name in ("bos_id", "eos_id", "unk_id", "pad_id", "eot_id"):
+        value = getattr(vocabulary, name)
+        if value is not None and not 0 <= value < len(tokens):
+            raise TokenizerError(f"{name} is {value}; wanted an id from 0 to {len(tokens) - 1}")
+    for name, wanted, value in (("BOS", vocabulary.add_bos, vocabulary.bos_id), ("EOS", vocabulary.add_eos, vocabulary.eos_id)):
+        if wanted and value is None:
+            raise TokenizerError(f"the file asks for {name} around every text and does not say which token that is")
+    if vocabulary.model == "gpt2":
+        core = _byte_level_core(vocabulary)
+    elif vocabulary.model == "llama":
+        core = _sentencepiece_core(vocabulary)
+    else:
+        raise TokenizerError(f"the vocabulary's model is {vocabulary.model!r}; known: gpt2, llama")
+    control = tuple(_ControlToken(i, tokens[i]) for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN))
+    ends = {token.id for token in control if token.text in _END_NAMES} | {vocabulary.eos_id, vocabulary.eot_id}
+    named = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unk_id, "pad": vocabulary.pad_id}
+    return _Parts(
+        core=core,
+        later_core=core,
+        tokens=tokens,
+        special=frozenset(i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _UNUSED)),
+        control=control,
+        literal=frozenset(i for i, kind in enumerate(types) if kind == _USER_DEFINED),
+        byte_level=vocabulary.model == "gpt2",
+        strips_first_space=vocabulary.model == "llama" and vocabulary.add_space_prefix,
+        bos_id=vocabulary.bos_id,
+        eos_ids=frozenset(end for end in ends if end is not None),
+        prefix=(vocabulary.bos_id,) if vocabulary.add_bos and vocabulary.bos_id is not None else (),
+        suffix=(vocabulary.eos_id,) if vocabulary.add_eos and vocabulary.eos_id is not None else (),
+        chat_template=vocabulary.chat_template,
+        template_variables={f"{name}_token": "" if value is None else tokens[value] for name, value in named.items()},
+    )
+
+
+def _is_control_by_name(token: str, kind: int) -> bool:
+    if token[:1] != "<" or not _LOOKS_LIKE_CONTROL.fullmatch(token):
+        return False
+    return kind == _USER_DEFINED or (kind == _NORMAL and token in _END_NAMES)
+
+
+def _byte_level_core(vocabulary: GgufVocabulary) -> "tokenizers.Tokenizer":
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    pre = _PRE.get(vocabulary.pre)
+    if pre is None:
+        named = f"names the pre-tokenizer {vocabulary.pre!r}" if vocabulary.pre else "names no pre-tokenizer; convert it again"
+        raise TokenizerError(f"the file {named}; known: {', '.join(sorted(_PRE))}")
+    # Without control tokens, so that no merge can lead to one.
+    kept = (_NORMAL, _USER_DEFINED)
+    ids = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.token_types[i] in kept and token}
+    merges: list[tuple[str, str]] = []
+    for number, merge in enumerate(vocabulary.merges):
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
+            raise TokenizerError(f"merge {number} is {merge!r}; wanted two pieces with a space between them")
+        if left in ids and right in ids and left + right in ids:
+            merges.append((left, right))
+        elif missing := {left, right, left + right}.difference(vocabulary.tokens):
+            raise TokenizerError(f"merge {number} is {merge!r}, but the vocabulary has no token {min(missing)!r}")
+    with _library_errors("the vocabulary cannot be used"):
+        core = _bpe(ids, merges, vocabulary, ignore_merges=pre.ignore_merges)
+        if pre.nfc:
+            core.normalizer = normalizers.NFC()
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        core.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return core
+
+
+def _sentencepiece_core(vocabulary: GgufVocabulary) -> "tokenizers.Tokenizer":
+    """SentencePiece's BPE keeps scores instead of merges: of all pairs that join to a piece, the best piece's pair goes first."""
+    from tokenizers import normalizers
+
+    tokens, types, scores = vocabulary.tokens, vocabulary.token_types, vocabulary.scores
+    if len(scores) != len(tokens) or not all(map(math.isfinite, scores)):
+        raise TokenizerError(f"the vocabulary has {len(tokens)} tokens and {len(scores)} scores; wanted as many, all finite")
+    if longest := next((t for t in tokens if len(t) > _LONGEST_PIECE), None):
+        raise TokenizerError(f"the vocabulary has a piece of {len(longest)} characters; at most {_LONGEST_PIECE} are read")
+    normal = {t: i for i, t in enumerate(tokens) if types[i] == _NORMAL}
+    ranked = []
+    for token, token_id in normal.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in normal and right in normal:
+                ranked.append((-scores[token_id], normal[left], normal[right], left, right))
+    ranked.sort()
+    kept = (_NORMAL, _USER_DEFINED, _BYTE)
+    ids = {t: i for i, t in enumerate(tokens) if t and types[i] in kept}
+    unknown = None if vocabulary.unk_id is None else tokens[vocabulary.unk_id]
+    if unknown:
+        ids[unknown] = tokens.index(unknown)
+    with _library_errors("the vocabulary cannot be used"):
+        core = _bpe(ids, [(left, right) for *_, left, right in ranked], vocabulary, unknown=unknown, byte_fallback=True)
+        prefix = [normalizers.Prepend(_SPACE)] if vocabulary.add_space_prefix else []
+        core.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    return core
+
+
+def _bpe(
+    ids: dict[str, int],
+    merges: list[tuple[str, str]],
+    vocabulary: GgufVocabulary,
+    *,
+    ignore_merges: bool = False,
+    unknown: str | None = None,
+    byte_fallback: bool = False,
+) -> "tokenizers.Tokenizer":
+    from tokenizers import AddedToken, models
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    model = models.BPE(
+        vocab=ids,
+        merges=merges,
+        ignore_merges=ignore_merges,
+        unk_token=unknown,
+        fuse_unk=unknown is not None,
+        byte_fallback=byte_fallback,
+    )
+    core = LibraryTokenizer(model)
+    # The library looks for these in the text before it splits; their ids come from the model's vocabulary.
+    whole = (t for t, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True) if kind == _USER_DEFINED and t)
+    core.add_tokens([AddedToken(text, normalized=False) for text in whole])
+    return core
+
+
+def _from_hf(files: HfTokenizerFiles) -> _Parts:
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    data = _read_json(files.tokenizer_json, required=True)
+    config = _read_json(files.directory / "tokenizer_config.json")
+    generation = _read_json(files.directory / "generation_config.json")
+    where = str(files.tokenizer_json)
+    model = data.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        kind = model.get("type") if isinstance(model, dict) else model
+        raise TokenizerError(f"{where}: the model is {kind!r}; wanted BPE with a vocabulary")
+    added = data.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in added):
+        raise TokenizerError(f"{where}: added_tokens is no list of tokens")
+    byte_level, strips = _read_decoder(data.get("decoder"), where)
+
+    vocab = dict(model["vocab"])
+    control, literal = [], set()
+    for token in added:
+        token_id = token.get("id")
+        if vocab.setdefault(token["content"], token_id) != token_id:
+            raise TokenizerError(f"{where}: {token['content']!r} has the ids {vocab[token['content']]} and {token_id}")
+    tokens = _by_id(vocab, where)
+    for token in added:
+        if token.get("special") or _LOOKS_LIKE_CONTROL.fullmatch(token["content"]):
+            control.append(_ControlToken(token["id"], token["content"], bool(token.get("lstrip")), bool(token.get("rstrip"))))
+        else:
+            literal.add(token["id"])
+
+    prefix, suffix = _around(data, len(tokens), where)
+    # Control tokens leave the library's sight; what stays keeps its id by being in the model's vocabulary.
+    names = {token.text for token in control}
+    keep = model.get("unk_token")
+    reduced = {text: token_id for text, token_id in vocab.items() if text not in names or text == keep}
+    merges = model.get("merges") or []
+    if not isinstance(merges, list):
+        raise TokenizerError(f"{where}: merges is no list")
+    data["model"] = {**model, "vocab": reduced, "merges": [merge for merge in merges if _joined(merge) not in names]}
+    data["added_tokens"] = [token for token in added if token["content"] not in names]
+    data["post_processor"] = None
+    with _library_errors(f"{where} cannot be used"):
+        core = later_core = LibraryTokenizer.from_str(json.dumps(data))
+        # "first" means the beginning of the whole input, which the library gets to see in pieces.
+        first, never = '"prepend_scheme": "first"', '"prepend_scheme": "never"'
+        if first in (before := json.dumps(data.get("pre_tokenizer"))):
+            data["pre_tokenizer"] = json.loads(before.replace(first, never))
+            later_core = LibraryTokenizer.from_str(json.dumps(data))
+
+    variables = _special_texts(files, config)
+    ids = {text: token_id for token_id, text in enumerate(tokens) if text is not None}
+    bos_id = ids.get(variables["bos_token"])
+    eos_id = ids.get(variables["eos_token"])
+    generic = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+    # Classes of their own rebuild the post-processor from these flags; the generic one takes the file's.
+    if not generic and isinstance(config.get("add_bos_token"), bool):
+        prefix = (bos_id,) if config["add_bos_token"] and bos_id is not None else ()
+    if not generic and isinstance(config.get("add_eos_token"), bool):
+        suffix = (eos_id,) if config["add_eos_token"] and eos_id is not None else ()
+    listed = generation.get("eos_token_id")
+    ends = {eos_id, *(listed if isinstance(listed, list) else [listed]), *(t.id for t in control if t.text in _END_NAMES)}
+    return _Parts(
+        core=core,
+        later_core=later_core,
+        tokens=tokens,
+        special=frozenset(token.id for token in control),
+        control=tuple(control),
+        literal=frozenset(literal),
+        byte_level=byte_level,
+        strips_first_space=strips,
+        bos_id=bos_id,
+        eos_ids=frozenset(end for end in ends if isinstance(end, int) and 0 <= end < len(tokens)),
+        prefix=prefix,
+        suffix=suffix,
+        chat_template=_read_template(files.directory, config),
+        template_variables=variables,
+    )
+
+
+def _by_id(vocab: dict[str, Any], where: str) -> tuple[str | None, ...]:
+    top = -1
+    for text, token_id in vocab.items():
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < _MOST_TOKENS:
+            raise TokenizerError(f"{where}: the id of {text!r} is {token_id!r}; wanted a number from 0 to {_MOST_TOKENS - 1}")
+        top = max(top, token_id)
+    if top > 2 * len(vocab) + 4096:
+        raise TokenizerError(f"{where}: the highest id is {top} among {len(vocab)} tokens; the file is damaged")
+    tokens: list[str | None] = [None] * (top + 1)
+    for text, token_id in vocab.items():
+        if tokens[token_id] is not None:
+            raise TokenizerError(f"{where}: {tokens[token_id]!r} and {text!r} share the id {token_id}")
+        tokens[token_id] = text
+    if not tokens:
+        raise TokenizerError(f"{where}: the vocabulary has no tokens")
+    return tuple(tokens)
+
+
+def _joined(merge: Any) -> str:
+    if isinstance(merge, str):
+        return merge.replace(" ", "", 1)
+    return "".join(map(str, merge)) if isinstance(merge, list) else ""
+
+
+def _around(data: dict[str, Any], unused_id: int, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the file's post-processor puts before and behind every text: asked of it with a vocabulary of one token."""
+    from tokenizers import Tokenizer as LibraryTokenizer
+
+    model = {"type": "BPE", "vocab": {"a": unused_id}, "merges": []}
+    with _library_errors(f"{where} cannot be used"):
+        small = LibraryTokenizer.from_str(json.dumps({"post_processor": data.get("post_processor"), "model": model}))
+        ids = small.encode("a").ids
+    if ids.count(unused_id) != 1 or max(ids) > unused_id:
+        raise TokenizerError(f"{where}: the post-processor makes {ids[:20]} of one token; wanted it once, with special tokens around it")
+    return tuple(ids[: ids.index(unused_id)]), tuple(ids[ids.index(unused_id) + 1 :])
+
+
+def _read_decoder(decoder: Any, where: str) -> tuple[bool, bool]:
+    """Whether pieces are byte-level, and whether the first space of a text is not part of it."""
+    steps = decoder.get("decoders") if isinstance(decoder, dict) and decoder.get("type") == "Sequence" else [decoder]
+    steps = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    kinds = {step.get("type") for step in steps}
+    if kinds == {"ByteLevel"}:
+        return True, False
+    if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        strip = any(step["type"] == "Strip" and step.get("start") for step in steps)
+        return False, strip or any(step["type"] == "Metaspace" and step.get("prepend_scheme") != "never" for step in steps)
+    raise TokenizerError(f"{where}: the decoder is {sorted(map(str, kinds)) or None}; wanted ByteLevel, or SentencePiece's steps")
+
+
+def _special_texts(files: HfTokenizerFiles, config: dict[str, Any]) -> dict[str, str]:
+    special = _read_json(files.directory / "special_tokens_map.json")
+    texts = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name) or special.get(name) or ""
+        value = value.get("content", "") if isinstance(value, dict) else value
+        texts[name] = value if isinstance(value, str) else ""
+    return texts
+
+
+def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return _read_text(file)
+    template = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > 1 << 28:
+            raise TokenizerError(f"{path} has {path.stat().st_size} bytes; at most {1 << 28} are read")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8: {error}") from error
+
+
+def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
+    if not required and not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, TokenizerError):
+            raise
+        raise TokenizerError(f"{path} is not JSON: {str(error)[:200]}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} holds {type(value).__name__}; wanted an object")
+    return value
+
+
+def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    from cpuspec.chat_template import ROLES
+
+    if not messages:
+        raise TokenizerError("there are no messages; wanted at least one")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("content", ""), str | None):
+            raise TokenizerError(f"message {number} is {str(message)[:100]!r}; wanted a mapping with role and content as texts")
+        # A role is printed between control marks by some templates, so it cannot be just any text.
+        if message.get("role") not in ROLES:
+            raise TokenizerError(f"message {number} has the role {message.get('role')!r}; wanted one of {', '.join(ROLES)}")
+        for key, value in message.items():
+            if not isinstance(value, str | None):
+                raise TokenizerError(f"message {number}: {key} is {type(value).__name__}; wanted a text")
+    return [dict(message) for message in messages]
+
+
+def _unused_character(texts: Sequence[str]) -> str:
+    """A private-use character that none of the texts contains."""
+    used = set().union(*texts)
+    return next(char for char in map(chr, range(0x10FFFD, 0xF0000, -1)) if char not in used)
+
+
+def _map_contents(messages: Sequence[Mapping[str, str]], change: Callable[[str], str]) -> list[dict[str, str]]:
+    return [{k: v if k == "role" or v is None else change(v) for k, v in message.items()} for message in messages]
+
+
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """The library's own errors, and panics of the Rust code in it, as TokenizerError."""
+    try:
+        yield
+    except (TokenizerError, UnicodeEncodeError):
+        raise
+    except Exception as error:
+        raise TokenizerError(f"{what}: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise TokenizerError(f"{what}: {error}") from error
+        raise
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
