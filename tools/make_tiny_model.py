@@ -564,9 +564,7 @@ def _write_hf_tokenizer(directory: Path, config: ModelConfig) -> None:
     if config.architecture == "llama":
         split: list[dict[str, object]] = [{"type": "Digits", "individual_digits": True}, {**byte_level, "use_regex": True}]
     else:
-        pattern = (
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        )
+        pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         split = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
             {**byte_level, "use_regex": False},

@@ -179,7 +179,8 @@ def _canonical_names(file: GgufFile) -> dict[str, QuantTensor]:
 def _read_config(fields: _Fields, architecture: str, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
     """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
     for key, neutral, feature in _UNSUPPORTED:
-        if key in fields and fields.value(key) not in neutral:
+        value = fields.value(key)
+        if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             fields.fail(key, f"it absent: {feature} is not supported")
     context_length = fields.integer("context_length")
     if 0 < fields.integer("attention.sliding_window", 0) < context_length:
@@ -210,7 +211,7 @@ def _read_config(fields: _Fields, architecture: str, tensors: dict[str, QuantTen
         context_length=context_length,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_base=fields.number("rope.freq_base", 10000.0),
-        rope_scaling=_read_rope_scaling(fields, context_length, factors),
+        rope_scaling=_read_rope_scaling(fields, context_length, head_dim, factors),
         qkv_bias="layers.0.q_bias" in tensors,
         o_bias="layers.0.o_bias" in tensors,
         qk_norm="layers.0.q_norm" in tensors,
@@ -218,7 +219,7 @@ def _read_config(fields: _Fields, architecture: str, tensors: dict[str, QuantTen
     )
 
 
-def _read_rope_scaling(fields: _Fields, context_length: int, factors: QuantTensor | None) -> RopeScaling | None:
+def _read_rope_scaling(fields: _Fields, context_length: int, head_dim: int, factors: QuantTensor | None) -> RopeScaling | None:
     """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported."""
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     # Files older than the type key mean linear scaling.
@@ -231,8 +232,11 @@ def _read_rope_scaling(fields: _Fields, context_length: int, factors: QuantTenso
     if factors is not None:
         if kind != "none":
             fields.fail("rope.scaling.type", f"none beside the tensor {_ROPE_FACTORS}")
-        if len(factors.shape) != 1 or factors.format.block_size != 1:
-            raise CheckpointError(f"{fields.path}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, wanted a vector")
+        if factors.shape != (head_dim // 2,) or factors.format.block_size != 1:
+            raise CheckpointError(
+                f"{fields.path}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, "
+                f"wanted a float for each of the {head_dim // 2} frequencies of a head"
+            )
         return RopeScaling("factors", factors=tuple(factors.dequantize().tolist()))
     if kind == "none":
         return None

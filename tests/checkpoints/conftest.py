@@ -43,6 +43,7 @@ def edited_gguf(tmp_path) -> Callable[..., Path]:
         """set: {key: (value, GGUFValueType)}; tensors: {name: F32 array}."""
         reader = gguf.GGUFReader(source)
         path = tmp_path / "edited.gguf"
+        path.unlink(missing_ok=True)  # a new file each time: an earlier one may still be mapped
         changes = dict(set)
         writer = gguf.GGUFWriter(path, "unused")
         writer.kv_data[0].clear()

@@ -208,6 +208,7 @@ def test_rope_scaling_is_read_as_the_file_means_it(small_gguf, edited_gguf, chan
     ("changes", "message"),
     [
         ({"qwen2.expert_count": (8, T.UINT32)}, "mixture of experts"),
+        ({"qwen2.expert_count": ([0, 8], T.ARRAY)}, "mixture of experts"),
         ({"qwen2.attention.sliding_window": (128, T.UINT32)}, "sliding windows"),
         ({"qwen2.attn_logit_softcapping": (50.0, T.FLOAT32)}, "softcapping of attention"),
         ({"qwen2.final_logit_softcapping": (30.0, T.FLOAT32)}, "softcapping of final"),
@@ -260,8 +261,8 @@ def test_what_is_not_supported_or_inconsistent_is_an_error_and_never_ignored(sma
         ("blk.00.attn_q.weight", (32, 32), "does not compute"),
         ("blk.0.attn_q_norm.weight", (16,), r"k_norm .*missing"),
         ("cls.output.weight", (2, 32), "does not compute"),
-        ("rope_freqs.weight", (4,), "head_dim / 2 = 8 numbers, got 4"),
-        ("rope_freqs.weight", (2, 4), "wanted a vector"),
+        ("rope_freqs.weight", (4,), r"\[4\], wanted a float for each of the 8 frequencies"),
+        ("rope_freqs.weight", (2, 4), r"\[2, 4\], wanted a float for each of the 8 frequencies"),
     ],
 )
 def test_tensors_that_would_go_unused_are_an_error(small_gguf, edited_gguf, name, shape, message):
@@ -309,3 +310,27 @@ def test_a_norm_in_blocks_is_refused(tmp_path, small_gguf, edited_gguf):
 def test_a_name_that_would_scribble_over_a_terminal_is_not_used(small_gguf, edited_gguf):
     path = edited_gguf(small_gguf("qwen2"), set={"general.name": ("\x1b[2Jhello", T.STRING)})
     assert open_checkpoint(path).name == "edited"
+
+
+def test_a_metadata_value_of_any_type_opens_or_is_refused_and_nothing_else(small_gguf, edited_gguf):
+    source = small_gguf("qwen2")
+    extra = ["expert_count", "rope.scaling.type", "rope.scaling.factor", "attention.sliding_window", "attention.causal"]
+    keys = [key for key in gguf.GGUFReader(source).fields if not key.startswith("GGUF.")] + [f"qwen2.{key}" for key in extra]
+    values = [
+        (-1, T.INT64),
+        ((1 << 64) - 1, T.UINT64),
+        (float("inf"), T.FLOAT64),
+        (True, T.BOOL),
+        ("text", T.STRING),
+        (["text"], T.ARRAY),
+        ([1, 2, 3], T.ARRAY),
+        ([0.5], T.ARRAY),
+    ]
+    refusals = 0
+    for key in keys:
+        for value in values:
+            try:
+                open_checkpoint(edited_gguf(source, set={key: value}))
+            except CheckpointError as error:
+                refusals += str(error).count("edited.gguf")
+    assert refusals > len(keys) * len(values) / 2

@@ -69,7 +69,14 @@ def test_random_models_are_written_tensor_by_tensor_with_sane_values(tmp_path):
 
 
 def test_known_shapes_have_the_parameters_of_their_names():
-    millions = {"smollm2-135m": 134.5, "qwen2.5-0.5b": 494, "qwen2.5-1.5b": 1544, "qwen2.5-7b": 7616, "qwen3-0.6b": 596, "qwen3-1.7b": 1721}
+    millions = {
+        "smollm2-135m": 134.5,
+        "qwen2.5-0.5b": 494,
+        "qwen2.5-1.5b": 1544,
+        "qwen2.5-7b": 7616,
+        "qwen3-0.6b": 596,
+        "qwen3-1.7b": 1721,
+    }
     for name, config in SHAPES.items():
         count = sum(math.prod(shape) for shape in tensor_shapes(config).values())
         assert abs(count / 1e6 / millions[name] - 1) < 0.002, name
