@@ -45,10 +45,9 @@ class NumbaBackend:
         self._q, self._k, self._v = self._rows(heads), self._rows(kv_heads), self._rows(kv_heads)
         self._attended, self._gate, self._up = self._rows(heads), self._rows(c.intermediate_size), self._rows(c.intermediate_size)
         widest = max(m.shape[1] for m in self._matrices.values())
-        orders = {linear.activation_order(m.format.name) for m in self._matrices.values()}
         # Whole blocks of rows, and whole vectors of the last block.
-        padded = _round_up(rows, linear.ROWS) * _round_up(widest, TILE)
-        self._inputs = {order: aligned_bytes((padded * (2 if order == "int8" else 4),)) for order in orders}
+        groups = _round_up(rows, linear.ROWS) * _round_up(widest, TILE) // 32 + 1
+        self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
         self._cosines, self._sines = (np.empty((rows, c.head_dim // 2), np.float32) for _ in range(2))
         self._scratch = aligned_bytes((0,))
         self._team = step.Team(self._write_program(), self.threads)
@@ -164,8 +163,8 @@ class NumbaBackend:
         """Prepare the rows of `source` once, then multiply them with up to three matrices. No output: the logits."""
         matrices = [self._matrices[name] for name, _ in outputs]
         features = matrices[0].shape[1]
-        orders = {linear.activation_order(m.format.name) for m in matrices}
         logits = outputs[0][1] is None
+        orders = [linear.activation_order(m.format.name, precise=logits) for m in matrices]
         prepare = {
             step.P_KIND: pointwise.NORM if norm else pointwise.SILU if silu_times is not None else pointwise.PLAIN,
             step.P_ROWS: _at(source),
@@ -174,20 +173,20 @@ class NumbaBackend:
             step.P_WEIGHT: _at(self._vectors[norm]) if norm else 0,
             step.P_EPS_BITS: _bits(self.config.norm_eps),
             step.P_FEATURES: features,
-            step.P_RECORDS: _at(self._inputs["int8"]) if "int8" in orders else 0,
-            step.P_NUMBERS: _at(self._inputs["f32"]) if "f32" in orders else 0,
+            step.P_INT8: _at(self._inputs["int8"]) if "int8" in orders else 0,
+            step.P_INT16: _at(self._inputs["int16"]) if "int16" in orders else 0,
+            step.P_F32: _at(self._inputs["f32"]) if "f32" in orders else 0,
             step.P_SELECT: logits,
         }
         product = {step.L_TENSORS: len(matrices), step.L_SELECT: logits, step.L_FEATURES: features}
-        for n, ((name, out), matrix) in enumerate(zip(outputs, matrices, strict=True)):
-            order = linear.activation_order(matrix.format.name)
+        for n, ((name, out), matrix, order) in enumerate(zip(outputs, matrices, orders, strict=True)):
             tensor = {
-                step.T_KERNEL: linear.linear_kernel(matrix.format.name),
+                step.T_KERNEL: linear.linear_kernel(matrix.format.name, order),
                 step.T_TILES: _at(matrix.data),
                 step.T_TILE_BYTES: matrix.tile_bytes,
                 step.T_NUM_TILES: len(matrix.data),
                 step.T_INPUTS: _at(self._inputs[order]),
-                step.T_ROW_BYTES: features * (2 if order == "int8" else 4),
+                step.T_ROW_BYTES: features * linear.ORDERS[order] // 32,
                 step.T_BIAS: _at(self._vectors.get(name + "_bias")),
                 step.T_RESIDUAL: _at(out) if residual else 0,
                 step.T_OUT: _at(out),

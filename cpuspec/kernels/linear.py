@@ -4,10 +4,13 @@ A tile is 16 output rows in 16 lanes. For each group of 32 inputs its weights ar
 the batch (up to ROWS at a time) is multiplied with them. Each output sums its groups in the order of the inputs, whatever the
 number of rows, the thread or the tile: a row's result does not depend on its company, bit for bit.
 
-Activations come in one of two orders, in blocks of up to ROWS rows:
-  "int8"  [group][row] records of RECORD bytes: 32 signed bytes, then at the offsets below the scale and what formats with a zero
-          point or a minimum need of the bytes' sum.
-  "f32"   [input][row] numbers, for weights that are floating point themselves.
+Activations come in one of three orders, in blocks of up to ROWS rows:
+  "int8"   [group][row] records of 64 bytes: x = scale * byte + shift for 32 inputs, shift the middle of their range. Against
+           bytes around zero this halves the error, for one more multiply-add a group.
+  "int16"  [group][row] records of 128 bytes: x = scale * (256 * byte + low byte), for the logits, where errors count most.
+  "f32"    [input][row] numbers, for weights that are floating point themselves.
+A record holds 32 signed bytes, then at the offsets below the scale, the shift and what formats with a zero point or a minimum
+need of the sums; then in "int16" order the 32 low bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +28,11 @@ from cpuspec.kernels import simd
 from cpuspec.kernels.simd import f32x16, i32x16
 
 ROWS = 16  # rows of a block of activations
-RECORD = 64
-SCALE, SCALED_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 60, 4)
+SCALE, SHIFT, VALUE_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 64, 4)
+LOW_BYTES = 64
+
+# Bytes of activations for each row and group of 32 inputs (of "f32", for each row and 32 inputs).
+ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 128})
 
 # Rows that one pass over a tile serves; other counts are made of these. Each is code to compile, once per format.
 _PASSES = (16, 8, 4, 3, 2, 1)
@@ -81,6 +87,14 @@ class _Ops:
         words = [self.i32(self.at(address, 64 * j)) for j in range(4)]
         return [part for w in words for part in (self.mask(w, 0x0F0F0F0F), self.mask(self.left(w, -4), 0x0F0F0F0F))]
 
+    def sum_of_bytes(self, vectors: list[Any]) -> Any:
+        """Byte by byte, without care for overflow."""
+        wide = ir.VectorType(simd._I8, 64)
+        total = self.b.bitcast(vectors[0], wide)
+        for vector in vectors[1:]:
+            total = self.b.add(total, self.b.bitcast(vector, wide))
+        return self.b.bitcast(total, simd._V)
+
     def with_top_bit(self, codes: list[Any], address: Any) -> list[Any]:
         high = self.i32(address)
         return [self.b.or_(c, self.mask(self.left(high, 4 - v), 0x10101010)) for v, c in enumerate(codes)]
@@ -94,9 +108,10 @@ class _Ops:
 class _Group:
     """32 inputs of 16 rows in registers."""
 
+    bits: int  # of a code
     codes: list[Any]  # eight vectors of unsigned bytes, four inputs each
     scales: list[Any]  # one for the group, or one for each half of it
-    starts: tuple[int, ...] = ()  # fields of the record that the integer sums start from: -zero point * sum of the inputs
+    zero: int = 0  # zero point of the codes
     minimum: Any = None  # added to every weight
 
 
@@ -107,7 +122,7 @@ def _scale_of_32(o: _Ops, address: Any, group: Any) -> Any:
     return o.f16(o.b.add(address, o.times(group, 32)))
 
 
-def _legacy(offset: int, start: int | None, top_bit: bool = False) -> Reader:
+def _legacy(offset: int, zero: int, top_bit: bool = False) -> Reader:
     """q4_0, q4_1, q5_0, q5_1: planes codes, (top bits), scales, (minima)."""
 
     def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
@@ -115,9 +130,9 @@ def _legacy(offset: int, start: int | None, top_bit: bool = False) -> Reader:
         if top_bit:
             codes = o.with_top_bit(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 64)))
         scale = _scale_of_32(o, o.b.add(tile, o.times(groups, offset)), group)
-        if start is not None:
-            return _Group(codes, [scale], (start,))
-        return _Group(codes, [scale], (), _scale_of_32(o, o.b.add(tile, o.times(groups, offset + 32)), group))
+        if zero:
+            return _Group(4 + top_bit, codes, [scale], zero)
+        return _Group(4 + top_bit, codes, [scale], 0, _scale_of_32(o, o.b.add(tile, o.times(groups, offset + 32)), group))
 
     return read
 
@@ -125,7 +140,7 @@ def _legacy(offset: int, start: int | None, top_bit: bool = False) -> Reader:
 def _q8_0(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
     address = o.b.add(tile, o.times(group, 512))
     codes = [o.i32(o.at(address, 64 * v)) for v in range(8)]
-    return _Group(codes, [_scale_of_32(o, o.b.add(tile, o.times(groups, 512)), group)], (MINUS_128_SUMS,))
+    return _Group(8, codes, [_scale_of_32(o, o.b.add(tile, o.times(groups, 512)), group)], 128)
 
 
 def _superblock(o: _Ops, address: Any, group: Any) -> Any:
@@ -145,7 +160,7 @@ def _k(offset: int, top_bit: bool) -> Reader:
         scale = o.b.fmul(_superblock(o, d, group), o.u8(here))
         # d is 32 bytes a superblock, 4 a group
         minimum = o.b.fmul(_superblock(o, o.b.add(d, o.times(groups, 4)), group), o.u8(o.b.add(here, o.times(groups, 16))))
-        return _Group(codes, [scale], (), o.b.fneg(minimum))
+        return _Group(4 + top_bit, codes, [scale], 0, o.b.fneg(minimum))
 
     return read
 
@@ -157,15 +172,15 @@ def _q6_k(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
     here = o.b.add(scales, o.times(group, 32))
     d = _superblock(o, o.b.add(scales, o.times(groups, 32)), group)
     halves = [o.b.fmul(d, o.i8(o.at(here, 16 * half))) for half in range(2)]
-    return _Group(codes, halves, (MINUS_32_LOW, MINUS_32_HIGH))
+    return _Group(6, codes, halves, 32)
 
 
 _READERS: Mapping[str, Reader] = MappingProxyType(
     {
-        "q4_0": _legacy(256, MINUS_8_SUMS),
-        "q4_1": _legacy(256, None),
-        "q5_0": _legacy(320, MINUS_16_SUMS, top_bit=True),
-        "q5_1": _legacy(320, None, top_bit=True),
+        "q4_0": _legacy(256, 8),
+        "q4_1": _legacy(256, 0),
+        "q5_0": _legacy(320, 16, top_bit=True),
+        "q5_1": _legacy(320, 0, top_bit=True),
         "q8_0": _q8_0,
         "q4_k": _k(256, top_bit=False),
         "q5_k": _k(320, top_bit=True),
@@ -175,39 +190,78 @@ _READERS: Mapping[str, Reader] = MappingProxyType(
 _NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType({"f32": (64, "f32"), "f16": (32, "f16"), "bf16": (32, "bf16")})
 
 
-def activation_order(format_name: str) -> str:
-    """How a format wants its activations: "int8" or "f32"."""
-    return "int8" if format_name in _READERS else "f32"
+# Field of a record that an integer sum starts from, by zero point and by half of the group.
+_STARTS = {8: (MINUS_8_SUMS,), 16: (MINUS_16_SUMS,), 128: (MINUS_128_SUMS,), 32: (MINUS_32_LOW, MINUS_32_HIGH)}
 
 
-def _quantized_pass(o: _Ops, read: Reader, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> list[Any]:
-    """The 16 outputs of each row, from int8 activations."""
+def activation_order(format_name: str, precise: bool = False) -> str:
+    """The order of activations that a format wants: of ORDERS, "int16" rather than "int8" where precise."""
+    return "f32" if format_name in _NUMBERS else "int16" if precise else "int8"
+
+
+def _quantized_pass(o: _Ops, read: Reader, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> list[Any]:
+    """The 16 outputs of each row, from activations in records."""
     groups = o.b.lshr(in_features, ir.Constant(simd._I64, 5))
-    stride = o.times(block_rows, RECORD)
+    stride = o.times(block_rows, ORDERS[order])
     sums = [cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(rows)]
     with cgutils.for_range(o.b, groups) as loop:
         group = read(o, tile, groups, loop.index)
+        shifted = _sum_of_weights(o, group) if order == "int8" else None
         records = o.b.add(acts, o.b.mul(loop.index, stride))
         for row, total in enumerate(sums):
-            record = o.at(records, row * RECORD)
-            o.b.store(_add_group(o, group, record, o.b.load(total)), total)
+            record = o.at(records, row * ORDERS[order])
+            o.b.store(_add_group(o, group, shifted, record, o.b.load(total)), total)
     return [o.b.load(total) for total in sums]
 
 
-def _add_group(o: _Ops, group: _Group, record: Any, total: Any) -> Any:
-    """total + scale of the row * (sum over parts of scale * integer dot) + minimum * sum of the row's inputs."""
-    parts = len(group.scales)
+def _halves(group: _Group) -> list[tuple[Any, list[Any]]]:
+    """Each scale with the vectors of codes that it is for."""
+    share = 8 // len(group.scales)
+    return [(scale, group.codes[n * share : (n + 1) * share]) for n, scale in enumerate(group.scales)]
+
+
+def _sum_of_weights(o: _Ops, group: _Group) -> Any:
+    """Sum over the group of scale * (code - zero), for each row of the tile: what a shift of the inputs is multiplied with."""
+    ones = simd.constant(o.b, 0x01010101, i32x16)
+    weights = None
+    for scale, vectors in _halves(group):
+        total = simd.constant(o.b, -group.zero * 4 * len(vectors), i32x16)
+        if len(vectors) * (2**group.bits - 1) < 256:  # as bytes, the sum of all vectors does not overflow
+            vectors = [o.sum_of_bytes(vectors)]
+        for vector in vectors:
+            total = simd.dot_bytes(o.b, total, vector, ones)
+        number = o.b.sitofp(total, simd._F)
+        weights = o.b.fmul(number, scale) if weights is None else o.fma(number, scale, weights)
+    return weights
+
+
+def _add_group(o: _Ops, group: _Group, shifted: Any, record: Any, total: Any) -> Any:
+    """total + scale of the row * (sum over parts of scale * integer dot) + shift * sum of weights + minimum * sum of inputs.
+
+    shifted: the sum of weights for "int8" records, None for "int16" records.
+    """
     scaled = None
-    for part, scale in enumerate(group.scales):
-        start = group.starts[part] if group.starts else None
-        dot = simd.constant(o.b, 0, i32x16) if start is None else o.every(o.at(record, start), simd._I32)
-        for v in range(part * 8 // parts, (part + 1) * 8 // parts):
-            dot = simd.dot_bytes(o.b, dot, group.codes[v], o.every(o.at(record, 4 * v), simd._I32))
-        number = o.b.sitofp(dot, simd._F)
+    for part, (scale, vectors) in enumerate(_halves(group)):
+        first = 4 * part * len(vectors)
+        start = simd.constant(o.b, 0, i32x16)
+        if group.zero:
+            start = o.every(o.at(record, _STARTS[group.zero][part]), simd._I32)
+        if shifted is None:
+            high = simd.constant(o.b, 0, i32x16)
+            for v, codes in enumerate(vectors):
+                high = simd.dot_bytes(o.b, high, codes, o.every(o.at(record, first + 4 * v), simd._I32))
+                start = simd.dot_bytes(o.b, start, codes, o.every(o.at(record, LOW_BYTES + first + 4 * v), simd._I32))
+            start = o.b.add(o.left(high, 8), start)
+        else:
+            for v, codes in enumerate(vectors):
+                start = simd.dot_bytes(o.b, start, codes, o.every(o.at(record, first + 4 * v), simd._I32))
+        number = o.b.sitofp(start, simd._F)
         scaled = o.b.fmul(number, scale) if scaled is None else o.fma(number, scale, scaled)
     total = o.fma(scaled, o.every(o.at(record, SCALE), simd._F32), total)
+    if shifted is not None:
+        total = o.fma(shifted, o.every(o.at(record, SHIFT), simd._F32), total)
     if group.minimum is not None:
-        total = o.fma(group.minimum, o.every(o.at(record, SCALED_SUM), simd._F32), total)
+        total = o.fma(group.minimum, o.every(o.at(record, VALUE_SUM), simd._F32), total)
     return total
 
 
@@ -235,16 +289,16 @@ def _number_pass(o: _Ops, format_name: str, rows: int, tile: Any, in_features: A
 
 
 @intrinsic(prefer_literal=True)
-def _pass(typingctx, format_name, rows, tile, in_features, acts, block_rows, bias, residual, out, stride):  # type: ignore[no-untyped-def]
+def _pass(typingctx, format_name, order, rows, tile, in_features, acts, block_rows, bias, residual, out, stride):  # type: ignore[no-untyped-def]
     """Outputs of one tile for `rows` rows, stored at out + row * stride: products + bias + residual (each where not 0)."""
-    signature = types.void(format_name, rows, *[types.int64] * 8)
+    signature = types.void(format_name, order, rows, *[types.int64] * 8)
     name, count = format_name.literal_value, rows.literal_value
 
     def codegen(context, builder, sig, args):  # type: ignore[no-untyped-def]
-        _, _, tile, in_features, acts, block_rows, bias, residual, out, stride = args
+        _, _, _, tile, in_features, acts, block_rows, bias, residual, out, stride = args
         o = _Ops(builder)
         if name in _READERS:
-            results = _quantized_pass(o, _READERS[name], count, tile, in_features, acts, block_rows)
+            results = _quantized_pass(o, _READERS[name], order.literal_value, count, tile, in_features, acts, block_rows)
         else:
             results = _number_pass(o, name, count, tile, in_features, acts, block_rows)
         results = _plus(o, results, bias, lambda row: bias)
@@ -266,15 +320,15 @@ def _plus(o: _Ops, values: list[Any], given: Any, address_of_row: Callable[[int]
 
 
 @cache
-def linear_kernel(format_name: str) -> int:
-    """Address of the compiled kernel of a format:
+def linear_kernel(format_name: str, order: str) -> int:
+    """Address of the compiled kernel of a format, for activations in an order of ORDERS:
 
     (tiles, tile_bytes, in_features, first tile, end tile, activations, bytes of a row of activations, rows, bias, residual, out, stride)
 
     all int64, addresses and byte counts. Writes out[row * stride + 64 * tile] for tiles first..end and all rows.
     """
     p16, p8, p4, p3, p2, p1 = _PASSES
-    name, step = format_name, RECORD if activation_order(format_name) == "int8" else 4
+    name, step = format_name, 4 if order == "f32" else ORDERS[order]
 
     @cfunc(types.void(*[types.int64] * 12), cache=True, nopython=True)
     def linear(tiles, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):  # type: ignore[no-untyped-def]
@@ -290,22 +344,22 @@ def linear_kernel(format_name: str) -> int:
                 to = out + row * stride + 64 * tile
                 add = residual + row * stride + 64 * tile if residual != 0 else residual
                 if left >= p16:
-                    _pass(name, p16, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    _pass(name, order, p16, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                     row += p16
                 elif left >= p8:
-                    _pass(name, p8, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    _pass(name, order, p8, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                     row += p8
                 elif left >= p4:
-                    _pass(name, p4, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    _pass(name, order, p4, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                     row += p4
                 elif left >= p3:
-                    _pass(name, p3, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    _pass(name, order, p3, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                     row += p3
                 elif left >= p2:
-                    _pass(name, p2, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    _pass(name, order, p2, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                     row += p2
                 else:
-                    _pass(name, p1, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                    _pass(name, order, p1, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                     row += p1
 
     return linear.address

@@ -7,16 +7,20 @@ from numba import njit
 
 from cpuspec.kernels import simd
 from cpuspec.kernels.linear import (
+    LOW_BYTES,
     MINUS_8_SUMS,
     MINUS_16_SUMS,
     MINUS_32_HIGH,
     MINUS_32_LOW,
     MINUS_128_SUMS,
-    RECORD,
+    ORDERS,
     ROWS,
     SCALE,
-    SCALED_SUM,
+    SHIFT,
+    VALUE_SUM,
 )
+
+_INT8_RECORD, _INT16_RECORD = ORDERS["int8"], ORDERS["int16"]
 
 OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 
@@ -68,41 +72,71 @@ def _prepared(kind, row, other, weight, scale, at):  # type: ignore[no-untyped-d
 
 
 @njit(**OPTIONS)
-def prepare_row(kind, row, other, weight, eps, features, first, end, records, numbers, place, block_rows):  # type: ignore[no-untyped-def]
+def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16, f32, place, block_rows):  # type: ignore[no-untyped-def]
     """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
 
-    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other. records, numbers: the row's block in "int8" and "f32" order,
-    0 where not wanted; place: the row's place in its block of block_rows.
+    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other. int8, int16, f32: the row's block in that order, 0 where not
+    wanted; place: the row's place in its block of block_rows.
     """
     scale = simd.splat_f32(1.0)
     if kind == NORM:
         mean = sum_of_squares(row, features) / simd.to_float(features)
         scale = simd.splat_f32(simd.to_float(1) / simd.sqrt_f32(mean + eps))
-    if records != 0:
+    if int8 != 0 or int16 != 0:
         for group in range(first // 32, end // 32):
             low = _prepared(kind, row, other, weight, scale, group * 128)
             high = _prepared(kind, row, other, weight, scale, group * 128 + 64)
-            quantize_group(low, high, records + (group * block_rows + place) * RECORD)
-    if numbers != 0:
+            if int8 != 0:
+                quantize_to_int8(low, high, int8 + (group * block_rows + place) * _INT8_RECORD)
+            if int16 != 0:
+                quantize_to_int16(low, high, int16 + (group * block_rows + place) * _INT16_RECORD)
+    if f32 != 0:
         for start in range(first, end, 16):
             x = _prepared(kind, row, other, weight, scale, start * 4)
-            simd.scatter_f32(numbers + (start * block_rows + place) * 4, block_rows * 4, min(16, end - start), x)
+            simd.scatter_f32(f32 + (start * block_rows + place) * 4, block_rows * 4, min(16, end - start), x)
 
 
 @njit(**OPTIONS)
-def quantize_group(low, high, record):  # type: ignore[no-untyped-def]
-    """Write one record: 32 numbers as round(x / scale), scale = max |x| / 127, and the sums that formats start from."""
+def quantize_to_int8(low, high, record):  # type: ignore[no-untyped-def]
+    """Write one "int8" record of 32 numbers: codes -127..127 across their range."""
+    largest = simd.max_lanes(simd.max_f32(low, high))
+    smallest = simd.min_lanes(simd.min_f32(low, high))
+    shift = smallest * simd.half() + largest * simd.half()
+    scale = (largest * simd.half() - smallest * simd.half()) / simd.to_float(127)
+    inverse, middle = simd.splat_f32(simd.inverse_or_zero(scale)), simd.splat_f32(shift)
+    low_codes = simd.truncate_i32(simd.round_f32((low - middle) * inverse))
+    high_codes = simd.truncate_i32(simd.round_f32((high - middle) * inverse))
+    simd.store_i8(record, low_codes)
+    simd.store_i8(record + 16, high_codes)
+    simd.poke_f32(record + SHIFT, shift)
+    _write_sums(record, scale, shift, simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes))
+
+
+@njit(**OPTIONS)
+def quantize_to_int16(low, high, record):  # type: ignore[no-untyped-def]
+    """Write one "int16" record of 32 numbers: codes -32512..32512 around zero, as 256 * byte + low byte, both signed."""
     largest = simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high)))
-    scale = largest / simd.to_float(127)
+    scale = largest / simd.to_float(127 * 256)
     inverse = simd.splat_f32(simd.inverse_or_zero(scale))
     low_codes = simd.truncate_i32(simd.round_f32(low * inverse))
     high_codes = simd.truncate_i32(simd.round_f32(high * inverse))
-    simd.store_i8(record, low_codes)
-    simd.store_i8(record + 16, high_codes)
-    low_sum, high_sum = simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes)
+    _split_bytes(low_codes, record)
+    _split_bytes(high_codes, record + 16)
+    _write_sums(record, scale, simd.to_float(0), simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes))
+
+
+@njit(**OPTIONS)
+def _split_bytes(codes, to):  # type: ignore[no-untyped-def]
+    half = simd.splat_i32(128)
+    simd.store_i8(to, (codes + half) >> simd.splat_i32(8))
+    simd.store_i8(to + LOW_BYTES, codes)
+
+
+@njit(**OPTIONS)
+def _write_sums(record, scale, shift, low_sum, high_sum):  # type: ignore[no-untyped-def]
     total = simd.int32(low_sum + high_sum)
     simd.poke_f32(record + SCALE, scale)
-    simd.poke_f32(record + SCALED_SUM, scale * simd.to_float(total))
+    simd.poke_f32(record + VALUE_SUM, simd.fma_f32(scale, simd.to_float(total), simd.to_float(32) * shift))
     simd.poke_i32(record + MINUS_8_SUMS, simd.int32(-8 * total))
     simd.poke_i32(record + MINUS_16_SUMS, simd.int32(-16 * total))
     simd.poke_i32(record + MINUS_128_SUMS, simd.int32(-128 * total))

@@ -145,6 +145,7 @@ poke_i32 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, v))
 poke_i8 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, b.trunc(v, _I8)))
 poke_f32 = _operation((_a, _f), types.int8, lambda b, at, v: store(b, at, v))
 f32_bits = _operation((_i,), types.float32, lambda b, v: b.bitcast(v, _F32))
+half = _operation((), types.float32, lambda b: ir.Constant(_F32, 0.5))
 to_float = _operation((types.int64,), types.float32, lambda b, v: b.sitofp(v, _F32))  # int32 and int64, rounded once
 int32 = _operation((types.int64,), types.int32, lambda b, v: b.trunc(v, _I32))
 inverse_or_zero = _operation(
@@ -224,6 +225,7 @@ def _fold(instruction: Callable[[Any, Any, Any], Any]) -> Emit:
 scatter_f32 = _operation((_a, types.int64, types.int64, f32x16), types.int8, _scatter)  # the first `count` lanes, stride bytes apart
 sum_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: b.fadd(x, y)))
 max_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: _extreme(b, "maximum", x, y)))
+min_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: _extreme(b, "minimum", x, y)))
 sum_lanes_i32 = _operation((i32x16,), types.int32, _fold(lambda b, x, y: b.add(x, y)))
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import simd
 from cpuspec.kernels.attention import append_key_value, attend
-from cpuspec.kernels.linear import ROWS
+from cpuspec.kernels.linear import ORDERS, ROWS
 from cpuspec.kernels.pointwise import OPTIONS, prepare_row, rotate_head, rows_of_block
 from cpuspec.kernels.team import GENERATION, PARKED, QUIT, await_work, barrier, publish
 
@@ -46,7 +46,7 @@ PREPARE, LINEAR, ROTATE, ATTEND, KEEP = range(5)
 ) = range(18)
 
 # Operands, by operation. Column 0 is the operation. "_BITS" hold an f32 in their low half.
-P_KIND, P_ROWS, P_OTHER, P_STRIDE, P_WEIGHT, P_EPS_BITS, P_FEATURES, P_RECORDS, P_NUMBERS, P_SELECT = range(1, 11)
+P_KIND, P_ROWS, P_OTHER, P_STRIDE, P_WEIGHT, P_EPS_BITS, P_FEATURES, P_INT8, P_INT16, P_F32, P_SELECT = range(1, 12)
 L_TENSORS, L_SELECT, L_FEATURES, L_FIRST = 1, 2, 3, 4
 T_KERNEL, T_TILES, T_TILE_BYTES, T_NUM_TILES, T_INPUTS, T_ROW_BYTES, T_BIAS, T_RESIDUAL, T_OUT, T_STRIDE, TENSOR_COLUMNS = range(11)
 R_QUERIES, R_KEYS, R_VALUES, R_Q_STRIDE, R_K_STRIDE, R_V_STRIDE, R_Q_NORM, R_K_NORM, R_EPS_BITS, R_SCALE_BITS = range(1, 11)
@@ -54,6 +54,8 @@ R_HEADS, R_KV_HEADS, R_DIMS, R_PADDED_DIMS, R_LAYER = range(11, 16)
 A_QUERIES, A_STRIDE, A_OUT, A_OUT_STRIDE, A_HEADS, A_KV_HEADS, A_DIMS, A_PADDED_DIMS, A_LAYER = range(1, 10)
 K_ROWS, K_STRIDE, K_LAYER, K_BYTES = range(1, 5)
 COLUMNS = L_FIRST + 3 * TENSOR_COLUMNS
+
+_INT8_BYTES, _INT16_BYTES = ORDERS["int8"], ORDERS["int16"]
 
 
 @intrinsic
@@ -90,11 +92,13 @@ def _prepare(op, state, counter, threads):  # type: ignore[no-untyped-def]
         row = simd.peek_i64(state[LOGIT_ROWS] + 8 * place) if selected else place
         source = op[P_ROWS] + row * op[P_STRIDE]
         block, block_rows = place // ROWS * ROWS, rows_of_block(place, rows)
-        records = op[P_RECORDS] + block * (features * 2) if op[P_RECORDS] != 0 else 0
-        numbers = op[P_NUMBERS] + block * (features * 4) if op[P_NUMBERS] != 0 else 0
+        inputs = block * features // 32
+        int8 = op[P_INT8] + inputs * _INT8_BYTES if op[P_INT8] != 0 else 0
+        int16 = op[P_INT16] + inputs * _INT16_BYTES if op[P_INT16] != 0 else 0
+        f32 = op[P_F32] + block * features * 4 if op[P_F32] != 0 else 0
         other = op[P_OTHER] + row * op[P_STRIDE]
         end = min(features, first + part)
-        prepare_row(op[P_KIND], source, other, op[P_WEIGHT], eps, features, first, end, records, numbers, place - block, block_rows)
+        prepare_row(op[P_KIND], source, other, op[P_WEIGHT], eps, features, first, end, int8, int16, f32, place - block, block_rows)
 
 
 @njit(**OPTIONS)
