@@ -1,6 +1,7 @@
 """Counters, latencies and rates, each defined once. The only place, beside the benchmarks, that reads a clock."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -143,3 +144,19 @@ class RequestMeter:
 
 def _percentiles(values: Any) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)} if len(values) else {}
+
+
+def read_bandwidth(threads: int, num_bytes: int = 512 << 20) -> float:
+    """Bytes per second that `threads` threads read from memory together: an estimate, the best of some passes in about a second.
+
+    Allocates `num_bytes`; they must exceed the processor's caches by far, or it is those that are measured.
+    """
+    values = np.ones(num_bytes // 4, np.float32)
+    # Small pieces: numpy's maximum then keeps pace with memory, and threads end together.
+    pieces = np.array_split(values, 16 * threads)
+    best_s, end_s = float("inf"), perf_counter() + 1
+    with ThreadPoolExecutor(threads) as pool:
+        while (start_s := perf_counter()) < end_s:
+            list(pool.map(np.max, pieces))
+            best_s = min(best_s, perf_counter() - start_s)
+    return values.nbytes / best_s

@@ -80,6 +80,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.config = backend.config
         self.spec = spec
+        self.threads = backend.threads
         self.context_length = _capacity(backend.config, settings)
         self._backend = backend
         context = Context(backend, settings.max_sequences, self.context_length)

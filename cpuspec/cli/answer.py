@@ -1,0 +1,61 @@
+"""One streamed answer: collected while it is shown, kept when it is interrupted, and its figures in a line."""
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import cast
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.llm import LLM, Message
+from cpuspec.metrics import RequestStats
+from cpuspec.sampling import TokenLogprobs
+
+
+@dataclass
+class Answer:
+    """What an answer has so far. finish_reason "aborted" is an interrupted one, which has no stats."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = "aborted"
+    stats: RequestStats | None = None
+
+
+def collect(llm: LLM, prompt: str | list[Message], params: SamplingParams, show: Callable[[str], None]) -> Answer:
+    """Stream the answer through `show`. An interrupt ends it and nothing else: what was said is returned."""
+    answer = Answer()
+    try:
+        with closing(cast(Generator, llm.stream(prompt, params))) as outputs:
+            for output in outputs:
+                answer.text += output.text
+                answer.token_ids += output.token_ids
+                answer.logprobs += output.logprobs
+                answer.finish_reason = output.finish_reason or answer.finish_reason
+                answer.stats = output.stats
+                show(output.text)
+    except KeyboardInterrupt:
+        pass
+    return answer
+
+
+def figures(answer: Answer, params: SamplingParams) -> str:
+    """The closing line: tokens, latency, rates, and what the draft levels contributed."""
+    stats = answer.stats
+    if stats is None:
+        return f"interrupted after {len(answer.token_ids)} tokens"
+    cached = f" ({stats.num_cached_tokens} cached)" if stats.num_cached_tokens else ""
+    parts = [f"{stats.num_prompt_tokens} prompt tokens{cached}", f"{stats.num_new_tokens} new tokens"]
+    if stats.ttft_s is not None:
+        parts.append(f"first token after {stats.ttft_s:.2f} s")
+    if stats.tokens_per_s is not None:
+        parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
+    if stats.gb_per_s is not None:
+        parts.append(f"{stats.gb_per_s:.1f} GB/s")
+    for name, level in stats.levels.items():
+        accepted = f"{level.num_accepted_tokens} of {level.num_draft_tokens} drafted tokens accepted"
+        parts.append(f"{name}: {accepted}, {level.tau:.2f} tokens per round")
+    if answer.finish_reason == "length":
+        full = stats.num_new_tokens < params.max_tokens
+        parts.append("ended by the context's length" if full else f"ended by --max-tokens {params.max_tokens}")
+    return " | ".join(parts)

@@ -1,0 +1,278 @@
+"""The commands. Each reads its options, asks the package, and prints; what they mean is decided elsewhere."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cpuspec import __version__
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.download import fetch, is_fetched, resolve_model
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe
+from cpuspec.cli import options
+from cpuspec.cli.console import INTERRUPTED, FetchProgress, busy, emit, exit_codes, note, size
+from cpuspec.cli.reports import describe_model, known_models, show_model, show_models
+from cpuspec.config import SamplingParams
+from cpuspec.environment import usable_cores
+from cpuspec.errors import ConfigError
+
+# Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
+GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
+
+app = typer.Typer(
+    help="Quantized language models on x86 CPUs, with speculative decoding that is exact to the bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def run() -> None:
+    """Run the command line of this process and exit."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks must not end an answer
+    try:
+        app(prog_name="cpuspec")
+    except KeyboardInterrupt:
+        note("interrupted")
+        sys.exit(INTERRUPTED)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        emit(f"cpuspec {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def cpuspec(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Quantized language models on x86 CPUs, with speculative decoding that is exact to the bit."""
+
+
+@app.command()
+@exit_codes()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer; without it, stdin.")] = None,
+    *,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Take the prompt from a file; - is stdin.")
+    ] = None,
+    model: options.Model = DEFAULT_RECIPE,
+    draft: options.Draft = "none",
+    system: options.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
+    as_json: options.Json = False,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    max_tokens: options.MaxTokens = GENERATE_TOKENS,
+    ignore_eos: options.IgnoreEos = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            metavar="N",
+            rich_help_panel="Sampling",
+            help="With --json: log-probabilities of each token and of the N likeliest ones in its place.",
+        ),
+    ] = None,
+    backend: options.Backend = "numba",
+    threads: options.Threads = None,
+    context_length: options.ContextLength = None,
+) -> None:
+    """Answer one prompt. The text goes to stdout, everything else to stderr.
+
+    Models that have a chat template get the prompt as a user's message; --raw continues it as it is.
+    """
+    if raw and system is not None:
+        raise typer.BadParameter("--raw has no place for --system; put the text into the prompt")
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs are printed with --json only")
+    with options.usage_errors():
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=options.read_logit_bias(logit_bias),
+            seed=seed,
+            stop=tuple(options.checked_text(text, "--stop") for text in stop or ()),
+            stop_token_ids=tuple(stop_token_id or ()),
+            ignore_eos=ignore_eos,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+        )
+    text = options.read_prompt(prompt, file)
+    if not text and not raw:
+        raise typer.BadParameter("the prompt is empty; give some text")
+    messages = [{"role": "system", "content": options.checked_text(system, "--system")}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+
+    from cpuspec.cli.answer import collect, figures
+
+    checkpoint = _open(model)
+    with _load(checkpoint, draft, backend, threads, context_length) as llm:
+        if not raw and not llm.tokenizer.has_chat_template:
+            raise ConfigError(f"{checkpoint.name} has no chat template; use --raw to continue the prompt as it is")
+        answer = collect(llm, text if raw else messages, params, (lambda _: None) if as_json else emit)
+        if as_json:
+            shown = {
+                "model": checkpoint.name,
+                "backend": backend,
+                "threads": llm.threads,
+                "draft": str(llm.spec),
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+                "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
+                "stats": answer.stats and answer.stats.as_dict(),
+            }
+            _emit_json(shown)
+        elif not answer.text.endswith("\n"):
+            emit("\n")
+    note(figures(answer, params))
+    if answer.finish_reason == "aborted":
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+@exit_codes()
+def chat(
+    *,
+    model: options.Model = DEFAULT_RECIPE,
+    draft: options.Draft = "none",
+    system: options.System = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    max_tokens: options.MaxTokens = CHAT_TOKENS,
+    backend: options.Backend = "numba",
+    threads: options.Threads = None,
+    context_length: options.ContextLength = None,
+) -> None:
+    """Talk with a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."""
+    with options.usage_errors():
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=options.read_logit_bias(logit_bias),
+            seed=seed,
+            stop=tuple(options.checked_text(text, "--stop") for text in stop or ()),
+            stop_token_ids=tuple(stop_token_id or ()),
+            max_tokens=max_tokens,
+        )
+    if system is not None:
+        options.checked_text(system, "--system")
+
+    from cpuspec.cli.chat import Chat, converse
+
+    checkpoint = _open(model)
+    with _load(checkpoint, draft, backend, threads, context_length) as llm:
+        if not llm.tokenizer.has_chat_template:
+            raise ConfigError(f"{checkpoint.name} has no chat template; `cpuspec generate --raw` continues plain text with it")
+        converse(Chat(llm, checkpoint.name, params, system))
+
+
+@app.command()
+@exit_codes()
+def pull(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models to fetch, as `cpuspec models` names them.")],
+    as_json: options.Json = False,
+) -> None:
+    """Fetch models, check them, and print where they are. What is already there is not fetched again."""
+    recipes = [find_recipe(name) for name in names]
+    done = []
+    for recipe in recipes:
+        was_there = is_fetched(recipe)
+        with FetchProgress(recipe.name) as progress:
+            path = fetch(recipe, progress)
+        note(f"{recipe.name} {'is already there' if was_there else 'fetched and verified'} ({size(recipe.num_bytes)})")
+        done.append({"name": recipe.name, "path": str(path), "bytes": recipe.num_bytes, "was_there": was_there})
+        if not as_json:
+            emit(f"{path}\n")
+    if as_json:
+        _emit_json(done)
+
+
+@app.command()
+@exit_codes()
+def models(as_json: options.Json = False) -> None:
+    """List the models that can be named: size, licence, and whether they are fetched."""
+    rows = known_models()
+    if as_json:
+        _emit_json(rows)
+    else:
+        show_models(rows)
+
+
+@app.command()
+@exit_codes()
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show a model's shape and formats, and how fast this machine's memory could feed it."""
+    checkpoint = _open(model)
+    with busy("measuring this machine's memory bandwidth"):
+        report = describe_model(checkpoint, threads or usable_cores(), tensors)
+    if as_json:
+        _emit_json(report)
+    else:
+        show_model(report)
+
+
+def _open(model: str) -> Checkpoint:
+    with FetchProgress(model) as progress:
+        path = resolve_model(options.checked_text(model, "MODEL"), progress)
+    return open_checkpoint(path)
+
+
+@contextmanager
+def _load(checkpoint: Checkpoint, draft: str, backend: str, threads: int | None, context_length: int | None) -> Iterator[Any]:
+    from cpuspec.engine.llm import LLM
+
+    with busy(f"loading {checkpoint.name}"):
+        llm = LLM(checkpoint, draft, backend, threads, context_length=context_length, max_sequences=1)
+    with llm:
+        yield llm
+
+
+def _emit_json(value: object) -> None:
+    # ASCII, so that it is the same JSON whatever encoding stdout has.
+    emit(json.dumps(value) + "\n")

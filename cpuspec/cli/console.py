@@ -1,0 +1,135 @@
+"""How the command line speaks: results, notes, progress, and errors as exit codes. Knows nothing of commands.
+
+Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrupted, 141 the reader of the output has gone.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from cpuspec.errors import CpuspecError
+
+ERROR, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+
+def emit(text: str) -> None:
+    """Write to stdout and flush. Exits the command where nobody reads on, or where the output cannot be stored."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        _discard(sys.stdout)
+        if error.errno in (errno.EPIPE, errno.EINVAL):
+            raise typer.Exit(BROKEN_PIPE) from None
+        note(f"error: the output cannot be written: {error.strerror or error}")
+        raise typer.Exit(ERROR) from None
+
+
+def note(text: str) -> None:
+    """A line on stderr. Where stderr is gone, nothing: what matters is on stdout."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what a broken stream still buffers nowhere, or the interpreter would complain about it at exit."""
+    with suppress(OSError, ValueError):
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, stream.fileno())
+        os.close(sink)
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn what goes wrong in a command into one line on stderr and an exit code, never a traceback."""
+    try:
+        yield
+    except CpuspecError as error:
+        note(f"error: {error}")
+        raise typer.Exit(ERROR) from None
+    except MemoryError:
+        note("error: not enough memory; use a smaller model or a smaller --context-length")
+        raise typer.Exit(ERROR) from None
+    except KeyboardInterrupt:
+        note("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def stderr_console() -> Console:
+    """Rich's view of stderr, as it is now."""
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Show on a terminal that something is going on; elsewhere say nothing."""
+    console = stderr_console()
+    with ExitStack() as stack:
+        if _is_live(console):
+            stack.enter_context(console.status(what))
+        yield
+
+
+class FetchProgress:
+    """Tells how far a download is: a bar on a terminal, a line for each new thing elsewhere. Nothing if nothing is fetched."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._console = stderr_console()
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._last = ""
+
+    def __enter__(self) -> "FetchProgress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
+        """What `cpuspec.checkpoints.download.Progress` asks for."""
+        if not _is_live(self._console):
+            if what != self._last:
+                note(f"fetching {self._name}: {what} ({size(done_bytes)} of {size(total_bytes)})")
+        elif self._bar is None:
+            self._bar = Progress(
+                TextColumn("fetching {task.fields[name]}", markup=False),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=self._console,
+            )
+            self._bar.start()
+            # Told where it starts, the bar does not count a resumed part as this run's speed.
+            self._task = self._bar.add_task(what, name=self._name, total=total_bytes, completed=done_bytes)
+        else:
+            self._bar.update(self._task, description=what, completed=done_bytes, total=total_bytes)
+        self._last = what
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1000 as disks and bandwidths are given."""
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} bytes"
+    power = 1 if num_bytes < 999.5e3 else 2 if num_bytes < 999.5e6 else 3
+    value = num_bytes / 1000**power
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {'kMG'[power - 1]}B"
+
+
+def _is_live(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal

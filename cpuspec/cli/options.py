@@ -1,0 +1,215 @@
+"""The options that several commands share, each declared once, and what turns their values into settings."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from cpuspec.backends import BACKENDS
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
+from cpuspec.config import SpecConfig
+from cpuspec.errors import ConfigError
+from cpuspec.spec.proposer import PROPOSERS, make_proposer
+
+MAX_PROMPT_BYTES = 64 << 20
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Settings that cannot be are wrong usage."""
+    try:
+        yield
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _known_draft(text: str) -> str:
+    with usage_errors():
+        make_proposer(SpecConfig.parse(text))
+    return text
+
+
+def _known_backend(name: str) -> str:
+    if name not in BACKENDS:
+        raise typer.BadParameter(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
+    return name
+
+
+MODEL_HELP = "A model's name (see `cpuspec models`), a GGUF file, or a Hugging Face directory."
+_SAMPLING, _RUNNING = "Sampling", "Running"
+
+Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="SPEC",
+        callback=_known_draft,
+        help=f"How to draft tokens: none, or a proposer ({', '.join(PROPOSERS)}), with its argument after a colon. "
+        "It changes the speed and never what is generated.",
+    ),
+]
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend", metavar="B", callback=_known_backend, rich_help_panel=_RUNNING, help=f"One of {', '.join(BACKENDS)}."
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="N",
+        min=1,
+        max=1024,
+        rich_help_panel=_RUNNING,
+        help="Threads to compute with; by default every usable core.",
+    ),
+]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(
+        "--context-length",
+        metavar="N",
+        min=1,
+        rich_help_panel=_RUNNING,
+        help="Tokens that prompt and answer may have together; by default what the model was trained for.",
+    ),
+]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature", metavar="T", rich_help_panel=_SAMPLING, help="0 takes the likeliest token; higher is more random."
+    ),
+]
+TopK = Annotated[
+    int, typer.Option("--top-k", metavar="K", rich_help_panel=_SAMPLING, help="Sample among the K likeliest tokens; 0 is off.")
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p", metavar="P", rich_help_panel=_SAMPLING, help="Sample among the likeliest tokens that together have P; 1 is off."
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        "--min-p", metavar="P", rich_help_panel=_SAMPLING, help="Drop tokens less likely than P times the likeliest; 0 is off."
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="X",
+        rich_help_panel=_SAMPLING,
+        help="Above 1, tokens of prompt and answer become less likely to come again; 1 is off.",
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option(
+        "--presence-penalty", metavar="X", rich_help_panel=_SAMPLING, help="Taken from the logits of tokens of the answer."
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(
+        "--frequency-penalty", metavar="X", rich_help_panel=_SAMPLING, help="Likewise, once for each time the token was generated."
+    ),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logit-bias", metavar="ID=BIAS", rich_help_panel=_SAMPLING, help="Added to a token's logit; -inf forbids it. Repeatable."
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", metavar="S", rich_help_panel=_SAMPLING, help="Makes random answers repeatable; by default they are not."
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        rich_help_panel=_SAMPLING,
+        help="End before this text, which is not shown. Taken literally. Repeatable.",
+    ),
+]
+StopTokenId = Annotated[
+    list[int] | None,
+    typer.Option("--stop-token-id", metavar="ID", rich_help_panel=_SAMPLING, help="End with this token, too. Repeatable."),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", metavar="N", rich_help_panel=_SAMPLING, help="Tokens that an answer may have at most.")
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", rich_help_panel=_SAMPLING, help="Go on when the model ends its answer, up to --max-tokens.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+__all__ = ["DEFAULT_RECIPE"]
+
+
+def read_logit_bias(entries: list[str] | None) -> dict[int, float]:
+    """ID=BIAS entries by id. Raises BadParameter for anything else, and for an id that is given twice."""
+    biases: dict[int, float] = {}
+    for entry in entries or []:
+        token, _, bias = entry.partition("=")
+        try:
+            token_id, value = int(token), float(bias)
+        except ValueError:
+            raise typer.BadParameter(f"--logit-bias {entry!r} is not ID=BIAS, as 42=-1.5") from None
+        if token_id in biases:
+            raise typer.BadParameter(f"--logit-bias names token {token_id} twice")
+        biases[token_id] = value
+    return biases
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the argument, the file, or stdin; one newline at the end of a file or of stdin is not part of it.
+
+    Raises BadParameter if there is none, or more than one, or it is not text.
+    """
+    if prompt is not None and file is not None:
+        raise typer.BadParameter("got a PROMPT and --file; wanted one of them")
+    if prompt is not None:
+        return checked_text(prompt, "PROMPT")
+    if file is not None and str(file) != "-":
+        try:
+            with file.open("rb") as stream:
+                return _read_text(stream, str(file))
+        except OSError as error:
+            raise typer.BadParameter(f"{file} cannot be read: {error.strerror or error}") from None
+    if file is None and sys.stdin is not None and sys.stdin.isatty():
+        raise typer.BadParameter("there is no prompt; give it as PROMPT, with -f FILE, or through a pipe")
+    if sys.stdin is None:
+        raise typer.BadParameter("there is no prompt and stdin is closed; give it as PROMPT or with -f FILE")
+    return _read_text(sys.stdin.buffer, "stdin")
+
+
+def checked_text(text: str, name: str) -> str:
+    """`text`, unless it came from bytes that are not UTF-8: then BadParameter."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"{name} is not valid UTF-8") from None
+    return text
+
+
+def _read_text(stream: BinaryIO, name: str) -> str:
+    data = stream.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise typer.BadParameter(f"{name} has more than {MAX_PROMPT_BYTES} bytes, which no context can hold")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    return text.removesuffix("\n").removesuffix("\r")

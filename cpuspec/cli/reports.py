@@ -1,0 +1,155 @@
+"""What `cpuspec models` and `cpuspec inspect` show: gathered as plain data, printed as tables or as JSON."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.download import is_fetched, model_path
+from cpuspec.checkpoints.recipes import load_recipes
+from cpuspec.cli.console import emit, size
+from cpuspec.formats import QuantTensor
+from cpuspec.metrics import read_bandwidth
+
+Row = dict[str, Any]
+_CACHE_BYTES = 4  # of a cached key's or value's number: f32
+
+
+def known_models() -> list[Row]:
+    """Every recipe, and whether its file is in the cache."""
+    return [
+        {
+            "name": recipe.name,
+            "architecture": recipe.architecture,
+            "parameters": recipe.parameters,
+            "bytes": recipe.num_bytes,
+            "licence": recipe.licence,
+            "fetched": is_fetched(recipe),
+            "path": str(model_path(recipe)),
+            "description": recipe.description,
+        }
+        for recipe in load_recipes().values()
+    ]
+
+
+def show_models(rows: list[Row]) -> None:
+    """Print `known_models` as a table."""
+    cells = [
+        (
+            row["name"],
+            f"{row['parameters'] / 1e9:.2f} B",
+            size(row["bytes"]),
+            row["licence"],
+            "yes" if row["fetched"] else "no",
+            row["description"],
+        )
+        for row in rows
+    ]
+    _print_table(("name", "parameters>", "size>", "licence", "fetched", "description"), cells)
+
+
+def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> Row:
+    """Configuration, formats, sizes, and the bound that memory sets to the speed of one sequence.
+
+    A token reads every weight once, except for an embedding that is not the output matrix too: of that, one row.
+    """
+    from cpuspec.kernels import isa  # imports numba
+
+    config, tensors = checkpoint.config, checkpoint.tensors
+    read_bytes = sum(t.num_bytes for name, t in tensors.items() if name != "embed" or config.tied_embeddings)
+    bandwidth = read_bandwidth(threads)
+    report = {
+        "name": checkpoint.name,
+        "path": str(checkpoint.path),
+        "config": asdict(config),
+        **_totals(tensors.values()),
+        "formats": {
+            name: _totals(t for t in tensors.values() if t.format.name == name)
+            for name in sorted({t.format.name for t in tensors.values()})
+        },
+        "kv_bytes_per_token": 2 * config.num_layers * config.num_kv_heads * config.head_dim * _CACHE_BYTES,
+        "read_bytes_per_token": read_bytes,
+        "processor": isa.describe(),
+        "threads": threads,
+        "read_bytes_per_s": bandwidth,
+        "bound_tokens_per_s": bandwidth / read_bytes,
+    }
+    if with_tensors:
+        report["tensors"] = [
+            {"name": name, "format": t.format.name, "shape": list(t.shape), "bytes": t.num_bytes} for name, t in tensors.items()
+        ]
+    return report
+
+
+def _totals(tensors: Iterable[QuantTensor]) -> Row:
+    listed = list(tensors)
+    num_bytes, num_weights = sum(t.num_bytes for t in listed), sum(t.num_values for t in listed)
+    return {
+        "num_tensors": len(listed),
+        "num_weights": num_weights,
+        "bytes": num_bytes,
+        "bits_per_weight": 8 * num_bytes / num_weights,
+    }
+
+
+def show_model(report: Row) -> None:
+    """Print `describe_model`: facts, formats, and tensors if they were asked for."""
+    config = report["config"]
+    output = "output tied to the embedding" if config["tied_embeddings"] else "output of its own"
+    scaling = f", {config['rope_scaling']['kind']} scaling" if config["rope_scaling"] else ""
+    per_second = f"{report['read_bytes_per_s'] / 1e9:.1f} GB/s"
+    facts = [
+        ("model", report["name"]),
+        ("path", report["path"]),
+        ("architecture", config["architecture"]),
+        ("layers", config["num_layers"]),
+        ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),
+        ("heads", f"{config['num_heads']} of {config['head_dim']}, {config['num_kv_heads']} for keys and values"),
+        ("vocabulary", f"{config['vocab_size']}, {output}"),
+        ("context", f"{config['context_length']} tokens"),
+        ("rotary base", f"{config['rope_base']:g}{scaling}"),
+        ("weights", f"{report['num_weights']:,} in {report['num_tensors']} tensors"),
+        ("size", f"{size(report['bytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
+        ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context"),
+        ("processor", report["processor"]),
+        ("memory", f"reads {per_second} with {report['threads']} threads (estimated in about a second)"),
+        (
+            "bound",
+            f"{report['bound_tokens_per_s']:.1f} tokens/s: a token reads {size(report['read_bytes_per_token'])}; "
+            "drafts and large caches may exceed it",
+        ),
+    ]
+    _print_table(("", ""), [(name, str(value)) for name, value in facts])
+    emit("\n")
+    _print_table(
+        ("format", "tensors>", "weights>", "size>", "bits per weight>"),
+        [
+            (name, str(f["num_tensors"]), f"{f['num_weights']:,}", size(f["bytes"]), f"{f['bits_per_weight']:.2f}")
+            for name, f in report["formats"].items()
+        ],
+    )
+    if "tensors" in report:
+        emit("\n")
+        _print_table(
+            ("tensor", "format", "shape", "size>"),
+            [(t["name"], t["format"], " x ".join(map(str, t["shape"])), size(t["bytes"])) for t in report["tensors"]],
+        )
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Aligned columns (a heading that ends in > is aligned to the right). Without a terminal, lines are as long as they need."""
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for name in columns:
+        right = name.endswith(">")
+        table.add_column(name.rstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=1000)
+    with console.capture() as captured:
+        console.print(table)
+    emit("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
