@@ -1,4 +1,54 @@
 """Compiled kernels in Numba: vector values, linear layers, attention, pointwise operations, and the thread team.
 
 They know weight formats and addresses, and no model. They check nothing: whoever passes an address has checked it.
+
+Machine code is kept in the user's cache, in a directory named after everything it was made from: the sources of this package,
+Numba's and LLVM's versions, and the processor's features. Numba's own cache would miss a change in another file's intrinsic.
 """
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numba
+from llvmlite import binding
+
+from cpuspec.environment import cache_dir
+from cpuspec.kernels import isa
+
+
+def kernel_directory() -> Path:
+    """Where machine code for these sources and this processor is kept."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    for fact in (sys.version, numba.__version__, binding.llvm_version_info, isa.describe(), sorted(isa.features())):
+        digest.update(repr(fact).encode())
+    return cache_dir() / "kernels" / digest.hexdigest()[:16]
+
+
+@contextmanager
+def kept_machine_code() -> Iterator[None]:
+    """Functions declared inside keep their machine code in `kernel_directory`; other users of Numba notice nothing.
+
+    A directory that cannot be written costs a compilation at every start and nothing else.
+    """
+    before = numba.config.CACHE_DIR
+    directory = kernel_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        numba.config.CACHE_DIR = str(directory)
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+with kept_machine_code():
+    from cpuspec.kernels import attention, linear, pointwise, simd, step, team
+
+__all__ = ["attention", "isa", "kept_machine_code", "kernel_directory", "linear", "pointwise", "simd", "step", "team"]

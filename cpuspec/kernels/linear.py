@@ -24,7 +24,7 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cpuspec.kernels import simd
+from cpuspec.kernels import kept_machine_code, simd
 from cpuspec.kernels.simd import f32x16, i32x16
 
 ROWS = 16  # rows of a block of activations
@@ -327,8 +327,13 @@ def linear_kernel(format_name: str, order: str) -> int:
 
     all int64, addresses and byte counts. Writes out[row * stride + 64 * tile] for tiles first..end and all rows.
     """
+    with kept_machine_code():
+        return _linear(format_name, order, 4 if order == "f32" else ORDERS[order]).address
+
+
+def _linear(name: str, order: str, step: int) -> Any:
+    """The kernel of a format, compiled or from the disk. step: bytes from a row of activations to the next in a block."""
     p16, p8, p4, p3, p2, p1 = _PASSES
-    name, step = format_name, 4 if order == "f32" else ORDERS[order]
 
     @cfunc(types.void(*[types.int64] * 12), cache=True, nopython=True)
     def linear(tiles, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):  # type: ignore[no-untyped-def]
@@ -362,4 +367,4 @@ def linear_kernel(format_name: str, order: str) -> int:
                     _pass(name, order, p1, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                     row += p1
 
-    return linear.address
+    return linear

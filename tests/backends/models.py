@@ -1,0 +1,42 @@
+"""Tiny checkpoints and forwards for the backend tests."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cpuspec.backends import Backend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.model.batch import ForwardBatch
+from cpuspec.model.cache import KVCache
+from tools.make_tiny_model import make_tiny_gguf
+
+
+def tiny(tmp_path_factory, **options) -> Checkpoint:  # type: ignore[no-untyped-def]
+    """A small random model, opened from a file of its own."""
+    return open_checkpoint(make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", **options))
+
+
+def forward(
+    backend: Backend,
+    cache: KVCache,
+    rows: dict[int, Sequence[int]],
+    *,
+    parents: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    logit_rows: Sequence[int] | None = None,
+    hidden_layers: tuple[int, ...] = (),
+):  # type: ignore[no-untyped-def]
+    """Append `rows` (slot -> tokens) and return the output."""
+    starts = np.cumsum([0, *(len(tokens) for tokens in rows.values())]).astype(np.int32)
+    if positions is None:
+        positions = np.concatenate([cache.lengths[slot] + np.arange(len(tokens)) for slot, tokens in rows.items()])
+    batch = ForwardBatch(
+        tokens=np.array([t for tokens in rows.values() for t in tokens], np.int32),
+        positions=np.asarray(positions, np.int32),
+        slots=np.array(list(rows), np.int32),
+        q_start=starts,
+        parents=None if parents is None else np.asarray(parents, np.int32),
+        logit_rows=None if logit_rows is None else np.asarray(logit_rows, np.int32),
+        hidden_layers=hidden_layers,
+    )
+    return backend.forward(batch, cache)

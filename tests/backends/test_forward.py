@@ -1,0 +1,261 @@
+"""One forward, two backends: the compiled one means what the reference means, and keeps its row-invariance promise."""
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import BACKENDS, make_backend
+from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig, RopeScaling
+from cpuspec.errors import BackendError, CacheError
+from cpuspec.formats import FORMATS
+from cpuspec.model.batch import ForwardBatch
+from tests.backends.models import forward, tiny
+
+FAMILIES = {
+    "qwen2": {},
+    "qwen2 untied": {"tied": False, "output_format": "q6_k"},
+    "qwen3": {"architecture": "qwen3", "num_heads": 6, "num_kv_heads": 3, "head_dim": 32},
+    "llama": {"architecture": "llama", "num_heads": 8, "num_kv_heads": 2, "head_dim": 32},
+    "llama with o bias": {"architecture": "llama", "qkv_bias": True, "o_bias": True, "num_kv_heads": 4},
+    "odd sizes": {
+        "architecture": "llama", "weight_format": "f32", "hidden_size": 50, "intermediate_size": 70, "num_heads": 3,
+        "num_kv_heads": 1, "head_dim": 18, "vocab_size": 301,
+    },
+    "linear rope": {"rope_scaling": RopeScaling("linear", factor=4.0)},
+    "yarn": {"rope_scaling": RopeScaling("yarn", factor=4.0, original_context_length=64)},
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory, **FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def of_format(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory, weight_format=request.param)
+
+
+def _backend(checkpoint: Checkpoint, name: str = "numba", threads: int = 1, max_rows: int = 64):  # type: ignore[no-untyped-def]
+    return make_backend(name, checkpoint, EngineConfig(threads=threads, max_rows=max_rows))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def _kl(reference: np.ndarray, other: np.ndarray) -> float:
+    r, o = _log_softmax(reference), _log_softmax(other)
+    return float((np.exp(r) * (r - o)).sum(axis=-1).mean())
+
+
+def _means_the_same(checkpoint: Checkpoint) -> None:
+    fast, slow = _backend(checkpoint), NumpyBackend(checkpoint, EngineConfig(max_rows=64), np.float64)
+    got = forward(fast, fast.new_cache(1, 64), {0: TOKENS}).logits
+    wanted = forward(slow, slow.new_cache(1, 64), {0: TOKENS}).logits
+    assert got.shape == wanted.shape == (len(TOKENS), checkpoint.config.vocab_size)
+    assert _kl(wanted, got) < 2e-3
+    assert _kl(wanted, np.roll(got, 1, axis=0)) > 0.1
+    fast.close()
+
+
+def test_every_family_means_what_the_reference_means(family: Checkpoint) -> None:
+    _means_the_same(family)
+
+
+def test_every_format_means_what_the_reference_means(of_format: Checkpoint) -> None:
+    _means_the_same(of_format)
+
+
+def test_unquantized_weights_agree_to_rounding(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory, weight_format="f32")
+    fast, slow = _backend(checkpoint), NumpyBackend(checkpoint, EngineConfig(max_rows=64), np.float64)
+    got = forward(fast, fast.new_cache(1, 64), {0: TOKENS}).logits
+    wanted = forward(slow, slow.new_cache(1, 64), {0: TOKENS}).logits
+    assert np.abs(got - wanted).max() < 1e-4
+    fast.close()
+
+
+def _one_by_one(backend, tokens, capacity: int = 64) -> np.ndarray:  # type: ignore[no-untyped-def]
+    cache = backend.new_cache(1, capacity)
+    return np.concatenate([forward(backend, cache, {0: [token]}).logits for token in tokens])
+
+
+def _in_chunks(backend, tokens, size: int, capacity: int = 64) -> np.ndarray:  # type: ignore[no-untyped-def]
+    cache = backend.new_cache(1, capacity)
+    return np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, len(tokens), size)])
+
+
+def test_a_row_does_not_depend_on_chunks_of_the_prefill(family: Checkpoint) -> None:
+    backend = _backend(family)
+    alone = _one_by_one(backend, TOKENS)
+    for size in (2, 3, 7, 16, 45):
+        assert np.array_equal(_in_chunks(backend, TOKENS, size), alone)
+    backend.close()
+
+
+def test_a_row_does_not_depend_on_the_number_of_threads(of_format: Checkpoint) -> None:
+    alone = None
+    for threads in (1, 2, 3):
+        backend = _backend(of_format, threads=threads)
+        logits = np.concatenate([_in_chunks(backend, TOKENS, 7), _one_by_one(backend, TOKENS[:9])])
+        alone = logits if alone is None else alone
+        assert np.array_equal(logits, alone)
+        backend.close()
+
+
+def test_a_row_does_not_depend_on_other_sequences(of_format: Checkpoint) -> None:
+    backend = _backend(of_format, threads=2)
+    alone = _in_chunks(backend, TOKENS, 5)
+    cache = backend.new_cache(4, 64)
+    rng = np.random.default_rng(1)
+    got = []
+    for i in range(0, 45, 5):
+        others = {slot: rng.integers(0, 300, rng.integers(1, 9)).tolist() for slot in (2, 0)}
+        rows = {2: others[2], 3: TOKENS[i : i + 5], 0: others[0]}
+        start = len(others[2])
+        for slot in (2, 0):
+            cache.truncate(slot, min(20, cache.lengths[slot]))
+        got.append(forward(backend, cache, rows).logits[start : start + 5])
+    assert np.array_equal(np.concatenate(got), alone)
+    backend.close()
+
+
+def test_a_row_does_not_depend_on_what_was_rolled_back(of_format: Checkpoint) -> None:
+    backend = _backend(of_format)
+    alone = _one_by_one(backend, TOKENS)
+    cache = backend.new_cache(1, 64)
+    got = forward(backend, cache, {0: TOKENS[:10]}).logits
+    forward(backend, cache, {0: [7] * 30})
+    cache.truncate(0, 10)
+    got = np.concatenate([got, forward(backend, cache, {0: TOKENS[10:]}).logits])
+    assert np.array_equal(got, alone)
+    backend.close()
+
+
+def test_a_row_does_not_depend_on_the_cache_capacity(of_format: Checkpoint) -> None:
+    backend = _backend(of_format)
+    assert np.array_equal(_in_chunks(backend, TOKENS, 45, capacity=45), _in_chunks(backend, TOKENS, 45, capacity=1000))
+    backend.close()
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 16, 21])
+def test_a_tree_row_has_the_bits_of_its_path(of_format: Checkpoint, prefix: int) -> None:
+    backend = _backend(of_format, threads=2)
+    #            0
+    #          / | \
+    #         1  2  5
+    #         |  |\   .
+    #         3  4 6
+    tree, parents, depth = [11, 22, 33, 44, 55, 66, 77], [-1, 0, 0, 1, 2, 0, 2], [0, 1, 1, 2, 2, 1, 2]
+    cache = backend.new_cache(1, 64)
+    if prefix:
+        forward(backend, cache, {0: TOKENS[:prefix]})
+    got = forward(backend, cache, {0: tree}, parents=parents, positions=prefix + np.array(depth)).logits
+    for path in ([0, 1, 3], [0, 2, 4], [0, 5], [0, 2, 6]):
+        alone = _in_chunks(backend, TOKENS[:prefix] + [tree[node] for node in path], 64)
+        assert np.array_equal(got[path], alone[prefix:])
+    backend.close()
+
+
+def test_a_tree_row_means_its_path_in_the_reference(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    backend = NumpyBackend(tiny(tmp_path_factory), EngineConfig(), np.float64)
+    cache = backend.new_cache(1, 64)
+    forward(backend, cache, {0: TOKENS[:5]})
+    got = forward(backend, cache, {0: [11, 22, 33, 44]}, parents=[-1, 0, 0, 2], positions=[5, 6, 6, 7]).logits
+    alone = _in_chunks(backend, [*TOKENS[:5], 11, 33, 44], 64)[5:]
+    assert np.allclose(got[[0, 2, 3]], alone, atol=1e-6)
+    assert not np.allclose(got[1], alone[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_logits_and_hidden_states_are_those_asked_for(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory, num_layers=3)
+    backend = _backend(checkpoint, name)
+    everything = forward(backend, backend.new_cache(1, 64), {0: TOKENS}, hidden_layers=(0, 1, 2))
+    some = forward(backend, backend.new_cache(1, 64), {0: TOKENS}, logit_rows=[44, 3], hidden_layers=(2, 0))
+    assert np.allclose(some.logits, everything.logits[[44, 3]], atol=1e-4)
+    assert np.array_equal(some.hidden[0], everything.hidden[2])
+    assert np.array_equal(some.hidden[1], everything.hidden[0])
+    assert not np.allclose(everything.hidden[0], everything.hidden[2], atol=1e-2)
+    assert forward(backend, backend.new_cache(1, 64), {0: TOKENS}, logit_rows=[]).logits.shape == (0, checkpoint.config.vocab_size)
+    # Outputs belong to the caller: the next forward leaves them alone.
+    kept = everything.logits.copy()
+    forward(backend, backend.new_cache(1, 64), {0: TOKENS[::-1]})
+    assert np.array_equal(everything.logits, kept)
+    backend.close()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"tokens": [384, 1]}, BackendError),
+        ({"tokens": [-1, 1]}, BackendError),
+        ({"tokens": [1] * 65, "q_start": [0, 65], "positions": [0] * 65}, BackendError),
+        ({"tokens": [], "q_start": [0, 0], "positions": []}, BackendError),
+        ({"positions": [0]}, BackendError),
+        ({"positions": [-1, 0]}, BackendError),
+        ({"positions": [1 << 26, 0]}, BackendError),
+        ({"slots": [2]}, CacheError),
+        ({"slots": [-1]}, CacheError),
+        ({"slots": [0, 0], "q_start": [0, 1, 2]}, BackendError),
+        ({"q_start": [0, 3]}, BackendError),
+        ({"q_start": [1, 2]}, BackendError),
+        ({"slots": [0, 1], "q_start": [0, 2, 2]}, BackendError),
+        ({"parents": [0, 0]}, BackendError),
+        ({"parents": [-1, -2]}, BackendError),
+        ({"parents": [-1]}, BackendError),
+        ({"logit_rows": [2]}, BackendError),
+        ({"logit_rows": [-1]}, BackendError),
+        ({"hidden_layers": (2,)}, BackendError),
+        ({"tokens": [1] * 30, "q_start": [0, 30], "positions": [0] * 30}, CacheError),
+    ],
+)
+def test_a_batch_that_would_read_out_of_bounds_is_refused(small, name: str, change: dict, error: type[Exception]) -> None:  # type: ignore[no-untyped-def, type-arg]
+    backend = small[name]
+    cache = backend.new_cache(2, 24)
+    fields = {"tokens": [1, 2], "positions": [0, 1], "slots": [0], "q_start": [0, 2], **change}
+    hidden = fields.pop("hidden_layers", ())
+    arrays = {key: np.array(value, np.int32) for key, value in fields.items()}
+    with pytest.raises(error):
+        backend.forward(ForwardBatch(**arrays, hidden_layers=hidden), cache)
+    assert (cache.lengths == 0).all()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory)
+    backends = {name: _backend(checkpoint, name) for name in BACKENDS}
+    yield backends
+    for backend in backends.values():
+        backend.close()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_arrays_of_another_type_are_refused(small, name: str) -> None:  # type: ignore[no-untyped-def]
+    backend = small[name]
+    good = np.array([0], np.int32)
+    with pytest.raises(BackendError, match="int32"):
+        backend.forward(ForwardBatch(np.array([1]), good, good, np.array([0, 1], np.int32)), backend.new_cache(1, 8))
+
+
+def test_threads_that_slept_wake_for_the_next_forward(of_format: Checkpoint) -> None:
+    import time
+
+    backend = _backend(of_format, threads=2)
+    cache = backend.new_cache(1, 64)
+    alone = _one_by_one(backend, TOKENS[:3])
+    for i in range(3):
+        time.sleep(0.15)  # longer than a worker waits for work
+        assert np.array_equal(forward(backend, cache, {0: [TOKENS[i]]}).logits[0], alone[i])
+    backend.close()
+    backend.close()
+
+
+def test_an_unknown_backend_is_a_clear_error(of_format: Checkpoint) -> None:
+    with pytest.raises(BackendError, match="numba"):
+        make_backend("cuda", of_format, EngineConfig())

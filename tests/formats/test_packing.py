@@ -1,0 +1,33 @@
+"""Kernel order keeps every bit of the file's format."""
+
+import numpy as np
+import pytest
+
+from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats.packing import TILE, pack, tile_bytes, unpack
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 16, 37])
+def test_unpacking_gives_back_the_bytes_of_the_file(format_name: str, rows: int) -> None:
+    row = FORMATS[format_name]
+    data = np.random.default_rng(rows).integers(0, 256, (rows, row.row_bytes(768)), np.uint8)
+    tensor = QuantTensor(row, (rows, 768), data)
+    packed = pack(tensor, rows_at_once=32)
+    assert np.array_equal(unpack(packed).data, data)
+    changed = packed.data.copy()
+    changed[0, 0] ^= 1
+    assert not np.array_equal(unpack(type(packed)(row, packed.shape, changed)).data, data)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_packing_reads_at_most_three_percent_more_than_the_file(format_name: str) -> None:
+    row = FORMATS[format_name]
+    assert tile_bytes(row, 4096) <= 1.03 * TILE * row.row_bytes(4096)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_tiles_start_at_cache_lines(format_name: str) -> None:
+    packed = pack(QuantTensor.encode(FORMATS[format_name], np.ones((20, 256), np.float32)))
+    assert packed.tile_bytes % 64 == 0
+    assert packed.data.ctypes.data % 64 == 0

@@ -1,0 +1,149 @@
+"""Linear kernels against plain numpy, and the contract that a row does not depend on its company."""
+
+import ctypes
+from functools import cache
+
+import numpy as np
+import pytest
+
+from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats.packing import TILE, PackedTensor, pack
+from cpuspec.kernels import pointwise
+from cpuspec.kernels.linear import ORDERS, ROWS, activation_order, linear_kernel
+
+CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
+CASES = list(dict.fromkeys(CASES))
+
+
+@cache
+def _matrix(format_name: str, out_features: int, in_features: int) -> tuple[QuantTensor, PackedTensor]:
+    values = np.random.default_rng(1).standard_normal((out_features, in_features)).astype(np.float32)
+    tensor = QuantTensor.encode(FORMATS[format_name], values)
+    return tensor, pack(tensor)
+
+
+def _activations(x: np.ndarray, order: str) -> np.ndarray:
+    """Rows in a kernel's order, by the product's own code."""
+    rows, features = x.shape
+    x = np.ascontiguousarray(np.pad(x, ((0, 0), (0, -features % 16))))
+    out = np.zeros((-(-rows // ROWS) * ROWS + 1) * (-(-features // 32) * ORDERS[order]), np.uint8)
+    for row in range(rows):
+        block, place = row // ROWS * ROWS, row % ROWS
+        base = out.ctypes.data + block * features * ORDERS[order] // 32
+        to = {name: base if name == order else 0 for name in ORDERS}
+        pointwise.prepare_row(
+            pointwise.PLAIN, x[row].ctypes.data, 0, 0, np.float32(0), features, 0, features,
+            to["int8"], to["int16"], to["f32"], place, pointwise.rows_of_block(row, rows),
+        )  # fmt: skip
+    return out
+
+
+def _decoded(x: np.ndarray, order: str) -> np.ndarray:
+    """The numbers that the records of `order` stand for, f64 [T, K]."""
+    if order == "f32":
+        return x.astype(np.float64)
+    rows, features = x.shape
+    out = []
+    for row in range(rows):
+        records = _activations(x[row : row + 1], order)[: features // 32 * ORDERS[order]].reshape(-1, ORDERS[order])
+        scale, shift = np.ascontiguousarray(records[:, 32:40]).view(np.float32).astype(np.float64).T
+        codes = records[:, :32].view(np.int8).astype(np.float64)
+        if order == "int16":
+            codes = codes * 256 + records[:, 64:96].view(np.int8)
+        out.append((codes * scale[:, None] + shift[:, None]).ravel())
+    return np.array(out)
+
+
+def _run(
+    packed: PackedTensor, order: str, x: np.ndarray, *, bias: np.ndarray | None = None, residual: np.ndarray | None = None,
+    tiles: tuple[int, int] | None = None,
+) -> np.ndarray:  # fmt: skip
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 12)(linear_kernel(packed.format.name, order))
+    acts = _activations(x, order)
+    out = np.full((len(x), len(packed.data) * TILE), np.nan, np.float32)
+    first, end = tiles or (0, len(packed.data))
+    function(
+        packed.data.ctypes.data, packed.tile_bytes, packed.shape[1], first, end, acts.ctypes.data,
+        packed.shape[1] * ORDERS[order] // 32, len(x), 0 if bias is None else bias.ctypes.data,
+        0 if residual is None else residual.ctypes.data, out.ctypes.data, out.strides[0],
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize(("format_name", "order"), CASES)
+def test_products_are_those_of_the_decoded_weights_and_inputs(format_name: str, order: str) -> None:
+    tensor, packed = _matrix(format_name, 40, 512)
+    x = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32) + 1
+    wanted = _decoded(x, order) @ tensor.dequantize().astype(np.float64).T
+    got = _run(packed, order, x)[:, :40]
+    assert np.abs(got - wanted).max() < 2e-6 * np.abs(wanted).max() * np.sqrt(512)
+    wrong = _decoded(x, order) @ np.roll(tensor.dequantize(), 1, axis=1).astype(np.float64).T
+    assert np.abs(got - wrong).max() > 1e-2 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(("format_name", "order"), CASES)
+def test_a_row_does_not_depend_on_its_batch(format_name: str, order: str) -> None:
+    _, packed = _matrix(format_name, 40, 512)
+    x = np.random.default_rng(3).standard_normal((37, 512)).astype(np.float32)
+    together = _run(packed, order, x)
+    for rows in (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 31, 33):
+        for start in (0, 37 - rows):
+            assert np.array_equal(_run(packed, order, x[start : start + rows]), together[start : start + rows])
+
+
+@pytest.mark.parametrize(("format_name", "order"), CASES)
+def test_a_tile_is_computed_alike_in_any_share_of_the_work(format_name: str, order: str) -> None:
+    _, packed = _matrix(format_name, 40, 512)
+    x = np.random.default_rng(4).standard_normal((3, 512)).astype(np.float32)
+    whole = _run(packed, order, x)
+    for first in range(len(packed.data)):
+        part = _run(packed, order, x, tiles=(first, first + 1))
+        columns = slice(first * TILE, (first + 1) * TILE)
+        assert np.array_equal(part[:, columns], whole[:, columns])
+        assert np.isnan(np.delete(part, np.arange(columns.start, columns.stop), axis=1)).all()
+
+
+@pytest.mark.parametrize(("format_name", "order"), CASES)
+def test_bias_and_residual_are_added_after_the_product(format_name: str, order: str) -> None:
+    _, packed = _matrix(format_name, 40, 256)
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((6, 256)).astype(np.float32)
+    bias, residual = rng.standard_normal(48).astype(np.float32), rng.standard_normal((6, 48)).astype(np.float32)
+    plain = _run(packed, order, x)
+    assert np.array_equal(_run(packed, order, x, bias=bias, residual=residual), (plain + bias) + residual)
+
+
+@pytest.mark.parametrize("format_name", [name for name in FORMATS if FORMATS[name].block_size == 1])
+@pytest.mark.parametrize("in_features", [1, 2, 31, 50])
+def test_number_formats_take_any_number_of_inputs(format_name: str, in_features: int) -> None:
+    tensor, packed = _matrix(format_name, 5, in_features)
+    x = np.random.default_rng(6).standard_normal((18, in_features)).astype(np.float32)
+    got = _run(packed, "f32", x)[:, :5]
+    assert np.allclose(got, x @ tensor.dequantize().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["int8", "int16"])
+def test_quantized_inputs_stay_within_half_a_step(order: str) -> None:
+    rng = np.random.default_rng(7)
+    x = (rng.standard_normal((4, 320)) * 10.0 ** rng.integers(-4, 5, (4, 1)) + rng.standard_normal((4, 1))).astype(np.float32)
+    groups = x.reshape(4, -1, 32).astype(np.float64)
+    span = np.ptp(groups, axis=2) / 254 if order == "int8" else np.abs(groups).max(axis=2) / 32512
+    error = np.abs(_decoded(x, order).reshape(groups.shape) - groups).max(axis=2)
+    assert (error <= 0.5 * span * (1 + 1e-3) + 1e-6 * np.abs(groups).max(axis=2)).all()
+
+
+@pytest.mark.parametrize("order", ["int8", "int16"])
+def test_constant_and_zero_groups_are_kept_exactly(order: str) -> None:
+    x = np.zeros((1, 64), np.float32)
+    x[:, 32:] = 3.0
+    assert np.allclose(_decoded(x, order), x, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("format_name", "order"), CASES)
+def test_a_nan_input_reaches_every_output(format_name: str, order: str) -> None:
+    _, packed = _matrix(format_name, 16, 256)
+    x = np.ones((2, 256), np.float32)
+    x[0, 77] = np.nan
+    got = _run(packed, order, x)
+    assert np.isnan(got[0]).all()
+    assert np.isfinite(got[1]).all()
