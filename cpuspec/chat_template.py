@@ -32,9 +32,9 @@ _GROWTH = 16  # text a template may build, in multiples of what the messages hol
 _CHARS_PER_STEP = 256  # building long texts again and again costs steps too
 
 # Every filter that can only return what is about as large as its input.
-_TEXT_FILTERS = ("capitalize", "e", "escape", "lower", "safe", "string", "striptags", "title", "trim", "truncate", "upper")
-_LIST_FILTERS = ("dictsort", "first", "items", "join", "last", "list", "map", "max", "min", "reject", "rejectattr", "reverse")
-_OTHER_FILTERS = ("abs", "attr", "count", "d", "default", "float", "int", "length", "round", "select", "selectattr", "sort", "unique")
+_TEXT_FILTERS = ("capitalize", "e", "escape", "lower", "safe", "string", "striptags", "title", "trim", "upper", "reverse")
+_LIST_FILTERS = ("dictsort", "first", "select", "items", "join", "last", "list", "map", "max", "min", "reject", "rejectattr")
+_OTHER_FILTERS = ("abs", "attr", "count", "d", "default", "float", "int", "length", "round", "selectattr", "sort", "unique")
 _GROWING_METHODS = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "translate", "format", "format_map"))
 
 
@@ -73,7 +73,7 @@ class ChatTemplate:
                 own = [dict(message) for message in messages]
                 for piece in self._template.generate(self._variables, messages=own, add_generation_prompt=add_generation_prompt):
                     size += len(piece)
-                    budget.allow(size)
+                    budget.bound(size)
                     budget.spend(1)
                     pieces.append(piece)
             except TokenizerError:
@@ -101,9 +101,12 @@ class _Budget:
         if self.steps < 0:
             raise TokenizerError("the chat template runs too long for these messages; it is broken or hostile, use --raw")
 
-    def allow(self, chars: int) -> None:
+    def bound(self, chars: int) -> None:
         if chars > self.chars:
             raise TokenizerError(f"the chat template builds over {self.chars} characters; it is broken or hostile, use --raw")
+
+    def allow(self, chars: int) -> None:
+        self.bound(chars)
         self.spend(chars // _CHARS_PER_STEP)
 
     def allow_all(self, value: Any) -> None:
@@ -121,7 +124,7 @@ class _Budget:
                 pending.extend(item.keys())
                 pending.extend(item.values())
             if chars + visited + len(pending) > self.chars:
-                self.allow(chars + visited + len(pending))
+                self.bound(chars + visited + len(pending))
         self.spend(visited // 16)
         self.allow(chars)
 

@@ -78,6 +78,7 @@ _END_NAMES = frozenset(
     )
 )
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONGEST_PIECE = 1024
 _MOST_TOKENS = 1 << 24
@@ -218,11 +219,10 @@ class Tokenizer:
         if not text:
             return []
         core = self._parts.core if first else self._parts.later_core
-        try:
-            with _library_errors("this text cannot be encoded"):
-                ids: list[int] = core.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
-            raise TokenizerError(f"the text is not Unicode: lone surrogate at character {error.start}") from error
+        if surrogate := _SURROGATE.search(text):
+            raise TokenizerError(f"the text is not Unicode: lone surrogate {surrogate[0]!r}; decode its bytes as UTF-8 first")
+        with _library_errors("this text cannot be encoded"):
+            ids: list[int] = core.encode(text, add_special_tokens=False).ids
         return ids
 
     def _break_control(self, content: str, mark: str) -> str:
@@ -308,7 +308,7 @@ def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
     if not 0 < len(tokens) <= _MOST_TOKENS:
         raise TokenizerError(f"the vocabulary has {len(tokens)} tokens; wanted 1 to {_MOST_TOKENS}")
     if len(vocabulary.token_types) != len(tokens):
-        raise TokenizerError(f"the vocabulary has {len(vocabulary.token_types)} token types for {len(tokens)} tokens; wanted as many")
+        raise TokenizerError(f"the vocabulary has {len(vocabulary.token_types)} token types; wanted {len(tokens)}, one per token")
     if len(set(tokens)) != len(tokens):
         raise TokenizerError(f"the vocabulary has {Counter(tokens).most_common(1)[0][0]!r} more than once")
     # Some files call the tokens that end a turn normal ones.
@@ -402,9 +402,11 @@ def _sentencepiece_core(vocabulary: GgufVocabulary) -> "tokenizers.Tokenizer":
     ranked.sort()
     kept = (_NORMAL, _USER_DEFINED, _BYTE)
     ids = {t: i for i, t in enumerate(tokens) if t and types[i] in kept}
-    unknown = None if vocabulary.unk_id is None else tokens[vocabulary.unk_id]
-    if unknown:
-        ids[unknown] = tokens.index(unknown)
+    # Stands for characters that even bytes cannot spell; a control token must not come out of text this way.
+    unknown = None
+    if vocabulary.unk_id is not None and types[vocabulary.unk_id] in (_NORMAL, _UNKNOWN) and tokens[vocabulary.unk_id]:
+        unknown = tokens[vocabulary.unk_id]
+        ids[unknown] = vocabulary.unk_id
     with _library_errors("the vocabulary cannot be used"):
         core = _bpe(ids, [(left, right) for *_, left, right in ranked], vocabulary, unknown=unknown, byte_fallback=True)
         prefix = [normalizers.Prepend(_SPACE)] if vocabulary.add_space_prefix else []
@@ -550,7 +552,7 @@ def _around(data: dict[str, Any], unused_id: int, where: str) -> tuple[tuple[int
         small = LibraryTokenizer.from_str(json.dumps({"post_processor": data.get("post_processor"), "model": model}))
         ids = small.encode("a").ids
     if ids.count(unused_id) != 1 or max(ids) > unused_id:
-        raise TokenizerError(f"{where}: the post-processor makes {ids[:20]} of one token; wanted it once, with special tokens around it")
+        raise TokenizerError(f"{where}: the post-processor makes {ids[:20]} of one token; wanted it once, special tokens around it")
     return tuple(ids[: ids.index(unused_id)]), tuple(ids[ids.index(unused_id) + 1 :])
 
 
@@ -644,8 +646,6 @@ def _library_errors(what: str) -> Iterator[None]:
     """The library's own errors, and panics of the Rust code in it, as TokenizerError."""
     try:
         yield
-    except (TokenizerError, UnicodeEncodeError):
-        raise
     except Exception as error:
         raise TokenizerError(f"{what}: {error}") from error
     except BaseException as error:

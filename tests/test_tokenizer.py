@@ -1,0 +1,554 @@
+"""Encoding against a slow reference: byte-level BPE and SentencePiece BPE as their papers and programs define them."""
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
+from cpuspec.errors import TokenizerError
+from cpuspec.tokenizer import Tokenizer, make_tokenizer
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog; the fox doesn't care, and they'll say it's 1234 or 56.\n"
+    "def add(a, b):\n    return a + b\n\n\nfor i in range(100):\n\tprint(f\"{i}: {add(i, 1)}\")\r\n"
+    "Größe, café, naïve, Ελληνικά, русский, 中文字符，日本語のテキスト, 한국어, 😀👩‍👩‍👧‍👦!  \n"
+)
+TRICKY = [
+    "",
+    " ",
+    "   ",
+    "\n",
+    "the",
+    " the",
+    "  the  fox",
+    "The FOX'S they'LL don't 'tis ''s",
+    "1 12 123 1234 12345 1,234.56 ٣٤٥ ½ Ⅷ １２３",
+    "a\tb\t\tc \t d",
+    "x\r\ny\r\n\r\nz\r",
+    "\n\n\n  indented\n    more\n",
+    "trailing   ",
+    "def f(x):\n    return x[0] != {'a': -1}  # ok?\n",
+    "café café ñ ñ Å Å",
+    "中文字符，日本語のテキスト。한국어",
+    "😀👩‍👩‍👧‍👦 🇩🇪 ☺️",
+    "\u00a0\u2028\u3000x\u200by\u200d\ufeff",
+    "نص عربي שלום",
+    "<|im_end|><|not|a token|><tool>",
+    "\x00\x01\x7f\x85",
+    "!!!???...,,,---___",
+    "ſ'ſ K ﬁ ß",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+]
+WORDS = {
+    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+WORDS["llama-bpe"] = WORDS["qwen2"].replace(r"\p{N}|", r"\p{N}{1,3}|")
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")
+
+
+def spell(data: bytes) -> str:
+    """GPT-2's characters for bytes (its encoder.py, bytes_to_unicode)."""
+    keep = set(range(ord("!"), ord("~") + 1)) | set(range(ord("¡"), ord("¬") + 1)) | set(range(ord("®"), ord("ÿ") + 1))
+    others = [byte for byte in range(256) if byte not in keep]
+    return "".join(chr(byte) if byte in keep else chr(256 + others.index(byte)) for byte in data)
+
+
+def split_words(text: str, pre: str) -> list[str]:
+    if pre == "smollm":  # digits one by one, then GPT-2's words between them
+        pieces = regex.split(r"(\p{N})", text)
+        return [word for piece in pieces if piece for word in regex.findall(WORDS["gpt-2"], piece)]
+    if pre == "qwen2":
+        import unicodedata
+
+        text = unicodedata.normalize("NFC", text)
+    return regex.findall(WORDS[pre], text)
+
+
+def learn_merges(count: int) -> list[tuple[str, str]]:
+    """Sennrich et al. 2016, algorithm 1, on the corpus."""
+    words = [list(spell(word.encode())) for word in regex.findall(WORDS["qwen2"], CORPUS * 2)]
+    merges = []
+    for _ in range(count):
+        pairs = Counter(pair for word in words for pair in itertools.pairwise(word))
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        words = [apply_merge(word, best) for word in words]
+    return merges
+
+
+def apply_merge(word: list[str], pair: tuple[str, str]) -> list[str]:
+    merged, at = [], 0
+    while at < len(word):
+        both = tuple(word[at : at + 2]) == pair
+        merged.append("".join(pair) if both else word[at])
+        at += 2 if both else 1
+    return merged
+
+
+MERGES = learn_merges(150)
+ALPHABET = [spell(bytes([byte])) for byte in range(256)]
+TOKENS = (*ALPHABET, *dict.fromkeys(a + b for a, b in MERGES), *SPECIAL, "<tool>")
+IDS = {token: i for i, token in enumerate(TOKENS)}
+
+
+def make_vocabulary(pre: str = "qwen2", **changes: Any) -> GgufVocabulary:
+    types = [3 if token in SPECIAL else 4 if token == "<tool>" else 1 for token in TOKENS]
+    vocabulary = GgufVocabulary(
+        model="gpt2",
+        pre=pre,
+        tokens=TOKENS,
+        token_types=tuple(types),
+        merges=tuple(" ".join(pair) for pair in MERGES),
+        scores=(),
+        bos_id=IDS["<|endoftext|>"],
+        eos_id=IDS["<|im_end|>"],
+        unk_id=None,
+        pad_id=None,
+        eot_id=None,
+        add_bos=False,
+        add_eos=False,
+        add_space_prefix=False,
+        chat_template=None,
+    )
+    return replace(vocabulary, **changes)
+
+
+def make(vocabulary: GgufVocabulary | HfTokenizerFiles, vocab_size: int | None = None) -> Tokenizer:
+    size = vocab_size or (len(vocabulary.tokens) if isinstance(vocabulary, GgufVocabulary) else 1000)
+    checkpoint: Any = SimpleNamespace(vocabulary=vocabulary, config=SimpleNamespace(vocab_size=size), path=Path("model.gguf"))
+    return make_tokenizer(checkpoint)
+
+
+def slow_encode(text: str, pre: str) -> list[int]:
+    ids = []
+    for word in split_words(text, pre):
+        pieces = list(spell(word.encode()))
+        if pre == "llama-bpe" and "".join(pieces) in IDS:
+            pieces = ["".join(pieces)]
+        for pair in MERGES:
+            pieces = apply_merge(pieces, pair)
+        ids += [IDS[piece] for piece in pieces]
+    return ids
+
+
+def visible(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.token_bytes(i).decode() for i in ids]
+
+
+@pytest.mark.parametrize("pre", ["smollm", *WORDS])
+def test_ids_equal_the_slow_reference(pre: str) -> None:
+    tokenizer = make(make_vocabulary(pre))
+    for text in [*(text for text in TRICKY if "<tool>" not in text), CORPUS]:
+        assert tokenizer.encode(text) == slow_encode(text, pre), text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=40) | st.text("aeT 1'\n\r\tñ́中😀<|>", max_size=40), st.sampled_from(["smollm", *WORDS]))
+def test_ids_equal_the_slow_reference_for_any_text(text: str, pre: str) -> None:
+    tokenizer = BUILT[pre]
+    assert tokenizer.encode(text) == slow_encode(text, pre)
+
+
+BUILT = {pre: make(make_vocabulary(pre)) for pre in ["smollm", *WORDS]}
+
+
+def test_digits_and_composed_characters_follow_the_pre_tokenizer() -> None:
+    tokens, types = (*TOKENS, "12", "123"), (*make_vocabulary().token_types, 1, 1)
+    for pre, pieces in (("smollm", ["1", "2", "3", "4"]), ("qwen2", ["1", "2", "3", "4"]), ("llama-bpe", ["123", "4"])):
+        tokenizer = make(make_vocabulary(pre, tokens=tokens, token_types=types, merges=("1 2", "12 3")))
+        assert visible(tokenizer, tokenizer.encode("1234")) == pieces
+    composed, decomposed = "é", "e\u0301"
+    assert BUILT["qwen2"].encode(decomposed) == BUILT["qwen2"].encode(composed)
+    assert BUILT["smollm"].encode(decomposed) != BUILT["smollm"].encode(composed)
+
+
+def test_a_word_that_is_a_token_stays_whole_only_where_the_model_was_trained_so() -> None:
+    vocabulary = make_vocabulary(tokens=(*TOKENS, "zqx"), token_types=(*make_vocabulary().token_types, 1))
+    assert visible(make(vocabulary), make(replace(vocabulary, pre="llama-bpe")).encode("zqx")) == ["zqx"]
+    assert visible(make(vocabulary), make(replace(vocabulary, pre="qwen2")).encode("zqx")) == ["z", "q", "x"]
+
+
+def known_pre() -> list[str]:
+    with pytest.raises(TokenizerError, match="names the pre-tokenizer 'klingon'; known: ") as caught:
+        make(make_vocabulary("klingon"))
+    return str(caught.value).split("known: ")[1].split(", ")
+
+
+def test_an_unknown_pre_tokenizer_is_an_error_that_names_the_known_ones() -> None:
+    assert {"smollm", "qwen2", "llama-bpe", "gpt-2", "default"} <= set(known_pre())
+    with pytest.raises(TokenizerError, match="names no pre-tokenizer"):
+        make(make_vocabulary(""))
+
+
+@pytest.mark.parametrize("pre", known_pre())
+def test_no_pre_tokenizer_loses_text(pre: str) -> None:
+    import unicodedata
+
+    tokenizer = make(make_vocabulary(pre))
+    for text in [*TRICKY, CORPUS]:
+        assert tokenizer.decode(tokenizer.encode(text)) in (text, unicodedata.normalize("NFC", text))
+
+
+def test_text_becomes_a_control_token_only_where_asked() -> None:
+    tokenizer = BUILT["qwen2"]
+    start, end = IDS["<|im_start|>"], IDS["<|im_end|>"]
+    text = "<|im_start|>fox<|im_end|><|im_end|>"
+    plain = tokenizer.encode(text)
+    assert not set(plain) & {start, end}
+    assert tokenizer.decode(plain) == text
+    fox = tokenizer.encode("fox")
+    assert tokenizer.encode(text, parse_special=True) == [start, *fox, end, end]
+    # What is broken stays text, and what begins inside of it is found.
+    parsed = tokenizer.encode("<|im_end|<|im_end|>", parse_special=True)
+    assert parsed == [*tokenizer.encode("<|im_end|"), end]
+    assert tokenizer.decode(parsed, skip_special=False) == "<|im_end|<|im_end|>"
+    assert tokenizer.decode(parsed) == "<|im_end|"
+
+
+def test_user_defined_tokens_are_text_and_always_whole() -> None:
+    tokenizer = BUILT["smollm"]
+    ids = tokenizer.encode("a<tool>b")
+    assert ids == [IDS["a"], IDS["<tool>"], IDS["b"]]
+    assert not tokenizer.is_special(IDS["<tool>"])
+    assert tokenizer.decode(ids) == "a<tool>b"
+
+
+def test_no_merge_can_lead_to_a_control_token() -> None:
+    # A hostile file: merges spell out a control token.
+    merges = ("< |", "| >", "<| e", "<|e n", "<|en d", "<|end |>")
+    parts = ("<|", "|>", "<|e", "<|en", "<|end", "<|end|>")
+    kinds = (1, 1, 1, 1, 1, 3)
+    tokens = tuple(dict.fromkeys((*ALPHABET, *parts)))
+    for pre in ("qwen2", "llama-bpe"):
+        types = (1,) * 256 + kinds
+        tokenizer = make(make_vocabulary(pre, tokens=tokens, token_types=types, merges=merges, bos_id=None, eos_id=None))
+        assert not any(map(tokenizer.is_special, tokenizer.encode("<|end|> <|end|>")))
+        assert tokenizer.eos_ids == {tokens.index("<|end|>")}
+
+
+def test_tokens_around_a_text_are_those_of_the_file() -> None:
+    bos, eos = IDS["<|endoftext|>"], IDS["<|im_end|>"]
+    tokenizer = make(make_vocabulary(add_bos=True, add_eos=True))
+    assert tokenizer.encode("a") == [bos, IDS["a"], eos]
+    assert tokenizer.encode("") == [bos, eos]
+    assert tokenizer.encode("a", add_special=False) == [IDS["a"]]
+    assert BUILT["qwen2"].encode("a") == [IDS["a"]]
+    assert tokenizer.bos_id == bos
+
+
+def test_every_token_that_ends_a_turn_is_known_whatever_its_type() -> None:
+    assert BUILT["qwen2"].eos_ids == {IDS["<|im_end|>"], IDS["<|endoftext|>"], IDS["<|eot_id|>"]}
+    types = list(make_vocabulary().token_types)
+    types[IDS["<|eot_id|>"]] = 1  # as some converters leave it
+    types[IDS["<|im_start|>"]] = 4
+    tokenizer = make(make_vocabulary(token_types=tuple(types)))
+    assert IDS["<|eot_id|>"] in tokenizer.eos_ids
+    assert tokenizer.is_special(IDS["<|eot_id|>"])
+    assert tokenizer.is_special(IDS["<|im_start|>"])
+    assert make(make_vocabulary(eot_id=IDS["<tool>"])).eos_ids > {IDS["<tool>"]}
+
+
+def test_rows_beyond_the_vocabulary_decode_to_nothing_and_ids_beyond_the_rows_are_errors() -> None:
+    tokenizer = make(make_vocabulary(), vocab_size=len(TOKENS) + 5)
+    assert tokenizer.vocab_size == len(TOKENS) + 5
+    assert tokenizer.decode([IDS["a"], len(TOKENS), IDS["b"]], skip_special=False) == "ab"
+    assert tokenizer.token_bytes(len(TOKENS)) == b""
+    assert tokenizer.is_special(len(TOKENS))
+    for token_id in (-1, len(TOKENS) + 5, 1 << 60):
+        for call in (tokenizer.token_bytes, tokenizer.is_special, lambda i: tokenizer.decode([i])):
+            with pytest.raises(TokenizerError, match="outside of the vocabulary"):
+                call(token_id)
+    with pytest.raises(TokenizerError, match="the model rows for 7"):
+        make(make_vocabulary(), vocab_size=7)
+
+
+def test_token_bytes_spell_the_text() -> None:
+    tokenizer = BUILT["smollm"]
+    ids = tokenizer.encode("naïve 😀")
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "naïve 😀".encode()
+    assert tokenizer.token_bytes(IDS["<|im_end|>"]) == b""
+    assert not any(map(tokenizer.is_special, ids))
+
+
+def test_text_that_is_not_unicode_is_a_clear_error() -> None:
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        BUILT["qwen2"].encode("ab\ud800c")
+
+
+GOOD_TYPES = make_vocabulary().token_types
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": (), "token_types": (), "bos_id": None, "eos_id": None}, "has 0 tokens"),
+        ({"token_types": GOOD_TYPES[:-1]}, "token types"),
+        ({"tokens": (*TOKENS[:-1], "a")}, "'a' more than once"),
+        ({"merges": ("a",)}, "merge 0 is 'a'"),
+        ({"merges": ("a ",)}, "merge 0 is 'a '"),
+        ({"merges": ("",)}, "merge 0 is ''"),
+        ({"merges": ("a b c",)}, "merge 0 is 'a b c'"),
+        ({"merges": ("a zzz",)}, "no token 'azzz'"),
+        ({"merges": ("q x",)}, "no token 'qx'"),
+        ({"eos_id": len(TOKENS)}, "eos_id is"),
+        ({"bos_id": -1}, "bos_id is -1"),
+        ({"unk_id": 1 << 40}, "unk_id is"),
+        ({"add_bos": True, "bos_id": None}, "asks for BOS"),
+        ({"add_eos": True, "eos_id": None}, "asks for EOS"),
+        ({"model": "bert"}, "model is 'bert'; known: gpt2, llama"),
+        ({"model": "llama"}, "scores"),
+        ({"model": "llama", "scores": (float("nan"),) * len(TOKENS)}, "all finite"),
+    ],
+)
+def test_a_hostile_vocabulary_is_a_clear_error(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        make(make_vocabulary(**changes))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_vocabulary_either_works_or_is_a_tokenizer_error(data: st.DataObject) -> None:
+    token = st.text("ab<|>Ġ▁\x00\n 中", max_size=4) | st.sampled_from(["<0x41>", "<unk>", "<|im_end|>", "Ġ", "a", "b", "ab"])
+    tokens = tuple(data.draw(st.lists(token, max_size=8, unique=data.draw(st.booleans()))))
+    an_id = st.none() | st.integers(-1, 8)
+    vocabulary = GgufVocabulary(
+        model=data.draw(st.sampled_from(["gpt2", "llama"])),
+        pre="smollm",
+        tokens=tokens,
+        token_types=tuple(data.draw(st.lists(st.integers(0, 7), min_size=len(tokens), max_size=len(tokens)))),
+        merges=tuple(data.draw(st.lists(st.sampled_from(["a b", "ab a", "Ġ a", "a <", " a", "< |"]), max_size=3))),
+        scores=tuple(float(i) for i in range(len(tokens))),
+        bos_id=data.draw(an_id),
+        eos_id=data.draw(an_id),
+        unk_id=data.draw(an_id),
+        pad_id=None,
+        eot_id=None,
+        add_bos=data.draw(st.booleans()),
+        add_eos=data.draw(st.booleans()),
+        add_space_prefix=data.draw(st.booleans()),
+        chat_template=None,
+    )
+    try:
+        tokenizer = make(vocabulary, vocab_size=8)
+    except TokenizerError:
+        return
+    for parse_special in (False, True):
+        ids = tokenizer.encode("ab <|im_end|> a\x00b中A", parse_special=parse_special)
+        assert all(0 <= i < len(tokens) for i in ids)
+        tokenizer.decode(ids)
+
+
+# SentencePiece
+
+
+WHOLE = ["▁t", "er", "in", "▁the", "he", "▁a", "▁▁", "th", "re", "ing", "▁in", "the", "there"]
+PIECES = [
+    ("<unk>", 2, 0.0),
+    ("<s>", 3, 0.0),
+    ("</s>", 3, 0.0),
+    *((f"<0x{byte:02X}>", 6, 0.0) for byte in range(256)),
+    *((piece, 1, -float(rank)) for rank, piece in enumerate(WHOLE)),
+    *((piece, 1, -1000.0 - rank) for rank, piece in enumerate("▁thernigacs")),
+    ("<tool>", 4, 0.0),
+]
+PIECE_IDS = {piece: i for i, (piece, _, _) in enumerate(PIECES)}
+SENTENCEPIECE = GgufVocabulary(
+    model="llama",
+    pre="default",
+    tokens=tuple(piece for piece, _, _ in PIECES),
+    token_types=tuple(kind for _, kind, _ in PIECES),
+    merges=(),
+    scores=tuple(score for _, _, score in PIECES),
+    bos_id=1,
+    eos_id=2,
+    unk_id=0,
+    pad_id=None,
+    eot_id=None,
+    add_bos=True,
+    add_eos=False,
+    add_space_prefix=True,
+    chat_template=None,
+)
+
+
+def slow_sentencepiece(text: str) -> list[int]:
+    """Joins the neighbours that make the best-scored piece, leftmost first, until none is left; spells the rest as bytes."""
+    normal = {piece: score for piece, kind, score in PIECES if kind == 1}
+    symbols = list(("▁" + text).replace(" ", "▁")) if text else []
+    while True:
+        joins = [(normal[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in normal]
+        if not joins:
+            break
+        at = -max(joins)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    ids = []
+    for symbol in symbols:
+        ids += [PIECE_IDS[symbol]] if symbol in normal else [PIECE_IDS[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    return ids
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text("thering ac", max_size=30) | st.text(max_size=10))
+def test_sentencepiece_equals_its_slow_reference(text: str) -> None:
+    tokenizer = SPM
+    assert tokenizer.encode(text, add_special=False) == slow_sentencepiece(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+
+
+SPM = make(SENTENCEPIECE)
+
+
+def test_sentencepiece_keeps_control_tokens_bytes_and_spaces_apart() -> None:
+    assert SPM.encode("the", add_special=True) == [1, PIECE_IDS["▁the"]]
+    smuggled = SPM.encode("<s></s><unk><0x41>", add_special=False)
+    assert not set(smuggled) & {0, 1, 2, PIECE_IDS["<0x41>"]}
+    assert SPM.decode(smuggled) == "<s></s><unk><0x41>"
+    assert SPM.encode("</s>", add_special=False, parse_special=True) == [2]
+    assert SPM.token_bytes(PIECE_IDS["<0xF0>"]) == b"\xf0"
+    assert SPM.token_bytes(PIECE_IDS["▁the"]) == b" the"
+    assert SPM.encode("a<tool>", add_special=False) == [PIECE_IDS["▁a"], PIECE_IDS["<tool>"]]
+    assert 2 in SPM.eos_ids
+
+
+# Hugging Face directories
+
+
+def make_hf(directory: Path, config: dict[str, Any] | None = None, **changes: Any) -> HfTokenizerFiles:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": IDS[token], "content": token, "special": token in SPECIAL, **plain} for token in (*SPECIAL, "<tool>")]
+    pattern = {"type": "Split", "pattern": {"Regex": WORDS["qwen2"]}, "behavior": "Isolated", "invert": False}
+    bytes_step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    data: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [pattern, bytes_step]},
+        "post_processor": bytes_step,
+        "decoder": bytes_step,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for token, i in IDS.items() if token not in SPECIAL and token != "<tool>"},
+            "merges": [list(pair) for pair in MERGES],
+        },
+    } | changes
+    (directory / "tokenizer.json").write_text(json.dumps(data))
+    config = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}} if config is None else config
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return HfTokenizerFiles(directory, directory / "tokenizer.json")
+
+
+def test_a_hugging_face_directory_gives_the_same_tokenizer(tmp_path: Path) -> None:
+    tokenizer = make(make_hf(tmp_path))
+    other = BUILT["qwen2"]
+    for text in [*TRICKY, CORPUS, "<|im_start|>a <tool> b<|im_end|>"]:
+        for parse_special in (False, True):
+            ids = tokenizer.encode(text, parse_special=parse_special)
+            assert ids == other.encode(text, parse_special=parse_special)
+            assert tokenizer.decode(ids, skip_special=False) == other.decode(ids, skip_special=False)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (other.bos_id, other.eos_ids)
+    assert not tokenizer.has_chat_template
+
+
+def test_what_surrounds_a_text_comes_from_the_post_processor_or_the_config(tmp_path: Path) -> None:
+    bos, a = IDS["<|endoftext|>"], IDS["a"]
+    piece = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [piece, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [piece, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [bos], "tokens": ["<|endoftext|>"]}},
+    }
+    assert make(make_hf(tmp_path, post_processor=template)).encode("a") == [bos, a]
+    config = {"bos_token": "<|endoftext|>", "tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
+    assert make(make_hf(tmp_path, config, post_processor=template)).encode("a") == [a]
+    config["add_bos_token"] = True
+    assert make(make_hf(tmp_path, config)).encode("a") == [bos, a]
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    assert make(make_hf(tmp_path, config)).encode("a") == [a]
+
+
+def test_ends_and_chat_template_come_from_the_directory(tmp_path: Path) -> None:
+    files = make_hf(tmp_path, {"eos_token": "<|im_end|>", "chat_template": [{"name": "default", "template": "config"}]})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [IDS["a"], IDS["<|im_end|>"]]}))
+    tokenizer = make(files)
+    assert {IDS["a"], IDS["<|im_end|>"]} < tokenizer.eos_ids
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "config"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    assert make(files).apply_chat_template([{"role": "user", "content": "x"}]) == "x<|im_end|>"
+
+
+def test_a_control_token_may_swallow_white_space(tmp_path: Path) -> None:
+    files = make_hf(tmp_path)
+    data = json.loads(files.tokenizer_json.read_text())
+    data["added_tokens"][1]["rstrip"] = True
+    data["added_tokens"][0]["lstrip"] = True
+    files.tokenizer_json.write_text(json.dumps(data))
+    ids = make(files).encode("a \n<|im_start|> b<|im_end|> \n c", parse_special=True)
+    assert ids == [IDS["a"], IDS["<|im_start|>"], *BUILT["qwen2"].encode(" b"), IDS["<|im_end|>"], IDS["c"]]
+
+
+def test_only_the_beginning_of_a_text_gets_the_first_space(tmp_path: Path) -> None:
+    vocab = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "▁a": 4, "b": 5, "▁b": 6}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    files = make_hf(
+        tmp_path,
+        {"bos_token": "<s>"},
+        added_tokens=[{"id": 0, "content": "<unk>", **special}, {"id": 1, "content": "<s>", **special}],
+        normalizer=None,
+        pre_tokenizer={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+        post_processor=None,
+        decoder={"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+        model={"type": "BPE", "unk_token": "<unk>", "vocab": vocab, "merges": ["▁ a", "▁ b"]},
+    )
+    tokenizer = make(files)
+    assert tokenizer.encode("a<s>b<s> b", parse_special=True) == [4, 1, 5, 1, 6]
+    assert tokenizer.encode("<s>a", parse_special=True) == [1, 3]
+    assert tokenizer.decode([4, 6]) == "a b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"type": "Unigram", "vocab": []}}, "wanted BPE"),
+        ({"model": None}, "wanted BPE"),
+        ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "wanted a number"),
+        ({"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}}, "wanted a number"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []}}, "share the id 0"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 99_999}, "merges": []}}, "highest id is 99999"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}, "added_tokens": []}, "cannot be used"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": 3}, "added_tokens": []}, "merges is no list"),
+        ({"added_tokens": [{"id": 5}]}, "no list of tokens"),
+        ({"added_tokens": [{"id": 5, "content": "a"}]}, "has the ids"),
+        ({"added_tokens": "x"}, "no list of tokens"),
+        ({"decoder": {"type": "WordPiece"}}, "wanted ByteLevel"),
+        ({"decoder": 3}, "wanted ByteLevel"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "cannot be used"),
+        ({"pre_tokenizer": {"type": "Nonsense"}}, "cannot be used"),
+        ({"post_processor": {"type": "Nonsense"}}, "cannot be used"),
+    ],
+)
+def test_a_damaged_tokenizer_json_is_a_clear_error(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        make(make_hf(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_a_file_that_is_no_json_object_is_a_clear_error(tmp_path: Path, content: bytes) -> None:
+    files = make_hf(tmp_path)
+    for path in (tmp_path / "tokenizer_config.json", files.tokenizer_json):
+        path.write_bytes(content)
+        with pytest.raises(TokenizerError, match=path.name):
+            make(files)
+    files.tokenizer_json.unlink()
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        make(files)
