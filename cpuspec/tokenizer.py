@@ -173,6 +173,8 @@ class Tokenizer:
             without = self._find_control(template.render(neutral, add_generation_prompt))
             if [token for _, _, token in found] != [token for _, _, token in without]:
                 raise TokenizerError("the chat template makes control tokens out of a message's text; use --raw for such messages")
+        if mark not in text:
+            return self._encode_parsed(text, found)
         marks_before = [0, *itertools.accumulate(map(mark.__eq__, text))]
         healed = [(start - marks_before[start], end - marks_before[end], token) for start, end, token in found]
         return self._encode_parsed(text.replace(mark, ""), healed)
@@ -549,7 +551,8 @@ def _around(data: dict[str, Any], unused_id: int, where: str) -> tuple[tuple[int
 
     model = {"type": "BPE", "vocab": {"a": unused_id}, "merges": []}
     with _library_errors(f"{where} cannot be used"):
-        small = LibraryTokenizer.from_str(json.dumps({"post_processor": data.get("post_processor"), "model": model}))
+        tiny = {"version": "1.0", "post_processor": data.get("post_processor"), "model": model}
+        small = LibraryTokenizer.from_str(json.dumps(tiny))
         ids = small.encode("a").ids
     if ids.count(unused_id) != 1 or max(ids) > unused_id:
         raise TokenizerError(f"{where}: the post-processor makes {ids[:20]} of one token; wanted it once, special tokens around it")
