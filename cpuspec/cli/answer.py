@@ -55,7 +55,13 @@ def figures(answer: Answer, params: SamplingParams) -> str:
     for name, level in stats.levels.items():
         accepted = f"{level.num_accepted_tokens} of {level.num_draft_tokens} drafted tokens accepted"
         parts.append(f"{name}: {accepted}, {level.tau:.2f} tokens per round")
-    if answer.finish_reason == "length":
-        full = stats.num_new_tokens < params.max_tokens
-        parts.append("ended by the context's length" if full else f"ended by --max-tokens {params.max_tokens}")
+    if reason := cut_off_by(answer, params):
+        parts.append(f"cut off by {reason}")
     return " | ".join(parts)
+
+
+def cut_off_by(answer: Answer, params: SamplingParams) -> str:
+    """What ended an answer that the model had not ended, or nothing."""
+    if answer.finish_reason != "length":
+        return ""
+    return f"max tokens {params.max_tokens}" if len(answer.token_ids) == params.max_tokens else "the context's length"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from cpuspec.cli.reports import describe_model, known_models, show_model, show_m
 from cpuspec.config import SamplingParams
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cpuspec.engine.llm import LLM
 
 # Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
 GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
@@ -131,14 +134,13 @@ def generate(
 
     from cpuspec.cli.answer import collect, figures
 
-    checkpoint = _open(model)
-    with _load(checkpoint, draft, backend, threads, context_length) as llm:
+    with _load(model, draft, backend, threads, context_length) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
-            raise ConfigError(f"{checkpoint.name} has no chat template; use --raw to continue the prompt as it is")
+            raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
         answer = collect(llm, text if raw else messages, params, (lambda _: None) if as_json else emit)
         if as_json:
             shown = {
-                "model": checkpoint.name,
+                "model": model,
                 "backend": backend,
                 "threads": llm.threads,
                 "draft": str(llm.spec),
@@ -200,11 +202,10 @@ def chat(
 
     from cpuspec.cli.chat import Chat, converse
 
-    checkpoint = _open(model)
-    with _load(checkpoint, draft, backend, threads, context_length) as llm:
+    with _load(model, draft, backend, threads, context_length) as llm:
         if not llm.tokenizer.has_chat_template:
-            raise ConfigError(f"{checkpoint.name} has no chat template; `cpuspec generate --raw` continues plain text with it")
-        converse(Chat(llm, checkpoint.name, params, system))
+            raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
+        converse(Chat(llm, model, params, system))
 
 
 @app.command()
@@ -264,10 +265,11 @@ def _open(model: str) -> Checkpoint:
 
 
 @contextmanager
-def _load(checkpoint: Checkpoint, draft: str, backend: str, threads: int | None, context_length: int | None) -> Iterator[Any]:
-    from cpuspec.engine.llm import LLM
+def _load(model: str, draft: str, backend: str, threads: int | None, context_length: int | None) -> "Iterator[LLM]":
+    checkpoint = _open(model)
+    with busy(f"loading {model}"):
+        from cpuspec.engine.llm import LLM
 
-    with busy(f"loading {checkpoint.name}"):
         llm = LLM(checkpoint, draft, backend, threads, context_length=context_length, max_sequences=1)
     with llm:
         yield llm

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cpuspec.cli.answer import Answer, collect, figures
+from cpuspec.cli.answer import Answer, collect, cut_off_by, figures
 from cpuspec.cli.console import emit, note
 from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Message
@@ -163,8 +163,8 @@ def _answer(chat: Chat, text: str) -> None:
     chat.turns.append({"role": "assistant", "content": answer.text})
     if answer.finish_reason == "aborted":
         note("(stopped; what was said stays in the conversation)")
-    elif answer.finish_reason == "length":
-        note("(cut off at its length; /set max_tokens N allows more, as far as the context goes)")
+    elif reason := cut_off_by(answer, chat.params):
+        note(f"(cut off by {reason})")
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -263,7 +263,7 @@ _COMMANDS: Mapping[str, _Command] = {
     "help": _Command(_help, "", "this list"),
     "reset": _Command(_reset, "", "forget the conversation, keep system message and settings"),
     "clear": _Command(_reset, "", "the same as /reset"),
-    "system": _Command(_system, "TEXT", "set the system message; `none` removes it, nothing shows it"),
+    "system": _Command(_system, "TEXT", "set the system message; none removes it, no text shows it"),
     "undo": _Command(_undo, "", "forget the last message and its answer"),
     "retry": _Command(_retry, "", "answer the last message again"),
     "stats": _Command(_stats, "", "figures of the last answer"),

@@ -14,6 +14,7 @@ from typing import TextIO
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
 
 from cpuspec.errors import CpuspecError
 
@@ -22,6 +23,9 @@ ERROR, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 def emit(text: str) -> None:
     """Write to stdout and flush. Exits the command where nobody reads on, or where the output cannot be stored."""
+    if sys.stdout is None:
+        note("error: the output cannot be written: stdout is closed")
+        raise typer.Exit(ERROR)
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -106,12 +110,12 @@ class FetchProgress:
                 note(f"fetching {self._name}: {what} ({size(done_bytes)} of {size(total_bytes)})")
         elif self._bar is None:
             self._bar = Progress(
-                TextColumn("fetching {task.fields[name]}", markup=False),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
+                TextColumn("fetching {task.fields[name]}", markup=False, table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=20),
+                DownloadColumn(table_column=Column(no_wrap=True)),
+                TransferSpeedColumn(table_column=Column(no_wrap=True)),
                 TimeRemainingColumn(),
-                TextColumn("{task.description}", markup=False),
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
                 console=self._console,
             )
             self._bar.start()

@@ -1,0 +1,588 @@
+"""The command line as a user and a script meet it, with a small random model."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import cpuspec
+from cpuspec import LLM, SamplingParams, metrics
+from cpuspec.backends import BACKENDS
+from cpuspec.cli import reports
+from cpuspec.cli.answer import Answer, collect, figures
+from cpuspec.cli.app import app
+from cpuspec.cli.console import size
+from cpuspec.engine.engine import Output
+from cpuspec.spec.proposer import PROPOSERS
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
+
+ROOT = Path(cpuspec.__file__).parent.parent
+NUMPY = ("--backend", "numpy", "--ignore-eos")
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that may talk for long."""
+    return str(make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context_length=32768, **SMALL))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own for each test, and no network."""
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CPUSPEC_OFFLINE", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "cache"
+
+
+def run(*arguments: str, stdin: str | bytes | None = None) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="cpuspec")
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    """A real process, of which every stream is a pipe."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "cpuspec", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(os.environ))
+
+
+def ok(*arguments: str, stdin: str | bytes | None = None) -> str:
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def commands() -> dict[str, Any]:
+    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------------- what it says of itself
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_command_argument_and_option_is_documented(name: str) -> None:
+    command = commands()[name]
+    assert command.help
+    undocumented = [parameter.name for parameter in command.params if not (parameter.help or "").strip()]
+    assert undocumented == []
+    shown = ok(name, "--help")
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            assert parameter.opts[0] in shown
+
+
+def test_the_spellings_that_scripts_rely_on_exist() -> None:
+    wanted = (
+        "--file -f --model -m --draft --temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty "
+        "--frequency-penalty --logit-bias --stop --stop-token-id --logprobs --max-tokens --seed --threads --backend "
+        "--context-length --system --raw --ignore-eos --json"
+    )
+    options = {spelling for parameter in commands()["generate"].params for spelling in parameter.opts}
+    assert set(wanted.split()) <= options
+
+
+def test_help_names_every_backend_and_proposer() -> None:
+    shown = ok("generate", "--help")
+    assert all(name in shown for name in (*BACKENDS, *PROPOSERS))
+
+
+def test_version() -> None:
+    assert ok("--version") == f"cpuspec {cpuspec.__version__}\n"
+
+
+# ------------------------------------------------------------------------------------------------------------------- generate
+
+
+def test_stdout_is_the_text_and_stderr_the_rest(model: str) -> None:
+    result = run("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "12")
+    assert result.exit_code == 0
+    with LLM(model, backend="numpy") as llm:
+        answer = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert result.stdout == answer.text + "\n" * (not answer.text.endswith("\n"))
+    assert "12 new tokens" in result.stderr
+    assert "tokens/s" in result.stderr
+    assert "cut off by max tokens 12" in result.stderr
+    assert not CONTROL.search(result.stderr)
+
+
+def test_raw_continues_the_prompt_as_it_is(model: str) -> None:
+    shown = json.loads(ok("generate", "hello", "--raw", "-m", model, *NUMPY, "--max-tokens", "6", "--json"))
+    with LLM(model, backend="numpy") as llm:
+        (answer,) = llm.generate("hello", SamplingParams(max_tokens=6, ignore_eos=True))
+    assert shown["token_ids"] == answer.token_ids
+    assert shown["stats"]["num_prompt_tokens"] == answer.stats.num_prompt_tokens
+
+
+def test_json_is_one_object_with_everything(model: str) -> None:
+    options = ("--draft", "ngram", "--json", "--logprobs", "2", "--threads", "1", "--max-tokens", "5")
+    shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
+    assert set(shown) == {
+        *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats"),
+    }
+    assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
+    assert shown["finish_reason"] == "length"
+    assert len(shown["token_ids"]) == shown["stats"]["num_new_tokens"] == 5
+    assert [one["token_id"] for one in shown["logprobs"]] == shown["token_ids"]
+    assert all(len(one["top"]) == 2 and one["logprob"] <= 0 for one in shown["logprobs"])
+
+
+def test_sampling_options_reach_the_sampler(model: str) -> None:
+    def token_ids(*options: str) -> list[int]:
+        return json.loads(ok("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "16", "--json", *options))["token_ids"]
+
+    greedy = token_ids()
+    hot = ("--temperature", "1.5")
+    assert token_ids(*hot, "--seed", "1") == token_ids(*hot, "--seed", "1") != token_ids(*hot, "--seed", "2")
+    assert token_ids(*hot, "--top-k", "1") == token_ids(*hot, "--min-p", "1") == token_ids(*hot, "--top-p", "1e-9") == greedy
+    assert greedy[0] not in token_ids("--logit-bias", f"{greedy[0]}=-inf")
+    assert set(token_ids("--logit-bias", "5=1000")) == {5}
+    assert token_ids("--repetition-penalty", "50") != greedy
+    assert len(set(token_ids("--frequency-penalty", "1000"))) == 16
+    assert len(set(token_ids("--presence-penalty", "1000"))) == 16
+    assert token_ids("--stop-token-id", str(greedy[2])) == greedy[: greedy.index(greedy[2]) + 1]
+    assert token_ids("--draft", "ngram") == greedy
+
+
+def test_a_stop_text_ends_the_answer_before_it(model: str) -> None:
+    options = ("-m", model, *NUMPY, "--max-tokens", "30", "--logit-bias", "33=2", "--json")
+    whole = json.loads(ok("generate", "hello", *options))["text"]
+    stop = whole[5:7]
+    shown = json.loads(ok("generate", "hello", *options, "--stop", stop))
+    assert shown["text"] == whole[: whole.index(stop)]
+    assert shown["finish_reason"] == "stop"
+
+
+def test_the_prompt_comes_from_the_argument_a_file_or_stdin(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("two\nlines\n", "utf-8")
+    options = ("-m", model, *NUMPY, "--max-tokens", "4")
+    from_argument = ok("generate", "two\nlines", *options)
+    assert ok("generate", "-f", str(path), *options) == from_argument
+    assert ok("generate", *options, stdin="two\nlines\n") == from_argument
+    assert ok("generate", "-f", "-", *options, stdin="two\nlines") == from_argument
+
+
+def test_the_system_message_is_part_of_the_prompt(model: str) -> None:
+    def num_prompt_tokens(*options: str) -> int:
+        shown = json.loads(ok("generate", "hi", "-m", model, *NUMPY, "--max-tokens", "1", "--json", *options))
+        return shown["stats"]["num_prompt_tokens"]
+
+    assert num_prompt_tokens("--system", "be brief") > num_prompt_tokens()
+
+
+def test_a_model_without_a_template_asks_for_raw(tmp_path: Path) -> None:
+    directory = make_tiny_hf(tmp_path / "base", "llama", **SMALL)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    result = run("generate", "hi", "-m", str(directory), *NUMPY)
+    assert result.exit_code == 1
+    assert "no chat template" in result.stderr
+    assert "--raw" in result.stderr
+    assert ok("generate", "hi", "--raw", "-m", str(directory), *NUMPY, "--max-tokens", "3")
+    chat = run("chat", "-m", str(directory), "--backend", "numpy")
+    assert chat.exit_code == 1
+    assert "--raw" in chat.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--temperature", "-1"), "temperature must be"),
+        (("--temprature", "1"), "--temperature"),
+        (("--top-k", "many"), "integer"),
+        (("--top-p", "0"), "top_p must be"),
+        (("--threads", "0"), "--threads"),
+        (("--backend", "abacus"), "numba"),
+        (("--draft", "telepathy"), "ngram"),
+        (("--draft", "ngram:"), "--draft"),
+        (("--logit-bias", "x"), "ID=BIAS"),
+        (("--logit-bias", "1=1", "--logit-bias", "1=2"), "twice"),
+        (("--logit-bias", "1=nan"), "logit_bias must be"),
+        (("--logprobs", "2"), "--json"),
+        (("--stop", ""), "stop must be"),
+        (("--raw", "--system", "x"), "--system"),
+        (("-f", "there-is-no-such-file"), "cannot be read"),
+    ],
+)
+def test_wrong_usage_says_what_is_wrong_and_exits_with_2(model: str, options: tuple[str, ...], wanted: str) -> None:
+    prompt = () if "-f" in options else ("hello",)
+    result = run("generate", *prompt, "-m", model, *options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert wanted in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "wanted"),
+    [
+        (("hello", "-f", "x"), None, "wanted one of them"),
+        (("",), None, "empty"),
+        ((), "", "empty"),
+        ((), b"a\xff", "not UTF-8"),
+        (("-f", "."), None, "cannot be read"),
+        (("bad \udcff",), None, "not valid UTF-8"),
+    ],
+)
+def test_a_prompt_that_is_none_is_wrong_usage(
+    model: str, arguments: tuple[str, ...], stdin: str | bytes | None, wanted: str
+) -> None:
+    result = run("generate", *arguments, "-m", model, stdin=stdin)
+    assert result.exit_code == 2
+    assert wanted in result.stderr
+
+
+def test_an_endless_prompt_is_refused(model: str) -> None:
+    result = run("generate", "-f", "/dev/zero", "-m", model)
+    assert result.exit_code == 2
+    assert "more than" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("generate", "hello", "-m", "no-such-model"), "no model is called 'no-such-model'"),
+        (("generate", "hello", "-m", "no/such.gguf"), "no file or directory"),
+        (("generate", "hello"), "CPUSPEC_OFFLINE"),
+        (("chat", "-m", "smollm2-135m-instrct"), "did you mean smollm2-135m-instruct?"),
+        (("inspect", "no-such-model"), "no model is called"),
+        (("pull", "no-such-model"), "no model is called"),
+        (("pull", "smollm2-135m-instruct"), "CPUSPEC_OFFLINE"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_1(arguments: tuple[str, ...], wanted: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert wanted in result.stderr
+
+
+def test_a_broken_file_is_an_error_without_a_traceback(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(Path(model).read_bytes()[:5000])
+    for command in (("generate", "hi", "-m", str(path)), ("inspect", str(path))):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert re.fullmatch(r"error: .*cut\.gguf.*\n", result.stderr)
+
+
+def test_a_prompt_that_does_not_fit_is_an_error(model: str) -> None:
+    result = run("generate", "hello " * 50, "-m", model, *NUMPY, "--context-length", "20")
+    assert result.exit_code == 1
+    assert "context" in result.stderr
+
+
+# ----------------------------------------------------------------------------------------------------- interrupts, broken pipes
+
+
+def endless(model: str) -> subprocess.Popen[bytes]:
+    return start("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "30000")
+
+
+def test_ctrl_c_keeps_the_text_and_exits_with_130(model: str) -> None:
+    process = endless(model)
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (first + rest).endswith(b"\n")
+    assert re.search(r"interrupted after \d+ tokens", errors.decode())
+    assert b"Traceback" not in errors
+
+
+def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
+    process = endless(model)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert errors == b""
+
+
+def test_a_full_disk_is_an_error(model: str) -> None:
+    command = [sys.executable, "-m", "cpuspec", "generate", "hello", "-m", model, *NUMPY, "--max-tokens", "3"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith("error: the output cannot be written")
+    assert b"Traceback" not in done.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(model: str, tmp_path: Path) -> None:
+    process = start("chat", "-m", model, "--backend", "numpy", "--max-tokens", "30000", "--logit-bias", "377=-inf")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    saved = tmp_path / "talk.json"
+    _, errors = process.communicate(f"/save {saved}\n/set max_tokens 2\nand now?\n".encode(), timeout=60)
+    assert process.returncode == 0
+    assert b"stopped" in errors
+    assert b"Traceback" not in errors
+    user, assistant = json.loads(saved.read_text("utf-8"))["messages"]
+    assert user == {"role": "user", "content": "hello"}
+    assert assistant["role"] == "assistant"
+    assert assistant["content"]
+
+
+class Interrupted:
+    """Stands for an LLM whose user loses patience after the second piece."""
+
+    closed = False
+
+    def stream(self, prompt: object, params: SamplingParams) -> Iterator[Output]:
+        try:
+            yield Output(0, "Hello", [1], [])
+            yield Output(0, " wor", [2, 3], [])
+            raise KeyboardInterrupt
+        finally:
+            self.closed = True
+
+
+def test_an_interrupted_answer_keeps_what_was_said() -> None:
+    llm, shown = Interrupted(), []
+    answer = collect(llm, "hi", SamplingParams(), shown.append)  # type: ignore[arg-type]
+    assert answer == Answer("Hello wor", [1, 2, 3], [], "aborted", None)
+    assert shown == ["Hello", " wor"]
+    assert figures(answer, SamplingParams()) == "interrupted after 3 tokens"
+    assert llm.closed
+
+
+def test_an_interrupted_answer_is_still_one_json_object(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM, "stream", Interrupted.stream)
+    monkeypatch.setattr(LLM, "closed", False, raising=False)
+    result = run("generate", "hello", "-m", model, *NUMPY, "--json")
+    assert result.exit_code == 130
+    shown = json.loads(result.stdout)
+    assert (shown["text"], shown["finish_reason"], shown["stats"]) == ("Hello wor", "aborted", None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- chat
+
+
+def chat(model: str, lines: str, *options: str) -> tuple[str, str]:
+    """What a chat of these lines writes to stdout and to stderr. The model's end tokens are forbidden: it always answers."""
+    forbidden = ("--logit-bias", "376=-inf", "--logit-bias", "377=-inf", "--logit-bias", "378=-inf")
+    result = run("chat", "-m", model, "--backend", "numpy", "--max-tokens", "4", *forbidden, *options, stdin=lines)
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def saved_messages(model: str, tmp_path: Path, lines: str, *options: str) -> list[dict[str, str]]:
+    path = tmp_path / "saved.json"
+    path.unlink(missing_ok=True)
+    chat(model, f"{lines}\n/save {path}\n", *options)
+    return json.loads(path.read_text("utf-8"))["messages"]
+
+
+def test_answers_go_to_stdout_and_stay_in_the_conversation(model: str, tmp_path: Path) -> None:
+    messages = saved_messages(model, tmp_path, "hello\nand now?", "--system", "be brief")
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    shown, _ = chat(model, "hello\nand now?\n", "--system", "be brief")
+    assert shown == "".join(message["content"] + "\n" for message in messages if message["role"] == "assistant")
+
+
+@pytest.mark.parametrize(
+    ("lines", "contents"),
+    [
+        ("one \\\ntwo", ["one \ntwo"]),
+        ('"""\none\n\ntwo\n"""', ["one\n\ntwo"]),
+        ('"""one\ntwo"""', ["one\ntwo"]),
+        ('"""one"""', ["one"]),
+        ("\n   \nhello", ["hello"]),
+        ("//help", ["/help"]),
+        ("one\n/undo\ntwo", ["two"]),
+        ("one\n/reset\ntwo", ["two"]),
+        ("one\n/clear", []),
+        ("one\ntwo\n/undo\n/undo\n/undo", []),
+        ("one\n/retry", ["one"]),
+        ("one\n/exit\ntwo\n", None),
+        ("/system be brief\none", ["be brief", "one"]),
+        ("/system be brief\n/system none\none", ["one"]),
+        ("/nonsense\none", ["one"]),
+        ("ünï 你好", ["ünï 你好"]),
+    ],
+)
+def test_lines_and_commands_make_the_conversation(model: str, tmp_path: Path, lines: str, contents: list[str] | None) -> None:
+    if contents is None:
+        assert chat(model, lines)[0].count("\n") == chat(model, "one\n")[0].count("\n")
+        return
+    messages = saved_messages(model, tmp_path, lines)
+    assert [message["content"] for message in messages if message["role"] != "assistant"] == contents
+
+
+@pytest.mark.parametrize(
+    ("lines", "wanted"),
+    [
+        ("/help", "/retry"),
+        ("/hlep", "did you mean /help?"),
+        ("/undo", "nothing to undo"),
+        ("/retry", "nothing to answer"),
+        ("/stats", "no answer yet"),
+        ("one\n/stats", "4 new tokens"),
+        ("/set temperature 0.7", "temperature is 0.7"),
+        ("/set top-k=3", "top_k is 3"),
+        ("/set seed 3\n/set seed none", "seed is None"),
+        ("/set", "repetition_penalty 1.0"),
+        ("/system", "own"),
+        ("one", "cut off by max tokens 4"),
+    ],
+)
+def test_commands_say_what_they_did(model: str, lines: str, wanted: str) -> None:
+    assert wanted in chat(model, lines + "\n")[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("/set warmth 1", "no setting 'warmth'"),
+        ("/set temperature hot", "takes a number"),
+        ("/set temperature -1", "temperature must be"),
+        ("/save", "file name"),
+        ("/save no/such/directory/x", "cannot be written"),
+        ("hello " * 30, "context"),
+    ],
+)
+def test_a_failed_line_of_a_script_ends_the_chat_with_an_error(model: str, line: str, wanted: str) -> None:
+    result = run("chat", "-m", model, "--backend", "numpy", "--context-length", "40", stdin=line + "\n")
+    assert result.exit_code == 1
+    assert wanted in result.stderr
+
+
+def test_save_overwrites_only_what_this_chat_wrote(model: str, tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine.json", tmp_path / "other.json"
+    other.write_text("precious")
+    chat(model, f"one\n/save {mine}\ntwo\n/save {mine}\n")
+    assert len(json.loads(mine.read_text())["messages"]) == 4
+    result = run("chat", "-m", model, "--backend", "numpy", stdin=f"/save {other}\n")
+    assert result.exit_code == 1
+    assert other.read_text() == "precious"
+
+
+# ------------------------------------------------------------------------------------------------------ models, pull, inspect
+
+
+@pytest.fixture
+def recipe(model: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A user's recipe for the tiny model, on a hub on this machine."""
+    content = Path(model).read_bytes()
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    (cache / "recipes").mkdir(parents=True)
+    (cache / "recipes" / "tiny.toml").write_text(
+        f'name = "tiny"\ndescription = "random"\narchitecture = "qwen2"\nparameters = 1000\nfile = "tiny.gguf"\n'
+        f'bytes = {len(content)}\nsha256 = "{hashlib.sha256(content).hexdigest()}"\nlicence = "none"\n'
+        f'[[sources]]\nkind = "huggingface"\nrepository = "some/one"\nfile = "tiny.gguf"\n'
+    )
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.delenv("CPUSPEC_OFFLINE")
+    yield SimpleNamespace(path=cache / "models" / "tiny" / "tiny.gguf", content=content)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_pull_fetches_once_and_prints_the_path(recipe: SimpleNamespace) -> None:
+    first, second = run("pull", "tiny"), run("pull", "tiny")
+    assert (first.exit_code, second.exit_code) == (0, 0)
+    assert first.stdout == second.stdout == f"{recipe.path}\n"
+    assert recipe.path.read_bytes() == recipe.content
+    assert "fetching tiny" in first.stderr
+    assert "already there" in second.stderr
+    assert not CONTROL.search(first.stderr)
+
+
+def test_pull_as_json_says_what_was_there(recipe: SimpleNamespace) -> None:
+    wanted = {"name": "tiny", "path": str(recipe.path), "bytes": len(recipe.content)}
+    assert json.loads(ok("pull", "tiny", "--json")) == [wanted | {"was_there": False}]
+    assert json.loads(ok("pull", "tiny", "--json")) == [wanted | {"was_there": True}]
+
+
+def test_pull_checks_every_name_before_it_fetches_one(recipe: SimpleNamespace) -> None:
+    assert run("pull", "tiny", "no-such-model").exit_code == 1
+    assert not recipe.path.exists()
+
+
+def test_generate_fetches_what_it_needs(recipe: SimpleNamespace) -> None:
+    result = run("generate", "hello", "-m", "tiny", *NUMPY, "--max-tokens", "2", "--json")
+    assert json.loads(result.stdout)["model"] == "tiny"
+    assert "fetching tiny" in result.stderr
+
+
+def test_models_lists_recipes_and_whether_they_are_fetched(recipe: SimpleNamespace) -> None:
+    assert re.search(r"^tiny .* no ", ok("models"), re.M)
+    ok("pull", "tiny")
+    assert re.search(r"^tiny .* yes ", ok("models"), re.M)
+    rows = {row["name"]: row for row in json.loads(ok("models", "--json"))}
+    assert {"smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct", "tiny"} <= set(rows)
+    assert (rows["tiny"]["fetched"], rows["smollm2-135m-instruct"]["fetched"]) == (True, False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_inspect_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    path = make_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", weight_format="q4_0", embed_format="q8_0", tied=tied, **SMALL)
+    monkeypatch.setattr(reports, "read_bandwidth", lambda threads: 1e9 * threads)
+    report = json.loads(ok("inspect", str(path), "--json", "--tensors", "--threads", "3"))
+    tensors = report["tensors"]
+    assert report["bytes"] == sum(t["bytes"] for t in tensors) == sum(f["bytes"] for f in report["formats"].values())
+    assert report["num_tensors"] == len(tensors) == sum(f["num_tensors"] for f in report["formats"].values())
+    assert report["bits_per_weight"] == pytest.approx(8 * report["bytes"] / report["num_weights"])
+    assert report["formats"]["q4_0"]["bits_per_weight"] == 4.5
+    embed = next(t["bytes"] for t in tensors if t["name"] == "embed")
+    assert report["read_bytes_per_token"] == report["bytes"] - (0 if tied else embed)
+    assert report["bound_tokens_per_s"] == pytest.approx(3e9 / report["read_bytes_per_token"])
+    assert report["kv_bytes_per_token"] == 2 * 1 * 1 * 32 * 4
+    shown = ok("inspect", str(path), "--tensors")
+    assert all(text in shown for text in ("qwen3", "q8_0", "layers.0.down", "tokens/s", "4.50"))
+    assert "layers.0.down" not in ok("inspect", str(path))
+
+
+def test_bandwidth_is_the_best_pass_over_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.1, 0.6, 0.7, 0.9, 1.5])  # start, then begin and end of two passes, then past the second
+    monkeypatch.setattr(metrics, "perf_counter", lambda: next(times))
+    assert metrics.read_bandwidth(2, num_bytes=4096) == pytest.approx(4096 / 0.2)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.00 kB"), (46080, "46.1 kB"), (98_362_432, "98.4 MB"), (999_600_000, "1.00 GB")],
+)
+def test_sizes_are_given_in_decimal_units(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
