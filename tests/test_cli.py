@@ -1,6 +1,7 @@
 """The command line as a user and a script meet it, with a small random model."""
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -24,8 +25,10 @@ from cpuspec.backends import BACKENDS
 from cpuspec.cli import reports
 from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import app
+from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import size
 from cpuspec.engine.engine import Output
+from cpuspec.errors import ConfigError
 from cpuspec.spec.proposer import PROPOSERS
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -158,6 +161,14 @@ def test_sampling_options_reach_the_sampler(model: str) -> None:
     assert token_ids("--draft", "ngram") == greedy
 
 
+def test_the_models_end_token_ends_the_answer_unless_it_is_ignored(model: str) -> None:
+    options = ("-m", model, "--backend", "numpy", "--max-tokens", "3", "--logit-bias", "378=1000", "--json")
+    shown = json.loads(ok("generate", "hello", *options))
+    assert (shown["token_ids"], shown["text"], shown["finish_reason"]) == ([378], "", "stop")
+    shown = json.loads(ok("generate", "hello", *options, "--ignore-eos"))
+    assert (shown["token_ids"], shown["finish_reason"]) == ([378] * 3, "length")
+
+
 def test_a_stop_text_ends_the_answer_before_it(model: str) -> None:
     options = ("-m", model, *NUMPY, "--max-tokens", "30", "--logit-bias", "33=2", "--json")
     whole = json.loads(ok("generate", "hello", *options))["text"]
@@ -167,14 +178,14 @@ def test_a_stop_text_ends_the_answer_before_it(model: str) -> None:
     assert shown["finish_reason"] == "stop"
 
 
-def test_the_prompt_comes_from_the_argument_a_file_or_stdin(model: str, tmp_path: Path) -> None:
+def test_the_prompt_comes_from_the_argument_a_file_or_stdin(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("two\nlines\n", "utf-8")
-    options = ("-m", model, *NUMPY, "--max-tokens", "4")
-    from_argument = ok("generate", "two\nlines", *options)
-    assert ok("generate", "-f", str(path), *options) == from_argument
-    assert ok("generate", *options, stdin="two\nlines\n") == from_argument
-    assert ok("generate", "-f", "-", *options, stdin="two\nlines") == from_argument
+    seen: list[object] = []
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append(prompt) or iter(()))
+    for arguments, stdin in ((("two\nlines",), None), (("-f", str(path)), None), ((), "two\nlines\n"), (("-f", "-"), "two\nlines")):
+        run("generate", *arguments, "--raw", "-m", model, *NUMPY, stdin=stdin)
+    assert seen == ["two\nlines"] * 4
 
 
 def test_the_system_message_is_part_of_the_prompt(model: str) -> None:
@@ -373,6 +384,17 @@ def test_an_interrupted_answer_keeps_what_was_said() -> None:
     assert llm.closed
 
 
+def test_an_answer_that_cannot_be_shown_is_closed_at_once() -> None:
+    def show(text: str) -> None:
+        raise typer.Exit(1)
+
+    llm = Interrupted()
+    with pytest.raises(typer.Exit) as caught:  # it holds the frames, so that nothing is closed by chance
+        collect(llm, "hi", SamplingParams(), show)  # type: ignore[arg-type]
+    assert caught.value.exit_code == 1
+    assert llm.closed
+
+
 def test_an_interrupted_answer_is_still_one_json_object(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LLM, "stream", Interrupted.stream)
     monkeypatch.setattr(LLM, "closed", False, raising=False)
@@ -482,6 +504,68 @@ def test_save_overwrites_only_what_this_chat_wrote(model: str, tmp_path: Path) -
     result = run("chat", "-m", model, "--backend", "numpy", stdin=f"/save {other}\n")
     assert result.exit_code == 1
     assert other.read_text() == "precious"
+
+
+class Terminal(io.StringIO):
+    """A stdin at which somebody types lines and presses Ctrl-C."""
+
+    def __init__(self, *events: str | type[BaseException]) -> None:
+        super().__init__()
+        self.events = list(events)
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, *_: Any) -> str:
+        event = self.events.pop(0) if self.events else ""
+        if isinstance(event, str):
+            return event
+        raise event
+
+
+class Scripted:
+    """Stands for an LLM that answers each request with the next of its answers, or fails."""
+
+    def __init__(self, *answers: str | type[BaseException]) -> None:
+        self.answers = list(answers)
+
+    def stream(self, prompt: object, params: SamplingParams) -> Iterator[Output]:
+        answer = self.answers.pop(0)
+        if not isinstance(answer, str):
+            raise answer("no")
+        yield Output(0, answer, [1], [], "stop", None)
+
+
+def at_terminal(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[str | type[BaseException], ...], *events: str | type[BaseException]
+) -> tuple[list[str], int]:
+    """What a conversation holds after these events, and how many of them it left unread."""
+    terminal = Terminal(*events)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    talk = Chat(Scripted(*answers), "scripted", SamplingParams())  # type: ignore[arg-type]
+    converse(talk)
+    return [turn["content"] for turn in talk.turns], len(terminal.events)
+
+
+def test_at_a_terminal_an_error_ends_the_answer_and_not_the_chat(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    turns, unread = at_terminal(monkeypatch, (ConfigError, "yes"), "one\n", "/set temperature hot\n", "two\n")
+    assert (turns, unread) == (["two", "yes"], 0)
+    assert capsys.readouterr().out == "yes\n"
+
+
+def test_a_message_that_was_stopped_before_a_word_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert at_terminal(monkeypatch, (KeyboardInterrupt, "yes"), "one\n", "two\n") == (["two", "yes"], 0)
+
+
+@pytest.mark.parametrize("failure", [ConfigError, KeyboardInterrupt])
+def test_a_failed_retry_keeps_the_old_answer(monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]) -> None:
+    assert at_terminal(monkeypatch, ("yes", failure), "one\n", "/retry\n") == (["one", "yes"], 0)
+    assert at_terminal(monkeypatch, ("yes", "no"), "one\n", "/retry\n") == (["one", "no"], 0)
+
+
+def test_ctrl_c_twice_at_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctrl_c = KeyboardInterrupt
+    assert at_terminal(monkeypatch, ("yes",), ctrl_c, "one\n", ctrl_c, ctrl_c, "two\n") == (["one", "yes"], 1)
 
 
 # ------------------------------------------------------------------------------------------------------ models, pull, inspect

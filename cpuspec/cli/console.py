@@ -4,12 +4,10 @@ Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrup
 """
 
 import errno
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import TextIO
 
 import typer
 from rich.console import Console
@@ -30,7 +28,6 @@ def emit(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        _discard(sys.stdout)
         if error.errno in (errno.EPIPE, errno.EINVAL):
             raise typer.Exit(BROKEN_PIPE) from None
         note(f"error: the output cannot be written: {error.strerror or error}")
@@ -39,20 +36,9 @@ def emit(text: str) -> None:
 
 def note(text: str) -> None:
     """A line on stderr. Where stderr is gone, nothing: what matters is on stdout."""
-    if sys.stderr is None:
-        return
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:
-        _discard(sys.stderr)
-
-
-def _discard(stream: TextIO) -> None:
-    """Send what a broken stream still buffers nowhere, or the interpreter would complain about it at exit."""
-    with suppress(OSError, ValueError):
-        sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, stream.fileno())
-        os.close(sink)
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
