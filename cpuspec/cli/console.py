@@ -16,7 +16,7 @@ from rich.table import Column
 
 from cpuspec.errors import CpuspecError
 
-ERROR, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+ERROR, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 
 def emit(text: str) -> None:

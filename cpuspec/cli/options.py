@@ -9,7 +9,6 @@ from typing import Annotated, BinaryIO
 import typer
 
 from cpuspec.backends import BACKENDS
-from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.config import SpecConfig
 from cpuspec.errors import ConfigError
 from cpuspec.spec.proposer import PROPOSERS, make_proposer
@@ -154,8 +153,6 @@ IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", rich_help_panel=_SAMPLING, help="Go on when the model ends its answer, up to --max-tokens.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-
-__all__ = ["DEFAULT_RECIPE"]
 
 
 def read_logit_bias(entries: list[str] | None) -> dict[int, float]:
