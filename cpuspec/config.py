@@ -143,8 +143,10 @@ class SamplingParams:
             ("stop_token_ids", all(_whole(t) for t in self.stop_token_ids), "integers"),
             (
                 "logit_bias",
-                all(_whole(t) and t >= 0 and isinstance(b, int | float) and not math.isnan(b) and b < math.inf
-                    for t, b in self.logit_bias.items()),
+                all(
+                    _whole(t) and t >= 0 and isinstance(b, int | float) and not math.isnan(b) and b < math.inf
+                    for t, b in self.logit_bias.items()
+                ),
                 "a mapping from token id to a number (-inf forbids)",
             ),
         ):

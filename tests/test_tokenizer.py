@@ -19,7 +19,7 @@ from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog; the fox doesn't care, and they'll say it's 1234 or 56.\n"
-    "def add(a, b):\n    return a + b\n\n\nfor i in range(100):\n\tprint(f\"{i}: {add(i, 1)}\")\r\n"
+    'def add(a, b):\n    return a + b\n\n\nfor i in range(100):\n\tprint(f"{i}: {add(i, 1)}")\r\n'
     "Größe, café, naïve, Ελληνικά, русский, 中文字符，日本語のテキスト, 한국어, 😀👩‍👩‍👧‍👦!  \n"
 )
 TRICKY = [

@@ -5,6 +5,7 @@ kernel is told has been checked here or by `ForwardBatch.check`; the kernels the
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +83,7 @@ class NumbaBackend:
 
         state = self._team.state
         state[step.NUM_ROWS], state[step.NUM_LOGIT_ROWS] = rows, len(logit_rows)
-        for index, array in (
+        addressed: tuple[tuple[int, NDArray[Any]], ...] = (
             (step.LOGIT_ROWS, logit_rows),
             (step.LOGITS, logits),
             (step.COSINES, self._cosines),
@@ -93,8 +94,9 @@ class NumbaBackend:
             (step.STRAIGHT, places.straight),
             (step.PATHS, places.paths),
             (step.KEPT, kept),
-        ):
-            state[index] = array.ctypes.data
+        )
+        for index, values in addressed:
+            state[index] = values.ctypes.data
         state[step.PATH_LENGTH] = places.paths.shape[1]
         state[step.KEY_BYTES], state[step.VALUE_BYTES] = self._head_bytes(cache.capacity)
         self._provide_scratch(cache.capacity)
@@ -146,7 +148,15 @@ class NumbaBackend:
                 *self._linears([(layer + "o", self._x)], self._attended, residual=True),
                 *self._linears([(layer + "gate", self._gate), (layer + "up", self._up)], self._x, norm=layer + "mlp_norm"),
                 *self._linears([(layer + "down", self._x)], self._gate, silu_times=self._up, residual=True),
-                _row(step.KEEP, {step.K_ROWS: _at(self._x), step.K_STRIDE: self._x.strides[0], step.K_LAYER: i, step.K_BYTES: 4 * c.hidden_size}),
+                _row(
+                    step.KEEP,
+                    {
+                        step.K_ROWS: _at(self._x),
+                        step.K_STRIDE: self._x.strides[0],
+                        step.K_LAYER: i,
+                        step.K_BYTES: 4 * c.hidden_size,
+                    },
+                ),
             ]
         ops += self._linears([("output", None)], self._x, norm="norm")
         return np.array(ops)
@@ -253,11 +263,7 @@ class _Places:
 
     def _follow(self, batch: ForwardBatch, prefix: NDArray[np.int64]) -> None:
         """Tree rows: the prefix, then ancestors by depth. The last, partly filled block of the prefix is gathered with them."""
-        seen = [
-            np.flatnonzero(row)
-            for b in range(len(batch.slots))
-            for row in visible(batch, b, int(prefix[batch.q_start[b]]))
-        ]
+        seen = [np.flatnonzero(row) for b in range(len(batch.slots)) for row in visible(batch, b, int(prefix[batch.q_start[b]]))]
         self.length = np.array([len(row) for row in seen], np.int64)
         self.straight = prefix // simd.LANES * simd.LANES
         tails = [row[start:] for row, start in zip(seen, self.straight, strict=True)]

@@ -37,7 +37,9 @@ class NumpyBackend:
         self._dtype = np.dtype(dtype)
         self._embed = checkpoint.tensors["embed"]
         self._weights = {
-            name: tensor.dequantize().astype(self._dtype, copy=False) for name, tensor in checkpoint.tensors.items() if name != "embed"
+            name: tensor.dequantize().astype(self._dtype, copy=False)
+            for name, tensor in checkpoint.tensors.items()
+            if name != "embed"
         }
         if self.config.tied_embeddings:
             self._weights["output"] = self._embed.dequantize().astype(self._dtype, copy=False)
@@ -87,9 +89,12 @@ class NumpyBackend:
     def close(self) -> None:
         """Nothing to release."""
 
+    def _number(self, value: float) -> Array:
+        return np.asarray(value, self._dtype)
+
     def _norm(self, x: Array, name: str) -> Array:
         """RMS norm over the last axis (arXiv 1910.07467)."""
-        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._dtype.type(self.config.norm_eps))
+        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(self.config.norm_eps))
         return x * scale * self._weights[name]
 
     def _linear(self, x: Array, name: str) -> Array:
@@ -107,7 +112,7 @@ class NumpyBackend:
             storage.keys[layer, prefix:end], storage.values[layer, prefix:end] = k[rows], v[rows]
             keys = storage.keys[layer, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
             values = storage.values[layer, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)
-            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) / self._dtype.type(np.sqrt(c.head_dim))  # [H, T, S]
+            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) / self._number(np.sqrt(c.head_dim))  # [H, T, S]
             scores[:, ~visible(batch, b, prefix)] = -np.inf
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)

@@ -30,7 +30,7 @@ Parts = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Plane:
-    """One stretch of a tile. `bytes_per_value` is its size for one row and one input, as a fraction."""
+    """One stretch of a tile: where a part, or some bits of it, goes."""
 
     part: str
     bits: float  # per weight
@@ -125,7 +125,7 @@ def _from_lanes(plane: NDArray[Any]) -> NDArray[Any]:
     return plane.reshape(len(plane), -1, TILE).transpose(0, 2, 1).reshape(len(plane) * TILE, -1)
 
 
-def _lay_words(four_bytes: U8) -> NDArray[Any]:
+def _lay_words(four_bytes: NDArray[Any]) -> NDArray[Any]:
     """Bytes [16n, 4 * steps] as words [n, steps, 16]."""
     return _to_lanes(np.ascontiguousarray(four_bytes).view(np.uint32))
 
@@ -150,7 +150,7 @@ def _lay_top_bit(codes: U8) -> NDArray[Any]:
     return _lay_words(np.packbits(bits, axis=2, bitorder="little").reshape(len(codes), -1))
 
 
-def _lift_top_bit(plane: U8) -> U8:
+def _lift_top_bit(plane: U8) -> NDArray[Any]:
     packed = _lift_words(plane)
     bits = np.unpackbits(packed.reshape(len(packed), -1, 1, 4), axis=2, bitorder="little")
     return bits.reshape(len(packed), -1) << 4
@@ -164,7 +164,7 @@ def _lay_top_two_bits(codes: U8) -> NDArray[Any]:
     return _lay_words(np.bitwise_or.reduce(pairs, axis=2).reshape(len(codes), -1))
 
 
-def _lift_top_two_bits(plane: U8) -> U8:
+def _lift_top_two_bits(plane: U8) -> NDArray[Any]:
     packed = _lift_words(plane)
     pairs = packed.reshape(len(packed), -1, 1, 4) >> _PAIRS & 3
     return pairs.reshape(len(packed), -1) << 4
@@ -184,7 +184,7 @@ _TOP_TWO_BITS = Plane("codes", 2, _lay_top_two_bits, _lift_top_two_bits)
 
 def _legacy(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
     """Blocks of 32 with `d` and perhaps `m`; `codes` reads them unsigned, `encode` gives their fields back."""
-    numbers = [name for name in ("d", "m") if name in (layout.names or ())]
+    numbers: list[str] = [name for name in ("d", "m") if name in (layout.names or ())]
 
     def split(data: U8) -> Parts:
         fields = data.view(layout)
@@ -249,7 +249,9 @@ def _numbers(dtype: str) -> Packing:
     """One number a weight."""
     typ = np.dtype(dtype)
     return Packing(
-        (_lanes("values", dtype, 1),), lambda data: {"values": data.view(typ)}, lambda parts: np.ascontiguousarray(parts["values"]).view(np.uint8)
+        (_lanes("values", dtype, 1),),
+        lambda data: {"values": data.view(typ)},
+        lambda parts: np.ascontiguousarray(parts["values"]).view(np.uint8),
     )
 
 
@@ -271,9 +273,7 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
         ),
         "q4_k": _k(kquants.Q4_K_LAYOUT, kquants.codes_q4_k, kquants.fields_q4_k, _NIBBLES),
         "q5_k": _k(kquants.Q5_K_LAYOUT, kquants.codes_q5_k, kquants.fields_q5_k, _NIBBLES, _TOP_BIT),
-        "q6_k": Packing(
-            (_NIBBLES, _TOP_TWO_BITS, _lanes("scales", "i1", 16), _lanes("d", "<f2", 256)), _split_q6_k, _join_q6_k
-        ),
+        "q6_k": Packing((_NIBBLES, _TOP_TWO_BITS, _lanes("scales", "i1", 16), _lanes("d", "<f2", 256)), _split_q6_k, _join_q6_k),
     }
 )
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numba
 from llvmlite import binding
@@ -18,15 +19,30 @@ from llvmlite import binding
 from cpuspec.environment import cache_dir
 from cpuspec.kernels import isa
 
+_config: Any = numba.config
 
-def kernel_directory() -> Path:
-    """Where machine code for these sources and this processor is kept."""
+
+def _fingerprint() -> str:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     for fact in (sys.version, numba.__version__, binding.llvm_version_info, isa.describe(), sorted(isa.features())):
         digest.update(repr(fact).encode())
-    return cache_dir() / "kernels" / digest.hexdigest()[:16]
+    return digest.hexdigest()[:16]
+
+
+# Taken once: sources edited under a running process must not get its machine code.
+_FINGERPRINT = _fingerprint()
+
+
+def kernel_directory() -> Path:
+    """Where machine code for these sources and this processor is kept."""
+    return cache_dir() / "kernels" / _FINGERPRINT
+
+
+def compiled_before() -> bool:
+    """Whether a start finds machine code on the disk; if not it compiles for some seconds."""
+    return any(kernel_directory().glob("*/step.run-*.nbc"))
 
 
 @contextmanager
@@ -35,20 +51,31 @@ def kept_machine_code() -> Iterator[None]:
 
     A directory that cannot be written costs a compilation at every start and nothing else.
     """
-    before = numba.config.CACHE_DIR
+    before = _config.CACHE_DIR
     directory = kernel_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        numba.config.CACHE_DIR = str(directory)
+        _config.CACHE_DIR = str(directory)
     except OSError:
         pass
     try:
         yield
     finally:
-        numba.config.CACHE_DIR = before
+        _config.CACHE_DIR = before
 
 
 with kept_machine_code():
     from cpuspec.kernels import attention, linear, pointwise, simd, step, team
 
-__all__ = ["attention", "isa", "kept_machine_code", "kernel_directory", "linear", "pointwise", "simd", "step", "team"]
+__all__ = [
+    "attention",
+    "compiled_before",
+    "isa",
+    "kept_machine_code",
+    "kernel_directory",
+    "linear",
+    "pointwise",
+    "simd",
+    "step",
+    "team",
+]

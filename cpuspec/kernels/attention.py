@@ -8,22 +8,21 @@ Tree rows see the cached prefix and then their ancestors, which lie anywhere aft
 positions from `straight` on (a multiple of 16, at or below the prefix); a chain has straight = its length and no path.
 """
 
-from numba import njit
-
 from cpuspec.kernels import simd
-from cpuspec.kernels.pointwise import OPTIONS, exp_f32
+from cpuspec.kernels.options import compiled
+from cpuspec.kernels.pointwise import exp_f32
 
 LANES = simd.LANES
 
 
-@njit(**OPTIONS)
-def key_address(keys, dims, index):  # type: ignore[no-untyped-def]
+@compiled
+def key_address(keys, dims, index):
     """Where the first dimension of a cached key lies; the next ones follow 64 bytes apart."""
     return keys + index // LANES * dims * 64 + index % LANES * 4
 
 
-@njit(**OPTIONS)
-def append_key_value(keys, values, dims, padded_dims, index, key, value):  # type: ignore[no-untyped-def]
+@compiled
+def append_key_value(keys, values, dims, padded_dims, index, key, value):
     """Put a key and a value of one head at a cache index."""
     to = key_address(keys, dims, index)
     for i in range(dims):
@@ -35,8 +34,8 @@ def append_key_value(keys, values, dims, padded_dims, index, key, value):  # typ
         simd.poke_f32(row + 4 * i, simd.to_float(0))
 
 
-@njit(**OPTIONS)
-def _block_scores(query, block, dims):  # type: ignore[no-untyped-def]
+@compiled
+def _block_scores(query, block, dims):
     """Query times 16 keys. Four sums over the dimensions by their rest modulo 4, then together."""
     a = simd.splat_f32(0.0)
     b = simd.splat_f32(0.0)
@@ -54,8 +53,8 @@ def _block_scores(query, block, dims):  # type: ignore[no-untyped-def]
     return (a + b) + (c + d)
 
 
-@njit(**OPTIONS)
-def _gather_block(keys, dims, path, straight, start, length, block):  # type: ignore[no-untyped-def]
+@compiled
+def _gather_block(keys, dims, path, straight, start, length, block):
     """Copy the keys of logical positions start..start + 16 (those below length) into one block."""
     for lane in range(min(LANES, length - start)):
         source = key_address(keys, dims, simd.peek_i64(path + 8 * (start + lane - straight)))
@@ -63,8 +62,8 @@ def _gather_block(keys, dims, path, straight, start, length, block):  # type: ig
             simd.poke_f32(block + 64 * i + 4 * lane, simd.peek_f32(source + 64 * i))
 
 
-@njit(**OPTIONS)
-def attend(query, keys, values, dims, padded_dims, length, straight, path, out, scratch):  # type: ignore[no-untyped-def]
+@compiled
+def attend(query, keys, values, dims, padded_dims, length, straight, path, out, scratch):
     """out[dims] = softmax(query . keys) values over logical positions 0..length. The query carries its 1/sqrt(D).
 
     scratch: (16 * dims + length rounded up to 16) numbers of this thread.
@@ -103,14 +102,14 @@ def attend(query, keys, values, dims, padded_dims, length, straight, path, out, 
             first += LANES
 
 
-@njit(**OPTIONS)
-def _value_row(values, padded_dims, position, straight, path):  # type: ignore[no-untyped-def]
+@compiled
+def _value_row(values, padded_dims, position, straight, path):
     index = position if position < straight else simd.peek_i64(path + 8 * (position - straight))
     return values + index * padded_dims * 4
 
 
-@njit(**OPTIONS)
-def _weigh_values(scores, values, padded_dims, length, straight, path, scale, out):  # type: ignore[no-untyped-def]
+@compiled
+def _weigh_values(scores, values, padded_dims, length, straight, path, scale, out):
     """64 dimensions of sum(score * value) * scale."""
     a = simd.splat_f32(0.0)
     b = simd.splat_f32(0.0)

@@ -1,15 +1,18 @@
 """Which instructions the kernels may use on this processor, chosen once when kernels are first imported."""
 
 from functools import cache
+from typing import Any
 
+import numba
 from llvmlite import binding
-from numba import config
+
+_config: Any = numba.config
 
 
 @cache
 def features() -> frozenset[str]:
     """LLVM's names of the processor features that Numba compiles for (its NUMBA_CPU_FEATURES override included)."""
-    text = config.CPU_FEATURES
+    text = _config.CPU_FEATURES
     if text is None:
         return frozenset(name for name, there in binding.get_host_cpu_features().items() if there)
     return frozenset(part[1:] for part in text.split(",") if part.startswith("+"))
@@ -27,4 +30,4 @@ def dot_isa() -> str:
 
 def describe() -> str:
     """The choice in words, for `cpuspec inspect` and error reports."""
-    return f"{config.CPU_NAME or binding.get_host_cpu_name()}, {dot_isa()}"
+    return f"{_config.CPU_NAME or binding.get_host_cpu_name()}, {dot_isa()}"

@@ -199,7 +199,9 @@ def activation_order(format_name: str, precise: bool = False) -> str:
     return "f32" if format_name in _NUMBERS else "int16" if precise else "int8"
 
 
-def _quantized_pass(o: _Ops, read: Reader, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> list[Any]:
+def _quantized_pass(
+    o: _Ops, read: Reader, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any
+) -> list[Any]:
     """The 16 outputs of each row, from activations in records."""
     groups = o.b.lshr(in_features, ir.Constant(simd._I64, 5))
     stride = o.times(block_rows, ORDERS[order])
@@ -226,9 +228,8 @@ def _sum_of_weights(o: _Ops, group: _Group) -> Any:
     weights = None
     for scale, vectors in _halves(group):
         total = simd.constant(o.b, -group.zero * 4 * len(vectors), i32x16)
-        if len(vectors) * (2**group.bits - 1) < 256:  # as bytes, the sum of all vectors does not overflow
-            vectors = [o.sum_of_bytes(vectors)]
-        for vector in vectors:
+        fits = len(vectors) * (2**group.bits - 1) < 256  # as bytes, the sum of all vectors does not overflow
+        for vector in [o.sum_of_bytes(vectors)] if fits else vectors:
             total = simd.dot_bytes(o.b, total, vector, ones)
         number = o.b.sitofp(total, simd._F)
         weights = o.b.fmul(number, scale) if weights is None else o.fma(number, scale, weights)
@@ -289,12 +290,12 @@ def _number_pass(o: _Ops, format_name: str, rows: int, tile: Any, in_features: A
 
 
 @intrinsic(prefer_literal=True)
-def _pass(typingctx, format_name, order, rows, tile, in_features, acts, block_rows, bias, residual, out, stride):  # type: ignore[no-untyped-def]
+def _pass(typingctx, format_name, order, rows, tile, in_features, acts, block_rows, bias, residual, out, stride):
     """Outputs of one tile for `rows` rows, stored at out + row * stride: products + bias + residual (each where not 0)."""
     signature = types.void(format_name, order, rows, *[types.int64] * 8)
     name, count = format_name.literal_value, rows.literal_value
 
-    def codegen(context, builder, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, sig, args):
         _, _, _, tile, in_features, acts, block_rows, bias, residual, out, stride = args
         o = _Ops(builder)
         if name in _READERS:
@@ -323,7 +324,8 @@ def _plus(o: _Ops, values: list[Any], given: Any, address_of_row: Callable[[int]
 def linear_kernel(format_name: str, order: str) -> int:
     """Address of the compiled kernel of a format, for activations in an order of ORDERS:
 
-    (tiles, tile_bytes, in_features, first tile, end tile, activations, bytes of a row of activations, rows, bias, residual, out, stride)
+    (tiles, tile_bytes, in_features, first tile, end tile, activations, bytes of a row of activations, rows, bias, residual,
+    out, stride)
 
     all int64, addresses and byte counts. Writes out[row * stride + 64 * tile] for tiles first..end and all rows.
     """
@@ -335,8 +337,8 @@ def _linear(name: str, order: str, step: int) -> Any:
     """The kernel of a format, compiled or from the disk. step: bytes from a row of activations to the next in a block."""
     p16, p8, p4, p3, p2, p1 = _PASSES
 
-    @cfunc(types.void(*[types.int64] * 12), cache=True, nopython=True)
-    def linear(tiles, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):  # type: ignore[no-untyped-def]
+    @cfunc(types.void(*[types.int64] * 12), cache=True)
+    def linear(tiles, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         for tile in range(first, end):
             weights = tiles + tile * tile_bytes
             tile_bias = bias + 64 * tile if bias != 0 else bias

@@ -3,8 +3,6 @@
 Everything works on one row (or one head) by addresses. Row buffers are padded with zeros to whole vectors of 16 numbers.
 """
 
-from numba import njit
-
 from cpuspec.kernels import simd
 from cpuspec.kernels.linear import (
     LOW_BYTES,
@@ -19,17 +17,16 @@ from cpuspec.kernels.linear import (
     SHIFT,
     VALUE_SUM,
 )
+from cpuspec.kernels.options import compiled
 
 _INT8_RECORD, _INT16_RECORD = ORDERS["int8"], ORDERS["int16"]
-
-OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False, "fastmath": False}
 
 # What `prepare_row` does before it writes activations.
 PLAIN, NORM, SILU = range(3)
 
 
-@njit(**OPTIONS)
-def exp_f32(x):  # type: ignore[no-untyped-def]
+@compiled
+def exp_f32(x):
     """exp of sixteen numbers to about one unit in the last place; below -87 it is 0, above 88 it saturates.
 
     x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r (Taylor to the seventh power), times 2^n through the exponent bits.
@@ -50,8 +47,8 @@ def exp_f32(x):  # type: ignore[no-untyped-def]
     return simd.keep_above(x, simd.splat_f32(-87.0), p * simd.as_f32(power))
 
 
-@njit(**OPTIONS)
-def sum_of_squares(row, features):  # type: ignore[no-untyped-def]
+@compiled
+def sum_of_squares(row, features):
     """Sum of x * x over a padded row, in one fixed order."""
     total = simd.splat_f32(0.0)
     for at in range(row, row + features * 4, 64):
@@ -60,8 +57,8 @@ def sum_of_squares(row, features):  # type: ignore[no-untyped-def]
     return simd.sum_lanes(total)
 
 
-@njit(**OPTIONS)
-def _prepared(kind, row, other, weight, scale, at):  # type: ignore[no-untyped-def]
+@compiled
+def _prepared(kind, row, other, weight, scale, at):
     """Sixteen prepared numbers at byte offset `at` of the row."""
     x = simd.load_f32(row + at)
     if kind == NORM:
@@ -71,8 +68,8 @@ def _prepared(kind, row, other, weight, scale, at):  # type: ignore[no-untyped-d
     return x
 
 
-@njit(**OPTIONS)
-def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16, f32, place, block_rows):  # type: ignore[no-untyped-def]
+@compiled
+def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16, f32, place, block_rows):
     """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
 
     kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other. int8, int16, f32: the row's block in that order, 0 where not
@@ -96,8 +93,8 @@ def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16
             simd.scatter_f32(f32 + (start * block_rows + place) * 4, block_rows * 4, min(16, end - start), x)
 
 
-@njit(**OPTIONS)
-def quantize_to_int8(low, high, record):  # type: ignore[no-untyped-def]
+@compiled
+def quantize_to_int8(low, high, record):
     """Write one "int8" record of 32 numbers: codes -127..127 across their range."""
     largest = simd.max_lanes(simd.max_f32(low, high))
     smallest = simd.min_lanes(simd.min_f32(low, high))
@@ -112,8 +109,8 @@ def quantize_to_int8(low, high, record):  # type: ignore[no-untyped-def]
     _write_sums(record, scale, shift, simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes))
 
 
-@njit(**OPTIONS)
-def quantize_to_int16(low, high, record):  # type: ignore[no-untyped-def]
+@compiled
+def quantize_to_int16(low, high, record):
     """Write one "int16" record of 32 numbers: codes -32512..32512 around zero, as 256 * byte + low byte, both signed."""
     largest = simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high)))
     scale = largest / simd.to_float(127 * 256)
@@ -125,15 +122,15 @@ def quantize_to_int16(low, high, record):  # type: ignore[no-untyped-def]
     _write_sums(record, scale, simd.to_float(0), simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes))
 
 
-@njit(**OPTIONS)
-def _split_bytes(codes, to):  # type: ignore[no-untyped-def]
+@compiled
+def _split_bytes(codes, to):
     half = simd.splat_i32(128)
     simd.store_i8(to, (codes + half) >> simd.splat_i32(8))
     simd.store_i8(to + LOW_BYTES, codes)
 
 
-@njit(**OPTIONS)
-def _write_sums(record, scale, shift, low_sum, high_sum):  # type: ignore[no-untyped-def]
+@compiled
+def _write_sums(record, scale, shift, low_sum, high_sum):
     total = simd.int32(low_sum + high_sum)
     simd.poke_f32(record + SCALE, scale)
     simd.poke_f32(record + VALUE_SUM, simd.fma_f32(scale, simd.to_float(total), simd.to_float(32) * shift))
@@ -144,8 +141,8 @@ def _write_sums(record, scale, shift, low_sum, high_sum):  # type: ignore[no-unt
     simd.poke_i32(record + MINUS_32_HIGH, simd.int32(-32 * high_sum))
 
 
-@njit(**OPTIONS)
-def rotate_head(head, dims, cosines, sines, weight, eps, scale):  # type: ignore[no-untyped-def]
+@compiled
+def rotate_head(head, dims, cosines, sines, weight, eps, scale):
     """In place: RMS norm of the head (where weight is not 0), then pairs (i, i + dims / 2) turned, then times scale."""
     half = dims // 2
     factor = simd.to_float(1)
@@ -165,7 +162,7 @@ def rotate_head(head, dims, cosines, sines, weight, eps, scale):  # type: ignore
         simd.poke_f32(second, (y * c + x * s) * scale)
 
 
-@njit(**OPTIONS)
-def rows_of_block(row, rows):  # type: ignore[no-untyped-def]
+@compiled
+def rows_of_block(row, rows):
     """How many rows the block of `row` holds, of a batch of `rows`."""
     return min(ROWS, rows - row // ROWS * ROWS)

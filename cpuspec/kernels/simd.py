@@ -47,7 +47,7 @@ def _operation(arguments: tuple[types.Type, ...], result: types.Type, emit: Emit
         return result(*arguments), lambda context, builder, sig, args: emit(builder, *args)
 
     by_arity = (
-        lambda typingctx: typed(typingctx),
+        typed,
         lambda typingctx, a: typed(typingctx),
         lambda typingctx, a, b: typed(typingctx),
         lambda typingctx, a, b, c: typed(typingctx),
@@ -60,7 +60,7 @@ def _operator(symbol: Any, instructions: dict[_Vector, str]) -> None:
     """Let a Python operator work lane by lane on vector types, as the named LLVM instruction."""
 
     class Template(ConcreteTemplate):
-        cases = [vector(vector, vector) for vector in instructions]
+        cases = [vector(vector, vector) for vector in instructions]  # noqa: RUF012 - as Numba wants it
 
     infer_global(symbol)(Template)
     for vector, instruction in instructions.items():
@@ -140,10 +140,10 @@ peek_u8 = _operation((_a,), types.int32, lambda b, at: b.zext(load(b, at, _I8), 
 peek_i8 = _operation((_a,), types.int32, lambda b, at: b.sext(load(b, at, _I8), _I32))
 peek_f32 = _operation((_a,), types.float32, lambda b, at: load(b, at, _F32))
 peek_f16 = _operation((_a,), types.float32, lambda b, at: b.fpext(load(b, at, _F16), _F32))
-poke_i64 = _operation((_a, types.int64), types.int8, lambda b, at, v: store(b, at, v))
-poke_i32 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, v))
+poke_i64 = _operation((_a, types.int64), types.int8, store)
+poke_i32 = _operation((_a, _i), types.int8, store)
 poke_i8 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, b.trunc(v, _I8)))
-poke_f32 = _operation((_a, _f), types.int8, lambda b, at, v: store(b, at, v))
+poke_f32 = _operation((_a, _f), types.int8, store)
 f32_bits = _operation((_i,), types.float32, lambda b, v: b.bitcast(v, _F32))
 half = _operation((), types.float32, lambda b: ir.Constant(_F32, 0.5))
 to_float = _operation((types.int64,), types.float32, lambda b, v: b.sitofp(v, _F32))  # int32 and int64, rounded once
@@ -151,7 +151,9 @@ int32 = _operation((types.int64,), types.int32, lambda b, v: b.trunc(v, _I32))
 inverse_or_zero = _operation(
     (_f,),
     types.float32,
-    lambda b, x: b.select(b.fcmp_ordered(">", x, ir.Constant(_F32, 0.0)), b.fdiv(ir.Constant(_F32, 1.0), x), ir.Constant(_F32, 0.0)),
+    lambda b, x: b.select(
+        b.fcmp_ordered(">", x, ir.Constant(_F32, 0.0)), b.fdiv(ir.Constant(_F32, 1.0), x), ir.Constant(_F32, 0.0)
+    ),
 )
 fma_f32 = _operation((_f, _f, _f), types.float32, lambda b, x, y, z: call(b, "llvm.fma.f32", _F32, x, y, z))
 
@@ -166,15 +168,15 @@ load_bf16 = _operation(
 )
 load_u8 = _operation((_a,), i32x16, lambda b, at: b.zext(load(b, at, _vector(_I8)), _V))
 load_i8 = _operation((_a,), i32x16, lambda b, at: b.sext(load(b, at, _vector(_I8)), _V))
-store_f32 = _operation((_a, f32x16), types.int8, lambda b, at, v: store(b, at, v))
-store_i32 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, v))
+store_f32 = _operation((_a, f32x16), types.int8, store)
+store_i32 = _operation((_a, i32x16), types.int8, store)
 store_i8 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, b.trunc(v, _vector(_I8))))
 broadcast_f32 = _operation((_a,), f32x16, lambda b, at: splat(b, load(b, at, _F32)))
 broadcast_i32 = _operation((_a,), i32x16, lambda b, at: splat(b, load(b, at, _I32)))
 
 # Lane by lane.
-splat_f32 = _operation((_f,), f32x16, lambda b, x: splat(b, x))
-splat_i32 = _operation((_i,), i32x16, lambda b, x: splat(b, x))
+splat_f32 = _operation((_f,), f32x16, splat)
+splat_i32 = _operation((_i,), i32x16, splat)
 to_f32 = _operation((i32x16,), f32x16, lambda b, v: b.sitofp(v, _F))
 fma = _operation((f32x16, f32x16, f32x16), f32x16, lambda b, x, y, z: call(b, "llvm.fma.v16f32", _F, x, y, z))
 round_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.rint.v16f32", _F, v))
@@ -202,7 +204,9 @@ def _scatter(builder: Any, address: Any, stride: Any, count: Any, values: Any) -
     for lane in range(LANES):
         index = ir.Constant(_I64, lane)
         with builder.if_then(builder.icmp_signed("<", index, count)):
-            store(builder, builder.add(address, builder.mul(stride, index)), builder.extract_element(values, ir.Constant(_I32, lane)))
+            store(
+                builder, builder.add(address, builder.mul(stride, index)), builder.extract_element(values, ir.Constant(_I32, lane))
+            )
     return ir.Constant(_I8, 0)
 
 
@@ -216,13 +220,17 @@ def _fold(instruction: Callable[[Any, Any, Any], Any]) -> Emit:
             undefined = ir.Constant(vector.type, ir.Undefined)
             low = ir.Constant(ir.VectorType(_I32, width), list(range(width)))
             high = ir.Constant(ir.VectorType(_I32, width), list(range(width, 2 * width)))
-            vector = instruction(builder, builder.shuffle_vector(vector, undefined, low), builder.shuffle_vector(vector, undefined, high))
+            vector = instruction(
+                builder, builder.shuffle_vector(vector, undefined, low), builder.shuffle_vector(vector, undefined, high)
+            )
         return builder.extract_element(vector, ir.Constant(_I32, 0))
 
     return emit
 
 
-scatter_f32 = _operation((_a, types.int64, types.int64, f32x16), types.int8, _scatter)  # the first `count` lanes, stride bytes apart
+scatter_f32 = _operation(
+    (_a, types.int64, types.int64, f32x16), types.int8, _scatter
+)  # the first `count` lanes, stride bytes apart
 sum_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: b.fadd(x, y)))
 max_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: _extreme(b, "maximum", x, y)))
 min_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: _extreme(b, "minimum", x, y)))
@@ -261,8 +269,11 @@ acquire = _operation((_a,), types.int64, lambda b, at: b.load_atomic(pointer(b, 
 
 
 def _pause(builder: Any) -> Any:
-    builder.call(builder.module.globals.get("llvm.x86.sse2.pause") or ir.Function(
-        builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"), [])
+    builder.call(
+        builder.module.globals.get("llvm.x86.sse2.pause")
+        or ir.Function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"),
+        [],
+    )
     return ir.Constant(_I8, 0)
 
 

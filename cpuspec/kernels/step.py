@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -18,7 +18,8 @@ from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import simd
 from cpuspec.kernels.attention import append_key_value, attend
 from cpuspec.kernels.linear import ORDERS, ROWS
-from cpuspec.kernels.pointwise import OPTIONS, prepare_row, rotate_head, rows_of_block
+from cpuspec.kernels.options import compiled
+from cpuspec.kernels.pointwise import prepare_row, rotate_head, rows_of_block
 from cpuspec.kernels.team import GENERATION, PARKED, QUIT, await_work, barrier, publish
 
 PREPARE, LINEAR, ROTATE, ATTEND, KEEP = range(5)
@@ -59,24 +60,24 @@ _INT8_BYTES, _INT16_BYTES = ORDERS["int8"], ORDERS["int16"]
 
 
 @intrinsic
-def _call_linear(typingctx, address, a, b, c, d, e, f, g, h, i, j, k, m):  # type: ignore[no-untyped-def]
+def _call_linear(typingctx, address, a, b, c, d, e, f, g, h, i, j, k, m):
     """Call a kernel of `linear_kernel` by its address."""
 
-    def codegen(context, builder, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, sig, args):
         simd.call_address(builder, args[0], args[1:])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 13), codegen
 
 
-@njit(**OPTIONS)
-def _take(counter, items, chunk):  # type: ignore[no-untyped-def]
+@compiled
+def _take(counter, items, chunk):
     """The first item of the next chunk, or `items` when nothing is left."""
     return min(simd.fetch_add(counter, chunk), items)
 
 
-@njit(**OPTIONS)
-def _prepare(op, state, counter, threads):  # type: ignore[no-untyped-def]
+@compiled
+def _prepare(op, state, counter, threads):
     """Rows to activations. With few rows, a long row is shared: each part measures the whole norm and writes its own inputs."""
     selected = op[P_SELECT] != 0
     rows = state[NUM_LOGIT_ROWS] if selected else state[NUM_ROWS]
@@ -101,8 +102,8 @@ def _prepare(op, state, counter, threads):  # type: ignore[no-untyped-def]
         prepare_row(op[P_KIND], source, other, op[P_WEIGHT], eps, features, first, end, int8, int16, f32, place - block, block_rows)
 
 
-@njit(**OPTIONS)
-def _linear(op, state, counter, threads):  # type: ignore[no-untyped-def]
+@compiled
+def _linear(op, state, counter, threads):
     """Tiles of up to three matrices that read the same rows."""
     selected = op[L_SELECT] != 0
     rows = state[NUM_LOGIT_ROWS] if selected else state[NUM_ROWS]
@@ -140,16 +141,16 @@ def _linear(op, state, counter, threads):  # type: ignore[no-untyped-def]
             end -= tiles
 
 
-@njit(**OPTIONS)
-def _cached_head(state, row, layer, kv_heads, head):  # type: ignore[no-untyped-def]
+@compiled
+def _cached_head(state, row, layer, kv_heads, head):
     """Addresses of the keys and of the values of one head in a row's cache slot: [layer][all keys by head, all values by head]."""
     key_bytes, value_bytes = state[KEY_BYTES], state[VALUE_BYTES]
     here = simd.peek_i64(state[STORAGE] + 8 * row) + layer * kv_heads * (key_bytes + value_bytes)
     return here + head * key_bytes, here + kv_heads * key_bytes + head * value_bytes
 
 
-@njit(**OPTIONS)
-def _rotate(op, state, counter, threads):  # type: ignore[no-untyped-def]
+@compiled
+def _rotate(op, state, counter, threads):
     """Rotary positions of queries and keys; keys and values go to the cache."""
     heads, kv_heads, dims = op[R_HEADS], op[R_KV_HEADS], op[R_DIMS]
     per_row = heads + kv_heads
@@ -176,8 +177,8 @@ def _rotate(op, state, counter, threads):  # type: ignore[no-untyped-def]
                 append_key_value(keys, values, dims, op[R_PADDED_DIMS], index, key, value)
 
 
-@njit(**OPTIONS)
-def _attend(op, state, counter, thread):  # type: ignore[no-untyped-def]
+@compiled
+def _attend(op, state, counter, thread):
     """Attention, one query head of one row at a time; later rows first, as they are the longest."""
     heads, dims = op[A_HEADS], op[A_DIMS]
     group = heads // op[A_KV_HEADS]
@@ -202,8 +203,8 @@ def _attend(op, state, counter, thread):  # type: ignore[no-untyped-def]
         )
 
 
-@njit(**OPTIONS)
-def _keep(op, state):  # type: ignore[no-untyped-def]
+@compiled
+def _keep(op, state):
     """Copy a layer's output rows to whoever asked for them."""
     to = simd.peek_i64(state[KEPT] + 8 * op[K_LAYER])
     if to != 0:
@@ -212,8 +213,8 @@ def _keep(op, state):  # type: ignore[no-untyped-def]
                 simd.poke_f32(to + row * op[K_BYTES] + at, simd.peek_f32(op[K_ROWS] + row * op[K_STRIDE] + at))
 
 
-@njit(**OPTIONS)
-def run(program, state, control, counters, threads, thread):  # type: ignore[no-untyped-def]
+@compiled
+def run(program, state, control, counters, threads, thread):
     """One thread's part of a forward."""
     for i in range(len(program)):
         op, counter = program[i], counters + 8 * i
@@ -232,8 +233,8 @@ def run(program, state, control, counters, threads, thread):  # type: ignore[no-
         barrier(control, threads)
 
 
-@njit(**OPTIONS)
-def _work(program, state, control, counters, threads, thread, seen):  # type: ignore[no-untyped-def]
+@compiled
+def _work(program, state, control, counters, threads, thread, seen):
     """Run every published forward until told to end (-1) or until it is time to sleep (the last generation seen)."""
     while True:
         now = await_work(control, seen, control + PARKED + 64 * thread)
@@ -255,7 +256,9 @@ class Team:
         self._counters = aligned_bytes((8 * len(program),))
         self._wake = [threading.Event() for _ in range(threads)]
         self._compile()
-        self._workers = [threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"cpuspec-{i}") for i in range(1, threads)]
+        self._workers = [
+            threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"cpuspec-{i}") for i in range(1, threads)
+        ]
         for worker in self._workers:
             worker.start()
         atexit.register(self.close)

@@ -7,10 +7,10 @@ longer; when nothing comes it returns to Python and sleeps on an event.
 
 import sys
 
-from numba import njit, types
+from numba import types
 
 from cpuspec.kernels import simd
-from cpuspec.kernels.pointwise import OPTIONS
+from cpuspec.kernels.options import compiled
 
 # Slots of the control block, one cache line each (in bytes).
 GENERATION, ARRIVED, ROUND, QUIT, PARKED = (64 * i for i in range(5))
@@ -22,8 +22,8 @@ _YIELDS = 20000  # yields without work before a worker sleeps: some tens of mill
 give_way = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
 
 
-@njit(**OPTIONS)
-def barrier(control, threads):  # type: ignore[no-untyped-def]
+@compiled
+def barrier(control, threads):
     """Return when all threads have come here."""
     if threads == 1:
         return
@@ -41,8 +41,8 @@ def barrier(control, threads):  # type: ignore[no-untyped-def]
             give_way()
 
 
-@njit(**OPTIONS)
-def await_work(control, seen, parked):  # type: ignore[no-untyped-def]
+@compiled
+def await_work(control, seen, parked):
     """The next generation after `seen`; `seen` itself if none came and the worker should sleep; -1 to end."""
     waited = 0
     while True:
@@ -63,8 +63,8 @@ def await_work(control, seen, parked):  # type: ignore[no-untyped-def]
             waited = 0
 
 
-@njit(**OPTIONS)
-def publish(control, counters, num_counters, threads):  # type: ignore[no-untyped-def]
+@compiled
+def publish(control, counters, num_counters, threads):
     """Reset the work counters, start a generation, and say whether a worker sleeps."""
     for i in range(num_counters):
         simd.poke_i64(counters + 8 * i, 0)

@@ -53,13 +53,10 @@ class ForwardBatch:
                 parents, rows = self.parents[start:end], np.arange(start, end)
                 if not ((parents == -1) | ((parents >= start) & (parents < rows))).all():
                     raise BackendError("a parent must be -1 or an earlier row of the same sequence")
-        for name, array, limit in (
-            ("token", self.tokens, vocab_size),
-            ("position", self.positions, 1 << 26),
-            ("logit row", self.logit_rows, num_rows),
-        ):
-            if array is not None and len(array) and (array.min() < 0 or array.max() >= limit):
-                raise BackendError(f"every {name} must be in [0, {limit}), got {array.min()} to {array.max()}")
+        for name, limit in (("tokens", vocab_size), ("positions", 1 << 26), ("logit_rows", num_rows)):
+            values = arrays.get(name)
+            if values is not None and len(values) and (values.min() < 0 or values.max() >= limit):
+                raise BackendError(f"{name} must be in [0, {limit}), got {values.min()} to {values.max()}")
         if any(not 0 <= layer < num_layers for layer in self.hidden_layers):
             raise BackendError(f"hidden_layers must be in [0, {num_layers}), got {self.hidden_layers}")
 

@@ -1,0 +1,9 @@
+"""The one set of Numba options that kernels are compiled with."""
+
+from typing import Any
+
+from numba import njit
+
+# No fastmath: reassociation or contraction would make bits depend on how a loop was vectorised. Division by zero gives inf, as
+# in numpy: a check would be a branch, and a Python exception in a thread without the GIL.
+compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
