@@ -219,7 +219,7 @@ def test_a_model_without_a_template_asks_for_raw(tmp_path: Path) -> None:
     [
         (("--temperature", "-1"), "temperature must be"),
         (("--temprature", "1"), "--temperature"),
-        (("--top-k", "many"), "integer"),
+        (("--top-k", "many"), "--top-k"),
         (("--top-p", "0"), "top_p must be"),
         (("--threads", "0"), "--threads"),
         (("--backend", "abacus"), "numba"),
