@@ -20,7 +20,7 @@ import typer
 from typer.testing import CliRunner
 
 import cpuspec
-from cpuspec import LLM, SamplingParams, metrics
+from cpuspec import LLM, SamplingParams, kernels, metrics
 from cpuspec.backends import BACKENDS
 from cpuspec.cli import reports
 from cpuspec.cli.answer import Answer, collect, figures
@@ -121,6 +121,17 @@ def test_stdout_is_the_text_and_stderr_the_rest(model: str) -> None:
     assert "tokens/s" in result.stderr
     assert "cut off by max tokens 12" in result.stderr
     assert not CONTROL.search(result.stderr)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_first_run_says_why_it_takes_longer(model: str, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    def end_here(*_: object, **__: object) -> None:
+        raise ConfigError("that was it")
+
+    monkeypatch.setattr(kernels, "compiled_before", lambda: compiled)
+    monkeypatch.setattr(LLM, "__init__", end_here)
+    assert run("generate", "hello", "-m", model).stderr.count("compiling") == (not compiled)
+    assert "compiling" not in run("generate", "hello", "-m", model, *NUMPY).stderr
 
 
 def test_raw_continues_the_prompt_as_it_is(model: str) -> None:

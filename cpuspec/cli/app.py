@@ -270,6 +270,11 @@ def _load(model: str, draft: str, backend: str, threads: int | None, context_len
     with busy(f"loading {model}"):
         from cpuspec.engine.llm import LLM
 
+        if backend == "numba":
+            from cpuspec import kernels
+
+            if not kernels.compiled_before():
+                note("compiling kernels for this processor: some seconds, on the first run only")
         llm = LLM(checkpoint, draft, backend, threads, context_length=context_length, max_sequences=1)
     with llm:
         yield llm

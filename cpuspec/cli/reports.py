@@ -110,7 +110,7 @@ def show_model(report: Row) -> None:
         ("heads", f"{config['num_heads']} of {config['head_dim']}, {config['num_kv_heads']} for keys and values"),
         ("vocabulary", f"{config['vocab_size']}, {output}"),
         ("context", f"{config['context_length']} tokens"),
-        ("rotary base", f"{config['rope_base']:g}{scaling}"),
+        ("rotary base", f"{config['rope_base']:,.0f}{scaling}"),
         ("weights", f"{report['num_weights']:,} in {report['num_tensors']} tensors"),
         ("size", f"{size(report['bytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
         ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context"),
