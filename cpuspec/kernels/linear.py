@@ -37,6 +37,9 @@ ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 1
 # Rows that one pass over a tile serves; other counts are made of these. Each is code to compile, once per format.
 _PASSES = (16, 8, 4, 3, 2, 1)
 
+# Bytes of codes to ask for in advance. Measured (M rows, q4_k, K = 8960, against none): M = 1 0.68, M = 8 0.57 of the time.
+_AHEAD = 4096
+
 
 class _Ops:
     """Instructions in the notation of arithmetic, appended to one LLVM builder. Offsets are in bytes."""
@@ -83,7 +86,9 @@ class _Ops:
             return self.b.lshr(words, simd.constant(self.b, -by, i32x16))
         return self.b.shl(words, simd.constant(self.b, by, i32x16)) if by else words
 
-    def nibbles(self, address: Any) -> list[Any]:
+    def codes(self, address: Any) -> list[Any]:
+        """Eight vectors of four bits in bytes."""
+        self.fetch(address, _AHEAD, 256)
         words = [self.i32(self.at(address, 64 * j)) for j in range(4)]
         return [part for w in words for part in (self.mask(w, 0x0F0F0F0F), self.mask(self.left(w, -4), 0x0F0F0F0F))]
 
@@ -95,11 +100,24 @@ class _Ops:
             total = self.b.add(total, self.b.bitcast(vector, wide))
         return self.b.bitcast(total, simd._V)
 
+    def dot(self, total: Any, vectors: list[Any], address: Any) -> Any:
+        """total + the products of the vectors' bytes with 4 bytes each from the address on."""
+        for v, codes in enumerate(vectors):
+            total = simd.dot_bytes(self.b, total, codes, self.every(self.at(address, 4 * v), simd._I32))
+        return total
+
+    def fetch(self, address: Any, ahead: int, size: int) -> None:
+        """Ask for `size` bytes that will be read soon: with many rows the processor does not look that far ahead itself."""
+        for line in range(0, size, 64):
+            simd.prefetch(self.b, self.at(address, ahead + line))
+
     def with_top_bit(self, codes: list[Any], address: Any) -> list[Any]:
+        self.fetch(address, _AHEAD // 4, 64)
         high = self.i32(address)
         return [self.b.or_(c, self.mask(self.left(high, 4 - v), 0x10101010)) for v, c in enumerate(codes)]
 
     def with_top_two_bits(self, codes: list[Any], address: Any) -> list[Any]:
+        self.fetch(address, _AHEAD // 2, 128)
         high = [self.i32(self.at(address, 64 * h)) for h in range(2)]
         return [self.b.or_(c, self.mask(self.left(high[v // 4], 4 - 2 * (v % 4)), 0x30303030)) for v, c in enumerate(codes)]
 
@@ -126,7 +144,7 @@ def _legacy(offset: int, zero: int, top_bit: bool = False) -> Reader:
     """q4_0, q4_1, q5_0, q5_1: planes codes, (top bits), scales, (minima)."""
 
     def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
-        codes = o.nibbles(o.b.add(tile, o.times(group, 256)))
+        codes = o.codes(o.b.add(tile, o.times(group, 256)))
         if top_bit:
             codes = o.with_top_bit(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 64)))
         scale = _scale_of_32(o, o.b.add(tile, o.times(groups, offset)), group)
@@ -139,6 +157,7 @@ def _legacy(offset: int, zero: int, top_bit: bool = False) -> Reader:
 
 def _q8_0(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
     address = o.b.add(tile, o.times(group, 512))
+    o.fetch(address, _AHEAD, 512)
     codes = [o.i32(o.at(address, 64 * v)) for v in range(8)]
     return _Group(8, codes, [_scale_of_32(o, o.b.add(tile, o.times(groups, 512)), group)], 128)
 
@@ -151,7 +170,7 @@ def _k(offset: int, top_bit: bool) -> Reader:
     """q4_k, q5_k: planes codes, (top bits), scales, minima, d, dmin."""
 
     def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
-        codes = o.nibbles(o.b.add(tile, o.times(group, 256)))
+        codes = o.codes(o.b.add(tile, o.times(group, 256)))
         if top_bit:
             codes = o.with_top_bit(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 64)))
         scales = o.b.add(tile, o.times(groups, offset))
@@ -166,7 +185,7 @@ def _k(offset: int, top_bit: bool) -> Reader:
 
 
 def _q6_k(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
-    codes = o.nibbles(o.b.add(tile, o.times(group, 256)))
+    codes = o.codes(o.b.add(tile, o.times(group, 256)))
     codes = o.with_top_two_bits(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 128)))
     scales = o.b.add(tile, o.times(groups, 384))
     here = o.b.add(scales, o.times(group, 32))
@@ -248,15 +267,11 @@ def _add_group(o: _Ops, group: _Group, shifted: Any, record: Any, total: Any) ->
         if group.zero:
             start = o.every(o.at(record, _STARTS[group.zero][part]), simd._I32)
         if shifted is None:
-            high = simd.constant(o.b, 0, i32x16)
-            for v, codes in enumerate(vectors):
-                high = simd.dot_bytes(o.b, high, codes, o.every(o.at(record, first + 4 * v), simd._I32))
-                start = simd.dot_bytes(o.b, start, codes, o.every(o.at(record, LOW_BYTES + first + 4 * v), simd._I32))
-            start = o.b.add(o.left(high, 8), start)
+            high = o.dot(simd.constant(o.b, 0, i32x16), vectors, o.at(record, first))
+            dot = o.b.add(o.left(high, 8), o.dot(start, vectors, o.at(record, LOW_BYTES + first)))
         else:
-            for v, codes in enumerate(vectors):
-                start = simd.dot_bytes(o.b, start, codes, o.every(o.at(record, first + 4 * v), simd._I32))
-        number = o.b.sitofp(start, simd._F)
+            dot = o.dot(start, vectors, o.at(record, first))
+        number = o.b.sitofp(dot, simd._F)
         scaled = o.b.fmul(number, scale) if scaled is None else o.fma(number, scale, scaled)
     total = o.fma(scaled, o.every(o.at(record, SCALE), simd._F32), total)
     if shifted is not None:

@@ -116,6 +116,12 @@ def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     return builder.call(function, values)
 
 
+def prefetch(builder: Any, address: Any) -> None:
+    """Bring the cache line of an address close, for reading; any address is allowed."""
+    flags = [ir.Constant(_I32, value) for value in (0, 3, 1)]  # read, keep in all levels, data
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer(builder, address), *flags)
+
+
 def _extreme(builder: Any, which: str, x: Any, y: Any) -> Any:
     return call(builder, f"llvm.{which}.v{x.type.count}f32", x.type, x, y)
 
