@@ -15,7 +15,7 @@ from cpuspec.kernels.options import compiled
 # Slots of the control block, one cache line each (in bytes).
 GENERATION, ARRIVED, ROUND, QUIT, PARKED = (64 * i for i in range(5))
 
-_SPINS = 2000  # pauses before a waiting thread gives its core away: some tens of microseconds
+_SPINS = 200  # pauses before a waiting thread gives its core away: some microseconds
 _YIELDS = 20000  # yields without work before a worker sleeps: some tens of milliseconds on a quiet machine
 
 # The operating system's "let another thread run", found by name among the symbols of the process.
