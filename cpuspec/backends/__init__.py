@@ -34,14 +34,19 @@ class Backend(Protocol):
         ...
 
 
+def check_backend(name: str) -> None:
+    """Raise BackendError unless there is a backend called `name`: to be asked before gigabytes are loaded for it."""
+    if name not in BACKENDS:
+        raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
+
+
 def make_backend(name: str, checkpoint: Checkpoint, engine: EngineConfig) -> Backend:
     """The backend called `name`, with the checkpoint's weights loaded. Raises BackendError for an unknown name."""
+    check_backend(name)
     if name == "numba":
         from cpuspec.backends.numba_backend import NumbaBackend
 
         return NumbaBackend(checkpoint, engine)
-    if name == "numpy":
-        from cpuspec.backends.numpy_backend import NumpyBackend
+    from cpuspec.backends.numpy_backend import NumpyBackend
 
-        return NumpyBackend(checkpoint, engine)
-    raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
+    return NumpyBackend(checkpoint, engine)

@@ -19,6 +19,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if is_directory:
+        if not (path / "config.json").exists():
+            raise CheckpointError(
+                f"{path / 'config.json'} does not exist, so this is no Hugging Face model; "
+                "give a model's directory, a GGUF file, or a recipe's name"
+            )
         return open_huggingface(path)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} is only a part of a model; give the directory that holds it and config.json")

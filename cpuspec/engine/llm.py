@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, ModelConfig, SamplingParams, SpecConfig
@@ -61,7 +61,8 @@ class LLM:
     ) -> None:
         settings = EngineConfig(max_sequences=max_sequences, context_length=context_length, threads=threads)
         spec = _read_spec(spec)
-        make_proposer(spec)  # a bad spec fails before gigabytes are loaded
+        make_proposer(spec)  # a bad spec or backend fails before gigabytes are loaded
+        check_backend(backend)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(str(model)))
         _capacity(checkpoint.config, settings)
         tokenizer = make_tokenizer(checkpoint)
