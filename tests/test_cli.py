@@ -1,5 +1,6 @@
 """The command line as a user and a script meet it, with a small random model."""
 
+import csv
 import hashlib
 import io
 import json
@@ -22,13 +23,16 @@ from typer.testing import CliRunner
 import cpuspec
 from cpuspec import LLM, SamplingParams, kernels, metrics
 from cpuspec.backends import BACKENDS
-from cpuspec.cli import reports
+from cpuspec.checkpoints.download import model_path
+from cpuspec.checkpoints.recipes import find_recipe
+from cpuspec.cli import machine, reports
 from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import app
 from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import size
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
+from cpuspec.evaluate import speed
 from cpuspec.spec.proposer import PROPOSERS
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -286,6 +290,7 @@ def test_an_endless_prompt_is_refused(model: str) -> None:
         (("generate", "hello"), "CPUSPEC_OFFLINE"),
         (("chat", "-m", "smollm2-135m-instrct"), "did you mean smollm2-135m-instruct?"),
         (("inspect", "no-such-model"), "no model is called"),
+        (("bench", "no-such-model"), "no model is called"),
         (("pull", "no-such-model"), "no model is called"),
         (("pull", "smollm2-135m-instruct"), "CPUSPEC_OFFLINE"),
     ],
@@ -681,3 +686,146 @@ def test_bandwidth_is_the_best_pass_over_the_bytes(monkeypatch: pytest.MonkeyPat
 )
 def test_sizes_are_given_in_decimal_units(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
+
+
+# ---------------------------------------------------------------------------------------------------------------- bench, info
+
+
+@pytest.fixture
+def bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory whose speed is known without measuring it."""
+    for module in (machine, speed):
+        monkeypatch.setattr(module, "read_bandwidth", lambda threads: 1e9 * threads)
+
+
+SHORT = ("-p", "9", "-n", "2", "-r", "2", "--rows-depth", "3", "--backend", "numpy")
+
+
+@pytest.mark.usefixtures("bandwidth")
+def test_bench_as_json_is_what_scripts_rely_on(model: str) -> None:
+    options = ("--rows", "1,2,4,8,16", "--depth", "0,5")
+    result = run("bench", model, *SHORT, *options, "--json")
+    shown = json.loads(result.stdout)
+    assert [row["rows"] for row in shown["rows"]] == [1, 2, 4, 8, 16]
+    assert all(row["median_s"] > 0 and row["depth"] == 3 for row in shown["rows"])
+    assert (shown["prefill"]["tokens"], shown["decode"]["tokens"]) == (9, 2)
+    assert all(shown[name]["tokens_per_s"] == shown[name]["tokens"] / shown[name]["median_s"] for name in ("prefill", "decode"))
+    assert [one["name"] for one in shown["deeper"]] == ["pp9 @ d5", "tg2 @ d5"]
+    assert (shown["model"], shown["backend"], shown["threads"], shown["repetitions"]) == (model, "numpy", 1, 2)
+    assert shown["read_bytes_per_s"] == 1e9
+    assert "round 2 of 2" in result.stderr
+    assert not CONTROL.search(result.stderr)
+    assert json.loads(ok("bench", model, *SHORT, *options, "-o", "json")).keys() == shown.keys()
+
+
+@pytest.mark.usefixtures("bandwidth")
+def test_bench_prints_markdown_or_csv_of_the_same_workloads(model: str) -> None:
+    lines = ok("bench", model, *SHORT, "--rows", "1,3").splitlines()
+    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert [cells[0] for cells in tables if not cells[0].startswith("-")] == ["test", "pp9", "tg2", "rows @ d3", "1", "3"]
+    assert len({len(line) for line in lines[2:6]}) == 1
+    assert " ± " in tables[2][1]
+    shown = list(csv.DictReader(io.StringIO(ok("bench", model, *SHORT, "--rows", "1,3", "-o", "csv"))))
+    assert [row["name"] for row in shown] == ["pp9", "tg2", "1 row @ d3", "3 rows @ d3"]
+    assert all(float(row["median_s"]) > 0 and row["model"] == model for row in shown)
+
+
+@pytest.mark.usefixtures("bandwidth")
+def test_bench_leaves_out_what_is_not_asked_for(model: str) -> None:
+    shown = json.loads(ok("bench", model, *SHORT, "-p", "0", "-n", "0", "--rows", "2", "--json"))
+    assert (shown["prefill"], shown["decode"], shown["rows"][0]["over_one_row"]) == (None, None, None)
+    assert "tokens/s" not in ok("bench", model, *SHORT, "-p", "0", "-n", "0", "--rows", "2")
+    assert json.loads(ok("bench", model, *SHORT, "--rows", "none", "--json"))["rows"] == []
+    assert "rows @" not in ok("bench", model, *SHORT, "--rows", "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--rows", "1,,2"), "--rows takes whole numbers"),
+        (("--rows", "-1"), "--rows takes whole numbers"),
+        (("--rows", "0"), "rows must be at least 1"),
+        (("--rows", "2,2"), "rows must differ"),
+        (("--depth", "deep"), "--depth takes whole numbers"),
+        (("--depth", "9" * 5000), "--depth takes whole numbers"),
+        (("--depth", "none"), "depths are empty"),
+        (("-r", "0"), "--repetitions"),
+        (("-p", "-1"), "--prompt-tokens"),
+        (("-o", "xml"), "md, csv, json"),
+        (("-o", "csv", "--json"), "--output csv"),
+        (("-p", "0", "-n", "0", "--rows", "none"), "nothing to measure"),
+    ],
+)
+def test_a_bench_that_cannot_be_is_wrong_usage(model: str, options: tuple[str, ...], wanted: str) -> None:
+    result = run("bench", model, *options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert wanted in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--depth", "32300"), "pp512 @ d32300 needs a context of 32812 tokens, the model has 32768"),
+        (("--rows", "300"), "at most 256 rows, got 300"),
+    ],
+)
+def test_a_bench_beyond_the_model_is_an_error_before_it_is_loaded(
+    model: str, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], wanted: str
+) -> None:
+    monkeypatch.setattr("cpuspec.cli.app.make_backend", lambda *_: pytest.fail("loaded"))
+    result = run("bench", model, *options)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert wanted in result.stderr
+
+
+@pytest.mark.usefixtures("bandwidth")
+def test_info_says_what_was_chosen_and_why(cache: Path) -> None:
+    shown = json.loads(ok("info", "--json"))
+    assert shown["isa"] == kernels.isa.dot_isa()
+    assert set(shown["features"]) == kernels.isa.features()
+    assert 1 <= shown["default_threads"] == shown["usable_cores"] <= shown["logical_cpus"]
+    assert shown["read_bandwidth"] == [{"threads": n, "bytes_per_s": 1e9 * n} for n in sorted({1, shown["usable_cores"]})]
+    assert shown["versions"]["cpuspec"] == cpuspec.__version__
+    assert shown["versions"].keys() == {"cpuspec", "python", "numpy", "numba", "llvmlite"}
+    assert (shown["cache_directory"], shown["kernel_directory"]) == (str(cache), str(kernels.kernel_directory()))
+    assert (shown["kernels_compiled"], shown["kernel_bytes"], shown["models"]) == (False, 0, [])
+    table = ok("info")
+    assert all(str(text) in table for text in (shown["processor"], shown["isa_reason"], shown["kernel_directory"], "not compiled"))
+
+
+@pytest.mark.usefixtures("bandwidth")
+def test_info_sees_compiled_kernels_and_fetched_models(recipe: SimpleNamespace) -> None:
+    made = kernels.kernel_directory() / "kernels_0" / "step.run-1.py311.1.nbc"
+    made.parent.mkdir(parents=True)
+    made.write_bytes(b"12345")
+    ok("pull", "tiny")
+    shown = json.loads(ok("info", "--json"))
+    assert (shown["kernels_compiled"], shown["kernel_bytes"]) == (True, 5)
+    assert shown["models"] == [{"name": "tiny", "bytes": len(recipe.content), "path": str(recipe.path)}]
+    assert str(model_path(find_recipe("tiny"))) in ok("info")
+
+
+@pytest.mark.parametrize(
+    ("isa", "features", "reason"),
+    [
+        ("avx512_vnni", {"avx512vnni", "avxvnni"}, "this processor has avx512vnni"),
+        ("avx_vnni", {"avx2", "avxvnni"}, "this processor has avxvnni and no avx512vnni"),
+        ("generic", {"avx2"}, "this processor has no avx512vnni or avxvnni"),
+    ],
+)
+def test_the_choice_of_kernels_has_its_reason(
+    monkeypatch: pytest.MonkeyPatch, bandwidth: None, isa: str, features: set[str], reason: str
+) -> None:
+    monkeypatch.setattr(kernels.isa, "dot_isa", lambda: isa)
+    monkeypatch.setattr(kernels.isa, "features", lambda: frozenset(features))
+    assert json.loads(ok("info", "--json"))["isa_reason"] == reason
+    assert f"{isa}: {reason}" in ok("info")
+
+
+def test_what_a_machine_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch, bandwidth: None) -> None:
+    monkeypatch.setattr(machine, "_read", lambda path: "")
+    shown = json.loads(ok("info", "--json"))
+    assert shown["memory_bytes"] is shown["available_memory_bytes"] is shown["memory_limit_bytes"] is None
+    assert re.search(r"^memory +unknown$", ok("info"), re.M)

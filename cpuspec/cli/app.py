@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cpuspec import __version__
+from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import fetch, is_fetched, resolve_model
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe
 from cpuspec.cli import options
+from cpuspec.cli.bench import OUTPUTS, describe_run
 from cpuspec.cli.console import INTERRUPTED, FetchProgress, busy, emit, exit_codes, note, size
+from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.reports import describe_model, known_models, show_model, show_models
-from cpuspec.config import SamplingParams
+from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
+from cpuspec.evaluate.speed import Plan, measure_speed
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
@@ -51,6 +55,12 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         emit(f"cpuspec {__version__}\n")
         raise typer.Exit
+
+
+def _known_output(name: str | None) -> str | None:
+    if name is not None and name not in OUTPUTS:
+        raise typer.BadParameter(f"there is no format {name!r}; wanted one of {', '.join(OUTPUTS)}")
+    return name
 
 
 @app.callback()
@@ -258,6 +268,77 @@ def inspect(
         show_model(report)
 
 
+@app.command()
+@exit_codes()
+def bench(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
+    *,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", "-p", metavar="N", min=0, help="Prefill this many tokens at once; 0 does not.")
+    ] = 512,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", "-n", metavar="N", min=0, help="Decode this many tokens one by one; 0 does not.")
+    ] = 128,
+    depth: Annotated[
+        str, typer.Option("--depth", "-d", metavar="LIST", help="Do both after this many tokens of context, as 0,4096.")
+    ] = "0",
+    rows: Annotated[
+        str,
+        typer.Option("--rows", metavar="LIST", help="Forwards over this many rows, with the logits of all; or none."),
+    ] = "1,2,3,4,5,8,16",
+    rows_depth: Annotated[
+        int, typer.Option("--rows-depth", metavar="N", min=0, help="Tokens of context that the forwards of --rows have.")
+    ] = 64,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", metavar="N", min=1, help="Rounds; everything has its turn in each.")
+    ] = 5,
+    backend: options.Backend = "numba",
+    threads: options.Threads = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FORMAT", callback=_known_output, help="md, csv or json; md by default."),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure a model's speed: prefill, decoding, and forwards over a few rows. Random tokens, no sampling.
+
+    Figures are means with standard deviations, and medians. Everything is measured in turn, round by round.
+    """
+    if as_json and output not in (None, "json"):
+        raise typer.BadParameter(f"got --json and --output {output}; wanted one of them")
+    with options.usage_errors():
+        plan = Plan(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            depths=options.read_numbers(depth, "--depth"),
+            rows=options.read_numbers(rows, "--rows"),
+            rows_depth=rows_depth,
+            repetitions=repetitions,
+        )
+    checkpoint, settings = _open(model), EngineConfig(threads=threads)
+    plan.check(checkpoint.config, settings.max_rows)
+    with _loading(model, backend):
+        loaded = make_backend(backend, checkpoint, settings)
+    try:
+        # Lines and no spinner: it would take turns with the measured threads.
+        report = measure_speed(loaded, plan, note)
+        OUTPUTS["json" if as_json else output or "md"](describe_run(model, loaded, plan), report)
+    finally:
+        loaded.close()
+
+
+@app.command()
+@exit_codes()
+def info(as_json: options.Json = False) -> None:
+    """Show what cpuspec makes of this machine: processor, kernels chosen for it, memory, versions, caches."""
+    with busy("measuring this machine's memory bandwidth"):
+        report = describe_machine()
+    if as_json:
+        _emit_json(report)
+    else:
+        show_machine(report)
+
+
 def _open(model: str) -> Checkpoint:
     with FetchProgress(model) as progress:
         path = resolve_model(options.checked_text(model, "MODEL"), progress)
@@ -267,17 +348,24 @@ def _open(model: str) -> Checkpoint:
 @contextmanager
 def _load(model: str, draft: str, backend: str, threads: int | None, context_length: int | None) -> "Iterator[LLM]":
     checkpoint = _open(model)
-    with busy(f"loading {model}"):
+    with _loading(model, backend):
         from cpuspec.engine.llm import LLM
 
+        llm = LLM(checkpoint, draft, backend, threads, context_length=context_length, max_sequences=1)
+    with llm:
+        yield llm
+
+
+@contextmanager
+def _loading(model: str, backend: str) -> Iterator[None]:
+    """Say that a model is being loaded, and why that takes longer the first time."""
+    with busy(f"loading {model}"):
         if backend == "numba":
             from cpuspec import kernels
 
             if not kernels.compiled_before():
                 note("compiling kernels for this processor: some seconds, on the first run only")
-        llm = LLM(checkpoint, draft, backend, threads, context_length=context_length, max_sequences=1)
-    with llm:
-        yield llm
+        yield
 
 
 def _emit_json(value: object) -> None:

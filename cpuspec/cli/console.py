@@ -5,14 +5,14 @@ Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrup
 
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Column
+from rich.table import Column, Table
 
 from cpuspec.errors import CpuspecError
 
@@ -110,6 +110,22 @@ class FetchProgress:
         else:
             self._bar.update(self._task, description=what, completed=done_bytes, total=total_bytes)
         self._last = what
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Aligned columns (a heading that ends in > is aligned to the right). Without a terminal, lines are as long as they need."""
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for name in columns:
+        right = name.endswith(">")
+        table.add_column(name.rstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=1000)
+    with console.capture() as captured:
+        console.print(table)
+    emit("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
 
 def size(num_bytes: float) -> str:

@@ -155,6 +155,16 @@ IgnoreEos = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
+def read_numbers(text: str, name: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas; `none` is no number. Raises BadParameter for anything else, `name` being the option's."""
+    if text.strip() == "none":
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise typer.BadParameter(f"{name} takes whole numbers separated by commas, as 1,2,4, or none; got {text!r}")
+    return tuple(map(int, parts))
+
+
 def read_logit_bias(entries: list[str] | None) -> dict[int, float]:
     """ID=BIAS entries by id. Raises BadParameter for anything else, and for an id that is given twice."""
     biases: dict[int, float] = {}

@@ -1,16 +1,13 @@
 """What `cpuspec models` and `cpuspec inspect` show: gathered as plain data, printed as tables or as JSON."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.download import is_fetched, model_path
 from cpuspec.checkpoints.recipes import load_recipes
-from cpuspec.cli.console import emit, size
+from cpuspec.cli.console import emit, print_table, size
 from cpuspec.formats import QuantTensor
 from cpuspec.metrics import read_bandwidth
 
@@ -48,7 +45,7 @@ def show_models(rows: list[Row]) -> None:
         )
         for row in rows
     ]
-    _print_table(("name", "parameters>", "size>", "licence", "fetched", "description"), cells)
+    print_table(("name", "parameters>", "size>", "licence", "fetched", "description"), cells)
 
 
 def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> Row:
@@ -122,9 +119,9 @@ def show_model(report: Row) -> None:
             "drafts and large caches may exceed it",
         ),
     ]
-    _print_table(("", ""), [(name, str(value)) for name, value in facts])
+    print_table(("", ""), [(name, str(value)) for name, value in facts])
     emit("\n")
-    _print_table(
+    print_table(
         ("format", "tensors>", "weights>", "size>", "bits per weight>"),
         [
             (name, str(f["num_tensors"]), f"{f['num_weights']:,}", size(f["bytes"]), f"{f['bits_per_weight']:.2f}")
@@ -133,23 +130,7 @@ def show_model(report: Row) -> None:
     )
     if "tensors" in report:
         emit("\n")
-        _print_table(
+        print_table(
             ("tensor", "format", "shape", "size>"),
             [(t["name"], t["format"], " x ".join(map(str, t["shape"])), size(t["bytes"])) for t in report["tensors"]],
         )
-
-
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Aligned columns (a heading that ends in > is aligned to the right). Without a terminal, lines are as long as they need."""
-    table = Table(box=None, pad_edge=False, show_header=any(columns))
-    for name in columns:
-        right = name.endswith(">")
-        table.add_column(name.rstrip(">"), justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=1000)
-    with console.capture() as captured:
-        console.print(table)
-    emit("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))

@@ -1,0 +1,95 @@
+"""What `cpuspec bench` shows: the figures of a run as Markdown for people, as CSV for tables, as JSON for scripts."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cpuspec.backends import Backend
+from cpuspec.cli.console import emit, size
+from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport
+
+Setting = dict[str, Any]
+
+
+def describe_run(model: str, backend: Backend, plan: Plan) -> Setting:
+    """What was measured, and on what."""
+    from cpuspec.kernels import isa  # imports numba
+
+    return {
+        "model": model,
+        "backend": backend.name,
+        "threads": backend.threads,
+        "processor": isa.describe(),
+        "weight_bytes": backend.weight_bytes,
+        "repetitions": plan.repetitions,
+    }
+
+
+def show_json(setting: Setting, report: SpeedReport) -> None:
+    """One object: the setting, and `SpeedReport.as_dict`. ASCII, whatever the encoding of stdout."""
+    emit(json.dumps(setting | report.as_dict()) + "\n")
+
+
+def show_csv(setting: Setting, report: SpeedReport) -> None:
+    """One line for each workload, every line with the whole setting."""
+    shared = setting | {"read_bytes_per_s": report.read_bytes_per_s}
+    lines = [shared | asdict(speed) for speed in (*report.prefill, *report.decode, *(one.speed for one in report.rows))]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    emit(text.getvalue())
+
+
+def show_markdown(setting: Setting, report: SpeedReport) -> None:
+    """A line about the setting, then a table of rates and a table of forwards, as far as they were measured."""
+    emit(
+        f"{setting['model']}: {size(setting['weight_bytes'])} of weights to read for a token, {setting['backend']} backend, "
+        f"{setting['threads']} thread{'s' * (setting['threads'] > 1)}, {setting['processor']}, "
+        f"memory reads {report.read_bytes_per_s / 1e9:.1f} GB/s\n"
+    )
+    if rated := [*report.prefill, *report.decode]:
+        emit("\n" + _table(("test", "tokens/s", "median", "GB/s", "of memory"), [_rate_cells(speed) for speed in rated]))
+    if report.rows:
+        heading = f"rows @ d{report.rows[0].speed.depth}"
+        emit("\n" + _table((heading, "ms", "median", "over 1 row", "of memory"), [_rows_cells(one) for one in report.rows]))
+
+
+OUTPUTS: Mapping[str, Callable[[Setting, SpeedReport], None]] = {"md": show_markdown, "csv": show_csv, "json": show_json}
+
+
+def _rate_cells(speed: Speed) -> tuple[str, ...]:
+    return (
+        speed.name,
+        f"{speed.mean_tokens_per_s:.2f} ± {speed.sd_tokens_per_s:.2f}",
+        f"{speed.tokens_per_s:.2f}",
+        "" if speed.gb_per_s is None else f"{speed.gb_per_s:.1f}",
+        _percent(speed.bandwidth_share),
+    )
+
+
+def _rows_cells(one: RowsSpeed) -> tuple[str, ...]:
+    speed = one.speed
+    return (
+        str(one.rows),
+        f"{1e3 * speed.mean_s:.2f} ± {1e3 * speed.sd_s:.2f}",
+        f"{1e3 * speed.median_s:.2f}",
+        "" if one.over_one_row is None else f"{one.over_one_row:.2f}",
+        _percent(speed.bandwidth_share),
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that is aligned as plain text, too: the first column to the left, figures to the right."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [columns, rule, *rows]
+    texts = [[cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))] for cells in lines]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in texts)

@@ -1,0 +1,129 @@
+"""What `cpuspec info` shows: the processor and memory as cpuspec sees them, what it chose, what it runs on, what it keeps."""
+
+import os
+import platform
+from contextlib import suppress
+from importlib.metadata import version
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from cpuspec import __version__
+from cpuspec.cli.console import print_table, size
+from cpuspec.cli.reports import known_models
+from cpuspec.environment import cache_dir, usable_cores
+from cpuspec.metrics import read_bandwidth
+
+Row = dict[str, Any]
+
+# The features that decide how fast kernels are, of the hundred that a processor has: LLVM's names.
+_TELLING_FEATURES = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16", "amx-int8")
+
+_PREFERRED = ("avx512vnni", "avxvnni")  # how kernels like to multiply bytes, best first
+
+
+def describe_machine() -> Row:
+    """Everything that a speed or an error report should come with. Takes some seconds: the bandwidth is measured."""
+    from cpuspec import kernels  # imports numba
+
+    isa, threads, directory = kernels.isa, usable_cores(), kernels.kernel_directory()
+    return {
+        "processor": _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "logical_cpus": os.cpu_count(),
+        "usable_cores": threads,
+        "default_threads": threads,
+        "features": sorted(isa.features()),
+        "isa": isa.dot_isa(),
+        "isa_reason": _why(isa.dot_isa(), isa.features()),
+        "memory_bytes": _kilobytes("MemTotal"),
+        "available_memory_bytes": _kilobytes("MemAvailable"),
+        "memory_limit_bytes": _memory_limit(),
+        "read_bandwidth": [{"threads": n, "bytes_per_s": read_bandwidth(n)} for n in sorted({1, threads})],
+        "versions": {
+            "cpuspec": __version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("numpy", "numba", "llvmlite")},
+        },
+        "platform": platform.platform(),
+        "cache_directory": str(cache_dir()),
+        "kernel_directory": str(directory),
+        "kernels_compiled": kernels.compiled_before(),
+        "kernel_bytes": _bytes_under(directory),
+        "models": [{name: row[name] for name in ("name", "bytes", "path")} for row in known_models() if row["fetched"]],
+    }
+
+
+def show_machine(report: Row) -> None:
+    """Print `describe_machine` as a table."""
+    telling = [name for name in _TELLING_FEATURES if name in report["features"]]
+    limit = report["memory_limit_bytes"]
+    memory = [
+        ("there", report["memory_bytes"]),
+        ("available", report["available_memory_bytes"]),
+        ("allowed to this process's group", limit),
+    ]
+    compiled = "compiled" if report["kernels_compiled"] else "not compiled yet"
+    facts = [
+        ("processor", report["processor"]),
+        ("cores", f"{report['usable_cores']} usable, of {report['logical_cpus']} logical processors"),
+        ("features", ", ".join(telling) or "none that the kernels have a use for"),
+        ("kernels", f"{report['isa']}: {report['isa_reason']}"),
+        ("threads", f"{report['default_threads']} by default"),
+        ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
+        *(
+            ("", f"reads {one['bytes_per_s'] / 1e9:.1f} GB/s with {one['threads']} thread{'s' * (one['threads'] > 1)}")
+            for one in report["read_bandwidth"]
+        ),
+        ("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())),
+        ("platform", report["platform"]),
+        ("machine code", f"{report['kernel_directory']} ({compiled}, {size(report['kernel_bytes'])})"),
+        ("cache", report["cache_directory"]),
+        *(("model", f"{model['name']} ({size(model['bytes'])}) {model['path']}") for model in report["models"]),
+    ]
+    print_table(("", ""), facts)
+
+
+def _why(isa: str, features: frozenset[str]) -> str:
+    """Why the kernels multiply bytes as they do: the first of the instructions that they prefer which the processor has."""
+    used = isa.replace("_", "")
+    missing = " or ".join(takewhile(lambda name: name != used, _PREFERRED))
+    if used not in features:
+        return f"this processor has no {missing}"
+    return f"this processor has {used}" + (f" and no {missing}" if missing else "")
+
+
+def _bytes_under(directory: Path) -> int:
+    """Bytes of the files below a directory; files that go while it looks are not counted."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _memory_limit() -> int | None:
+    """Bytes that the control group of this process may use, or None."""
+    text = _read("/sys/fs/cgroup/memory.max").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _kilobytes(field: str) -> int | None:
+    """A field of /proc/meminfo in bytes, or None where there is none."""
+    number = _proc_field("/proc/meminfo", field).removesuffix(" kB")
+    return 1024 * int(number) if number.isdigit() else None
+
+
+def _proc_field(path: str, field: str) -> str:
+    """The first value of `field` in a file of `name : value` lines, or nothing."""
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""

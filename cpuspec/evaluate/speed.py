@@ -1,0 +1,266 @@
+"""How fast a backend is: prefill, decoding at a depth of context, and what a forward costs over a few rows with all logits.
+
+Works at the backend's seam, with random tokens and without sampling, as llama.cpp's llama-bench does. The workloads take turns,
+round by round, and so does the measuring of memory's speed, so that a machine's moods hit all of them alike.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from cpuspec.backends import Backend
+from cpuspec.config import ModelConfig
+from cpuspec.errors import ConfigError
+from cpuspec.metrics import read_bandwidth
+from cpuspec.model.batch import ForwardBatch
+
+# A forward over a few rows takes milliseconds: one for each round would say little.
+FORWARDS_PER_ROUND = 5
+
+_WARM_UP_TOKENS = 8  # of decoding: enough to wake the threads and touch what is read
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`tokens` tokens fed to a sequence that holds `depth` already, `rows` to a forward.
+
+    all_logits: of every row; otherwise of the last token only, as a prompt wants them.
+    """
+
+    name: str
+    tokens: int
+    depth: int
+    rows: int
+    all_logits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. 0 tokens, or no rows, leave that part out.
+
+    prompt_tokens and new_tokens are measured at each of `depths`, forwards over each number of `rows` at `rows_depth`.
+    """
+
+    prompt_tokens: int = 512
+    new_tokens: int = 128
+    depths: tuple[int, ...] = (0,)
+    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16)
+    rows_depth: int = 64
+    repetitions: int = 5
+
+    def __post_init__(self) -> None:
+        for name, values, least in (
+            ("prompt_tokens", (self.prompt_tokens,), 0),
+            ("new_tokens", (self.new_tokens,), 0),
+            ("depths", self.depths, 0),
+            ("rows", self.rows, 1),
+            ("rows_depth", (self.rows_depth,), 0),
+            ("repetitions", (self.repetitions,), 1),
+        ):
+            if any(value < least for value in values):
+                raise ConfigError(f"{name} must be at least {least}, got {min(values)}")
+            if len(set(values)) != len(values):
+                raise ConfigError(f"{name} must differ from each other, got {', '.join(map(str, values))}")
+        if not self.depths:
+            raise ConfigError("depths are empty; wanted at least one, such as 0")
+        if not (self.prompt_tokens or self.new_tokens or self.rows):
+            raise ConfigError("there is nothing to measure; give prompt_tokens, new_tokens or rows")
+
+    def check(self, config: ModelConfig, max_rows: int) -> None:
+        """Raise ConfigError unless the model's context holds every workload and a forward takes that many rows."""
+        if max(self.rows, default=0) > max_rows:
+            raise ConfigError(f"a forward takes at most {max_rows} rows, got {max(self.rows)} in rows")
+        for work in (*self.prefill(max_rows), *self.decode(), *self.forwards()):
+            if work.depth + work.tokens > config.context_length:
+                raise ConfigError(
+                    f"{work.name} needs a context of {work.depth + work.tokens} tokens, the model has {config.context_length}; "
+                    "ask for a smaller depth or fewer tokens"
+                )
+
+    def prefill(self, max_rows: int) -> list[Workload]:
+        """Prompts at each depth, in chunks of `max_rows`."""
+        sizes = [self.prompt_tokens] if self.prompt_tokens else []
+        return [Workload(_at_depth(f"pp{n}", depth), n, depth, max_rows, False) for n in sizes for depth in self.depths]
+
+    def decode(self) -> list[Workload]:
+        """Token after token, at each depth."""
+        sizes = [self.new_tokens] if self.new_tokens else []
+        return [Workload(_at_depth(f"tg{n}", depth), n, depth, 1, True) for n in sizes for depth in self.depths]
+
+    def forwards(self) -> list[Workload]:
+        """One forward for each number of rows, with all logits."""
+        return [Workload(_at_depth(f"{n} row{'s' * (n > 1)}", self.rows_depth), n, self.rows_depth, n, True) for n in self.rows]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one workload took. Rates without a prefix are of the median time; sd is 0 for a single sample.
+
+    gb_per_s: weights, keys and values that its forwards read / time, where each reads what it needs once (None for prompts, which
+    arithmetic bounds). bandwidth_share: that over the read bandwidth measured in the same round, median of the rounds.
+    """
+
+    name: str
+    tokens: int
+    depth: int
+    num_samples: int
+    median_s: float
+    mean_s: float
+    sd_s: float
+    min_s: float
+    tokens_per_s: float
+    mean_tokens_per_s: float
+    sd_tokens_per_s: float
+    gb_per_s: float | None
+    bandwidth_share: float | None
+
+
+@dataclass(frozen=True)
+class RowsSpeed:
+    """What a forward over `rows` rows took, and its time over that of one row, forward by forward (None if one is not measured)."""
+
+    rows: int
+    over_one_row: float | None
+    speed: Speed
+
+
+@dataclass(frozen=True)
+class SpeedReport:
+    """The figures of one run. prefill and decode have one entry for each depth, in the plan's order."""
+
+    read_bytes_per_s: float  # median of the rounds
+    prefill: list[Speed]
+    decode: list[Speed]
+    rows: list[RowsSpeed]
+
+    def as_dict(self) -> dict[str, Any]:
+        """prefill and decode: the first depth's figures (None if not measured), those of the others in `deeper`; rows: a list."""
+        return {
+            "read_bytes_per_s": self.read_bytes_per_s,
+            "prefill": asdict(self.prefill[0]) if self.prefill else None,
+            "decode": asdict(self.decode[0]) if self.decode else None,
+            "deeper": [asdict(speed) for speed in (*self.prefill[1:], *self.decode[1:])],
+            "rows": [{"rows": one.rows, "over_one_row": one.over_one_row, **asdict(one.speed)} for one in self.rows],
+        }
+
+
+def measure_speed(backend: Backend, plan: Plan, on_progress: Callable[[str], None] = lambda what: None) -> SpeedReport:
+    """Run the plan on a loaded model. on_progress is told what begins; never while a clock runs.
+
+    Uses the memory of a cache slot for each depth, and 512 MB to measure the read bandwidth.
+    Raises ConfigError if the model cannot hold the plan.
+    """
+    plan.check(backend.config, backend.max_rows)
+    prefill, decode, forwards = plan.prefill(backend.max_rows), plan.decode(), plan.forwards()
+    stage = _Stage(backend, [*prefill, *decode, *forwards], on_progress)
+    on_progress("warming up")
+    for work in (*prefill, *decode, *forwards):
+        stage.run(work if work.rows > 1 else replace(work, tokens=min(work.tokens, _WARM_UP_TOKENS)))
+    bandwidths: list[float] = []
+    samples_s: dict[Workload, list[float]] = {work: [] for work in (*prefill, *decode, *forwards)}
+    for number in range(1, plan.repetitions + 1):
+        on_progress(f"round {number} of {plan.repetitions}")
+        bandwidths.append(read_bandwidth(backend.threads))
+        for work in (*prefill, *decode, *forwards * FORWARDS_PER_ROUND):
+            samples_s[work].append(stage.run(work))
+
+    def speed(work: Workload) -> Speed:
+        return _speed(work, samples_s[work], bandwidths, stage.read_bytes(work) if work.all_logits else None)
+
+    one_row_s = next((samples_s[work] for work in forwards if work.rows == 1), None)
+    return SpeedReport(
+        read_bytes_per_s=statistics.median(bandwidths),
+        prefill=[speed(work) for work in prefill],
+        decode=[speed(work) for work in decode],
+        rows=[
+            RowsSpeed(work.rows, _median_ratio(samples_s[work], one_row_s) if one_row_s else None, speed(work)) for work in forwards
+        ],
+    )
+
+
+class _Stage:
+    """A cache with one slot for each depth, filled once. What a workload appends is forgotten when its time is taken."""
+
+    def __init__(self, backend: Backend, workloads: Sequence[Workload], on_progress: Callable[[str], None]) -> None:
+        self._backend = backend
+        self._rng = np.random.default_rng(0)
+        depths = sorted({work.depth for work in workloads})
+        self._slots = {depth: slot for slot, depth in enumerate(depths)}
+        self._cache = backend.new_cache(len(depths), max(work.depth + work.tokens for work in workloads))
+        for depth in filter(None, depths):
+            on_progress(f"filling a cache with {depth} tokens")
+            for batch in self._batches(Workload("", depth, 0, backend.max_rows, False), self._slots[depth]):
+                backend.forward(batch, self._cache)
+
+    def run(self, work: Workload) -> float:
+        """Seconds that the workload's forwards take."""
+        slot = self._slots[work.depth]
+        batches = self._batches(work, slot)
+        start_s = perf_counter()
+        for batch in batches:
+            self._backend.forward(batch, self._cache)
+        elapsed_s = perf_counter() - start_s
+        self._cache.truncate(slot, work.depth)
+        return elapsed_s
+
+    def read_bytes(self, work: Workload) -> int:
+        """Weights, and keys and values up to and including its own last row's, that each forward of the workload reads once."""
+        ends = [work.depth + min(start + work.rows, work.tokens) for start in range(0, work.tokens, work.rows)]
+        return len(ends) * self._backend.weight_bytes + sum(ends) * self._cache.bytes_per_token
+
+    def _batches(self, work: Workload, slot: int) -> list[ForwardBatch]:
+        tokens = self._rng.integers(0, self._backend.config.vocab_size, work.tokens, dtype=np.int32)
+        positions = np.arange(work.depth, work.depth + work.tokens, dtype=np.int32)
+        batches = []
+        for start in range(0, work.tokens, work.rows):
+            end = min(start + work.rows, work.tokens)
+            last = [end - start - 1] if end == work.tokens else []
+            batches.append(
+                ForwardBatch(
+                    tokens=tokens[start:end],
+                    positions=positions[start:end],
+                    slots=np.array([slot], np.int32),
+                    q_start=np.array([0, end - start], np.int32),
+                    logit_rows=None if work.all_logits else np.array(last, np.int32),
+                )
+            )
+        return batches
+
+
+def _speed(work: Workload, samples_s: Sequence[float], bandwidths: Sequence[float], read_bytes: int | None) -> Speed:
+    """The figures of samples that were taken in equal numbers in each round. bandwidths: bytes per second, one for each round."""
+    rates = [work.tokens / sample_s for sample_s in samples_s]
+    median_s = statistics.median(samples_s)
+    per_round = len(samples_s) // len(bandwidths)
+    in_turn = [bandwidth for bandwidth in bandwidths for _ in range(per_round)]
+    return Speed(
+        name=work.name,
+        tokens=work.tokens,
+        depth=work.depth,
+        num_samples=len(samples_s),
+        median_s=median_s,
+        mean_s=statistics.mean(samples_s),
+        sd_s=_sd(samples_s),
+        min_s=min(samples_s),
+        tokens_per_s=work.tokens / median_s,
+        mean_tokens_per_s=statistics.mean(rates),
+        sd_tokens_per_s=_sd(rates),
+        gb_per_s=None if read_bytes is None else read_bytes / median_s / 1e9,
+        bandwidth_share=None if read_bytes is None else _median_ratio([read_bytes / s for s in samples_s], in_turn),
+    )
+
+
+def _median_ratio(values: Sequence[float], to: Sequence[float]) -> float:
+    return statistics.median(value / other for value, other in zip(values, to, strict=True))
+
+
+def _sd(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _at_depth(name: str, depth: int) -> str:
+    return f"{name} @ d{depth}" if depth else name
