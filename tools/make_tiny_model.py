@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import tensor_shapes
+from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
-from cpuspec.formats import FORMATS, QuantTensor, get_format
+from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
 
 if TYPE_CHECKING:
@@ -625,14 +626,16 @@ def main() -> None:
         small.add_argument("--rope-scaling", choices=("linear", "llama3", "yarn"), help="by a factor of 4")
         small.add_argument("--seed", type=int, default=0)
         if command == "gguf":
-            small.add_argument("--format", choices=FORMATS, default="q4_0")
+            small.add_argument("--format", choices=GGUF_FORMATS, default="q4_0")
         else:
             small.add_argument("--format", choices=("f32", "f16", "bf16"), default="f32")
     shape = commands.add_parser("shape", help="a GGUF file with the shapes of a known model")
     shape.add_argument("path", type=Path)
     shape.add_argument("--shape", choices=SHAPES, required=True)
-    shape.add_argument("--format", choices=FORMATS, default="q4_k")
-    shape.add_argument("--output-format", choices=FORMATS, help="format of the output matrix; gives a tied model one of its own")
+    shape.add_argument("--format", choices=GGUF_FORMATS, default="q4_k")
+    shape.add_argument(
+        "--output-format", choices=GGUF_FORMATS, help="format of the output matrix; gives a tied model one of its own"
+    )
     shape.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

@@ -48,6 +48,9 @@ _TYPES = {
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
+# The formats that these files can hold.
+GGUF_FORMATS = tuple(name for name in FORMATS if name.upper() in _TYPES.values())
+
 # Far above what models have, far below what would make a hostile file slow to read.
 _MAX_ENTRIES = 1 << 16
 _MAX_STRINGS = 1 << 22
@@ -131,7 +134,7 @@ def _map_tensors(
         format = FORMATS.get(type_name.lower())
         if format is None:
             raise CheckpointError(
-                f"{cursor.path}: tensor {name} has the type {type_name}; supported are {', '.join(FORMATS).upper()}"
+                f"{cursor.path}: tensor {name} has the type {type_name}; supported are {', '.join(GGUF_FORMATS).upper()}"
             )
         if shape[-1] % format.block_size:
             cursor.fail(f"{type_name} tensor {name} has rows of {shape[-1]}", f"a multiple of {format.block_size}")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.formats import FORMATS, Format, QuantTensor, kquants, legacy
+from cpuspec.formats import FORMATS, Format, QuantTensor, int4, kquants, legacy, mx
 from cpuspec.formats.tensor import U8
 
 TILE = 16
@@ -182,9 +182,10 @@ _TOP_BIT = Plane("codes", 1, _lay_top_bit, _lift_top_bit)
 _TOP_TWO_BITS = Plane("codes", 2, _lay_top_two_bits, _lift_top_two_bits)
 
 
-def _legacy(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
-    """Blocks of 32 with `d` and perhaps `m`; `codes` reads them unsigned, `encode` gives their fields back."""
-    numbers: list[str] = [name for name in ("d", "m") if name in (layout.names or ())]
+def _blocks(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
+    """Blocks of codes and single numbers; `codes` reads them unsigned [n, block], `encode` gives their fields back."""
+    numbers = [name for name in layout.names or () if name not in ("codes", "high")]
+    block = codes(np.zeros(1, layout)).size
 
     def split(data: U8) -> Parts:
         fields = data.view(layout)
@@ -192,14 +193,14 @@ def _legacy(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U
 
     def join(parts: Parts) -> U8:
         rows = len(parts["codes"])
-        fields = np.empty((rows, parts["d"].shape[1]), layout)
+        fields = np.empty((rows, parts["codes"].shape[1] // block), layout)
         for name in numbers:
             fields[name] = parts[name]
-        for name, values in encode(parts["codes"].reshape(-1, GROUP)).items():
+        for name, values in encode(parts["codes"].reshape(-1, block)).items():
             fields[name] = values.reshape(fields[name].shape)
         return fields.view(np.uint8).reshape(rows, -1)
 
-    return Packing((*planes, *(_lanes(name, "<f2", GROUP) for name in numbers)), split, join)
+    return Packing((*planes, *(_lanes(name, layout[name].str, block) for name in numbers)), split, join)
 
 
 def _k(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
@@ -260,12 +261,12 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
         "f32": _numbers("<u4"),
         "f16": _numbers("<u2"),
         "bf16": _numbers("<u2"),
-        "q4_0": _legacy(legacy.Q4_0_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
-        "q4_1": _legacy(legacy.Q4_1_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
-        "q5_0": _legacy(legacy.Q5_0_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _TOP_BIT),
-        "q5_1": _legacy(legacy.Q5_1_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _TOP_BIT),
+        "q4_0": _blocks(legacy.Q4_0_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
+        "q4_1": _blocks(legacy.Q4_1_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
+        "q5_0": _blocks(legacy.Q5_0_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _TOP_BIT),
+        "q5_1": _blocks(legacy.Q5_1_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _TOP_BIT),
         # Codes move by 128 so that they are unsigned, as the dot product of bytes wants one side.
-        "q8_0": _legacy(
+        "q8_0": _blocks(
             legacy.Q8_0_LAYOUT,
             lambda fields: fields["codes"].reshape(-1, GROUP).view(np.uint8) ^ 0x80,
             lambda codes: {"codes": (codes ^ 0x80).view(np.int8)},
@@ -274,6 +275,8 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
         "q4_k": _k(kquants.Q4_K_LAYOUT, kquants.codes_q4_k, kquants.fields_q4_k, _NIBBLES),
         "q5_k": _k(kquants.Q5_K_LAYOUT, kquants.codes_q5_k, kquants.fields_q5_k, _NIBBLES, _TOP_BIT),
         "q6_k": Packing((_NIBBLES, _TOP_TWO_BITS, _lanes("scales", "i1", 16), _lanes("d", "<f2", 256)), _split_q6_k, _join_q6_k),
+        "mxfp4": _blocks(mx.MXFP4_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
+        **{name: _blocks(layout, int4.codes_in_order, int4.fields_in_order, _NIBBLES) for name, layout in int4.LAYOUTS.items()},
     }
 )
 

@@ -28,6 +28,12 @@ def dot_isa() -> str:
     return "generic"
 
 
+@cache
+def lookup_isa() -> str:
+    """How bytes are looked up in a table of sixteen: one of avx512bw, avx2, generic. All give the same bits."""
+    return next((name for name in ("avx512bw", "avx2") if name in features()), "generic")
+
+
 def describe() -> str:
     """The choice in words, for `cpuspec inspect` and error reports."""
     return f"{_config.CPU_NAME or binding.get_host_cpu_name()}, {dot_isa()}"

@@ -13,7 +13,7 @@ A record holds 32 signed bytes, then at the offsets below the scale, the shift a
 need of the sums; then in "int16" order the 32 low bytes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -24,6 +24,8 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cpuspec.formats.int4 import LAYOUTS, group_size
+from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.kernels import kept_machine_code, simd
 from cpuspec.kernels.simd import f32x16, i32x16
 
@@ -91,6 +93,21 @@ class _Ops:
         self.fetch(address, _AHEAD, 256)
         words = [self.i32(self.at(address, 64 * j)) for j in range(4)]
         return [part for w in words for part in (self.mask(w, 0x0F0F0F0F), self.mask(self.left(w, -4), 0x0F0F0F0F))]
+
+    def looked_up(self, codes: list[Any], table: Sequence[int]) -> list[Any]:
+        """The entry of a table of 16 bytes for every byte."""
+        return [simd.lookup_bytes(self.b, table, c) for c in codes]
+
+    def half_of_e8m0(self, address: Any) -> Any:
+        """2^(e - 128) of sixteen bytes e, exactly; nan for 255."""
+        e = self.b.zext(simd.load(self.b, address, simd._vector(simd._I8)), simd._V)
+        one = simd.constant(self.b, 1, i32x16)
+        bits = self.left(self.b.sub(e, one), 23)
+        # Below 2^-126 there is no exponent to write; 255 is no exponent.
+        for exponent, exception in ((0, 0x00200000), (1, 0x00400000), (255, 0x7FC00000)):
+            here = self.b.icmp_unsigned("==", e, simd.constant(self.b, exponent, i32x16))
+            bits = self.b.select(here, simd.constant(self.b, exception, i32x16), bits)
+        return self.b.bitcast(bits, simd._F)
 
     def sum_of_bytes(self, vectors: list[Any]) -> Any:
         """Byte by byte, without care for overflow."""
@@ -162,6 +179,29 @@ def _q8_0(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
     return _Group(8, codes, [_scale_of_32(o, o.b.add(tile, o.times(groups, 512)), group)], 128)
 
 
+def _mxfp4(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
+    """Planes codes, e. Twice the values of E2M1 are integers, and 16 more makes them unsigned with a zero point of q5_0."""
+    codes = o.looked_up(o.codes(o.b.add(tile, o.times(group, 256))), [16 + value for value in E2M1_DOUBLED])
+    return _Group(5, codes, [o.half_of_e8m0(o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 16)))], 16)
+
+
+def _int4(size: int, asymmetric: bool) -> Reader:
+    """int4_g32, int4_g64, int4_g128 and their asym: planes codes, scales, (zero points), one for `size` inputs."""
+    shift = ir.Constant(simd._I64, size.bit_length() - 6)  # from groups of 32 to groups of `size`
+
+    def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
+        codes = o.codes(o.b.add(tile, o.times(group, 256)))
+        scales = o.b.add(tile, o.times(groups, 256))
+        here = o.b.lshr(group, shift)
+        scale = o.f16(o.b.add(scales, o.times(here, 32)))
+        if not asymmetric:
+            return _Group(4, codes, [scale], 8)
+        zeros = o.b.add(scales, o.times(o.b.lshr(groups, shift), 32))
+        return _Group(4, codes, [scale], 0, o.b.fneg(o.b.fmul(scale, o.u8(o.b.add(zeros, o.times(here, 16))))))
+
+    return read
+
+
 def _superblock(o: _Ops, address: Any, group: Any) -> Any:
     return o.f16(o.b.add(address, o.times(o.b.lshr(group, ir.Constant(simd._I64, 3)), 32)))
 
@@ -204,6 +244,8 @@ _READERS: Mapping[str, Reader] = MappingProxyType(
         "q4_k": _k(256, top_bit=False),
         "q5_k": _k(320, top_bit=True),
         "q6_k": _q6_k,
+        "mxfp4": _mxfp4,
+        **{name: _int4(group_size(layout), asymmetric="zero" in (layout.names or ())) for name, layout in LAYOUTS.items()},
     }
 )
 _NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType({"f32": (64, "f32"), "f16": (32, "f16"), "bf16": (32, "bf16")})

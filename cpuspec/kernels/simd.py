@@ -5,7 +5,7 @@ reassociation or contraction: what is written is what is computed, so results ar
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -13,7 +13,7 @@ from numba import types
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from cpuspec.kernels.isa import dot_isa
+from cpuspec.kernels.isa import dot_isa, lookup_isa
 
 LANES = 16
 
@@ -266,6 +266,35 @@ def _dot_bytes_in_halves(builder: Any, total: Any, unsigned: Any, signed: Any) -
         operands = [builder.shuffle_vector(v, ir.Constant(_V, ir.Undefined), lanes) for v in (total, unsigned, signed)]
         parts.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", half, *operands))
     return builder.shuffle_vector(*parts, ir.Constant(_V, list(range(LANES))))
+
+
+_LOOKUPS = {"avx512bw": ("llvm.x86.avx512.pshuf.b.512", 64), "avx2": ("llvm.x86.avx2.pshuf.b", 32)}
+
+
+def lookup_bytes(builder: Any, table: Sequence[int], indices: Any, isa: str | None = None) -> Any:
+    """Per byte 0..15 of an i32x16 vector: that entry of a table of 16 bytes. isa: of `lookup_isa`, by default the processor's."""
+    wide = ir.VectorType(_I8, 64)
+    indices = builder.bitcast(indices, wide)
+    isa = isa or lookup_isa()
+    if isa not in _LOOKUPS:
+        found = ir.Constant(wide, [table[0]] * 64)
+        for index, entry in enumerate(table[1:], 1):
+            here = builder.icmp_unsigned("==", indices, ir.Constant(wide, [index] * 64))
+            found = builder.select(here, ir.Constant(wide, [entry] * 64), found)
+        return builder.bitcast(found, _V)
+    name, width = _LOOKUPS[isa]
+    part = ir.VectorType(_I8, width)
+    # The instruction looks up within 16 bytes, so each 16 have the table.
+    entries = ir.Constant(part, list(table) * (width // 16))
+    looked_up = []
+    for start in range(0, 64, width):
+        lanes = ir.Constant(ir.VectorType(_I32, width), list(range(start, start + width)))
+        looked_up.append(
+            call(builder, name, part, entries, builder.shuffle_vector(indices, ir.Constant(wide, ir.Undefined), lanes))
+        )
+    if len(looked_up) == 2:
+        looked_up = [builder.shuffle_vector(*looked_up, ir.Constant(ir.VectorType(_I32, 64), list(range(64))))]
+    return builder.bitcast(looked_up[0], _V)
 
 
 # Threads.

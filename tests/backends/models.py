@@ -1,19 +1,30 @@
 """Tiny checkpoints and forwards for the backend tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from cpuspec.backends import Backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
+from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from tools.make_tiny_model import make_tiny_gguf
 
 
-def tiny(tmp_path_factory, **options) -> Checkpoint:  # type: ignore[no-untyped-def]
-    """A small random model, opened from a file of its own."""
-    return open_checkpoint(make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", **options))
+def tiny(tmp_path_factory, *, weight_format: str = "q4_0", **options) -> Checkpoint:  # type: ignore[no-untyped-def]
+    """A small random model, opened from a file of its own; where the file cannot hold the format, its f32 matrices are encoded."""
+    in_file = weight_format if weight_format in GGUF_FORMATS else "f32"
+    path = make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", weight_format=in_file, **options)
+    checkpoint = open_checkpoint(path)
+    if in_file == weight_format:
+        return checkpoint
+    format = get_format(weight_format)
+    matrices = {n: t for n, t in checkpoint.tensors.items() if len(t.shape) == 2 and t.format.name == in_file}
+    encoded = {n: QuantTensor.encode(format, t.dequantize()) for n, t in matrices.items()}
+    return replace(checkpoint, tensors={**checkpoint.tensors, **encoded})
 
 
 def forward(

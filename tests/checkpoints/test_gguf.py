@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from cpuspec.checkpoints import GgufVocabulary, open_checkpoint
+from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.config import ARCHITECTURES, RopeScaling
 from cpuspec.errors import CheckpointError
-from cpuspec.formats import FORMATS, QuantTensor, get_format
+from cpuspec.formats import QuantTensor, get_format
 from tools.make_tiny_model import (
     CHAT_TEMPLATE,
     llama3_factors,
@@ -48,7 +49,7 @@ def test_configuration_and_values_come_back_as_written(tmp_path, architecture, t
         assert np.array_equal(checkpoint.tensors[name].dequantize(), values), name
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", GGUF_FORMATS)
 def test_every_tensor_type_has_the_values_that_the_gguf_package_reads(tmp_path, format):
     path = make_tiny_gguf(tmp_path / "m.gguf", "qwen2", weight_format=format)
     tensors = open_checkpoint(path).tensors

@@ -1,0 +1,54 @@
+"""The OCP Microscaling format mxfp4: blocks of 32 four-bit floats under a power of two.
+
+Open Compute Project, Microscaling Formats (MX) v1.0. Layout as GGUF files store it: the E8M0 scale e (2^(e - 127), 255 is nan),
+then nibbles in the order of q4_0. A nibble is E2M1: the sign, then one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Encoding follows
+ML-SpecQD (arXiv:2503.13565): the scale is 2^(floor(log2(largest magnitude)) - 2), values are rounded to nearest even and what
+exceeds 6 becomes 6.
+"""
+
+import numpy as np
+
+from cpuspec.formats.legacy import BLOCK, codes_4_bits, fields_4_bits
+from cpuspec.formats.tensor import F32, U8, Format
+
+MXFP4_LAYOUT = np.dtype([("e", "u1"), ("codes", "u1", 16)])
+
+# Twice the value of each code, which makes them integers. Code 8 means zero as code 0 does; ggml gives it no sign either.
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+_VALUES = np.array(E2M1_DOUBLED, np.float32)
+_HALF_SCALES = np.ldexp(np.float32(1), np.arange(256) - 128)
+_HALF_SCALES[255] = np.nan
+
+# The code of each magnitude, by twice the magnitude.
+_CODE_OF_DOUBLED = np.zeros(13, np.uint8)
+_CODE_OF_DOUBLED[list(E2M1_DOUBLED[:8])] = np.arange(8)
+
+
+def decode_mxfp4(blocks: U8) -> F32:
+    """2^(e - 127) * E2M1; every value of a block whose e is 255 is nan."""
+    fields = blocks.view(MXFP4_LAYOUT)
+    return _HALF_SCALES[fields["e"]].reshape(-1, 1) * _VALUES[codes_4_bits(fields)]
+
+
+def encode_mxfp4(values: F32) -> U8:
+    """The shared exponent of the largest magnitude less 2 (6 = 1.5 * 2^2 is the largest E2M1), cut to 2^-127 and up."""
+    magnitudes = np.abs(values)
+    # frexp: m * 2^x with m in [0.5, 1), so floor(log2) = x - 1, without the rounding of a logarithm.
+    exponent = np.frexp(magnitudes.max(axis=1, keepdims=True))[1] - 1
+    e = np.where(magnitudes.any(axis=1, keepdims=True), np.maximum(exponent - 2 + 127, 0), 0)
+    # In f64 the quotient is exact, whatever the exponents.
+    scaled = np.ldexp(magnitudes.astype(np.float64), 127 - e)
+    # Neighbours are 0.5, 1 or 2 apart, and the codes of even multiples are even, so rint's halves to even are the codes'.
+    step = np.where(scaled < 2, 0.5, np.where(scaled < 4, 1.0, 2.0))
+    rounded = np.minimum(np.rint(scaled / step) * step, 6)
+    codes = _CODE_OF_DOUBLED[(2 * rounded).astype(np.uint8)]
+    # Zeros have no sign: other tools write code 0 for them.
+    codes |= np.where((values < 0) & (codes > 0), np.uint8(8), np.uint8(0))
+    fields = np.empty(len(values), MXFP4_LAYOUT)
+    fields["e"] = e[:, 0]
+    fields["codes"] = fields_4_bits(codes)["codes"]
+    return fields.view(np.uint8).reshape(-1, MXFP4_LAYOUT.itemsize)
+
+
+MXFP4 = Format("mxfp4", BLOCK, MXFP4_LAYOUT.itemsize, decode_mxfp4, encode_mxfp4)
