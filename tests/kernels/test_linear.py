@@ -5,10 +5,15 @@ from functools import cache
 
 import numpy as np
 import pytest
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats.mx import MXFP4_LAYOUT
 from cpuspec.formats.packing import TILE, PackedTensor, pack
-from cpuspec.kernels import pointwise
+from cpuspec.kernels import pointwise, simd
+from cpuspec.kernels.isa import features, lookup_isa
 from cpuspec.kernels.linear import ORDERS, ROWS, activation_order, linear_kernel
 
 CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
@@ -147,3 +152,43 @@ def test_a_nan_input_reaches_every_output(format_name: str, order: str) -> None:
     got = _run(packed, order, x)
     assert np.isnan(got[0]).all()
     assert np.isfinite(got[1]).all()
+
+
+@pytest.mark.parametrize("order", ["int8", "int16"])
+def test_the_scales_of_mxfp4_are_exact_from_the_smallest_on_and_nan_stays_nan(order: str) -> None:
+    fields = np.zeros((256, 1), MXFP4_LAYOUT)
+    fields["e"][:, 0] = np.arange(256)
+    fields["codes"][:, 0, 3] = np.where(np.arange(256) % 2, 0x01, 0x90)  # 0.5 or -0.5
+    tensor = QuantTensor(FORMATS["mxfp4"], (256, 32), fields.view(np.uint8))
+    got = _run(pack(tensor), order, np.ones((1, 32), np.float32))[0]
+    wanted = np.ldexp(np.where(np.arange(256) % 2, 1.0, -1.0), np.arange(256) - 128)
+    # Sums with the integers of activations need room: beyond 2^92 weights are none.
+    assert np.allclose(got[:220], wanted[:220], rtol=1e-6, atol=0)
+    assert np.isnan(got[255])
+
+
+def _looked_up(isa: str, table: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
+    @intrinsic
+    def look_up(typingctx, source, target):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            vector = simd.load(builder, arguments[0], ir.VectorType(ir.IntType(32), 16))
+            simd.store(builder, arguments[1], simd.lookup_bytes(builder, table, vector, isa))
+            return context.get_dummy_value()
+
+        return types.void(source, target), codegen
+
+    @njit
+    def run(source, target):  # type: ignore[no-untyped-def]
+        look_up(source, target)
+
+    out = np.zeros(64, np.uint8)
+    run(indices.ctypes.data, out.ctypes.data)
+    return out
+
+
+@pytest.mark.parametrize("lookup", sorted({"generic", lookup_isa(), *({"avx2"} & features())}))
+def test_bytes_are_looked_up_alike_by_every_instruction(lookup: str) -> None:
+    rng = np.random.default_rng(8)
+    table = tuple(rng.permutation(256)[:16].tolist())
+    indices = rng.permutation(np.arange(64, dtype=np.uint8) % 16)
+    assert np.array_equal(_looked_up(lookup, table, indices), np.array(table, np.uint8)[indices])
