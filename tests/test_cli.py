@@ -780,10 +780,23 @@ def test_a_bench_beyond_the_model_is_an_error_before_it_is_loaded(
     assert wanted in result.stderr
 
 
+def test_ctrl_c_ends_a_bench_with_130_and_no_half_results(model: str) -> None:
+    process = start("bench", model, *SHORT, "-r", "1000")
+    assert process.stderr is not None
+    first = iter(process.stderr.readline, b"")
+    assert any(b"round 1 of" in line for line in first)
+    process.send_signal(signal.SIGINT)
+    shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert shown == b""
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
+
+
 @pytest.mark.usefixtures("bandwidth")
 def test_info_says_what_was_chosen_and_why(cache: Path) -> None:
     shown = json.loads(ok("info", "--json"))
-    assert shown["isa"] == kernels.isa.dot_isa()
+    assert (shown["isa"], shown["lookup_isa"]) == (kernels.isa.dot_isa(), kernels.isa.lookup_isa())
     assert set(shown["features"]) == kernels.isa.features()
     assert 1 <= shown["default_threads"] == shown["usable_cores"] <= shown["logical_cpus"]
     assert shown["read_bandwidth"] == [{"threads": n, "bytes_per_s": 1e9 * n} for n in sorted({1, shown["usable_cores"]})]

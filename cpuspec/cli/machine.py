@@ -35,6 +35,7 @@ def describe_machine() -> Row:
         "features": sorted(isa.features()),
         "isa": isa.dot_isa(),
         "isa_reason": _why(isa.dot_isa(), isa.features()),
+        "lookup_isa": isa.lookup_isa(),
         "memory_bytes": _kilobytes("MemTotal"),
         "available_memory_bytes": _kilobytes("MemAvailable"),
         "memory_limit_bytes": _memory_limit(),
@@ -68,6 +69,7 @@ def show_machine(report: Row) -> None:
         ("cores", f"{report['usable_cores']} usable, of {report['logical_cpus']} logical processors"),
         ("features", ", ".join(telling) or "none that the kernels have a use for"),
         ("kernels", f"{report['isa']}: {report['isa_reason']}"),
+        ("", f"4-bit codes that stand for values are looked up with {report['lookup_isa']} instructions"),
         ("threads", f"{report['default_threads']} by default"),
         ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
         *(
