@@ -1,7 +1,9 @@
 """The order in which kernels read weights, and its inverse. Every bit of the file's format is kept; only places change.
 
-A tile is 16 consecutive output rows; one 64-byte load holds four bytes of each. A tile is a few planes one after another:
-codes first, then scales, each [steps along the inputs][16 rows]. Matrices are padded to whole tiles with zero bytes.
+A tile is 16 consecutive output rows; one 64-byte load holds four bytes of each. A tile is a row of stretches of 256 inputs (the
+last may be shorter), and a stretch is a few planes one after another: codes first, then scales, each [steps along the
+inputs][16 rows]. So a kernel reads one stream from the first byte of a matrix to the last, which is what prefetchers follow.
+Matrices are padded to whole tiles, and stretches to whole cache lines, with zero bytes.
 
 Codes of a group of 32 inputs, for lane (row) r and byte b of 0..3:
   nibbles   load j of 0..3: low half = input 8j + b, high half = input 8j + 4 + b
@@ -11,7 +13,7 @@ Codes of a group of 32 inputs, for lane (row) r and byte b of 0..3:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +26,7 @@ from cpuspec.formats.tensor import U8
 
 TILE = 16
 GROUP = 32
+STRETCH = 256
 
 Parts = dict[str, NDArray[Any]]
 
@@ -61,10 +64,14 @@ class PackedTensor:
         return self.data.shape[1]
 
 
+def stretch_bytes(format: Format, inputs: int = STRETCH) -> int:
+    """Bytes of a stretch of a tile, rounded up to whole cache lines."""
+    return -(-sum(_plane_bytes(plane, inputs) for plane in PACKINGS[format.name].planes) // 64) * 64
+
+
 def tile_bytes(format: Format, in_features: int) -> int:
-    """Bytes of a tile, rounded up to whole cache lines."""
-    planes = PACKINGS[format.name].planes
-    return -(-sum(_plane_bytes(plane, in_features) for plane in planes) // 64) * 64
+    """Bytes of a tile: its whole stretches and the rest."""
+    return in_features // STRETCH * stretch_bytes(format) + stretch_bytes(format, in_features % STRETCH)
 
 
 def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
@@ -78,14 +85,16 @@ def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
         if missing:
             block = np.concatenate([block, np.zeros((missing, block.shape[1]), np.uint8)])
         parts = packing.split(np.ascontiguousarray(block))
-        tiles = slice(first // TILE, (first + len(block)) // TILE)
-        offset = 0
-        for plane in packing.planes:
-            laid = plane.lay(parts[plane.part])
-            end = offset + _plane_bytes(plane, in_features)
-            data[tiles, offset:end].reshape(laid.shape[0], -1).view(laid.dtype)[:] = laid.reshape(laid.shape[0], -1)
-            offset = end
-        data[tiles, offset:] = 0
+        tiles = data[first // TILE : (first + len(block)) // TILE]
+        laid = [
+            np.ascontiguousarray(plane.lay(parts[plane.part])).view(np.uint8).reshape(len(tiles), -1) for plane in packing.planes
+        ]
+        written = 0
+        for number, at, start, size in _places(tensor.format, in_features):
+            tiles[:, written:at] = 0  # what rounds a stretch up
+            tiles[:, at : at + size] = laid[number][:, start : start + size]
+            written = at + size
+        tiles[:, written:] = 0
     return PackedTensor(tensor.format, (rows, in_features), data)
 
 
@@ -93,14 +102,28 @@ def unpack(packed: PackedTensor) -> QuantTensor:
     """The inverse of `pack`, to the byte."""
     rows, in_features = packed.shape
     packing = PACKINGS[packed.format.name]
+    laid = [np.empty((len(packed.data), _plane_bytes(plane, in_features)), np.uint8) for plane in packing.planes]
+    for number, at, start, size in _places(packed.format, in_features):
+        laid[number][:, start : start + size] = packed.data[:, at : at + size]
     parts: Parts = {}
-    offset = 0
-    for plane in packing.planes:
-        end = offset + _plane_bytes(plane, in_features)
-        lifted = plane.lift(np.ascontiguousarray(packed.data[:, offset:end]))
+    for plane, stored in zip(packing.planes, laid, strict=True):
+        lifted = plane.lift(stored)
         parts[plane.part] = parts[plane.part] | lifted if plane.part in parts else lifted
-        offset = end
     return QuantTensor(packed.format, (rows, in_features), np.ascontiguousarray(packing.join(parts)[:rows]))
+
+
+def _places(format: Format, in_features: int) -> Iterator[tuple[int, int, int, int]]:
+    """In the order of a tile: (number of the plane, where its piece lies in the tile, and in the whole plane, bytes)."""
+    planes = PACKINGS[format.name].planes
+    stretch = 0
+    for first in range(0, in_features, STRETCH):
+        inputs = min(STRETCH, in_features - first)
+        at = stretch
+        for number, plane in enumerate(planes):
+            size = _plane_bytes(plane, inputs)
+            yield number, at, _plane_bytes(plane, first), size
+            at += size
+        stretch += stretch_bytes(format, inputs)
 
 
 def aligned_bytes(shape: tuple[int, ...]) -> U8:

@@ -24,8 +24,10 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cpuspec.formats import FORMATS
 from cpuspec.formats.int4 import LAYOUTS, group_size
 from cpuspec.formats.mx import E2M1_DOUBLED
+from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
 from cpuspec.kernels import kept_machine_code, simd
 from cpuspec.kernels.simd import f32x16, i32x16
 
@@ -39,8 +41,10 @@ ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 1
 # Rows that one pass over a tile serves; other counts are made of these. Each is code to compile, once per format.
 _PASSES = (16, 8, 4, 3, 2, 1)
 
-# Bytes of codes to ask for in advance. Measured (M rows, q4_k, K = 8960, against none): M = 1 0.68, M = 8 0.57 of the time.
-_AHEAD = 4096
+_GROUPS = STRETCH // GROUP
+
+# Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself (benchmarks/LOG.md).
+_AHEAD = 8192
 
 
 class _Ops:
@@ -90,7 +94,6 @@ class _Ops:
 
     def codes(self, address: Any) -> list[Any]:
         """Eight vectors of four bits in bytes."""
-        self.fetch(address, _AHEAD, 256)
         words = [self.i32(self.at(address, 64 * j)) for j in range(4)]
         return [part for w in words for part in (self.mask(w, 0x0F0F0F0F), self.mask(self.left(w, -4), 0x0F0F0F0F))]
 
@@ -123,18 +126,22 @@ class _Ops:
             total = simd.dot_bytes(self.b, total, codes, self.every(self.at(address, 4 * v), simd._I32))
         return total
 
+    def rounded_up(self, value: Any, unit: int) -> Any:
+        return self.b.udiv(self.b.add(value, ir.Constant(simd._I64, unit - 1)), ir.Constant(simd._I64, unit))
+
+    def smaller(self, x: Any, y: Any) -> Any:
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
     def fetch(self, address: Any, ahead: int, size: int) -> None:
         """Ask for `size` bytes that will be read soon: with many rows the processor does not look that far ahead itself."""
         for line in range(0, size, 64):
             simd.prefetch(self.b, self.at(address, ahead + line))
 
     def with_top_bit(self, codes: list[Any], address: Any) -> list[Any]:
-        self.fetch(address, _AHEAD // 4, 64)
         high = self.i32(address)
         return [self.b.or_(c, self.mask(self.left(high, 4 - v), 0x10101010)) for v, c in enumerate(codes)]
 
     def with_top_two_bits(self, codes: list[Any], address: Any) -> list[Any]:
-        self.fetch(address, _AHEAD // 2, 128)
         high = [self.i32(self.at(address, 64 * h)) for h in range(2)]
         return [self.b.or_(c, self.mask(self.left(high[v // 4], 4 - 2 * (v % 4)), 0x30303030)) for v, c in enumerate(codes)]
 
@@ -150,7 +157,7 @@ class _Group:
     minimum: Any = None  # added to every weight
 
 
-Reader = Callable[[_Ops, Any, Any, Any], _Group]  # (ops, tile address, groups, group) -> _Group
+Reader = Callable[[_Ops, Any, Any, Any], _Group]  # (ops, address of a stretch, its groups, one of them) -> _Group
 
 
 def _scale_of_32(o: _Ops, address: Any, group: Any) -> Any:
@@ -160,38 +167,37 @@ def _scale_of_32(o: _Ops, address: Any, group: Any) -> Any:
 def _legacy(offset: int, zero: int, top_bit: bool = False) -> Reader:
     """q4_0, q4_1, q5_0, q5_1: planes codes, (top bits), scales, (minima)."""
 
-    def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
-        codes = o.codes(o.b.add(tile, o.times(group, 256)))
+    def read(o: _Ops, at: Any, groups: Any, group: Any) -> _Group:
+        codes = o.codes(o.b.add(at, o.times(group, 256)))
         if top_bit:
-            codes = o.with_top_bit(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 64)))
-        scale = _scale_of_32(o, o.b.add(tile, o.times(groups, offset)), group)
+            codes = o.with_top_bit(codes, o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 64)))
+        scale = _scale_of_32(o, o.b.add(at, o.times(groups, offset)), group)
         if zero:
             return _Group(4 + top_bit, codes, [scale], zero)
-        return _Group(4 + top_bit, codes, [scale], 0, _scale_of_32(o, o.b.add(tile, o.times(groups, offset + 32)), group))
+        return _Group(4 + top_bit, codes, [scale], 0, _scale_of_32(o, o.b.add(at, o.times(groups, offset + 32)), group))
 
     return read
 
 
-def _q8_0(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
-    address = o.b.add(tile, o.times(group, 512))
-    o.fetch(address, _AHEAD, 512)
+def _q8_0(o: _Ops, at: Any, groups: Any, group: Any) -> _Group:
+    address = o.b.add(at, o.times(group, 512))
     codes = [o.i32(o.at(address, 64 * v)) for v in range(8)]
-    return _Group(8, codes, [_scale_of_32(o, o.b.add(tile, o.times(groups, 512)), group)], 128)
+    return _Group(8, codes, [_scale_of_32(o, o.b.add(at, o.times(groups, 512)), group)], 128)
 
 
-def _mxfp4(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
+def _mxfp4(o: _Ops, at: Any, groups: Any, group: Any) -> _Group:
     """Planes codes, e. Twice the values of E2M1 are integers, and 16 more makes them unsigned with a zero point of q5_0."""
-    codes = o.looked_up(o.codes(o.b.add(tile, o.times(group, 256))), [16 + value for value in E2M1_DOUBLED])
-    return _Group(5, codes, [o.half_of_e8m0(o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 16)))], 16)
+    codes = o.looked_up(o.codes(o.b.add(at, o.times(group, 256))), [16 + value for value in E2M1_DOUBLED])
+    return _Group(5, codes, [o.half_of_e8m0(o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 16)))], 16)
 
 
 def _int4(size: int, asymmetric: bool) -> Reader:
     """int4_g32, int4_g64, int4_g128 and their asym: planes codes, scales, (zero points), one for `size` inputs."""
     shift = ir.Constant(simd._I64, size.bit_length() - 6)  # from groups of 32 to groups of `size`
 
-    def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
-        codes = o.codes(o.b.add(tile, o.times(group, 256)))
-        scales = o.b.add(tile, o.times(groups, 256))
+    def read(o: _Ops, at: Any, groups: Any, group: Any) -> _Group:
+        codes = o.codes(o.b.add(at, o.times(group, 256)))
+        scales = o.b.add(at, o.times(groups, 256))
         here = o.b.lshr(group, shift)
         scale = o.f16(o.b.add(scales, o.times(here, 32)))
         if not asymmetric:
@@ -209,11 +215,11 @@ def _superblock(o: _Ops, address: Any, group: Any) -> Any:
 def _k(offset: int, top_bit: bool) -> Reader:
     """q4_k, q5_k: planes codes, (top bits), scales, minima, d, dmin."""
 
-    def read(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
-        codes = o.codes(o.b.add(tile, o.times(group, 256)))
+    def read(o: _Ops, at: Any, groups: Any, group: Any) -> _Group:
+        codes = o.codes(o.b.add(at, o.times(group, 256)))
         if top_bit:
-            codes = o.with_top_bit(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 64)))
-        scales = o.b.add(tile, o.times(groups, offset))
+            codes = o.with_top_bit(codes, o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 64)))
+        scales = o.b.add(at, o.times(groups, offset))
         here = o.b.add(scales, o.times(group, 16))
         d = o.b.add(scales, o.times(groups, 32))
         scale = o.b.fmul(_superblock(o, d, group), o.u8(here))
@@ -224,10 +230,10 @@ def _k(offset: int, top_bit: bool) -> Reader:
     return read
 
 
-def _q6_k(o: _Ops, tile: Any, groups: Any, group: Any) -> _Group:
-    codes = o.codes(o.b.add(tile, o.times(group, 256)))
-    codes = o.with_top_two_bits(codes, o.b.add(o.b.add(tile, o.times(groups, 256)), o.times(group, 128)))
-    scales = o.b.add(tile, o.times(groups, 384))
+def _q6_k(o: _Ops, at: Any, groups: Any, group: Any) -> _Group:
+    codes = o.codes(o.b.add(at, o.times(group, 256)))
+    codes = o.with_top_two_bits(codes, o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 128)))
+    scales = o.b.add(at, o.times(groups, 384))
     here = o.b.add(scales, o.times(group, 32))
     d = _superblock(o, o.b.add(scales, o.times(groups, 32)), group)
     halves = [o.b.fmul(d, o.i8(o.at(here, 16 * half))) for half in range(2)]
@@ -261,19 +267,26 @@ def activation_order(format_name: str, precise: bool = False) -> str:
 
 
 def _quantized_pass(
-    o: _Ops, read: Reader, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any
+    o: _Ops, name: str, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any
 ) -> list[Any]:
     """The 16 outputs of each row, from activations in records."""
+    stretch = stretch_bytes(FORMATS[name])
     groups = o.b.lshr(in_features, ir.Constant(simd._I64, 5))
     stride = o.times(block_rows, ORDERS[order])
     sums = [cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(rows)]
-    with cgutils.for_range(o.b, groups) as loop:
-        group = read(o, tile, groups, loop.index)
-        shifted = _sum_of_weights(o, group) if order == "int8" else None
-        records = o.b.add(acts, o.b.mul(loop.index, stride))
-        for row, total in enumerate(sums):
-            record = o.at(records, row * ORDERS[order])
-            o.b.store(_add_group(o, group, shifted, record, o.b.load(total)), total)
+    with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches:
+        first = o.times(stretches.index, _GROUPS)
+        inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd._I64, _GROUPS))
+        here = o.b.add(tile, o.times(stretches.index, stretch))
+        with cgutils.for_range(o.b, inside) as loop:
+            share = stretch // _GROUPS
+            o.fetch(o.b.add(here, o.times(loop.index, share)), _AHEAD, share)
+            group = _READERS[name](o, here, inside, loop.index)
+            shifted = _sum_of_weights(o, group) if order == "int8" else None
+            records = o.b.add(acts, o.b.mul(o.b.add(first, loop.index), stride))
+            for row, total in enumerate(sums):
+                record = o.at(records, row * ORDERS[order])
+                o.b.store(_add_group(o, group, shifted, record, o.b.load(total)), total)
     return [o.b.load(total) for total in sums]
 
 
@@ -356,7 +369,7 @@ def _pass(typingctx, format_name, order, rows, tile, in_features, acts, block_ro
         _, _, _, tile, in_features, acts, block_rows, bias, residual, out, stride = args
         o = _Ops(builder)
         if name in _READERS:
-            results = _quantized_pass(o, _READERS[name], order.literal_value, count, tile, in_features, acts, block_rows)
+            results = _quantized_pass(o, name, order.literal_value, count, tile, in_features, acts, block_rows)
         else:
             results = _number_pass(o, name, count, tile, in_features, acts, block_rows)
         results = _plus(o, results, bias, lambda row: bias)
