@@ -1,0 +1,168 @@
+"""What every worker of `peers.py` shares: the loop that answers requests, and the measures, the same for all engines.
+
+Requests and answers are JSON, one to a line. Runs in the interpreter of a peer's own environment, so it knows numpy and the
+standard library only; a worker beside it brings the engine.
+
+    {"do": "prepare", "source": DIR, "target": DIR}            export a Hugging Face directory to the engine's own format
+    {"do": "load", "model": PATH, "threads": 2, ...}           see `_Session.load`
+    {"do": "prefill", "tokens": 512}, {"do": "decode", "tokens": 128}, {"do": "forwards", "rows": [1, 4], "depth": 64, "repeats": 5}
+
+Answers: {"result": ...} or {"error": text}, with the CPU time that the process used while nobody asked it anything.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Engine(Protocol):
+    """One loaded model and one sequence."""
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        ...
+
+    def feed(self, tokens: list[int], all_logits: bool) -> NDArray[np.float32]:
+        """Append tokens; logits [rows, V] of all of them, or of the last one alone."""
+        ...
+
+
+class Loader(Protocol):
+    """Loads a model that holds up to `capacity` tokens; also returns what a reader should know: versions, kinds of weights."""
+
+    def __call__(self, model: Path, threads: int, capacity: int) -> tuple[Engine, str]: ...
+
+
+Exporter = Callable[[Path, Path], None]
+
+
+def serve(load: Loader, export: Exporter | None = None, *, needs: str) -> None:
+    """Answer requests from standard input until it ends. needs: the packages to install, for the error that says so."""
+    # Libraries print what they like: their standard output becomes standard error, and answers keep the pipe.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    session = _Session(load, export)
+    idle_since_s, idle_cpu_since_s = perf_counter(), process_time()
+    for line in sys.stdin:
+        idle = {"idle_s": perf_counter() - idle_since_s, "idle_cpu_s": process_time() - idle_cpu_since_s}
+        try:
+            answer: dict[str, Any] = {"result": session.answer(json.loads(line))}
+        except ImportError as error:
+            answer = {"error": f"{error}; {sys.executable} needs: pip install {needs}"}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer | idle) + "\n")
+        answers.flush()
+        idle_since_s, idle_cpu_since_s = perf_counter(), process_time()
+
+
+def run_exporter(command: list[str]) -> None:
+    """Run a program that exports a model; RuntimeError with the end of its output if it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}: {done.stdout[-2000:]}")
+
+
+class _Session:
+    def __init__(self, load: Loader, export: Exporter | None) -> None:
+        self._load, self._export = load, export
+        self._random = random.Random(0)
+        self._vocab_size = 0
+        self._engine: Engine | None = None
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        """The result of one request."""
+        arguments = {name: value for name, value in request.items() if name != "do"}
+        if request["do"] == "prepare":
+            return self.prepare(**arguments)
+        if request["do"] == "load":
+            return self.load(**arguments)
+        if self._engine is None:
+            raise RuntimeError(f"{request['do']} was asked before load")
+        measures: dict[str, Callable[..., Any]] = {"prefill": self.prefill, "decode": self.decode, "forwards": self.forwards}
+        return measures[request["do"]](self._engine, **arguments)
+
+    def prepare(self, source: str, target: str) -> None:
+        """Export `source` into the directory `target`."""
+        if self._export is None:
+            raise RuntimeError("this engine reads Hugging Face directories as they are")
+        self._export(Path(source), Path(target))
+
+    def load(self, model: str, threads: int, vocab_size: int, prefill: int, rows: list[int], depth: int, decode: int) -> str:
+        """Load, check that context matters, and run each measure once so that nothing is compiled later; returns a description."""
+        capacity = max(prefill, decode, depth + sum(rows)) + 16
+        engine, description = self._load(Path(model), threads, capacity)
+        self._vocab_size = vocab_size
+        _check(engine, self._tokens(9), vocab_size)
+        self.prefill(engine, prefill)
+        self.decode(engine, 8)
+        self.forwards(engine, rows, depth, 1)
+        self._engine = engine
+        return description
+
+    def prefill(self, engine: Engine, tokens: int) -> float:
+        """Seconds that a prompt takes, logits of its last token included."""
+        prompt = self._tokens(tokens)
+        engine.reset()
+        return _seconds(lambda: engine.feed(prompt, False))
+
+    def decode(self, engine: Engine, tokens: int) -> float:
+        """Seconds that so many tokens take one by one, from an empty context."""
+        generated = self._tokens(tokens)
+        engine.reset()
+
+        def run() -> None:
+            for token in generated:
+                engine.feed([token], True)
+
+        return _seconds(run)
+
+    def forwards(self, engine: Engine, rows: list[int], depth: int, repeats: int) -> dict[str, list[float]]:
+        """Seconds of forwards with all logits over each number of rows, one after the other from a context of `depth` tokens."""
+        seconds: dict[str, list[float]] = {str(count): [] for count in rows}
+        for _ in range(repeats):
+            engine.reset()
+            engine.feed(self._tokens(depth), False)
+            for count in rows:
+                tokens = self._tokens(count)
+                seconds[str(count)].append(_seconds(lambda tokens=tokens: engine.feed(tokens, True)))
+        return seconds
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(self._vocab_size) for _ in range(count)]
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start_s = perf_counter()
+    run()
+    return perf_counter() - start_s
+
+
+def _check(engine: Engine, tokens: list[int], vocab_size: int) -> None:
+    """A forward that drops its context, or some of its rows, would look fast: refuse to measure it."""
+    engine.reset()
+    rows = np.array(engine.feed(tokens, True))
+    if rows.shape != (len(tokens), vocab_size):
+        raise RuntimeError(f"logits of all rows must have the shape {(len(tokens), vocab_size)}, got {rows.shape}")
+    engine.reset()
+    engine.feed(tokens[:-1], False)
+    stepwise = np.array(engine.feed(tokens[-1:], False))
+    engine.reset()
+    alone = np.array(engine.feed(tokens[-1:], False))
+    if stepwise.shape != (1, vocab_size):
+        raise RuntimeError(f"logits of the last row must have the shape {(1, vocab_size)}, got {stepwise.shape}")
+    same, other = (float(np.corrcoef(rows[-1], row[0])[0, 1]) for row in (stepwise, alone))
+    if not (same > 0.9 and same > other):
+        raise RuntimeError(
+            f"logits after a cached context correlate {same:.3f} with those of one forward, {other:.3f} without any context: "
+            "the context is not used rightly, so times would mean nothing"
+        )
