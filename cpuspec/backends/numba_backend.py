@@ -15,7 +15,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.packing import TILE, aligned_bytes, pack
-from cpuspec.kernels import linear, pointwise, simd, step
+from cpuspec.kernels import attention, linear, pointwise, simd, step
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
@@ -120,7 +120,7 @@ class NumbaBackend:
         return 4 * positions * dims, 4 * positions * _round_up(dims, simd.LANES)
 
     def _provide_scratch(self, capacity: int) -> None:
-        size = 4 * (simd.LANES * self.config.head_dim + _round_up(capacity, simd.LANES))
+        size = attention.scratch_bytes(self.config.head_dim, capacity)
         if size * self.threads > len(self._scratch):
             self._scratch = aligned_bytes((size * self.threads,))
         self._team.state[step.SCRATCH], self._team.state[step.SCRATCH_BYTES] = self._scratch.ctypes.data, size

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import simd
-from cpuspec.kernels.attention import append_key_value, attend
+from cpuspec.kernels.attention import QUERIES, append_key_value, attend, put_query
 from cpuspec.kernels.linear import ORDERS, ROWS
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import prepare_row, rotate_head, rows_of_block
@@ -42,7 +42,7 @@ PREPARE, LINEAR, ROTATE, ATTEND, KEEP = range(5)
     KEY_BYTES,  # of one head of one layer in a cache slot
     VALUE_BYTES,
     SCRATCH,  # of all threads, one after another
-    SCRATCH_BYTES,  # of one thread: (16 * D + positions attended to, rounded up to 16) numbers
+    SCRATCH_BYTES,  # of one thread
     STATE_LENGTH,
 ) = range(18)
 
@@ -178,29 +178,42 @@ def _rotate(op, state, counter, threads):
 
 
 @compiled
-def _attend(op, state, counter, thread):
-    """Attention, one query head of one row at a time; later rows first, as they are the longest."""
-    heads, dims = op[A_HEADS], op[A_DIMS]
-    group = heads // op[A_KV_HEADS]
-    rows = state[NUM_ROWS]
+def _attend(op, state, counter, threads, thread):
+    """Attention: the queries of a key head (all rows, and the query heads that share it), a few at a time, the longest first."""
+    heads, kv_heads, dims = op[A_HEADS], op[A_KV_HEADS], op[A_DIMS]
+    group = heads // kv_heads
+    queries = state[NUM_ROWS] * group
+    together = max(1, min(QUERIES, queries * kv_heads // threads))
+    blocks = (queries + together - 1) // together
+    scratch = state[SCRATCH] + thread * state[SCRATCH_BYTES]
     while True:
-        item = _take(counter, rows * heads, 1)
-        if item == rows * heads:
+        item = _take(counter, blocks * kv_heads, 1)
+        if item == blocks * kv_heads:
             return
-        row, head = rows - 1 - item // heads, item % heads
-        keys, values = _cached_head(state, row, op[A_LAYER], op[A_KV_HEADS], head // group)
-        attend(
-            op[A_QUERIES] + row * op[A_STRIDE] + head * dims * 4,
-            keys,
-            values,
-            dims,
-            op[A_PADDED_DIMS],
-            simd.peek_i64(state[LENGTH] + 8 * row),
-            simd.peek_i64(state[STRAIGHT] + 8 * row),
-            state[PATHS] + row * state[PATH_LENGTH] * 8,
-            op[A_OUT] + row * op[A_OUT_STRIDE] + head * dims * 4,
-            state[SCRATCH] + thread * state[SCRATCH_BYTES],
-        )
+        kv_head, block = item % kv_heads, blocks - 1 - item // kv_heads
+        first, end = block * together, min(queries, (block + 1) * together)
+        while first < end:
+            row = first // group
+            storage, straight = simd.peek_i64(state[STORAGE] + 8 * row), simd.peek_i64(state[STRAIGHT] + 8 * row)
+            alone = straight < simd.peek_i64(state[LENGTH] + 8 * row)
+            count = 0
+            while first < end and (count == 0 or not alone):
+                here = first // group
+                length = simd.peek_i64(state[LENGTH] + 8 * here)
+                # A tree row goes alone, and rows of another sequence have another cache.
+                if count > 0 and (
+                    simd.peek_i64(state[STORAGE] + 8 * here) != storage or simd.peek_i64(state[STRAIGHT] + 8 * here) < length
+                ):
+                    break
+                head = kv_head * group + first % group
+                query = op[A_QUERIES] + here * op[A_STRIDE] + head * dims * 4
+                put_query(scratch, count, query, op[A_OUT] + here * op[A_OUT_STRIDE] + head * dims * 4, length)
+                straight = max(straight, simd.peek_i64(state[STRAIGHT] + 8 * here))
+                first += 1
+                count += 1
+            keys, values = _cached_head(state, row, op[A_LAYER], kv_heads, kv_head)
+            path = state[PATHS] + row * state[PATH_LENGTH] * 8
+            attend(count, keys, values, dims, op[A_PADDED_DIMS], straight, path, scratch)
 
 
 @compiled
@@ -225,7 +238,7 @@ def run(program, state, control, counters, threads, thread):
         elif op[0] == ROTATE:
             _rotate(op, state, counter, threads)
         elif op[0] == ATTEND:
-            _attend(op, state, counter, thread)
+            _attend(op, state, counter, threads, thread)
         else:  # only reads rows that nobody writes before the next barrier
             if thread == 0:
                 _keep(op, state)

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peers
-from benchmarks.peers import LlamaCpp, PeerError, Worker
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # where a benchmark that is run finds its modules
 
-WORKERS = Path(peers.__file__).parent / "peer_workers"
+import peers
+from peers_engines import FIGURES, LlamaCpp, PeerError, Worker, parse_forward_cost, parse_llama_bench
+from peers_report import DECODE, PREFILL, report, summarize
+
+BENCHMARKS = Path(peers.__file__).parent
+WORKERS = BENCHMARKS / "peer_workers"
 
 FORWARD_COST = """model.gguf th=2 load 0.1s size 97 MB
 rep 0 pp0 0.0 tok/s  tg64 153.75 tok/s (median step 154.74, best step 161.99)
@@ -63,36 +67,36 @@ def rounds(**seconds):
 
 
 def test_forward_cost_gives_median_seconds_of_the_rows_it_lists():
-    samples = peers.parse_forward_cost(FORWARD_COST, [1, 2, 4, 16])
+    samples = parse_forward_cost(FORWARD_COST, [1, 2, 4, 16])
     assert samples == pytest.approx({"1 row": 0.0064, "2 rows": 0.0148, "16 rows": 0.0535})
 
 
 def test_forward_cost_without_its_line_is_an_error_that_quotes_it():
     with pytest.raises(PeerError, match="decode failed"):
-        peers.parse_forward_cost("decode failed\n", [1])
+        parse_forward_cost("decode failed\n", [1])
 
 
 def test_llama_bench_gives_the_seconds_of_its_test():
-    assert peers.parse_llama_bench(json.dumps([{"avg_ns": 2_500_000_000, "avg_ts": 51.2}])) == 2.5
+    assert parse_llama_bench(json.dumps([{"avg_ns": 2_500_000_000, "avg_ts": 51.2}])) == 2.5
 
 
 @pytest.mark.parametrize("output", ["", "[]", "[{}]", '[{"avg_ns": 1}, {"avg_ns": 2}]', "{}", "null"])
 def test_other_output_of_llama_bench_is_an_error(output):
     with pytest.raises(PeerError, match="llama-bench"):
-        peers.parse_llama_bench(output)
+        parse_llama_bench(output)
 
 
 def test_ratios_are_taken_round_by_round_and_above_one_where_cpuspec_is_faster():
     # Both slow down fourfold in the second round: a ratio of medians over all rounds would not be seen to stay the same.
-    summary = peers.summarize({"cpuspec": rounds(decode=(1.0, 4.0)), "torch": rounds(decode=(2.0, 8.0))})
+    summary = summarize({"cpuspec": rounds(decode=(1.0, 4.0)), "torch": rounds(decode=(2.0, 8.0))})
     ratio = summary["ratios"]["decode"]["torch"]
     assert (ratio["median"], ratio["min"], ratio["max"], ratio["rounds"]) == (2.0, 2.0, 2.0, [2.0, 2.0])
 
 
 def test_rates_are_of_decode_and_prefill_and_milliseconds_of_forwards():
-    figures = peers.summarize({"cpuspec": rounds(decode=(2.0, 2.0), prefill=(4.0, 4.0), **{"4_rows": (0.01, 0.03)})})["figures"]
-    assert figures["decode"]["cpuspec"]["median"] == peers.DECODE / 2
-    assert figures["prefill"]["cpuspec"]["median"] == peers.PREFILL / 4
+    figures = summarize({"cpuspec": rounds(decode=(2.0, 2.0), prefill=(4.0, 4.0), **{"4_rows": (0.01, 0.03)})})["figures"]
+    assert figures["decode"]["cpuspec"]["median"] == DECODE / 2
+    assert figures["prefill"]["cpuspec"]["median"] == PREFILL / 4
     assert figures["4 rows"]["cpuspec"]["median"] == 20.0
 
 
@@ -102,7 +106,7 @@ def test_the_best_peer_is_the_fastest_of_each_figure():
         "torch": rounds(decode=(9.0, 9.0), prefill=(0.5, 0.5)),
         "openvino": rounds(decode=(3.0, 3.0), prefill=(2.0, 2.0)),
     }
-    ratios = peers.summarize(samples)["ratios"]
+    ratios = summarize(samples)["ratios"]
     assert (ratios["decode"]["best"]["peer"], ratios["decode"]["best"]["median"]) == ("openvino", 3.0)
     assert (ratios["prefill"]["best"]["peer"], ratios["prefill"]["best"]["median"]) == ("torch", 0.5)
 
@@ -112,7 +116,7 @@ def test_a_figure_that_a_peer_lacks_in_any_round_is_left_out_of_its_figures_and_
         "cpuspec": rounds(decode=(1.0, 1.0), prefill=(1.0, 1.0)),
         "llama.cpp": [{"decode": 2.0, "prefill": 1.0}, {"decode": 2.0}],
     }
-    summary = peers.summarize(samples)
+    summary = summarize(samples)
     assert "llama.cpp" in summary["figures"]["decode"]
     assert "llama.cpp" not in summary["figures"]["prefill"]
     assert "prefill" not in summary["ratios"]
@@ -120,14 +124,14 @@ def test_a_figure_that_a_peer_lacks_in_any_round_is_left_out_of_its_figures_and_
 
 def test_the_cost_of_rows_is_over_one_row_of_the_same_engine_and_round():
     samples = {"cpuspec": rounds(**{"1_row": (1.0, 2.0), "4_rows": (1.5, 3.0)})}
-    assert peers.summarize(samples)["over_one_row"]["cpuspec"]["4 rows"]["rounds"] == [1.5, 1.5]
+    assert summarize(samples)["over_one_row"]["cpuspec"]["4 rows"]["rounds"] == [1.5, 1.5]
 
 
 def test_the_report_names_every_engine_and_why_one_was_left_out():
     samples = {"cpuspec": rounds(decode=(1.0, 1.0), **{"1_row": (1.0, 1.0)}), "llama.cpp": rounds(decode=(2.0, 2.0))}
     head = {"model": "m.gguf", "threads": 2, "rounds": 2, "machine": "one", "load_average": [0.5, 9.0]}
     engines = {"engines": {"cpuspec": "ours", "llama.cpp": "theirs"}, "failed": {"torch": "No module named 'torch'"}}
-    text = peers.report(head | engines | peers.summarize(samples))
+    text = report(head | engines | summarize(samples))
     assert "| decode | 2.00 (2.00 to 2.00) | llama.cpp 2.00 |" in text
     assert "| 1 row, ms | 1000.0 (1000.0 to 1000.0) | - |" in text
     assert "torch was left out: No module named 'torch'" in text
@@ -178,8 +182,8 @@ def test_a_worker_is_measured_through_the_chatter_of_its_libraries(tmp_path):
     worker = make_worker(tmp_path)
     try:
         worker.load(tmp_path / "model", 2, 50)
-        assert worker.about == f"fake 2 {peers.PREFILL + 16}"
-        samples = [worker.measure(figure) for figure in peers.FIGURES]
+        assert worker.about == f"fake 2 {PREFILL + 16}"
+        samples = [worker.measure(figure) for figure in FIGURES]
     finally:
         worker.close()
     assert [list(sample) for sample in samples] == [["decode"], ["prefill"], ["1 row", "3 rows"]]
@@ -239,11 +243,11 @@ def test_a_peer_that_fails_on_the_way_is_reported_and_the_others_go_on():
     assert failed == {"torch": "it fell over"}
     assert falling.closed
     assert list(engines) == list(run.samples) == ["cpuspec", "openvino"]
-    assert all(len(samples) == 3 and all(list(one) == list(peers.FIGURES) for one in samples) for samples in run.samples.values())
+    assert all(len(samples) == 3 and all(list(one) == list(FIGURES) for one in samples) for samples in run.samples.values())
 
 
 def test_the_command_refuses_a_model_and_a_shape_at_once():
-    script = Path(peers.__file__)
+    script = BENCHMARKS / "peers.py"
     done = subprocess.run(
         [sys.executable, script, "model.gguf", "--shape", "qwen2.5-0.5b"], capture_output=True, text=True, timeout=120, check=False
     )

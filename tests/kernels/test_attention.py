@@ -21,7 +21,7 @@ class _Head:
         self.keys = aligned_bytes((CAPACITY * dims * 4,))
         self.values = aligned_bytes((CAPACITY * self.padded * 4,))
         self.keys[:] = self.values[:] = 255
-        self.scratch = aligned_bytes((4 * (16 * dims + CAPACITY),))
+        self.scratch = aligned_bytes((attention.scratch_bytes(dims, CAPACITY),))
 
     def put(self, index: int, source: int) -> None:
         k, v = self.k[source], self.v[source]
@@ -30,14 +30,36 @@ class _Head:
         )
 
     def attend(self, length: int, straight: int | None = None, path: list[int] | None = None) -> np.ndarray:
-        out = np.full(self.dims + 1, np.nan, np.float32)
+        return self.attend_all([self.query], [length], straight, path)[0]
+
+    def attend_all(
+        self, queries: list[np.ndarray], lengths: list[int], straight: int | None = None, path: list[int] | None = None
+    ) -> np.ndarray:
+        out = np.full((len(queries), self.dims + 1), np.nan, np.float32)
+        self.scratch[:] = 255
+        for number, (query, length) in enumerate(zip(queries, lengths, strict=True)):
+            attention.put_query(self.scratch.ctypes.data, number, query.ctypes.data, out[number].ctypes.data, length)
         steps = np.array(path or [0], np.int64)
         attention.attend(
-            self.query.ctypes.data, self.keys.ctypes.data, self.values.ctypes.data, self.dims, self.padded, length,
-            length if straight is None else straight, steps.ctypes.data, out.ctypes.data, self.scratch.ctypes.data,
+            len(queries), self.keys.ctypes.data, self.values.ctypes.data, self.dims, self.padded,
+            max(lengths) if straight is None else straight, steps.ctypes.data, self.scratch.ctypes.data,
         )  # fmt: skip
-        assert np.isnan(out[-1]), "wrote past the head"
-        return out[:-1]
+        assert np.isnan(out[:, -1]).all(), "wrote past the head"
+        return out[:, :-1]
+
+
+@pytest.mark.parametrize("dims", [18, 32, 64, 80, 128])
+@pytest.mark.parametrize("count", range(1, attention.QUERIES + 1))
+def test_a_query_does_not_depend_on_those_it_goes_with(dims: int, count: int) -> None:
+    head = _Head(dims)
+    for position in range(60):
+        head.put(position, position)
+    queries = list(np.random.default_rng(1).standard_normal((count, dims)).astype(np.float32))
+    lengths = [1 + (29 * number + 37) % 60 for number in range(count)]
+    together = head.attend_all(queries, lengths)
+    for query, length, got in zip(queries, lengths, together, strict=True):
+        assert np.array_equal(head.attend_all([query], [length])[0], got)
+    assert len({got.tobytes() for got in together}) == count
 
 
 @pytest.mark.parametrize("dims", [2, 16, 18, 64, 80, 128])
