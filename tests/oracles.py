@@ -46,14 +46,7 @@ class ToyBackend:
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         c = self.config
-        batch.check(
-            vocab_size=c.vocab_size,
-            num_layers=c.num_layers,
-            max_rows=self.max_rows,
-            num_slots=cache.num_slots,
-            capacity=cache.capacity,
-            lengths=cache.lengths,
-        )
+        batch.check(c, cache, self.max_rows)
         self.num_forwards += 1
         self.num_rows += len(batch.tokens)
         logits = np.empty((len(batch.tokens), c.vocab_size), np.float32)

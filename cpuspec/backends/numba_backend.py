@@ -61,14 +61,7 @@ class NumbaBackend:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
         c = self.config
-        batch.check(
-            vocab_size=c.vocab_size,
-            num_layers=c.num_layers,
-            max_rows=self.max_rows,
-            num_slots=cache.num_slots,
-            capacity=cache.capacity,
-            lengths=cache.lengths,
-        )
+        batch.check(c, cache, self.max_rows)
         rows = len(batch.tokens)
         self._x[:rows, : c.hidden_size] = self._embed.rows(batch.tokens)
         self._x[:rows, c.hidden_size :] = 0

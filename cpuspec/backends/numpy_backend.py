@@ -55,14 +55,7 @@ class NumpyBackend:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
         c, w = self.config, self._weights
-        batch.check(
-            vocab_size=c.vocab_size,
-            num_layers=c.num_layers,
-            max_rows=self.max_rows,
-            num_slots=cache.num_slots,
-            capacity=cache.capacity,
-            lengths=cache.lengths,
-        )
+        batch.check(c, cache, self.max_rows)
         cos, sin = (table.astype(self._dtype)[:, None, :] for table in rope_table(c, batch.positions))  # [T, 1, D/2]
         x = self._embed.rows(batch.tokens).astype(self._dtype)  # [T, C]
         hidden = {}

@@ -1,11 +1,16 @@
 """What goes into a forward and what comes out. Prefill, decode and verify are the same ragged batch of rows."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.config import ModelConfig
 from cpuspec.errors import BackendError, CacheError
+
+if TYPE_CHECKING:
+    from cpuspec.model.cache import KVCache
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
@@ -23,11 +28,8 @@ class ForwardBatch:
     logit_rows: I32 | None = None  # rows to project to logits; None = all
     hidden_layers: tuple[int, ...] = ()  # layers whose outputs a proposer asked for
 
-    def check(self, *, vocab_size: int, num_layers: int, max_rows: int, num_slots: int, capacity: int, lengths: I32) -> None:
-        """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to.
-
-        vocab_size, num_layers: the model's. max_rows: rows a forward may have. num_slots, capacity, lengths: the cache's.
-        """
+    def check(self, config: ModelConfig, cache: "KVCache", max_rows: int) -> None:
+        """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to."""
         arrays = {"tokens": self.tokens, "positions": self.positions, "slots": self.slots, "q_start": self.q_start}
         arrays |= {"parents": self.parents} if self.parents is not None else {}
         arrays |= {"logit_rows": self.logit_rows} if self.logit_rows is not None else {}
@@ -43,22 +45,23 @@ class ForwardBatch:
         if len(starts) != num_seqs + 1 or starts[0] != 0 or starts[-1] != num_rows or len(set(slots)) != num_seqs:
             raise BackendError(f"q_start {starts} does not split {num_rows} rows over {num_seqs} distinct slots {slots}")
         for slot, start, end in zip(slots, starts[:-1], starts[1:], strict=True):
-            if not 0 <= slot < num_slots:
-                raise CacheError(f"slot {slot} does not exist; the cache has {num_slots}")
+            if not 0 <= slot < cache.num_slots:
+                raise CacheError(f"slot {slot} does not exist; the cache has {cache.num_slots}")
             if end <= start:
                 raise BackendError(f"every sequence of a batch needs at least one row, q_start is {starts}")
-            if lengths[slot] + end - start > capacity:
-                raise CacheError(f"slot {slot} holds {lengths[slot]} of {capacity} tokens; {end - start} more do not fit")
+            if cache.lengths[slot] + end - start > cache.capacity:
+                held = f"slot {slot} holds {cache.lengths[slot]} of {cache.capacity} tokens"
+                raise CacheError(f"{held}; {end - start} more do not fit")
             if self.parents is not None:
                 parents, rows = self.parents[start:end], np.arange(start, end)
                 if not ((parents == -1) | ((parents >= start) & (parents < rows))).all():
                     raise BackendError("a parent must be -1 or an earlier row of the same sequence")
-        for name, limit in (("tokens", vocab_size), ("positions", 1 << 26), ("logit_rows", num_rows)):
+        for name, limit in (("tokens", config.vocab_size), ("positions", 1 << 26), ("logit_rows", num_rows)):
             values = arrays.get(name)
             if values is not None and len(values) and (values.min() < 0 or values.max() >= limit):
                 raise BackendError(f"{name} must be in [0, {limit}), got {values.min()} to {values.max()}")
-        if any(not 0 <= layer < num_layers for layer in self.hidden_layers):
-            raise BackendError(f"hidden_layers must be in [0, {num_layers}), got {self.hidden_layers}")
+        if any(not 0 <= layer < config.num_layers for layer in self.hidden_layers):
+            raise BackendError(f"hidden_layers must be in [0, {config.num_layers}), got {self.hidden_layers}")
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,12 @@ def test_the_best_peer_is_the_fastest_of_each_figure():
     assert (ratios["prefill"]["best"]["peer"], ratios["prefill"]["best"]["median"]) == ("torch", 0.5)
 
 
+def test_the_fastest_rounds_are_compared_whenever_they_were_and_whoever_had_them():
+    samples = {"cpuspec": rounds(decode=(1.0, 8.0)), "torch": rounds(decode=(9.0, 2.0)), "openvino": rounds(decode=(4.0, 4.0))}
+    best = summarize(samples)["ratios"]["decode"]["best"]
+    assert (best["peer"], best["fastest"]) == ("openvino", 2.0)
+
+
 def test_a_figure_that_a_peer_lacks_in_any_round_is_left_out_of_its_figures_and_ratios():
     samples = {
         "cpuspec": rounds(decode=(1.0, 1.0), prefill=(1.0, 1.0)),
@@ -129,13 +135,15 @@ def test_the_cost_of_rows_is_over_one_row_of_the_same_engine_and_round():
 
 def test_the_report_names_every_engine_and_why_one_was_left_out():
     samples = {"cpuspec": rounds(decode=(1.0, 1.0), **{"1_row": (1.0, 1.0)}), "llama.cpp": rounds(decode=(2.0, 2.0))}
-    head = {"model": "m.gguf", "threads": 2, "rounds": 2, "machine": "one", "load_average": [0.5, 9.0]}
+    head = {"model": "m.gguf", "threads": 2, "rounds": 2, "machine": "one", "load_average": [0.5, 1.0], "stolen": [0.0, 0.2]}
     engines = {"engines": {"cpuspec": "ours", "llama.cpp": "theirs"}, "failed": {"torch": "No module named 'torch'"}}
     text = report(head | engines | summarize(samples))
-    assert "| decode | 2.00 (2.00 to 2.00) | llama.cpp 2.00 |" in text
+    assert "| decode | 2.00 (2.00 to 2.00) | llama.cpp 2.00 | 2.00 |" in text
     assert "| 1 row, ms | 1000.0 (1000.0 to 1000.0) | - |" in text
     assert "torch was left out: No module named 'torch'" in text
-    assert "busy" in text
+    assert "by round: 0%, 20%" in text
+    assert "not quiet" in text
+    assert "not quiet" not in report(head | {"stolen": [0.0, 0.01]} | engines | summarize(samples))
 
 
 @pytest.mark.parametrize(

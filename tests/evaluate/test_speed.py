@@ -37,14 +37,7 @@ class Watched:
         return KVCache(num_slots, capacity, lambda: None, 1000)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
-        batch.check(
-            vocab_size=self.config.vocab_size,
-            num_layers=self.config.num_layers,
-            max_rows=self.max_rows,
-            num_slots=cache.num_slots,
-            capacity=cache.capacity,
-            lengths=cache.lengths,
-        )
+        batch.check(self.config, cache, self.max_rows)
         rows, (slot,) = len(batch.tokens), batch.slots
         assert batch.positions.tolist() == list(range(cache.lengths[slot], cache.lengths[slot] + rows))
         num_logits = rows if batch.logit_rows is None else len(batch.logit_rows)
