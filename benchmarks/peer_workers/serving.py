@@ -4,7 +4,7 @@ Requests and answers are JSON, one to a line. Runs in the interpreter of a peer'
 standard library only; a worker beside it brings the engine.
 
     {"do": "prepare", "source": DIR, "target": DIR}            export a Hugging Face directory to the engine's own format
-    {"do": "load", "model": PATH, "threads": 2, ...}           see `_Session.load`
+    {"do": "load", "model": PATH, "threads": 2, ...}            see `_Session.load`
     {"do": "prefill", "tokens": 512}, {"do": "decode", "tokens": 128}, {"do": "forwards", "rows": [1, 4], "depth": 64, "repeats": 5}
 
 Answers: {"result": ...} or {"error": text}, with the CPU time that the process used while nobody asked it anything.
@@ -97,9 +97,11 @@ class _Session:
             raise RuntimeError("this engine reads Hugging Face directories as they are")
         self._export(Path(source), Path(target))
 
-    def load(self, model: str, threads: int, vocab_size: int, prefill: int, rows: list[int], depth: int, decode: int) -> str:
+    def load(
+        self, model: str, threads: int, vocab_size: int, prefill: int, decode: int, rows: list[int], depth: int, repeats: int
+    ) -> str:
         """Load, check that context matters, and run each measure once so that nothing is compiled later; returns a description."""
-        capacity = max(prefill, decode, depth + sum(rows)) + 16
+        capacity = max(prefill, decode, depth + repeats * max(rows)) + 16
         engine, description = self._load(Path(model), threads, capacity)
         self._vocab_size = vocab_size
         _check(engine, self._tokens(9), vocab_size)
@@ -127,14 +129,16 @@ class _Session:
         return _seconds(run)
 
     def forwards(self, engine: Engine, rows: list[int], depth: int, repeats: int) -> dict[str, list[float]]:
-        """Seconds of forwards with all logits over each number of rows, one after the other from a context of `depth` tokens."""
-        seconds: dict[str, list[float]] = {str(count): [] for count in rows}
-        for _ in range(repeats):
+        """Seconds of forwards with all logits over each number of rows, `repeats` in a row from a context of `depth` tokens.
+
+        Engines that prepare themselves for a shape do so in the first of them: the median is what a steady pace costs.
+        """
+        seconds: dict[str, list[float]] = {}
+        for count in rows:
             engine.reset()
             engine.feed(self._tokens(depth), False)
-            for count in rows:
-                tokens = self._tokens(count)
-                seconds[str(count)].append(_seconds(lambda tokens=tokens: engine.feed(tokens, True)))
+            batches = [self._tokens(count) for _ in range(repeats)]
+            seconds[str(count)] = [_seconds(lambda tokens=tokens: engine.feed(tokens, True)) for tokens in batches]
         return seconds
 
     def _tokens(self, count: int) -> list[int]:

@@ -1,0 +1,178 @@
+"""The engines that `peers.py` measures: llama.cpp through its own programs, all others through workers in their own processes."""
+
+import json
+import queue
+import re
+import statistics
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from peers_report import DECODE, PREFILL, Samples, rows_name
+
+ROWS_DEPTH, REPEATS = 64, 5
+FIGURES = ("decode", "prefill", "forwards")
+
+
+class PeerError(Exception):
+    """An engine that cannot be measured; the text says why."""
+
+
+class Peer(Protocol):
+    """One engine with the model loaded, or a program that loads it anew for each figure."""
+
+    about: str
+
+    def measure(self, figure: str) -> Samples:
+        """Seconds of the samples of one figure."""
+        ...
+
+    def close(self) -> None:
+        """End its process."""
+        ...
+
+
+@dataclass
+class LlamaCpp:
+    """llama.cpp's own programs. They load the model for each figure, outside the time they report."""
+
+    programs: Path
+    model: Path
+    threads: int
+    rows: Sequence[int]
+    timeout: float
+    about: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not (self.programs / "llama-bench").is_file():
+            raise PeerError(f"there is no llama-bench in {self.programs}; give the directory of llama.cpp's programs")
+        without = "" if self._has_forward_cost else "; no forward-cost there, so no forwards over several rows"
+        self.about = f"llama-bench, {self.model.name}{without}"
+
+    @property
+    def _has_forward_cost(self) -> bool:
+        return (self.programs / "forward-cost").is_file()
+
+    def measure(self, figure: str) -> Samples:
+        """One run of a program, one repetition."""
+        if figure == "forwards":
+            if not self._has_forward_cost:
+                return {}
+            output = self._run("forward-cost", str(self.model), str(self.threads), "1", str(ROWS_DEPTH), "0")
+            return parse_forward_cost(output, self.rows)
+        prompt, new = (PREFILL, 0) if figure == "prefill" else (0, DECODE)
+        options = ("-m", str(self.model), "-t", str(self.threads), "-p", str(prompt), "-n", str(new), "-r", "1", "-o", "json")
+        return {figure: parse_llama_bench(self._run("llama-bench", *options))}
+
+    def close(self) -> None:
+        """Nothing runs between figures."""
+
+    def _run(self, program: str, *arguments: str) -> str:
+        command = [str(self.programs / program), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=self.timeout, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise PeerError(f"{program} took more than {self.timeout:g} s") from error
+        except OSError as error:
+            raise PeerError(f"{program} does not start: {error}") from error
+        if done.returncode:
+            raise PeerError(f"{program} failed with {done.returncode}: {done.stderr[-500:].strip()}")
+        return done.stdout
+
+
+class Worker:
+    """A script of `peer_workers/` in an interpreter of its own, asked one thing at a time."""
+
+    def __init__(self, interpreter: Path, script: Path, rows: Sequence[int], timeout: float) -> None:
+        self.about = ""
+        self.idle_s = self.idle_cpu_s = 0.0
+        self._rows, self._timeout = rows, timeout
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._answers: queue.Queue[bytes] = queue.Queue()
+        try:
+            self._process = subprocess.Popen(
+                [str(interpreter), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+            )
+        except OSError as error:
+            self._errors.close()
+            raise PeerError(f"{interpreter} does not start: {error}") from error
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ask(self, **request: Any) -> Any:
+        """The result of one request; PeerError with the worker's own words if there is none."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._answers.get(timeout=self._timeout)
+        except queue.Empty:
+            self._process.kill()
+            raise PeerError(f"no answer to {request['do']!r} within {self._timeout:g} s") from None
+        except OSError:
+            line = b""
+        if not line:
+            code = self._process.wait()
+            self._errors.seek(0)
+            words = self._errors.read().decode(errors="replace")
+            raise PeerError(f"its process ended with {code} when asked to {request['do']}: {words[-1000:].strip()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        self.idle_s += answer["idle_s"]
+        self.idle_cpu_s += answer["idle_cpu_s"]
+        return answer["result"]
+
+    def load(self, model: Path, threads: int, vocab_size: int) -> None:
+        """Load the model and warm up; `about` then says what was loaded."""
+        plan = {"prefill": PREFILL, "decode": DECODE, "rows": list(self._rows), "depth": ROWS_DEPTH, "repeats": REPEATS}
+        self.about = self.ask(do="load", model=str(model), threads=threads, vocab_size=vocab_size, **plan)
+        self.idle_s = self.idle_cpu_s = 0.0
+
+    def measure(self, figure: str) -> Samples:
+        """One figure's samples; of repeated forwards, the medians."""
+        if figure == "forwards":
+            seconds = self.ask(do=figure, rows=list(self._rows), depth=ROWS_DEPTH, repeats=REPEATS)
+            return {rows_name(int(count)): statistics.median(values) for count, values in seconds.items()}
+        return {figure: self.ask(do=figure, tokens=PREFILL if figure == "prefill" else DECODE)}
+
+    def close(self) -> None:
+        """End the process: its input ends, and if that is not enough it is killed."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(10)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put(b"")
+
+
+def parse_forward_cost(output: str, rows: Sequence[int]) -> Samples:
+    """Median seconds by rows, from forward-cost's line `N: ...  4: 21.0(18.3) x3.29,2.96 ...` (median and least milliseconds).
+
+    Rows that the line does not list are absent.
+    """
+    line = next((line for line in output.splitlines() if line.startswith("N:")), None)
+    if line is None:
+        raise PeerError(f"forward-cost printed no line that begins with N: but {output[-300:]!r}")
+    found = {int(count): float(median) / 1e3 for count, median in re.findall(r"(\d+): ([\d.]+)\([\d.]+\)", line)}
+    return {rows_name(count): found[count] for count in rows if count in found}
+
+
+def parse_llama_bench(output: str) -> float:
+    """Seconds of the one test in llama-bench's JSON."""
+    try:
+        [test] = json.loads(output)
+        return float(test["avg_ns"]) / 1e9
+    except (ValueError, KeyError, TypeError) as error:
+        raise PeerError(f"llama-bench's JSON is not that of one test: {output[-300:]!r}") from error
