@@ -1,4 +1,4 @@
-"""Counters, latencies and rates, each defined once. The only place, beside the benchmarks, that reads a clock."""
+"""Counters, latencies and rates, each defined once. With `evaluate.speed` and the benchmarks the only place that reads a clock."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
