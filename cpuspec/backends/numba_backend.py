@@ -15,7 +15,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.packing import TILE, aligned_bytes, pack
-from cpuspec.kernels import attention, linear, pointwise, simd, step
+from cpuspec.kernels import attention, isa, linear, pointwise, simd, step
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
@@ -28,6 +28,7 @@ class NumbaBackend:
     row_invariant = True
 
     def __init__(self, checkpoint: Checkpoint, engine: EngineConfig) -> None:
+        isa.check_processor()
         self.config = c = checkpoint.config
         self.max_rows = engine.max_rows
         self.threads = engine.threads or usable_cores()

@@ -6,7 +6,11 @@ from typing import Any
 import numba
 from llvmlite import binding
 
+from cpuspec.errors import BackendError
+
 _config: Any = numba.config
+
+_NEEDED = ("avx2", "fma", "f16c")
 
 
 @cache
@@ -34,6 +38,20 @@ def lookup_isa() -> str:
     return next((name for name in ("avx512bw", "avx2") if name in features()), "generic")
 
 
+def check_processor() -> None:
+    """Raise BackendError on a processor that the kernels cannot be compiled for: LLVM would end the process."""
+    missing = [name for name in _NEEDED if name not in features()]
+    if missing:
+        raise BackendError(
+            f"the numba backend needs a processor with {', '.join(_NEEDED)} (x86 since 2013); {_processor()} lacks "
+            f"{', '.join(missing)}: use --backend numpy"
+        )
+
+
+def _processor() -> str:
+    return _config.CPU_NAME or binding.get_host_cpu_name()
+
+
 def describe() -> str:
     """The choice in words, for `cpuspec inspect` and error reports."""
-    return f"{_config.CPU_NAME or binding.get_host_cpu_name()}, {dot_isa()}"
+    return f"{_processor()}, {dot_isa()}"

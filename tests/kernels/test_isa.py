@@ -1,0 +1,59 @@
+"""One set of kernel sources, several instruction sets, the same bits: each run in a process that is told of fewer features."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.config import EngineConfig
+from cpuspec.kernels import isa
+from tests.backends.models import forward
+from tools.make_tiny_model import make_tiny_gguf
+
+_V3 = ("avx", "avx2", "fma", "f16c", "sse3", "ssse3", "sse4.1", "sse4.2")
+LESSER = {"generic": _V3} | ({"avx_vnni": (*_V3, "avxvnni")} if "avxvnni" in isa.features() else {})
+
+
+def _chosen_and_digest(path: str) -> str:
+    backend = make_backend("numba", open_checkpoint(path), EngineConfig(threads=1, max_rows=32))
+    logits = forward(backend, backend.new_cache(1, 64), {0: range(5, 25)}).logits
+    backend.close()
+    return f"{isa.dot_isa()} {hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()}"
+
+
+def _in_child(path: Path, features: tuple[str, ...], cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "x86-64-v3",
+        "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features),
+        "CPUSPEC_CACHE": str(cache),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", f"from tests.kernels.test_isa import _chosen_and_digest as f; print(f({str(path)!r}))"]
+    return subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Formats with nibbles, top bits, superblocks, bytes, a minimum and none."""
+    path = tmp_path_factory.mktemp("isa") / "tiny.gguf"
+    return make_tiny_gguf(path, "qwen3", weight_format="q4_k", output_format="q6_k", embed_format="q8_0", tied=False)
+
+
+@pytest.mark.parametrize("name", LESSER)
+def test_every_instruction_set_gives_the_same_bits(model: Path, name: str, tmp_path: Path) -> None:
+    own = _chosen_and_digest(str(model)).split()[1]
+    done = _in_child(model, LESSER[name], tmp_path)
+    assert done.stdout.split() == [name, own], done.stderr
+
+
+def test_a_processor_that_is_too_old_is_a_clear_error(model: Path, tmp_path: Path) -> None:
+    done = _in_child(model, ("avx", "sse4.2"), tmp_path)
+    assert "BackendError: the numba backend needs a processor with avx2, fma, f16c" in done.stderr
+    assert "--backend numpy" in done.stderr
