@@ -38,7 +38,11 @@ class Peer(Protocol):
 
 @dataclass
 class LlamaCpp:
-    """llama.cpp's own programs. They load the model for each figure, outside the time they report."""
+    """llama.cpp's own programs. They load the model for each figure, outside the time they report.
+
+    llama-bench computes logits of a prompt's last token only. Forwards with all logits are timed by a small program on libllama,
+    `forward-cost MODEL THREADS REPETITIONS DEPTH PROMPT`, if the directory has one; `parse_forward_cost` shows what it prints.
+    """
 
     programs: Path
     model: Path
