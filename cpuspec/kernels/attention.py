@@ -61,18 +61,18 @@ def _score_block(typingctx, count, queries, block, dims, to, stride):
 
         def body(number: int) -> None:
             zero = simd.constant(builder, 0.0, simd.f32x16)
-            starts = [simd.load(builder, _plus(builder, queries, 8 * r), simd._I64) for r in range(number)]
+            starts = [simd.load(builder, _plus(builder, queries, 8 * r), simd.I64) for r in range(number)]
             sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(2)] for _ in range(number)]
-            with cgutils.for_range(builder, builder.lshr(dims, ir.Constant(simd._I64, 1))) as loop:
+            with cgutils.for_range(builder, builder.lshr(dims, ir.Constant(simd.I64, 1))) as loop:
                 for parity in range(2):
-                    at = builder.add(builder.mul(loop.index, ir.Constant(simd._I64, 8)), ir.Constant(simd._I64, 4 * parity))
-                    keys = simd.load(builder, builder.add(block, builder.mul(at, ir.Constant(simd._I64, 16))), simd._F)
+                    at = builder.add(builder.mul(loop.index, ir.Constant(simd.I64, 8)), ir.Constant(simd.I64, 4 * parity))
+                    keys = simd.load(builder, builder.add(block, builder.mul(at, ir.Constant(simd.I64, 16))), simd.F32X16)
                     for start, total in zip(starts, sums, strict=True):
-                        query = simd.splat(builder, simd.load(builder, builder.add(start, at), simd._F32))
+                        query = simd.splat(builder, simd.load(builder, builder.add(start, at), simd.F32))
                         _add_product(builder, query, keys, total[parity])
             for r, (even, odd) in enumerate(sums):
                 score = builder.fadd(builder.load(even), builder.load(odd))
-                simd.store(builder, builder.add(to, builder.mul(stride, ir.Constant(simd._I64, r))), score)
+                simd.store(builder, builder.add(to, builder.mul(stride, ir.Constant(simd.I64, r))), score)
 
         _for_count(builder, count, body)
         return context.get_dummy_value()
@@ -92,14 +92,14 @@ def _weigher(width: int) -> Any:
 
             def body(number: int) -> None:
                 zero = simd.constant(builder, 0.0, simd.f32x16)
-                starts = [builder.add(weights, builder.mul(weight_stride, ir.Constant(simd._I64, r))) for r in range(number)]
+                starts = [builder.add(weights, builder.mul(weight_stride, ir.Constant(simd.I64, r))) for r in range(number)]
                 sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(width)] for _ in range(number)]
                 with cgutils.for_range(builder, positions) as loop:
                     row = builder.add(values, builder.mul(loop.index, value_stride))
-                    parts = [simd.load(builder, _plus(builder, row, 64 * w), simd._F) for w in range(width)]
-                    offset = builder.mul(loop.index, ir.Constant(simd._I64, 4))
+                    parts = [simd.load(builder, _plus(builder, row, 64 * w), simd.F32X16) for w in range(width)]
+                    offset = builder.mul(loop.index, ir.Constant(simd.I64, 4))
                     for start, totals in zip(starts, sums, strict=True):
-                        weight = simd.splat(builder, simd.load(builder, builder.add(start, offset), simd._F32))
+                        weight = simd.splat(builder, simd.load(builder, builder.add(start, offset), simd.F32))
                         for part, total in zip(parts, totals, strict=True):
                             _add_product(builder, weight, part, total)
                 for r, totals in enumerate(sums):
@@ -123,7 +123,7 @@ def _for_count(builder: Any, count: Any, body: Any) -> None:
     switch = builder.switch(count, done)
     for number in range(1, QUERIES + 1):
         case = builder.append_basic_block(f"queries{number}")
-        switch.add_case(ir.Constant(simd._I64, number), case)
+        switch.add_case(ir.Constant(simd.I64, number), case)
         builder.position_at_end(case)
         body(number)
         builder.branch(done)
@@ -131,11 +131,11 @@ def _for_count(builder: Any, count: Any, body: Any) -> None:
 
 
 def _plus(builder: Any, address: Any, offset: int) -> Any:
-    return builder.add(address, ir.Constant(simd._I64, offset))
+    return builder.add(address, ir.Constant(simd.I64, offset))
 
 
 def _add_product(builder: Any, x: Any, y: Any, total: Any) -> None:
-    builder.store(simd.call(builder, "llvm.fma.v16f32", simd._F, x, y, builder.load(total)), total)
+    builder.store(simd.call(builder, "llvm.fma.v16f32", simd.F32X16, x, y, builder.load(total)), total)
 
 
 @compiled

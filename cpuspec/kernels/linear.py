@@ -54,35 +54,35 @@ class _Ops:
         self.b = builder
 
     def at(self, address: Any, offset: int) -> Any:
-        return self.b.add(address, ir.Constant(simd._I64, offset)) if offset else address
+        return self.b.add(address, ir.Constant(simd.I64, offset)) if offset else address
 
     def times(self, index: Any, size: int) -> Any:
-        return self.b.mul(index, ir.Constant(simd._I64, size))
+        return self.b.mul(index, ir.Constant(simd.I64, size))
 
     def i32(self, address: Any) -> Any:
-        return simd.load(self.b, address, simd._V)
+        return simd.load(self.b, address, simd.I32X16)
 
     def f32(self, address: Any) -> Any:
-        return simd.load(self.b, address, simd._F)
+        return simd.load(self.b, address, simd.F32X16)
 
     def f16(self, address: Any) -> Any:
-        return self.b.fpext(simd.load(self.b, address, simd._vector(simd._F16)), simd._F)
+        return self.b.fpext(simd.load(self.b, address, simd.vector_of(simd.F16)), simd.F32X16)
 
     def bf16(self, address: Any) -> Any:
-        wide = self.b.zext(simd.load(self.b, address, simd._vector(simd._I16)), simd._V)
-        return self.b.bitcast(self.b.shl(wide, simd.constant(self.b, 16, i32x16)), simd._F)
+        wide = self.b.zext(simd.load(self.b, address, simd.vector_of(simd.I16)), simd.I32X16)
+        return self.b.bitcast(self.b.shl(wide, simd.constant(self.b, 16, i32x16)), simd.F32X16)
 
     def u8(self, address: Any) -> Any:
-        return self.b.uitofp(self.b.zext(simd.load(self.b, address, simd._vector(simd._I8)), simd._V), simd._F)
+        return self.b.uitofp(self.b.zext(simd.load(self.b, address, simd.vector_of(simd.I8)), simd.I32X16), simd.F32X16)
 
     def i8(self, address: Any) -> Any:
-        return self.b.sitofp(self.b.sext(simd.load(self.b, address, simd._vector(simd._I8)), simd._V), simd._F)
+        return self.b.sitofp(self.b.sext(simd.load(self.b, address, simd.vector_of(simd.I8)), simd.I32X16), simd.F32X16)
 
     def every(self, address: Any, typ: Any) -> Any:
         return simd.splat(self.b, simd.load(self.b, address, typ))
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
-        return simd.call(self.b, "llvm.fma.v16f32", simd._F, x, y, z)
+        return simd.call(self.b, "llvm.fma.v16f32", simd.F32X16, x, y, z)
 
     def mask(self, words: Any, bits: int) -> Any:
         return self.b.and_(words, simd.constant(self.b, bits, i32x16))
@@ -103,31 +103,31 @@ class _Ops:
 
     def half_of_e8m0(self, address: Any) -> Any:
         """2^(e - 128) of sixteen bytes e, exactly; nan for 255."""
-        e = self.b.zext(simd.load(self.b, address, simd._vector(simd._I8)), simd._V)
+        e = self.b.zext(simd.load(self.b, address, simd.vector_of(simd.I8)), simd.I32X16)
         one = simd.constant(self.b, 1, i32x16)
         bits = self.left(self.b.sub(e, one), 23)
         # Below 2^-126 there is no exponent to write; 255 is no exponent.
         for exponent, exception in ((0, 0x00200000), (1, 0x00400000), (255, 0x7FC00000)):
             here = self.b.icmp_unsigned("==", e, simd.constant(self.b, exponent, i32x16))
             bits = self.b.select(here, simd.constant(self.b, exception, i32x16), bits)
-        return self.b.bitcast(bits, simd._F)
+        return self.b.bitcast(bits, simd.F32X16)
 
     def sum_of_bytes(self, vectors: list[Any]) -> Any:
         """Byte by byte, without care for overflow."""
-        wide = ir.VectorType(simd._I8, 64)
+        wide = ir.VectorType(simd.I8, 64)
         total = self.b.bitcast(vectors[0], wide)
         for vector in vectors[1:]:
             total = self.b.add(total, self.b.bitcast(vector, wide))
-        return self.b.bitcast(total, simd._V)
+        return self.b.bitcast(total, simd.I32X16)
 
     def dot(self, total: Any, vectors: list[Any], address: Any) -> Any:
         """total + the products of the vectors' bytes with 4 bytes each from the address on."""
         for v, codes in enumerate(vectors):
-            total = simd.dot_bytes(self.b, total, codes, self.every(self.at(address, 4 * v), simd._I32))
+            total = simd.dot_bytes(self.b, total, codes, self.every(self.at(address, 4 * v), simd.I32))
         return total
 
     def rounded_up(self, value: Any, unit: int) -> Any:
-        return self.b.udiv(self.b.add(value, ir.Constant(simd._I64, unit - 1)), ir.Constant(simd._I64, unit))
+        return self.b.udiv(self.b.add(value, ir.Constant(simd.I64, unit - 1)), ir.Constant(simd.I64, unit))
 
     def smaller(self, x: Any, y: Any) -> Any:
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
@@ -193,7 +193,7 @@ def _mxfp4(o: _Ops, at: Any, groups: Any, group: Any) -> _Group:
 
 def _int4(size: int, asymmetric: bool) -> Reader:
     """int4_g32, int4_g64, int4_g128 and their asym: planes codes, scales, (zero points), one for `size` inputs."""
-    shift = ir.Constant(simd._I64, size.bit_length() - 6)  # from groups of 32 to groups of `size`
+    shift = ir.Constant(simd.I64, size.bit_length() - 6)  # from groups of 32 to groups of `size`
 
     def read(o: _Ops, at: Any, groups: Any, group: Any) -> _Group:
         codes = o.codes(o.b.add(at, o.times(group, 256)))
@@ -209,7 +209,7 @@ def _int4(size: int, asymmetric: bool) -> Reader:
 
 
 def _superblock(o: _Ops, address: Any, group: Any) -> Any:
-    return o.f16(o.b.add(address, o.times(o.b.lshr(group, ir.Constant(simd._I64, 3)), 32)))
+    return o.f16(o.b.add(address, o.times(o.b.lshr(group, ir.Constant(simd.I64, 3)), 32)))
 
 
 def _k(offset: int, top_bit: bool) -> Reader:
@@ -271,12 +271,12 @@ def _quantized_pass(
 ) -> list[Any]:
     """The 16 outputs of each row, from activations in records."""
     stretch = stretch_bytes(FORMATS[name])
-    groups = o.b.lshr(in_features, ir.Constant(simd._I64, 5))
+    groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
     stride = o.times(block_rows, ORDERS[order])
     sums = [cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(rows)]
     with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches:
         first = o.times(stretches.index, _GROUPS)
-        inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd._I64, _GROUPS))
+        inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd.I64, _GROUPS))
         here = o.b.add(tile, o.times(stretches.index, stretch))
         with cgutils.for_range(o.b, inside) as loop:
             share = stretch // _GROUPS
@@ -305,7 +305,7 @@ def _sum_of_weights(o: _Ops, group: _Group) -> Any:
         fits = len(vectors) * (2**group.bits - 1) < 256  # as bytes, the sum of all vectors does not overflow
         for vector in [o.sum_of_bytes(vectors)] if fits else vectors:
             total = simd.dot_bytes(o.b, total, vector, ones)
-        number = o.b.sitofp(total, simd._F)
+        number = o.b.sitofp(total, simd.F32X16)
         weights = o.b.fmul(number, scale) if weights is None else o.fma(number, scale, weights)
     return weights
 
@@ -320,19 +320,19 @@ def _add_group(o: _Ops, group: _Group, shifted: Any, record: Any, total: Any) ->
         first = 4 * part * len(vectors)
         start = simd.constant(o.b, 0, i32x16)
         if group.zero:
-            start = o.every(o.at(record, _STARTS[group.zero][part]), simd._I32)
+            start = o.every(o.at(record, _STARTS[group.zero][part]), simd.I32)
         if shifted is None:
             high = o.dot(simd.constant(o.b, 0, i32x16), vectors, o.at(record, first))
             dot = o.b.add(o.left(high, 8), o.dot(start, vectors, o.at(record, LOW_BYTES + first)))
         else:
             dot = o.dot(start, vectors, o.at(record, first))
-        number = o.b.sitofp(dot, simd._F)
+        number = o.b.sitofp(dot, simd.F32X16)
         scaled = o.b.fmul(number, scale) if scaled is None else o.fma(number, scale, scaled)
-    total = o.fma(scaled, o.every(o.at(record, SCALE), simd._F32), total)
+    total = o.fma(scaled, o.every(o.at(record, SCALE), simd.F32), total)
     if shifted is not None:
-        total = o.fma(shifted, o.every(o.at(record, SHIFT), simd._F32), total)
+        total = o.fma(shifted, o.every(o.at(record, SHIFT), simd.F32), total)
     if group.minimum is not None:
-        total = o.fma(group.minimum, o.every(o.at(record, VALUE_SUM), simd._F32), total)
+        total = o.fma(group.minimum, o.every(o.at(record, VALUE_SUM), simd.F32), total)
     return total
 
 
@@ -341,20 +341,20 @@ def _number_pass(o: _Ops, format_name: str, rows: int, tile: Any, in_features: A
     size, load = _NUMBERS[format_name]
     sums = [[cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(2)] for _ in range(rows)]
     stride = o.times(block_rows, 4)
-    one = ir.Constant(simd._I64, 1)
+    one = ir.Constant(simd.I64, 1)
 
     def add_input(k: Any, parity: int) -> None:
         weights = getattr(o, load)(o.b.add(tile, o.times(k, size)))
         here = o.b.add(acts, o.b.mul(k, stride))
         for row in range(rows):
             total = sums[row][parity]
-            o.b.store(o.fma(weights, o.every(o.at(here, 4 * row), simd._F32), o.b.load(total)), total)
+            o.b.store(o.fma(weights, o.every(o.at(here, 4 * row), simd.F32), o.b.load(total)), total)
 
     with cgutils.for_range(o.b, o.b.lshr(in_features, one)) as loop:
         even = o.b.shl(loop.index, one)
         add_input(even, 0)
         add_input(o.b.add(even, one), 1)
-    with o.b.if_then(o.b.trunc(in_features, simd._I1)):
+    with o.b.if_then(o.b.trunc(in_features, simd.I1)):
         add_input(o.b.sub(in_features, one), 0)
     return [o.b.fadd(o.b.load(even), o.b.load(odd)) for even, odd in sums]
 
@@ -384,7 +384,7 @@ def _pass(typingctx, format_name, order, rows, tile, in_features, acts, block_ro
 def _plus(o: _Ops, values: list[Any], given: Any, address_of_row: Callable[[int], Any]) -> list[Any]:
     """Each value plus the vector at its row's address, where the base address `given` is not 0."""
     totals = [cgutils.alloca_once_value(o.b, value) for value in values]
-    with o.b.if_then(o.b.icmp_unsigned("!=", given, ir.Constant(simd._I64, 0))):
+    with o.b.if_then(o.b.icmp_unsigned("!=", given, ir.Constant(simd.I64, 0))):
         for row, total in enumerate(totals):
             o.b.store(o.b.fadd(o.b.load(total), o.f32(address_of_row(row))), total)
     return [o.b.load(total) for total in totals]

@@ -17,8 +17,8 @@ from cpuspec.kernels.isa import dot_isa, lookup_isa
 
 LANES = 16
 
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
-_F16, _F32 = ir.HalfType(), ir.FloatType()
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
 _POINTER = ir.PointerType()
 
 
@@ -28,7 +28,7 @@ class _Vector(types.Type):
 
 f32x16 = _Vector("f32x16")
 i32x16 = _Vector("i32x16")
-_VECTOR_OF = {f32x16: ir.VectorType(_F32, LANES), i32x16: ir.VectorType(_I32, LANES)}
+_VECTOR_OF = {f32x16: ir.VectorType(F32, LANES), i32x16: ir.VectorType(I32, LANES)}
 
 
 @register_model(_Vector)
@@ -75,8 +75,6 @@ _operator(operator.add, {f32x16: "fadd", i32x16: "add"})
 _operator(operator.sub, {f32x16: "fsub", i32x16: "sub"})
 _operator(operator.mul, {f32x16: "fmul", i32x16: "mul"})
 _operator(operator.truediv, {f32x16: "fdiv"})
-_operator(operator.and_, {i32x16: "and_"})
-_operator(operator.or_, {i32x16: "or_"})
 _operator(operator.lshift, {i32x16: "shl"})
 _operator(operator.rshift, {i32x16: "lshr"})
 
@@ -94,14 +92,14 @@ def load(builder: Any, address: Any, typ: Any) -> Any:
 def store(builder: Any, address: Any, value: Any) -> Any:
     """Write a value at any address, aligned or not."""
     builder.store(value, pointer(builder, address), align=1)
-    return ir.Constant(_I8, 0)
+    return ir.Constant(I8, 0)
 
 
 def splat(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
     """A scalar in every lane."""
     vector = ir.VectorType(scalar.type, lanes)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
 
 def constant(builder: Any, value: int | float, vector: _Vector) -> Any:
@@ -118,7 +116,7 @@ def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
 
 def prefetch(builder: Any, address: Any) -> None:
     """Bring the cache line of an address close, for reading; any address is allowed."""
-    flags = [ir.Constant(_I32, value) for value in (0, 3, 1)]  # read, keep in all levels, data
+    flags = [ir.Constant(I32, value) for value in (0, 3, 1)]  # read, keep in all levels, data
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer(builder, address), *flags)
 
 
@@ -132,74 +130,56 @@ def call_address(builder: Any, address: Any, values: Any) -> Any:
     return builder.call(builder.inttoptr(address, function_type.as_pointer()), values)
 
 
-def _vector(element: Any) -> Any:
+def vector_of(element: Any) -> Any:
+    """LLVM's type of sixteen such elements."""
     return ir.VectorType(element, LANES)
 
 
-_F, _V = _VECTOR_OF[f32x16], _VECTOR_OF[i32x16]
+F32X16, I32X16 = _VECTOR_OF[f32x16], _VECTOR_OF[i32x16]
 _a, _i, _f = types.int64, types.int32, types.float32
 
 # Scalars at an address.
-peek_i64 = _operation((_a,), types.int64, lambda b, at: load(b, at, _I64))
-peek_i32 = _operation((_a,), types.int32, lambda b, at: load(b, at, _I32))
-peek_u8 = _operation((_a,), types.int32, lambda b, at: b.zext(load(b, at, _I8), _I32))
-peek_i8 = _operation((_a,), types.int32, lambda b, at: b.sext(load(b, at, _I8), _I32))
-peek_f32 = _operation((_a,), types.float32, lambda b, at: load(b, at, _F32))
-peek_f16 = _operation((_a,), types.float32, lambda b, at: b.fpext(load(b, at, _F16), _F32))
+peek_i64 = _operation((_a,), types.int64, lambda b, at: load(b, at, I64))
+peek_f32 = _operation((_a,), types.float32, lambda b, at: load(b, at, F32))
 poke_i64 = _operation((_a, types.int64), types.int8, store)
 poke_i32 = _operation((_a, _i), types.int8, store)
-poke_i8 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, b.trunc(v, _I8)))
 poke_f32 = _operation((_a, _f), types.int8, store)
-f32_bits = _operation((_i,), types.float32, lambda b, v: b.bitcast(v, _F32))
-half = _operation((), types.float32, lambda b: ir.Constant(_F32, 0.5))
-to_float = _operation((types.int64,), types.float32, lambda b, v: b.sitofp(v, _F32))  # int32 and int64, rounded once
-int32 = _operation((types.int64,), types.int32, lambda b, v: b.trunc(v, _I32))
+f32_bits = _operation((_i,), types.float32, lambda b, v: b.bitcast(v, F32))
+half = _operation((), types.float32, lambda b: ir.Constant(F32, 0.5))
+to_float = _operation((types.int64,), types.float32, lambda b, v: b.sitofp(v, F32))  # int32 and int64, rounded once
+int32 = _operation((types.int64,), types.int32, lambda b, v: b.trunc(v, I32))
 inverse_or_zero = _operation(
     (_f,),
     types.float32,
-    lambda b, x: b.select(
-        b.fcmp_ordered(">", x, ir.Constant(_F32, 0.0)), b.fdiv(ir.Constant(_F32, 1.0), x), ir.Constant(_F32, 0.0)
-    ),
+    lambda b, x: b.select(b.fcmp_ordered(">", x, ir.Constant(F32, 0.0)), b.fdiv(ir.Constant(F32, 1.0), x), ir.Constant(F32, 0.0)),
 )
-fma_f32 = _operation((_f, _f, _f), types.float32, lambda b, x, y, z: call(b, "llvm.fma.f32", _F32, x, y, z))
+fma_f32 = _operation((_f, _f, _f), types.float32, lambda b, x, y, z: call(b, "llvm.fma.f32", F32, x, y, z))
 
 # Vectors at an address.
-load_i32 = _operation((_a,), i32x16, lambda b, at: load(b, at, _V))
-load_f32 = _operation((_a,), f32x16, lambda b, at: load(b, at, _F))
-load_f16 = _operation((_a,), f32x16, lambda b, at: b.fpext(load(b, at, _vector(_F16)), _F))
-load_bf16 = _operation(
-    (_a,),
-    f32x16,
-    lambda b, at: b.bitcast(b.shl(b.zext(load(b, at, _vector(_I16)), _V), constant(b, 16, i32x16)), _F),
-)
-load_u8 = _operation((_a,), i32x16, lambda b, at: b.zext(load(b, at, _vector(_I8)), _V))
-load_i8 = _operation((_a,), i32x16, lambda b, at: b.sext(load(b, at, _vector(_I8)), _V))
+load_f32 = _operation((_a,), f32x16, lambda b, at: load(b, at, F32X16))
 store_f32 = _operation((_a, f32x16), types.int8, store)
-store_i32 = _operation((_a, i32x16), types.int8, store)
-store_i8 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, b.trunc(v, _vector(_I8))))
-broadcast_f32 = _operation((_a,), f32x16, lambda b, at: splat(b, load(b, at, _F32)))
-broadcast_i32 = _operation((_a,), i32x16, lambda b, at: splat(b, load(b, at, _I32)))
+store_i8 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, b.trunc(v, vector_of(I8))))
+broadcast_f32 = _operation((_a,), f32x16, lambda b, at: splat(b, load(b, at, F32)))
 
 # Lane by lane.
 splat_f32 = _operation((_f,), f32x16, splat)
 splat_i32 = _operation((_i,), i32x16, splat)
-to_f32 = _operation((i32x16,), f32x16, lambda b, v: b.sitofp(v, _F))
-fma = _operation((f32x16, f32x16, f32x16), f32x16, lambda b, x, y, z: call(b, "llvm.fma.v16f32", _F, x, y, z))
-round_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.rint.v16f32", _F, v))
-truncate_i32 = _operation((f32x16,), i32x16, lambda b, v: call(b, "llvm.fptosi.sat.v16i32.v16f32", _V, v))
-abs_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.fabs.v16f32", _F, v))
-sqrt_f32 = _operation((_f,), types.float32, lambda b, x: call(b, "llvm.sqrt.f32", _F32, x))
+fma = _operation((f32x16, f32x16, f32x16), f32x16, lambda b, x, y, z: call(b, "llvm.fma.v16f32", F32X16, x, y, z))
+round_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.rint.v16f32", F32X16, v))
+truncate_i32 = _operation((f32x16,), i32x16, lambda b, v: call(b, "llvm.fptosi.sat.v16i32.v16f32", I32X16, v))
+abs_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.fabs.v16f32", F32X16, v))
+sqrt_f32 = _operation((_f,), types.float32, lambda b, x: call(b, "llvm.sqrt.f32", F32, x))
 # A nan stays a nan: a broken weight must show in the logits.
 max_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: _extreme(b, "maximum", x, y))
 min_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: _extreme(b, "minimum", x, y))
 keep_above = _operation(  # values where x > limit or is nan, 0 elsewhere
     (f32x16, f32x16, f32x16), f32x16, lambda b, x, limit, v: b.select(b.fcmp_unordered(">", x, limit), v, constant(b, 0.0, f32x16))
 )
-as_f32 = _operation((i32x16,), f32x16, lambda b, v: b.bitcast(v, _F))
+as_f32 = _operation((i32x16,), f32x16, lambda b, v: b.bitcast(v, F32X16))
 
 
 def _first_lanes(builder: Any, values: Any, count: Any, other: Any) -> Any:
-    index = ir.Constant(_V, list(range(LANES)))
+    index = ir.Constant(I32X16, list(range(LANES)))
     return builder.select(builder.icmp_signed("<", index, splat(builder, count)), values, other)
 
 
@@ -208,12 +188,12 @@ first_lanes = _operation((f32x16, _i, f32x16), f32x16, _first_lanes)  # lanes be
 
 def _scatter(builder: Any, address: Any, stride: Any, count: Any, values: Any) -> Any:
     for lane in range(LANES):
-        index = ir.Constant(_I64, lane)
+        index = ir.Constant(I64, lane)
         with builder.if_then(builder.icmp_signed("<", index, count)):
             store(
-                builder, builder.add(address, builder.mul(stride, index)), builder.extract_element(values, ir.Constant(_I32, lane))
+                builder, builder.add(address, builder.mul(stride, index)), builder.extract_element(values, ir.Constant(I32, lane))
             )
-    return ir.Constant(_I8, 0)
+    return ir.Constant(I8, 0)
 
 
 def _fold(instruction: Callable[[Any, Any, Any], Any]) -> Emit:
@@ -224,12 +204,12 @@ def _fold(instruction: Callable[[Any, Any, Any], Any]) -> Emit:
         while width > 1:
             width //= 2
             undefined = ir.Constant(vector.type, ir.Undefined)
-            low = ir.Constant(ir.VectorType(_I32, width), list(range(width)))
-            high = ir.Constant(ir.VectorType(_I32, width), list(range(width, 2 * width)))
+            low = ir.Constant(ir.VectorType(I32, width), list(range(width)))
+            high = ir.Constant(ir.VectorType(I32, width), list(range(width, 2 * width)))
             vector = instruction(
                 builder, builder.shuffle_vector(vector, undefined, low), builder.shuffle_vector(vector, undefined, high)
             )
-        return builder.extract_element(vector, ir.Constant(_I32, 0))
+        return builder.extract_element(vector, ir.Constant(I32, 0))
 
     return emit
 
@@ -246,7 +226,7 @@ sum_lanes_i32 = _operation((i32x16,), types.int32, _fold(lambda b, x, y: b.add(x
 def dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic."""
     if dot_isa() == "avx512_vnni":
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", _V, total, unsigned, signed)
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, total, unsigned, signed)
     if dot_isa() == "avx_vnni":
         return _dot_bytes_in_halves(builder, total, unsigned, signed)
     for byte in range(4):
@@ -258,14 +238,13 @@ def dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
 
 
 def _dot_bytes_in_halves(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
-    index = ir.VectorType(_I32, 8)
-    half = ir.VectorType(_I32, 8)
+    half = ir.VectorType(I32, 8)
     parts = []
     for start in (0, 8):
-        lanes = ir.Constant(index, list(range(start, start + 8)))
-        operands = [builder.shuffle_vector(v, ir.Constant(_V, ir.Undefined), lanes) for v in (total, unsigned, signed)]
+        lanes = ir.Constant(half, list(range(start, start + 8)))
+        operands = [builder.shuffle_vector(v, ir.Constant(I32X16, ir.Undefined), lanes) for v in (total, unsigned, signed)]
         parts.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", half, *operands))
-    return builder.shuffle_vector(*parts, ir.Constant(_V, list(range(LANES))))
+    return builder.shuffle_vector(*parts, ir.Constant(I32X16, list(range(LANES))))
 
 
 _LOOKUPS = {"avx512bw": ("llvm.x86.avx512.pshuf.b.512", 64), "avx2": ("llvm.x86.avx2.pshuf.b", 32)}
@@ -273,7 +252,7 @@ _LOOKUPS = {"avx512bw": ("llvm.x86.avx512.pshuf.b.512", 64), "avx2": ("llvm.x86.
 
 def lookup_bytes(builder: Any, table: Sequence[int], indices: Any, isa: str | None = None) -> Any:
     """Per byte 0..15 of an i32x16 vector: that entry of a table of 16 bytes. isa: of `lookup_isa`, by default the processor's."""
-    wide = ir.VectorType(_I8, 64)
+    wide = ir.VectorType(I8, 64)
     indices = builder.bitcast(indices, wide)
     isa = isa or lookup_isa()
     if isa not in _LOOKUPS:
@@ -281,35 +260,31 @@ def lookup_bytes(builder: Any, table: Sequence[int], indices: Any, isa: str | No
         for index, entry in enumerate(table[1:], 1):
             here = builder.icmp_unsigned("==", indices, ir.Constant(wide, [index] * 64))
             found = builder.select(here, ir.Constant(wide, [entry] * 64), found)
-        return builder.bitcast(found, _V)
+        return builder.bitcast(found, I32X16)
     name, width = _LOOKUPS[isa]
-    part = ir.VectorType(_I8, width)
+    part = ir.VectorType(I8, width)
     # The instruction looks up within 16 bytes, so each 16 have the table.
     entries = ir.Constant(part, list(table) * (width // 16))
     looked_up = []
     for start in range(0, 64, width):
-        lanes = ir.Constant(ir.VectorType(_I32, width), list(range(start, start + width)))
+        lanes = ir.Constant(ir.VectorType(I32, width), list(range(start, start + width)))
         looked_up.append(
             call(builder, name, part, entries, builder.shuffle_vector(indices, ir.Constant(wide, ir.Undefined), lanes))
         )
     if len(looked_up) == 2:
-        looked_up = [builder.shuffle_vector(*looked_up, ir.Constant(ir.VectorType(_I32, 64), list(range(64))))]
-    return builder.bitcast(looked_up[0], _V)
+        looked_up = [builder.shuffle_vector(*looked_up, ir.Constant(ir.VectorType(I32, 64), list(range(64))))]
+    return builder.bitcast(looked_up[0], I32X16)
 
 
 # Threads.
 fetch_add = _operation((_a, types.int64), types.int64, lambda b, at, v: b.atomic_rmw("add", pointer(b, at), v, "seq_cst"))
 exchange = _operation((_a, types.int64), types.int64, lambda b, at, v: b.atomic_rmw("xchg", pointer(b, at), v, "seq_cst"))
-acquire = _operation((_a,), types.int64, lambda b, at: b.load_atomic(pointer(b, at), "acquire", 8, typ=_I64))
+acquire = _operation((_a,), types.int64, lambda b, at: b.load_atomic(pointer(b, at), "acquire", 8, typ=I64))
 
 
 def _pause(builder: Any) -> Any:
-    builder.call(
-        builder.module.globals.get("llvm.x86.sse2.pause")
-        or ir.Function(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"),
-        [],
-    )
-    return ir.Constant(_I8, 0)
+    call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+    return ir.Constant(I8, 0)
 
 
 pause = _operation((), types.int8, _pause)
