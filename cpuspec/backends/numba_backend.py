@@ -20,6 +20,8 @@ from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
 
+_SMALL = 768  # hidden size under which a model is small
+
 
 class NumbaBackend:
     """The transformer on packed int4 to int8 (or 16- and 32-bit) weights, with int8 activations, row-invariant to the bit."""
@@ -168,7 +170,9 @@ class NumbaBackend:
         matrices = [self._matrices[name] for name, _ in outputs]
         features = matrices[0].shape[1]
         logits = outputs[0][1] is None
-        orders = [linear.activation_order(m.format.name, precise=logits) for m in matrices]
+        orders = [
+            linear.activation_order(m.format.name, self._is_precise(name)) for m, (name, _) in zip(matrices, outputs, strict=True)
+        ]
         prepare = {
             step.P_KIND: pointwise.NORM if norm else pointwise.SILU if silu_times is not None else pointwise.PLAIN,
             step.P_ROWS: _at(source),
@@ -198,6 +202,12 @@ class NumbaBackend:
             }
             product |= {step.L_FIRST + n * step.TENSOR_COLUMNS + column: value for column, value in tensor.items()}
         return [_row(step.PREPARE, prepare), _row(step.LINEAR, product)]
+
+    def _is_precise(self, name: str) -> bool:
+        """Whether a matrix reads 16-bit activations: the logits', and in small models the values' and the MLP's last, where
+        8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3 without, 0.52e-3 with them; a larger model needs neither).
+        """
+        return name == "output" or (self.config.hidden_size < _SMALL and name.endswith((".v", ".down")))
 
     def _rotate(self, i: int) -> NDArray[np.int64]:
         c = self.config
