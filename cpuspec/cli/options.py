@@ -8,9 +8,9 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from cpuspec.backends import BACKENDS
+from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.config import SpecConfig
-from cpuspec.errors import ConfigError
+from cpuspec.errors import BackendError, ConfigError
 from cpuspec.spec.proposer import PROPOSERS, make_proposer
 
 MAX_PROMPT_BYTES = 64 << 20
@@ -21,7 +21,7 @@ def usage_errors() -> Iterator[None]:
     """Settings that cannot be are wrong usage."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, BackendError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -32,8 +32,8 @@ def _known_draft(text: str) -> str:
 
 
 def _known_backend(name: str) -> str:
-    if name not in BACKENDS:
-        raise typer.BadParameter(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
+    with usage_errors():
+        check_backend(name)
     return name
 
 

@@ -7,7 +7,7 @@ number of rows, the thread or the tile: a row's result does not depend on its co
 Activations come in one of three orders, in blocks of up to ROWS rows:
   "int8"   [group][row] records of 64 bytes: x = scale * byte + shift for 32 inputs, shift the middle of their range. Against
            bytes around zero this halves the error, for one more multiply-add a group.
-  "int16"  [group][row] records of 128 bytes: x = scale * (256 * byte + low byte), for the logits, where errors count most.
+  "int16"  [group][row] records of 128 bytes: x = scale * (256 * byte + low byte), for matrices where errors count most.
   "f32"    [input][row] numbers, for weights that are floating point themselves.
 A record holds 32 signed bytes, then at the offsets below the scale, the shift and what formats with a zero point or a minimum
 need of the sums; then in "int16" order the 32 low bytes.

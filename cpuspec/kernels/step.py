@@ -247,6 +247,15 @@ def run(program, state, control, counters, threads, thread):
 
 
 @compiled
+def _lead(program, state, control, counters, threads, thread):
+    """Publish a forward and run the caller's part of it; returns whether a worker sleeps, and then has only published."""
+    if publish(control, counters, len(program), threads) != 0:
+        return True
+    run(program, state, control, counters, threads, thread)
+    return False
+
+
+@compiled
 def _work(program, state, control, counters, threads, thread, seen):
     """Run every published forward until told to end (-1) or until it is time to sleep (the last generation seen)."""
     while True:
@@ -278,14 +287,17 @@ class Team:
 
     def run(self) -> None:
         """Run the program on `state`, on all threads, and return when it is done."""
-        self._publish()
-        run(*self._arguments(0))
+        # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
+        if _lead(*self._arguments(0)):
+            self._wake_all()
+            run(*self._arguments(0))
 
     def close(self) -> None:
         """End the workers. A closed team cannot run; closing twice does nothing."""
         atexit.unregister(self.close)
         self._control.view(np.int64)[QUIT // 8] = 1
-        self._publish()
+        publish(self._control.ctypes.data, self._counters.ctypes.data, len(self._program), self._threads)
+        self._wake_all()
         for worker in self._workers:
             worker.join()
         self._workers = []
@@ -293,10 +305,9 @@ class Team:
     def _arguments(self, thread: int) -> tuple[Any, ...]:
         return self._program, self.state, self._control.ctypes.data, self._counters.ctypes.data, self._threads, thread
 
-    def _publish(self) -> None:
-        if publish(self._control.ctypes.data, self._counters.ctypes.data, len(self._program), self._threads):
-            for event in self._wake:
-                event.set()
+    def _wake_all(self) -> None:
+        for event in self._wake:
+            event.set()
 
     def _serve(self, thread: int) -> None:
         seen = 0
@@ -307,7 +318,7 @@ class Team:
     def _compile(self) -> None:
         """Have everything compiled before a thread waits for another: an empty program, and a worker that ends at once."""
         _, *arguments = self._arguments(0)
-        run(self._program[:0], *arguments)
+        _lead(self._program[:0], *arguments)
         control = self._control.view(np.int64)
         control[QUIT // 8] = control[GENERATION // 8] = 1
         _work(*self._arguments(0), 0)
