@@ -38,6 +38,13 @@ class TokenHistory:
         for token in tokens:
             self._output_counts[token] = self._output_counts.get(token, 0) + 1
 
+    def retract(self, tokens: Iterable[int]) -> None:
+        """Take back generated tokens that were counted."""
+        for token in tokens:
+            self._output_counts[token] -= 1
+            if not self._output_counts[token]:
+                del self._output_counts[token]
+
     def counts(self, ahead: Sequence[int]) -> tuple[I64, I64, I64]:
         """Ids seen anywhere, ids generated, and how often each of those; `ahead` counts as generated."""
         counts = self._output_counts

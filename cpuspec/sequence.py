@@ -48,7 +48,26 @@ class Sequence:
         self.tokens.extend(tokens)
         self.history.extend(tokens)
 
+    def rewind(self, length: int) -> None:
+        """Take generated tokens back, so that `length` tokens remain. Random numbers that were drawn stay drawn."""
+        assert self.num_prompt_tokens <= length <= len(self.tokens), "a rewind takes back generated tokens only"
+        self.history.retract(self.tokens[length:])
+        del self.tokens[length:]
+
     def finish(self, num_output_tokens: int, reason: str) -> None:
         """End the sequence after that many output tokens; a round may have committed more."""
-        del self.tokens[self.num_prompt_tokens + num_output_tokens :]
+        self.rewind(self.num_prompt_tokens + num_output_tokens)
         self.finish_reason = reason
+
+
+def shared_prefix(first: list[int], second: list[int]) -> int:
+    """How many leading tokens two lists have in common."""
+    low, high = 0, min(len(first), len(second))
+    # Comparing slices runs in C; halving them costs no more than two comparisons of the whole.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -11,7 +11,7 @@ import numpy as np
 from cpuspec.backends import Backend
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
-from cpuspec.sequence import Sequence
+from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.spec.draft import Draft
 
 # A slot is worth reusing when it supplies this share of the new tokens, as llama.cpp's server decides; a shorter
@@ -141,19 +141,6 @@ class Context:
             feed.hidden.append(tuple(layer[begin:end] for layer in output.hidden))
             first += num_scored
         return [feed for feed in feeds if len(self._held[feed.slot]) < len(feed.tokens)]
-
-
-def shared_prefix(first: list[int], second: list[int]) -> int:
-    """How many leading tokens two lists have in common."""
-    low, high = 0, min(len(first), len(second))
-    # Comparing slices runs in C; halving them costs no more than two comparisons of the whole.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _join(parts: list[np.ndarray]) -> np.ndarray:

@@ -1,10 +1,8 @@
 """Prompt lookup: what followed the last occurrence of the latest tokens (github.com/apoorvumang/prompt-lookup-decoding)."""
 
-from dataclasses import dataclass, field
-
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
-from cpuspec.sequence import Sequence
+from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.verify import Verdict
 
@@ -13,12 +11,35 @@ DEFAULT_NUM_TOKENS = 6
 MAX_NUM_TOKENS = 64
 
 
-@dataclass
 class _Index:
     """Where each n-gram of a sequence was last followed by something."""
 
-    positions: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index of the token after it
-    num_indexed: int = 0  # tokens whose preceding n-grams are in `positions`
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.positions: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
+        self._tokens: list[int] = []  # whose preceding n-grams are in `positions`
+        self._num_prompt_tokens = num_prompt_tokens
+        self._replaced: list[list[int | None]] = []  # for each generated token: what its n-grams' positions were before, by size
+
+    def follow(self, tokens: list[int]) -> None:
+        """Index exactly these tokens: undo those that were taken back, add the new ones."""
+        for position in range(len(self._tokens) - 1, shared_prefix(self._tokens, tokens) - 1, -1):
+            for gram, before in zip(self._grams(position), self._replaced.pop(), strict=True):
+                if before is None:
+                    del self.positions[gram]
+                else:
+                    self.positions[gram] = before
+            del self._tokens[position]
+        for position in range(len(self._tokens), len(tokens)):
+            self._tokens.append(tokens[position])
+            grams = self._grams(position)
+            if position >= self._num_prompt_tokens:  # the prompt is never taken back
+                self._replaced.append([self.positions.get(gram) for gram in grams])
+            for gram in grams:
+                self.positions[gram] = position
+
+    def _grams(self, position: int) -> list[tuple[int, ...]]:
+        """The n-grams before `position`, the shortest first."""
+        return [tuple(self._tokens[position - size : position]) for size in range(1, min(MAX_NGRAM, position) + 1)]
 
 
 class NgramProposer:
@@ -36,30 +57,24 @@ class NgramProposer:
 
     def begin(self, seq: Sequence) -> None:
         """Index the prompt."""
-        self._indices[seq.id] = _Index()
-        self._update(seq)
+        self._indices[seq.id] = _Index(seq.num_prompt_tokens)
+        self._indices[seq.id].follow(seq.tokens)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The tokens that followed the most recent occurrence of the longest known suffix."""
-        return [
-            Draft.chain(self._continuation(seq.tokens, self._indices[seq.id].positions, min(self.num_tokens, limit)), self.name)
-            for seq, limit in zip(seqs, limits, strict=True)
-        ]
+        drafts = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            index = self._indices[seq.id]
+            index.follow(seq.tokens)
+            drafts.append(Draft.chain(self._continuation(seq.tokens, index.positions, min(self.num_tokens, limit)), self.name))
+        return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Index the tokens of the round."""
-        self._update(seq)
+        """Nothing to do: `propose` indexes what is new."""
 
     def end(self, seq: Sequence) -> None:
         """Drop the index."""
         self._indices.pop(seq.id, None)
-
-    def _update(self, seq: Sequence) -> None:
-        index, tokens = self._indices[seq.id], seq.tokens
-        for position in range(max(index.num_indexed, 1), len(tokens)):
-            for size in range(1, min(MAX_NGRAM, position) + 1):
-                index.positions[tuple(tokens[position - size : position])] = position
-        index.num_indexed = len(tokens)
 
     @staticmethod
     def _continuation(tokens: list[int], positions: dict[tuple[int, ...], int], num_tokens: int) -> list[int]:

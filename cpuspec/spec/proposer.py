@@ -17,6 +17,11 @@ class Proposer(Protocol):
 
     A user's own object with these members works wherever one of ours does. Draw with `seq.rng` and nothing else, and
     declare in `Draft.probs` the very rows that were drawn from; then any proposal leaves the output distribution as it is.
+
+    Inside a chain a sequence is a shadow that runs ahead of its request. Between two calls its last tokens may have been
+    taken back (`Sequence.rewind`, never into the prompt) and others committed that no `accept` told of. So whatever a
+    proposer keeps about a sequence follows `seq.tokens`: undo what is not shared with them (`shared_prefix`), then add the
+    rest. Learning that cannot be undone belongs into `end`, when `seq` holds its prompt and its whole answer.
     """
 
     name: str
@@ -31,11 +36,14 @@ class Proposer(Protocol):
         ...
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Learn from a round whose tokens `seq` already holds. hidden: [rows fed, C] for each layer asked for."""
+        """Learn from a round whose tokens `seq` already holds; called once for each round of the level it drafts for.
+
+        hidden: [rows fed, C] for each layer asked for.
+        """
         ...
 
     def end(self, seq: Sequence) -> None:
-        """Forget a sequence."""
+        """Forget a sequence; one that was aborted in the queue never began."""
         ...
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from cpuspec.config import SamplingParams
 from cpuspec.errors import CacheError, ConfigError
-from cpuspec.sequence import Sequence
-from cpuspec.spec.context import Context, shared_prefix
+from cpuspec.sequence import Sequence, shared_prefix
+from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from tests.oracles import ToyBackend
 

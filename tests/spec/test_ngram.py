@@ -41,6 +41,22 @@ def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds:
     assert proposer.propose([seq], [9])[0].tokens.tolist() == rescanned(seq.tokens, 4)
 
 
+@settings(max_examples=150, deadline=None)
+@given(TOKENS, st.lists(st.tuples(st.integers(0, 12), TOKENS), max_size=6))
+def test_an_index_that_was_rewound_and_extended_equals_a_fresh_one(prompt: list[int], rounds: list[tuple[int, list[int]]]) -> None:
+    """A shadow's last tokens are taken back and replaced between two calls, sometimes by the same ones."""
+    proposer, seq = NgramProposer(), Sequence.new(7, prompt, SamplingParams())
+    proposer.begin(seq)
+    for num_back, new in rounds:
+        seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
+        seq.extend(new)
+        fresh = NgramProposer()
+        fresh.begin(Sequence.new(7, seq.tokens, SamplingParams()))
+        (draft,) = proposer.propose([seq], [6])
+        assert draft.tokens.tolist() == rescanned(seq.tokens, 6)
+        assert proposer._indices[7].positions == fresh._indices[7].positions
+
+
 def test_a_repetition_is_carried_on_beyond_its_end() -> None:
     proposer, seq = NgramProposer(), Sequence.new(0, [5, 6, 7, 5, 6, 7], SamplingParams())
     proposer.begin(seq)

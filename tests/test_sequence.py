@@ -1,0 +1,34 @@
+"""A sequence that was rewound is the sequence that never went further."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuspec.config import SamplingParams
+from cpuspec.sequence import Sequence
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_a_rewound_sequence_has_the_tokens_and_the_history_of_one_that_never_went_further(
+    prompt: list[int], kept: list[int], retracted: list[int]
+) -> None:
+    seq, fresh = (Sequence.new(0, prompt, SamplingParams()) for _ in range(2))
+    seq.extend(kept)
+    seq.extend(retracted)
+    seq.rewind(len(prompt) + len(kept))
+    fresh.extend(kept)
+    assert seq.tokens == fresh.tokens
+    for ahead in ([], [0, 1]):
+        seen, generated, counts = seq.history.counts(ahead)
+        seen_fresh, generated_fresh, counts_fresh = fresh.history.counts(ahead)
+        assert seen.tolist() == seen_fresh.tolist()
+        assert dict(zip(generated, counts, strict=True)) == dict(zip(generated_fresh, counts_fresh, strict=True))
+
+
+def test_a_rewind_never_reaches_the_prompt_or_beyond_the_end() -> None:
+    seq = Sequence.new(0, [4, 5], SamplingParams())
+    for length in (1, 3):
+        with pytest.raises(AssertionError, match="generated tokens only"):
+            seq.rewind(length)
