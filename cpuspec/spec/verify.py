@@ -42,26 +42,26 @@ def verify_sampled(draft: Draft, target_probs: Callable[[int], NDArray[Any]], rn
     """Accept each token with probability min(1, target / draft); after a rejection draw from the residual
     max(0, target - draft), after none from the target's next row.
 
+    Where the draft is point masses that is drawing the target's own token and comparing, one draw for each token of the
+    verdict: a seed then gives the same tokens whatever was drafted, or nothing.
     target_probs(i): the target's distribution [V] after i drafted tokens, 0 <= i <= n.
     """
+    if draft.probs is None:
+        return verify_greedy(draft, lambda i: sample(target_probs(i), rng))
     accepted: list[int] = []
     for i, token in enumerate(draft.tokens.tolist()):
         target = target_probs(i)
-        draft_prob = 1 if draft.probs is None else draft.probs[i][token]
+        draft_prob = draft.probs[i][token]
         assert draft_prob > 0, f"{draft.source} declared probability 0 for the token {token} it drafted"
         if not rng.random() * draft_prob < target[token]:
-            return _verdict(accepted, sample(_residual(target, draft, i, token), rng))
+            return _verdict(accepted, sample(_residual(target, draft.probs[i]), rng))
         accepted.append(token)
     return _verdict(accepted, sample(target_probs(len(accepted)), rng))
 
 
-def _residual(target: NDArray[Any], draft: Draft, i: int, token: int) -> NDArray[Any]:
+def _residual(target: NDArray[Any], draft_probs: NDArray[Any]) -> NDArray[Any]:
     """What the target has beyond the draft, not normalised."""
-    if draft.probs is None:
-        residual = target.copy()
-        residual[token] = 0
-    else:
-        residual = np.maximum(target - draft.probs[i], 0)
+    residual = np.maximum(target - draft_probs, 0)
     # Rows that differ by rounding alone may be rejected, once in 1e16 draws, and leave nothing.
     return residual if residual.sum() > 0 else target
 

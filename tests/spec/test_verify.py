@@ -135,6 +135,20 @@ def test_the_enumeration_catches_resampling_from_the_target_row(num_tokens: int)
     assert all(distance(draw, num_tokens, seed, verify_from_the_target_row) > Fraction(1, 1000) for seed in range(3))
 
 
+@pytest.mark.parametrize("tokens", [[], [0], [2, 1, 0], [1, 1, 1]])
+def test_a_seed_gives_the_same_tokens_whatever_point_masses_were_drafted(tokens: list[int]) -> None:
+    """And takes as many draws, so that the next round goes on alike. Drafts with rows use draws of their own."""
+    target = rational_rows(5)
+    for seed in range(20):
+        rng, plain_rng = np.random.default_rng(seed), np.random.default_rng(seed)
+        verdict = verify_sampled(Draft.chain(tokens, "test"), lambda i: target(tuple(tokens[:i])).astype(float), rng)
+        plain: list[int] = []
+        while len(plain) < len(verdict.tokens):
+            plain.append(sample(target(tuple(plain)).astype(float), plain_rng))
+        assert verdict.tokens == plain
+        assert rng.random() == plain_rng.random()
+
+
 def test_a_token_is_accepted_with_the_overlap_of_both_distributions() -> None:
     target, draft_rows = rational_rows(1), rational_rows(2)
     accepted = enumerate_exactly(lambda rng: len(verify_sampled(draw(draft_rows, 1, rng), lambda i: target((0,) * i), rng).path))
