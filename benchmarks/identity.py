@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from record import Rounds, record, save
 from rich.console import Console
 from rich.progress import track
 
@@ -40,16 +41,17 @@ def main(
     checkpoint = open_checkpoint(resolve_model(model))
     prompts = [prompt for text in texts for prompt in _prompts(text)]
     wanted, arms = None, []
-    for name, draft, threads, rows, at_once in ARMS:
+    rounds = Rounds(len(ARMS), max(threads for _, _, threads, _, _ in ARMS))
+    for number in rounds:
+        name, draft, threads, rows, at_once = ARMS[number]
         got, accepted, drafted = _run(checkpoint, prompts, max_tokens, name, draft, threads, rows, at_once)
         wanted = wanted or got
         same = sum(a == b for a, b in zip(wanted, got, strict=True))
         arms.append({"arm": name, "identical_prompts": same, "num_draft_tokens": drafted, "num_accepted_tokens": accepted})
         print(json.dumps(arms[-1]), flush=True)
     assert wanted is not None, "there is at least one arm"
-    result = {"model": checkpoint.name, "prompts": len(prompts), "tokens": sum(map(len, wanted)), "arms": arms}
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+    figures = {"prompts": len(prompts), "tokens": sum(map(len, wanted)), "arms": arms}
+    save(record("identity", checkpoint.path.name, rounds) | figures, json_file)
     if any(arm["identical_prompts"] != len(prompts) for arm in arms):
         raise typer.Exit(1)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from record import Rounds, record, save
 from rich.console import Console
 from rich.progress import Progress
 
@@ -33,14 +34,15 @@ def main(
     checkpoint = open_checkpoint(resolve_model(model))
     ids = make_tokenizer(checkpoint).encode(text.read_text(encoding="utf-8")[: tokens * 32])[:tokens]
     own, reference = (make_backend(name, checkpoint, EngineConfig()) for name in (backend, "numpy"))
+    rounds = Rounds(1, own.threads)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("comparing", total=len(ids))
-        quality = compare(reference, own, ids, lambda rows: progress.update(task, completed=rows))
+        for _ in rounds:
+            quality = compare(reference, own, ids, lambda rows: progress.update(task, completed=rows))
     own.close()
-    figures = {"model": checkpoint.name, "text": text.name, "backend": backend, **asdict(quality)}
+    figures = {"text": text.name, "backend": backend, **asdict(quality)}
     print(json.dumps(figures, indent=2))
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    save(record("quality", checkpoint.path.name, rounds) | figures, json_file)
 
 
 if __name__ == "__main__":

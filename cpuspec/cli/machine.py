@@ -17,7 +17,7 @@ from cpuspec.metrics import read_bandwidth
 Row = dict[str, Any]
 
 # The features that decide how fast kernels are, of the hundred that a processor has: LLVM's names.
-_TELLING_FEATURES = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16", "amx-int8")
+TELLING_FEATURES = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16", "amx-int8")
 
 _PREFERRED = ("avx512vnni", "avxvnni")  # how kernels like to multiply bytes, best first
 
@@ -26,7 +26,25 @@ def describe_machine() -> Row:
     """Everything that a speed or an error report should come with. Takes some seconds: the bandwidth is measured."""
     from cpuspec import kernels  # imports numba
 
-    isa, threads, directory = kernels.isa, usable_cores(), kernels.kernel_directory()
+    directory = kernels.kernel_directory()
+    return {
+        **describe_hardware(),
+        "read_bandwidth": [{"threads": n, "bytes_per_s": read_bandwidth(n)} for n in sorted({1, usable_cores()})],
+        "versions": versions(),
+        "platform": platform.platform(),
+        "cache_directory": str(cache_dir()),
+        "kernel_directory": str(directory),
+        "kernels_compiled": kernels.compiled_before(),
+        "kernel_bytes": _bytes_under(directory),
+        "models": [{name: row[name] for name in ("name", "bytes", "path")} for row in known_models() if row["fetched"]],
+    }
+
+
+def describe_hardware() -> Row:
+    """The processor and its memory, and what the kernels make of them. Measures nothing."""
+    from cpuspec.kernels import isa  # imports numba
+
+    threads = usable_cores()
     return {
         "processor": _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "logical_cpus": os.cpu_count(),
@@ -39,24 +57,21 @@ def describe_machine() -> Row:
         "memory_bytes": _kilobytes("MemTotal"),
         "available_memory_bytes": _kilobytes("MemAvailable"),
         "memory_limit_bytes": _memory_limit(),
-        "read_bandwidth": [{"threads": n, "bytes_per_s": read_bandwidth(n)} for n in sorted({1, threads})],
-        "versions": {
-            "cpuspec": __version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("numpy", "numba", "llvmlite")},
-        },
-        "platform": platform.platform(),
-        "cache_directory": str(cache_dir()),
-        "kernel_directory": str(directory),
-        "kernels_compiled": kernels.compiled_before(),
-        "kernel_bytes": _bytes_under(directory),
-        "models": [{name: row[name] for name in ("name", "bytes", "path")} for row in known_models() if row["fetched"]],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of cpuspec and what its speed depends on."""
+    return {
+        "cpuspec": __version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("numpy", "numba", "llvmlite")},
     }
 
 
 def show_machine(report: Row) -> None:
     """Print `describe_machine` as a table."""
-    telling = [name for name in _TELLING_FEATURES if name in report["features"]]
+    telling = [name for name in TELLING_FEATURES if name in report["features"]]
     limit = report["memory_limit_bytes"]
     memory = [
         ("there", report["memory_bytes"]),

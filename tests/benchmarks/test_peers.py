@@ -5,11 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # where a benchmark that is run finds its modules
-
 import peers
+import pytest
 from peers_engines import FIGURES, LlamaCpp, PeerError, Worker, parse_forward_cost, parse_llama_bench
 from peers_report import DECODE, PREFILL, report, summarize
 

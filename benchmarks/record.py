@@ -1,0 +1,110 @@
+"""What every file in `results/` begins with: what was run, when, on what, how busy that was. Then come a benchmark's own figures.
+
+`tools/make_readme_tables.py` makes README's tables from these files. No path of a machine gets into them, and no name of one.
+"""
+
+import json
+import os
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cpuspec.cli.machine import TELLING_FEATURES, describe_hardware, versions
+from cpuspec.metrics import read_bandwidth
+
+
+@dataclass
+class Rounds:
+    """Numbers of rounds, from 0 on. Notes as each begins how busy the machine is and how fast `threads` threads read memory.
+
+    stolen: share of the busy time of all processors that a hypervisor gave to others while the round ran.
+    """
+
+    count: int
+    threads: int
+    load_average: list[float] = field(default_factory=list)
+    stolen: list[float] = field(default_factory=list)
+    read_bytes_per_s: list[float] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.count):
+            self.load_average.append(round(os.getloadavg()[0], 2))
+            self.read_bytes_per_s.append(read_bandwidth(self.threads))
+            say(f"round {number + 1} of {self.count}, load average {self.load_average[-1]}")
+            busy_before, stolen_before = _processor_time()
+            yield number
+            busy, stolen = _processor_time()
+            self.stolen.append(round((stolen - stolen_before) / max(1, busy - busy_before), 4))
+
+
+def record(benchmark: str, model: str, rounds: Rounds) -> dict[str, Any]:
+    """The head of a results file, to be made when the rounds are over."""
+    hardware = describe_hardware()
+    return {
+        "benchmark": benchmark,
+        "model": model,
+        "command": _command(sys.argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": {
+            "processor": hardware["processor"],
+            "cores": hardware["usable_cores"],
+            "isa": hardware["isa"],
+            "features": [name for name in TELLING_FEATURES if name in hardware["features"]],
+            "memory_bytes": hardware["memory_bytes"],
+        },
+        "versions": versions(),
+        "threads": rounds.threads,
+        "rounds": rounds.count,
+        "load_average": rounds.load_average,
+        "stolen": rounds.stolen,
+        "read_bytes_per_s": spread(rounds.read_bytes_per_s),
+    }
+
+
+def save(result: dict[str, Any], path: Path | None) -> None:
+    """Write a result where it was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """{"median", "min", "max", "rounds"}: of rounds, to five digits."""
+    figures = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: _rounded(value) for name, value in figures.items()} | {"rounds": [_rounded(value) for value in values]}
+
+
+def say(text: str) -> None:
+    """Progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command that started a benchmark, without its --json; of paths elsewhere than in the repository only the last name."""
+    program, *rest = arguments
+    shown = [f"benchmarks/{Path(program).name}"]
+    options = iter(rest)
+    for option in options:
+        if option == "--json":
+            next(options, None)
+        elif not option.startswith("--json="):
+            shown.append(re.sub(r"(^|=)(/|\.\./)\S*/", r"\1", option))
+    return "python " + shlex.join(shown)
+
+
+def _processor_time() -> tuple[int, int]:
+    """Ticks since the machine started in which its processors had work, and those of them that a hypervisor took away."""
+    try:
+        user, nice, system, _, _, interrupts, soft_interrupts, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    except (OSError, ValueError):  # not Linux
+        return 0, 0
+    return user + nice + system + interrupts + soft_interrupts + stolen, stolen
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,61 @@
+"""A results file says what was run on what, and nothing about whose machine it was."""
+
+import json
+import sys
+
+import pytest
+import record
+from record import Rounds, save, spread
+
+
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch):
+    """Memory whose speed is known without measuring it."""
+    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+
+
+def test_every_round_is_noted():
+    rounds = Rounds(3, 2)
+    assert list(rounds) == [0, 1, 2]
+    assert rounds.read_bytes_per_s == [2e9] * 3
+    assert len(rounds.load_average) == len(rounds.stolen) == 3
+
+
+def test_a_results_file_has_the_command_the_machine_and_the_versions(tmp_path, monkeypatch):
+    rounds = Rounds(2, 1)
+    list(rounds)
+    path = tmp_path / "result.json"
+    monkeypatch.setattr(sys, "argv", ["/home/somebody/cpuspec/benchmarks/peers.py", "m.gguf", "--json", str(path)])
+    save(record.record("peers", "m.gguf", rounds) | {"figure": 1}, path)
+    result = json.loads(path.read_text("utf-8"))
+    assert (result["benchmark"], result["model"], result["figure"]) == ("peers", "m.gguf", 1)
+    assert result["command"] == "python benchmarks/peers.py m.gguf"
+    assert {"processor", "cores", "isa"} <= result["machine"].keys()
+    assert {"cpuspec", "numba"} <= result["versions"].keys()
+    assert (result["threads"], result["rounds"], result["read_bytes_per_s"]["median"]) == (1, 2, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["peers.py", "--llama-cpp", "/opt/llama.cpp/bin"], "python benchmarks/peers.py --llama-cpp bin"),
+        (["peers.py", "--python", "torch=/home/me/venv/bin/python"], "python benchmarks/peers.py --python torch=python"),
+        (["identity.py", "../data/humaneval.jsonl:prompt:20"], "python benchmarks/identity.py humaneval.jsonl:prompt:20"),
+        (["x.py", "--json=/home/me/x.json", "-r", "3"], "python benchmarks/x.py -r 3"),
+        (["x.py", "models/a file.gguf"], "python benchmarks/x.py 'models/a file.gguf'"),
+    ],
+)
+def test_a_command_is_shown_without_the_paths_of_its_machine(arguments, wanted, monkeypatch):
+    monkeypatch.setattr(sys, "argv", arguments)
+    rounds = Rounds(1, 1)
+    list(rounds)
+    assert record.record("x", "m", rounds)["command"] == wanted
+
+
+def test_a_spread_keeps_five_digits_of_small_and_large_values():
+    assert spread([3.0e-5, 1.23456789e-5, 2.0e-5]) == {
+        "median": 2.0e-5,
+        "min": 1.2346e-5,
+        "max": 3.0e-5,
+        "rounds": [3.0e-5, 1.2346e-5, 2.0e-5],
+    }
