@@ -2,7 +2,8 @@
 
 import secrets
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,11 +11,18 @@ from cpuspec.config import SamplingParams
 from cpuspec.sampling import TokenHistory
 
 
+class Mark(NamedTuple):
+    """A state of a sequence, to ask later what has changed since (`Sequence.unchanged`)."""
+
+    length: int = 0
+    num_rewinds: int = 0
+
+
 @dataclass
 class Sequence:
     """Prompt and output tokens of one request, with its own random numbers, so that no draw depends on the batch.
 
-    `seed` is the request's, or the fresh entropy that stands in for it.
+    `seed` is the request's, or the fresh entropy that stands in for it. Tokens change through the methods alone.
     """
 
     id: int
@@ -25,6 +33,7 @@ class Sequence:
     rng: np.random.Generator
     history: TokenHistory
     finish_reason: str | None = None  # "stop", "length", "aborted"
+    rewinds: list[int] = field(default_factory=list)  # the lengths that were rewound to
 
     @staticmethod
     def new(id: int, prompt: Tokens[int], params: SamplingParams) -> "Sequence":
@@ -51,8 +60,17 @@ class Sequence:
     def rewind(self, length: int) -> None:
         """Take generated tokens back, so that `length` tokens remain. Random numbers that were drawn stay drawn."""
         assert self.num_prompt_tokens <= length <= len(self.tokens), "a rewind takes back generated tokens only"
+        self.rewinds.append(length)
         self.history.retract(self.tokens[length:])
         del self.tokens[length:]
+
+    def mark(self) -> Mark:
+        """The present state."""
+        return Mark(len(self.tokens), len(self.rewinds))
+
+    def unchanged(self, since: Mark) -> int:
+        """How many leading tokens are still those of an earlier state, whatever was committed since. Looks at no token."""
+        return min([since.length, *self.rewinds[since.num_rewinds :]])
 
     def finish(self, num_output_tokens: int, reason: str) -> None:
         """End the sequence after that many output tokens; a round may have committed more."""

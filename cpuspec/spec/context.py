@@ -11,7 +11,7 @@ import numpy as np
 from cpuspec.backends import Backend
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
-from cpuspec.sequence import Sequence, shared_prefix
+from cpuspec.sequence import Mark, Sequence, shared_prefix
 from cpuspec.spec.draft import Draft
 
 # A slot is worth reusing when it supplies this share of the new tokens, as llama.cpp's server decides; a shorter
@@ -20,14 +20,21 @@ MIN_SHARED_PREFIX = 0.1
 
 
 @dataclass
-class _Feed:
-    """Rows of one sequence that a score still has to run."""
+class _Seat:
+    """A sequence's place in the cache."""
 
     slot: int
-    tokens: list[int]  # committed and drafted
-    first_scored: int  # index of the first token whose row is asked for
-    logits: list[np.ndarray]
-    hidden: list[tuple[np.ndarray, ...]]
+    agreed: Mark  # a state of the sequence all of whose tokens the slot was about to hold
+
+
+@dataclass
+class _Feed:
+    """What a score still has to run of one sequence, and what it has."""
+
+    slot: int
+    tokens: list[int]  # committed and drafted ones that the slot does not hold yet
+    num_unscored: int  # how many of them come before the first whose row is asked for
+    outputs: list[ForwardOutput]
 
 
 class Context:
@@ -40,7 +47,7 @@ class Context:
         self.num_forwards = 0
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._free = list(range(num_slots))  # least recently used first
-        self._slots: dict[int, int] = {}  # sequence id -> slot
+        self._seats: dict[int, _Seat] = {}  # by sequence id
 
     @property
     def num_free_slots(self) -> int:
@@ -55,20 +62,21 @@ class Context:
         """
         if not self._free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
-        assert seq.id not in self._slots, "a sequence acquires one slot"
+        assert seq.id not in self._seats, "a sequence acquires one slot"
         shared = {slot: shared_prefix(self._held[slot], seq.tokens) for slot in self._free}
         best = max(self._free, key=lambda slot: shared[slot])
         if shared[best] < MIN_SHARED_PREFIX * len(seq.tokens) or not shared[best]:
             best = next((slot for slot in self._free if not self._held[slot]), self._free[0])
-        self._slots[seq.id] = best  # before it leaves the free list: an interrupt between the two loses no slot
+        # Before the slot leaves the free list: an interrupt between the two loses no slot.
+        self._seats[seq.id] = _Seat(best, Mark(shared[best], len(seq.rewinds)))
         self._free.remove(best)
         return min(shared[best], len(seq.tokens) - 1)
 
     def release(self, seq: Sequence) -> None:
         """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
-        slot = self._slots.pop(seq.id, None)
-        if slot is not None and slot not in self._free:
-            self._free.append(slot)
+        seat = self._seats.pop(seq.id, None)
+        if seat is not None and seat.slot not in self._free:
+            self._free.append(seat.slot)
 
     def score(self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = ()) -> list[ForwardOutput]:
         """For each sequence the rows after its last committed token and after each drafted one.
@@ -77,13 +85,10 @@ class Context:
         Afterwards the slot holds committed and drafted tokens. Raises CacheError when they exceed the capacity.
         """
         feeds = [self._feed(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
-        waiting = list(feeds)
+        waiting = feeds
         while waiting:
             waiting = self._forward(waiting, hidden_layers)
-        return [
-            ForwardOutput(_join(feed.logits), tuple(_join(list(layer)) for layer in zip(*feed.hidden, strict=True)))
-            for feed in feeds
-        ]
+        return [_join(feed.outputs) for feed in feeds]
 
     def read_bytes(self, seq: Sequence) -> int:
         """Bytes of weights, and of keys and values for all the sequence's tokens, that one forward reads."""
@@ -91,42 +96,48 @@ class Context:
 
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
         """Truncate the sequence's slot to what it shares with the wanted tokens."""
-        slot, tokens = self._slots[seq.id], seq.tokens + draft.tokens.tolist()
-        if (draft.parents != np.arange(len(draft)) - 1).any():
+        seat, drafted, num_committed = self._seats[seq.id], draft.tokens.tolist(), len(seq.tokens)
+        if draft.parents.tolist() != list(range(-1, len(drafted) - 1)):
             raise ConfigError(f"{draft.source} drafted a tree; this version scores chains, so draft one")
-        if len(tokens) > self.capacity:
-            raise CacheError(f"{len(tokens)} tokens do not fit a context of {self.capacity}; raise context_length or send fewer")
+        if num_committed + len(drafted) > self.capacity:
+            raise CacheError(
+                f"{num_committed + len(drafted)} tokens do not fit a context of {self.capacity}; raise context_length or send fewer"
+            )
+        held = self._held[seat.slot]
+        # Only what is new since the last score is compared: in a long context, comparing it all takes longer than the rest.
         # The last committed token is always fed: its row is asked for even where a slot already holds it.
-        keep = min(shared_prefix(self._held[slot], tokens), len(seq.tokens) - 1)
-        del self._held[slot][keep:]
-        self.cache.truncate(slot, keep)
-        return _Feed(slot, tokens, len(seq.tokens) - 1, [], [])
+        agreed = min(seq.unchanged(seat.agreed), len(held), num_committed - 1)
+        wanted = seq.tokens[agreed:] + drafted
+        shared = min(shared_prefix(held[agreed:], wanted), num_committed - 1 - agreed)
+        del held[agreed + shared :]
+        self.cache.truncate(seat.slot, agreed + shared)
+        seat.agreed = seq.mark()
+        return _Feed(seat.slot, wanted[shared:], num_committed - 1 - agreed - shared, [])
 
     def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...]) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds that have rows left."""
-        room = self.backend.max_rows
         tokens: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
         q_start = [0]
-        parts: list[tuple[_Feed, int]] = []  # with how many rows are scored
+        logit_start = [0]
+        parts: list[_Feed] = []
         for feed in feeds:
-            start = len(self._held[feed.slot])
-            end = min(start + room, len(feed.tokens))
-            if end == start:
+            first, start = len(tokens), len(self._held[feed.slot])
+            size = min(self.backend.max_rows - first, len(feed.tokens))
+            if not size:
                 break
-            scored = range(max(start, feed.first_scored), end)
-            logit_rows += [len(tokens) + index - start for index in scored]
-            tokens += feed.tokens[start:end]
-            positions += range(start, end)
+            tokens += feed.tokens[:size]
+            positions += range(start, start + size)
+            logit_rows += range(first + feed.num_unscored, first + size)
             q_start.append(len(tokens))
-            parts.append((feed, len(scored)))
-            room -= end - start
+            logit_start.append(len(logit_rows))
+            parts.append(feed)
         output = self.backend.forward(
             ForwardBatch(
                 tokens=np.array(tokens, np.int32),
                 positions=np.array(positions, np.int32),
-                slots=np.array([feed.slot for feed, _ in parts], np.int32),
+                slots=np.array([feed.slot for feed in parts], np.int32),
                 q_start=np.array(q_start, np.int32),
                 logit_rows=np.array(logit_rows, np.int32),
                 hidden_layers=hidden_layers,
@@ -134,14 +145,22 @@ class Context:
             self.cache,
         )
         self.num_forwards += 1
-        first = 0
-        for (feed, num_scored), begin, end in zip(parts, q_start[:-1], q_start[1:], strict=True):
-            self._held[feed.slot] += tokens[begin:end]
-            feed.logits.append(output.logits[first : first + num_scored])
-            feed.hidden.append(tuple(layer[begin:end] for layer in output.hidden))
-            first += num_scored
-        return [feed for feed in feeds if len(self._held[feed.slot]) < len(feed.tokens)]
+        for i, feed in enumerate(parts):
+            rows, scored = slice(q_start[i], q_start[i + 1]), slice(logit_start[i], logit_start[i + 1])
+            self._held[feed.slot] += tokens[rows]
+            size = rows.stop - rows.start
+            del feed.tokens[:size]
+            feed.num_unscored = max(feed.num_unscored - size, 0)
+            feed.outputs.append(_part(output, rows, scored))
+        return [feed for feed in feeds if feed.tokens]
 
 
-def _join(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _part(output: ForwardOutput, rows: slice, scored: slice) -> ForwardOutput:
+    return ForwardOutput(output.logits[scored], tuple(layer[rows] for layer in output.hidden))
+
+
+def _join(parts: list[ForwardOutput]) -> ForwardOutput:
+    if len(parts) == 1:
+        return parts[0]
+    layers = zip(*(part.hidden for part in parts), strict=True)
+    return ForwardOutput(np.concatenate([part.logits for part in parts]), tuple(np.concatenate(layer) for layer in layers))

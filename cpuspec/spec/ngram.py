@@ -2,7 +2,7 @@
 
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
-from cpuspec.sequence import Sequence, shared_prefix
+from cpuspec.sequence import Mark, Sequence
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.verify import Verdict
 
@@ -17,25 +17,27 @@ class _Index:
     def __init__(self, num_prompt_tokens: int) -> None:
         self.positions: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
         self._tokens: list[int] = []  # whose preceding n-grams are in `positions`
+        self._mark = Mark()  # the sequence's state when it held these
         self._num_prompt_tokens = num_prompt_tokens
         self._replaced: list[list[int | None]] = []  # for each generated token: what its n-grams' positions were before, by size
 
-    def follow(self, tokens: list[int]) -> None:
-        """Index exactly these tokens: undo those that were taken back, add the new ones."""
-        for position in range(len(self._tokens) - 1, shared_prefix(self._tokens, tokens) - 1, -1):
+    def follow(self, seq: Sequence) -> None:
+        """Index exactly the sequence's tokens: undo those that were taken back, add the new ones."""
+        for position in range(len(self._tokens) - 1, seq.unchanged(self._mark) - 1, -1):
             for gram, before in zip(self._grams(position), self._replaced.pop(), strict=True):
                 if before is None:
                     del self.positions[gram]
                 else:
                     self.positions[gram] = before
             del self._tokens[position]
-        for position in range(len(self._tokens), len(tokens)):
-            self._tokens.append(tokens[position])
+        for position in range(len(self._tokens), len(seq.tokens)):
+            self._tokens.append(seq.tokens[position])
             grams = self._grams(position)
             if position >= self._num_prompt_tokens:  # the prompt is never taken back
                 self._replaced.append([self.positions.get(gram) for gram in grams])
             for gram in grams:
                 self.positions[gram] = position
+        self._mark = seq.mark()
 
     def _grams(self, position: int) -> list[tuple[int, ...]]:
         """The n-grams before `position`, the shortest first."""
@@ -58,14 +60,14 @@ class NgramProposer:
     def begin(self, seq: Sequence) -> None:
         """Index the prompt."""
         self._indices[seq.id] = _Index(seq.num_prompt_tokens)
-        self._indices[seq.id].follow(seq.tokens)
+        self._indices[seq.id].follow(seq)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The tokens that followed the most recent occurrence of the longest known suffix."""
         drafts = []
         for seq, limit in zip(seqs, limits, strict=True):
             index = self._indices[seq.id]
-            index.follow(seq.tokens)
+            index.follow(seq)
             drafts.append(Draft.chain(self._continuation(seq.tokens, index.positions, min(self.num_tokens, limit)), self.name))
         return drafts
 

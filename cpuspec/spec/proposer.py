@@ -20,7 +20,7 @@ class Proposer(Protocol):
 
     Inside a chain a sequence is a shadow that runs ahead of its request. Between two calls its last tokens may have been
     taken back (`Sequence.rewind`, never into the prompt) and others committed that no `accept` told of. So whatever a
-    proposer keeps about a sequence follows `seq.tokens`: undo what is not shared with them (`shared_prefix`), then add the
+    proposer keeps about a sequence follows `seq.tokens`: undo what has changed (`Sequence.unchanged`), then add the
     rest. Learning that cannot be undone belongs into `end`, when `seq` holds its prompt and its whole answer.
     """
 

@@ -40,7 +40,8 @@ def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject
             context.release(alive.pop(data.draw(st.sampled_from(sorted(alive)))))
         elif action == "rewrite" and alive:  # as a chain's middle level sees it when the target rejects
             seq = alive[data.draw(st.sampled_from(sorted(alive)))]
-            seq.tokens[data.draw(st.integers(1, len(seq.tokens))) :] = data.draw(TOKENS)
+            seq.rewind(data.draw(st.integers(seq.num_prompt_tokens, len(seq.tokens))))
+            seq.extend(data.draw(TOKENS))
         elif action == "score" and alive:
             seqs = list(alive.values())
             drafts = [data.draw(TOKENS) for _ in seqs]
@@ -96,18 +97,18 @@ def test_a_slot_with_the_longest_shared_prefix_is_reused_and_others_are_left_alo
     context = Context(ToyBackend(1, max_rows=64), 3, 64)
     first, second = sequence(0, [0, 4, 5, 6, 7, 4]), sequence(1, [0, 4, 5, 5])
     assert context.acquire(first) == context.acquire(second) == 0
-    slots = [context._slots[seq.id] for seq in (first, second)]
+    slots = [context._seats[seq.id].slot for seq in (first, second)]
     context.score([first, second], [Draft.chain([], "test")] * 2)
     context.release(first)
     context.release(second)
     third = sequence(2, [0, 4, 5, 6, 7, 7, 7])
     assert context.acquire(third) == 5
-    assert context._slots[2] == slots[0]
+    assert context._seats[2].slot == slots[0]
     again = sequence(3, [0, 4, 5, 5])
     assert context.acquire(again) == 3  # the last token's row is computed again
     stranger = sequence(4, [6, 6])
     assert context.acquire(stranger) == 0
-    assert context._slots[4] not in slots
+    assert context._seats[4].slot not in slots
 
 
 def test_a_short_overlap_does_not_cost_another_conversation_its_slot() -> None:
