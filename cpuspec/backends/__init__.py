@@ -40,13 +40,17 @@ def check_backend(name: str) -> None:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
 
 
-def make_backend(name: str, checkpoint: Checkpoint, engine: EngineConfig) -> Backend:
-    """The backend called `name`, with the checkpoint's weights loaded. Raises BackendError for an unknown name."""
+def make_backend(name: str, checkpoint: Checkpoint, engine: EngineConfig, share: Backend | None = None) -> Backend:
+    """The backend called `name`, with the checkpoint's weights loaded. Raises BackendError for an unknown name.
+
+    share: a backend of the same kind, for models that take turns: threads, and the weights of every tensor object that both
+    checkpoints hold, are there once. A backend of another kind shares nothing.
+    """
     check_backend(name)
     if name == "numba":
         from cpuspec.backends.numba_backend import NumbaBackend
 
-        return NumbaBackend(checkpoint, engine)
+        return NumbaBackend(checkpoint, engine, share=share if isinstance(share, NumbaBackend) else None)
     from cpuspec.backends.numpy_backend import NumpyBackend
 
-    return NumpyBackend(checkpoint, engine)
+    return NumpyBackend(checkpoint, engine, share=share if isinstance(share, NumpyBackend) else None)

@@ -6,6 +6,7 @@ kernel is told has been checked here or by `ForwardBatch.check`; the kernels the
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
+from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor
-from cpuspec.formats.packing import TILE, aligned_bytes, pack
+from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import attention, isa, linear, pointwise, simd, step
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
@@ -24,23 +26,31 @@ _SMALL = 768  # hidden size under which a model is small
 
 
 class NumbaBackend:
-    """The transformer on packed int4 to int8 (or 16- and 32-bit) weights, with int8 activations, row-invariant to the bit."""
+    """The transformer on packed int4 to int8 (or 16- and 32-bit) weights, with int8 activations, row-invariant to the bit.
+
+    share: a backend whose threads this one uses, and whose packed weights, for every tensor object that both checkpoints hold.
+    The two take turns: they must not run at the same time, and closing the one that was there first ends both.
+    """
 
     name = "numba"
     row_invariant = True
 
-    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig) -> None:
+    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig, share: "NumbaBackend | None" = None) -> None:
         isa.check_processor()
         self.config = c = checkpoint.config
         self.max_rows = engine.max_rows
-        self.threads = engine.threads or usable_cores()
+        self.threads: int = share.threads if share else engine.threads or usable_cores()
         self._embed = checkpoint.tensors["embed"]
         tensors = dict(checkpoint.tensors)
         if c.tied_embeddings:
             tensors["output"] = self._embed
+        matrices = {name: t for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
+        shared = share._packed if share else {}
         with ThreadPoolExecutor(self.threads) as pool:
-            matrices = {name: pool.submit(pack, t) for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
-            self._matrices = {name: job.result() for name, job in matrices.items()}
+            new = {name: pool.submit(pack, t) for name, t in matrices.items() if t not in shared}
+            self._matrices = {name: new[name].result() if name in new else shared[t] for name, t in matrices.items()}
+        self._packed: WeakKeyDictionary[QuantTensor, PackedTensor] = WeakKeyDictionary()  # while somebody holds the tensor
+        self._packed.update({t: self._matrices[name] for name, t in matrices.items()})
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())
         self._table = rope_table(c, np.arange(256))
@@ -54,7 +64,9 @@ class NumbaBackend:
         self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
         self._cosines, self._sines = (np.empty((rows, c.head_dim // 2), np.float32) for _ in range(2))
         self._scratch = aligned_bytes((0,))
-        self._team = step.Team(self._write_program(), self.threads)
+        self._program = step.Program(self._write_program())
+        self._team: step.Team = share._team if share else step.Team(self.threads)
+        self._owns_team = share is None
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model: f32 keys and values, in the order that `kernels.attention` reads."""
@@ -65,6 +77,8 @@ class NumbaBackend:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
         c = self.config
         batch.check(c, cache, self.max_rows)
+        if self._team.closed:
+            raise BackendError("this backend, or the one that it shares threads with, is closed; make a new one")
         rows = len(batch.tokens)
         self._x[:rows, : c.hidden_size] = self._embed.rows(batch.tokens)
         self._x[:rows, c.hidden_size :] = 0
@@ -77,7 +91,7 @@ class NumbaBackend:
             kept[layer] = array.ctypes.data
         places = _Places(batch, cache)
 
-        state = self._team.state
+        state = self._program.state
         state[step.NUM_ROWS], state[step.NUM_LOGIT_ROWS] = rows, len(logit_rows)
         addressed: tuple[tuple[int, NDArray[Any]], ...] = (
             (step.LOGIT_ROWS, logit_rows),
@@ -96,13 +110,14 @@ class NumbaBackend:
         state[step.PATH_LENGTH] = places.paths.shape[1]
         state[step.KEY_BYTES], state[step.VALUE_BYTES] = self._head_bytes(cache.capacity)
         self._provide_scratch(cache.capacity)
-        self._team.run()
+        self._team.run(self._program)
         cache.lengths[batch.slots] += np.diff(batch.q_start)
         return ForwardOutput(logits[:, : c.vocab_size], tuple(hidden[layer] for layer in batch.hidden_layers))
 
     def close(self) -> None:
-        """End the threads."""
-        self._team.close()
+        """End the threads, if they are this backend's own."""
+        if self._owns_team:
+            self._team.close()
 
     def _rows(self, features: int) -> F32:
         """Room for `max_rows` rows, zeroed, each padded to whole vectors."""
@@ -119,7 +134,8 @@ class NumbaBackend:
         size = attention.scratch_bytes(self.config.head_dim, capacity)
         if size * self.threads > len(self._scratch):
             self._scratch = aligned_bytes((size * self.threads,))
-        self._team.state[step.SCRATCH], self._team.state[step.SCRATCH_BYTES] = self._scratch.ctypes.data, size
+        state = self._program.state
+        state[step.SCRATCH], state[step.SCRATCH_BYTES] = self._scratch.ctypes.data, size
 
     def _take_rotations(self, positions: I32) -> None:
         """Cosines and sines of the rows' positions, from a table that grows by doubling."""

@@ -5,12 +5,14 @@ products are the BLAS library's: exact meaning, but a row's last bits may depend
 """
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
+from cpuspec.formats import QuantTensor
 from cpuspec.model.batch import ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
@@ -25,24 +27,35 @@ class _Storage:
 
 
 class NumpyBackend:
-    """The transformer in plain numpy. `dtype` is the precision of weights and of every intermediate result."""
+    """The transformer in plain numpy. `dtype` is the precision of weights and of every intermediate result.
+
+    share: a backend of the same dtype whose weights this one uses, for every tensor object that both checkpoints hold.
+    """
 
     name = "numpy"
     row_invariant = False
 
-    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig, dtype: DTypeLike = np.float32) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        engine: EngineConfig,
+        dtype: DTypeLike = np.float32,
+        share: "NumpyBackend | None" = None,
+    ) -> None:
         self.config = checkpoint.config
         self.max_rows = engine.max_rows
         self.threads = 1
         self._dtype = np.dtype(dtype)
         self._embed = checkpoint.tensors["embed"]
-        self._weights = {
-            name: tensor.dequantize().astype(self._dtype, copy=False)
-            for name, tensor in checkpoint.tensors.items()
-            if name != "embed"
-        }
+        tensors = {name: t for name, t in checkpoint.tensors.items() if name != "embed"}
         if self.config.tied_embeddings:
-            self._weights["output"] = self._embed.dequantize().astype(self._dtype, copy=False)
+            tensors["output"] = self._embed
+        shared = share._values if share and share._dtype == self._dtype else {}
+        self._weights = {
+            name: shared[t] if t in shared else t.dequantize().astype(self._dtype, copy=False) for name, t in tensors.items()
+        }
+        self._values: WeakKeyDictionary[QuantTensor, Array] = WeakKeyDictionary()  # while somebody holds the tensor
+        self._values.update({t: self._weights[name] for name, t in tensors.items()})
         self.weight_bytes = sum(w.nbytes for w in self._weights.values())
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:

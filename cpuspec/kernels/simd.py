@@ -144,6 +144,7 @@ peek_f32 = _operation((_a,), types.float32, lambda b, at: load(b, at, F32))
 poke_i64 = _operation((_a, types.int64), types.int8, store)
 poke_i32 = _operation((_a, _i), types.int8, store)
 poke_f32 = _operation((_a, _f), types.int8, store)
+words = _operation((_a,), types.CPointer(types.int64), pointer)  # what `numba.carray` makes an array of
 f32_bits = _operation((_i,), types.float32, lambda b, v: b.bitcast(v, F32))
 half = _operation((), types.float32, lambda b: ir.Constant(F32, 0.5))
 to_float = _operation((types.int64,), types.float32, lambda b, v: b.sitofp(v, F32))  # int32 and int64, rounded once

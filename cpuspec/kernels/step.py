@@ -7,10 +7,9 @@ only its chunk; who computes what never changes a result.
 
 import atexit
 import threading
-from typing import Any
 
 import numpy as np
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -20,7 +19,18 @@ from cpuspec.kernels.attention import QUERIES, append_key_value, attend, put_que
 from cpuspec.kernels.linear import ORDERS, ROWS
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import prepare_row, rotate_head, rows_of_block
-from cpuspec.kernels.team import GENERATION, PARKED, QUIT, await_work, barrier, publish
+from cpuspec.kernels.team import (
+    COUNTERS,
+    GENERATION,
+    NUM_OPERATIONS,
+    OPERATIONS,
+    PARKED,
+    QUIT,
+    STATE,
+    await_work,
+    barrier,
+    publish,
+)
 
 PREPARE, LINEAR, ROTATE, ATTEND, KEEP = range(5)
 
@@ -227,9 +237,13 @@ def _keep(op, state):
 
 
 @compiled
-def run(program, state, control, counters, threads, thread):
-    """One thread's part of a forward."""
-    for i in range(len(program)):
+def run(control, threads, thread):
+    """One thread's part of the published forward."""
+    operations = simd.peek_i64(control + NUM_OPERATIONS)
+    program = carray(simd.words(simd.peek_i64(control + OPERATIONS)), (operations, COLUMNS))
+    state = carray(simd.words(simd.peek_i64(control + STATE)), STATE_LENGTH)
+    counters = simd.peek_i64(control + COUNTERS)
+    for i in range(operations):
         op, counter = program[i], counters + 8 * i
         if op[0] == PREPARE:
             _prepare(op, state, counter, threads)
@@ -247,35 +261,47 @@ def run(program, state, control, counters, threads, thread):
 
 
 @compiled
-def _lead(program, state, control, counters, threads, thread):
+def _lead(control, operations, num_operations, state, counters, threads):
     """Publish a forward and run the caller's part of it; returns whether a worker sleeps, and then has only published."""
-    if publish(control, counters, len(program), threads) != 0:
+    if publish(control, operations, num_operations, state, counters, threads) != 0:
         return True
-    run(program, state, control, counters, threads, thread)
+    run(control, threads, 0)
     return False
 
 
 @compiled
-def _work(program, state, control, counters, threads, thread, seen):
+def _work(control, threads, thread, seen):
     """Run every published forward until told to end (-1) or until it is time to sleep (the last generation seen)."""
     while True:
         now = await_work(control, seen, control + PARKED + 64 * thread)
         if now < 0 or now == seen:
             return now
-        run(program, state, control, counters, threads, thread)
+        run(control, threads, thread)
         seen = now
 
 
-class Team:
-    """`threads` threads, the caller's among them, that run one program."""
+class Program:
+    """The operations of a forward, one row each, and the state block that they read."""
 
-    def __init__(self, program: NDArray[np.int64], threads: int) -> None:
+    def __init__(self, operations: NDArray[np.int64]) -> None:
+        assert operations.shape[1:] == (COLUMNS,), "an operation is a row of COLUMNS numbers"
         self.state = np.zeros(STATE_LENGTH, np.int64)
-        self._program = np.ascontiguousarray(program)
-        self._threads = threads
+        self.operations = np.ascontiguousarray(operations, np.int64)
+        self.counters = aligned_bytes((8 * len(operations),))
+
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Operations, their number, state and counters, as `team.publish` takes them."""
+        return self.operations.ctypes.data, len(self.operations), self.state.ctypes.data, self.counters.ctypes.data
+
+
+class Team:
+    """`threads` threads, the caller's among them, that run one program after another. Models that take turns share one."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.closed = False
         self._control = aligned_bytes((PARKED + 64 * threads,))
         self._control[:] = 0
-        self._counters = aligned_bytes((8 * len(program),))
         self._wake = [threading.Event() for _ in range(threads)]
         self._compile()
         self._workers = [
@@ -285,25 +311,27 @@ class Team:
             worker.start()
         atexit.register(self.close)
 
-    def run(self) -> None:
-        """Run the program on `state`, on all threads, and return when it is done."""
+    def run(self, program: Program) -> None:
+        """Run a program on its state, on all threads, and return when it is done. One caller at a time."""
         # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
-        if _lead(*self._arguments(0)):
+        if _lead(self._address, *program.addresses(), self.threads):
             self._wake_all()
-            run(*self._arguments(0))
+            run(self._address, self.threads, 0)
 
     def close(self) -> None:
         """End the workers. A closed team cannot run; closing twice does nothing."""
+        self.closed = True
         atexit.unregister(self.close)
         self._control.view(np.int64)[QUIT // 8] = 1
-        publish(self._control.ctypes.data, self._counters.ctypes.data, len(self._program), self._threads)
+        publish(self._address, *_NOTHING.addresses(), self.threads)
         self._wake_all()
         for worker in self._workers:
             worker.join()
         self._workers = []
 
-    def _arguments(self, thread: int) -> tuple[Any, ...]:
-        return self._program, self.state, self._control.ctypes.data, self._counters.ctypes.data, self._threads, thread
+    @property
+    def _address(self) -> int:
+        return self._control.ctypes.data
 
     def _wake_all(self) -> None:
         for event in self._wake:
@@ -311,15 +339,17 @@ class Team:
 
     def _serve(self, thread: int) -> None:
         seen = 0
-        while (seen := _work(*self._arguments(thread), seen)) >= 0:
+        while (seen := _work(self._address, self.threads, thread, seen)) >= 0:
             self._wake[thread].wait()
             self._wake[thread].clear()
 
     def _compile(self) -> None:
         """Have everything compiled before a thread waits for another: an empty program, and a worker that ends at once."""
-        _, *arguments = self._arguments(0)
-        _lead(self._program[:0], *arguments)
+        _lead(self._address, *_NOTHING.addresses(), self.threads)
         control = self._control.view(np.int64)
         control[QUIT // 8] = control[GENERATION // 8] = 1
-        _work(*self._arguments(0), 0)
+        _work(self._address, self.threads, 0, 0)
         control[QUIT // 8] = control[GENERATION // 8] = 0
+
+
+_NOTHING = Program(np.zeros((0, COLUMNS), np.int64))

@@ -1,4 +1,4 @@
-"""Threads that run one compiled step together and meet at barriers.
+"""Threads that run compiled steps together, one at a time, and meet at barriers.
 
 Workers are Python threads inside a compiled function without the GIL. A barrier spins for a moment and then yields the
 processor, so that a team larger than its free cores slows down and does not collapse. Between steps a worker spins a little
@@ -13,7 +13,10 @@ from cpuspec.kernels import simd
 from cpuspec.kernels.options import compiled
 
 # Slots of the control block, one cache line each (in bytes).
-GENERATION, ARRIVED, ROUND, QUIT, PARKED = (64 * i for i in range(5))
+GENERATION, ARRIVED, ROUND, QUIT, JOB, PARKED = (64 * i for i in range(6))
+
+# What is run, as int64 from JOB on.
+OPERATIONS, NUM_OPERATIONS, STATE, COUNTERS = (JOB + 8 * i for i in range(4))
 
 _SPINS = 200  # pauses before a waiting thread gives its core away: some microseconds
 _YIELDS = 20000  # yields without work before a worker sleeps: some tens of milliseconds on a quiet machine
@@ -64,10 +67,14 @@ def await_work(control, seen, parked):
 
 
 @compiled
-def publish(control, counters, num_counters, threads):
-    """Reset the work counters, start a generation, and say whether a worker sleeps."""
-    for i in range(num_counters):
+def publish(control, operations, num_operations, state, counters, threads):
+    """Reset the work counters, one for each operation, start a generation, and say how many workers sleep."""
+    for i in range(num_operations):
         simd.poke_i64(counters + 8 * i, 0)
+    simd.poke_i64(control + OPERATIONS, operations)
+    simd.poke_i64(control + NUM_OPERATIONS, num_operations)
+    simd.poke_i64(control + STATE, state)
+    simd.poke_i64(control + COUNTERS, counters)
     simd.fetch_add(control + GENERATION, 1)
     asleep = 0
     for worker in range(1, threads):

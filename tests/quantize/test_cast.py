@@ -1,0 +1,73 @@
+"""A cast is what the format makes of the values; what is not cast is shared."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.errors import FormatError
+from cpuspec.formats import FORMATS, QuantTensor, get_format
+from cpuspec.quantize.cast import cast, cast_checkpoint
+from tests.backends.models import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory, weight_format="q4_k", output_format="q6_k", tied=False)
+
+
+def _values(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("source", ["bf16", "q4_0", "q6_k"])
+def test_a_cast_is_the_encoding_of_the_values_and_of_nothing_else(source: str, to: str) -> None:
+    tensor = QuantTensor.encode(get_format(source), _values(1, 300, 512))  # more than one chunk
+    got = cast(tensor, get_format(to))
+    assert got.shape == tensor.shape
+    assert got.format is get_format(to)
+    assert np.array_equal(got.data, get_format(to).encode(tensor.dequantize()))
+
+
+def test_a_vector_can_be_cast() -> None:
+    tensor = QuantTensor.encode(get_format("f32"), _values(2, 64))
+    assert np.array_equal(cast(tensor, get_format("bf16")).data, get_format("bf16").encode(tensor.dequantize()))
+
+
+def test_linear_layers_are_cast_and_everything_else_is_the_same_object(model: Checkpoint) -> None:
+    draft = cast_checkpoint(model, get_format("mxfp4"), threads=2)
+    assert draft.tensors.keys() == model.tensors.keys()
+    assert (draft.config, draft.vocabulary, draft.path) == (model.config, model.vocabulary, model.path)
+    for name, tensor in model.tensors.items():
+        if name.rpartition(".")[2] in ("q", "k", "v", "o", "gate", "up", "down"):
+            assert np.array_equal(draft.tensors[name].data, cast(tensor, get_format("mxfp4")).data)
+        else:
+            assert draft.tensors[name] is tensor
+
+
+def test_the_number_of_threads_changes_no_byte(model: Checkpoint) -> None:
+    one, three = (cast_checkpoint(model, get_format("q4_0"), threads) for threads in (1, 3))
+    assert all(np.array_equal(one.tensors[name].data, three.tensors[name].data) for name in model.tensors)
+
+
+def test_progress_counts_weights_up_to_their_number(model: Checkpoint) -> None:
+    seen: list[tuple[int, int]] = []
+    cast_checkpoint(model, get_format("q4_0"), 2, lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1][0] == seen[-1][1] == sum(t.num_values for n, t in model.tensors.items() if len(t.shape) == 2 and "layers" in n)
+
+
+def test_a_format_that_does_not_fit_is_refused_by_the_tensors_name(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    narrow = tiny(tmp_path_factory, hidden_size=96, num_heads=2, num_kv_heads=2, head_dim=32)
+    with pytest.raises(FormatError, match=r"layers\.0\.q: q4_k needs in_features divisible by 256, got 96"):
+        cast_checkpoint(narrow, get_format("q4_k"))
+
+
+def test_values_that_a_format_cannot_hold_are_refused_by_the_tensors_name(model: Checkpoint) -> None:
+    values = model.tensors["layers.1.up"].dequantize()
+    values[3, 4] = np.inf
+    broken = replace(model, tensors={**model.tensors, "layers.1.up": QuantTensor.encode(get_format("f32"), values)})
+    with pytest.raises(FormatError, match=r"layers\.1\.up: mxfp4 cannot hold inf"):
+        cast_checkpoint(broken, get_format("mxfp4"))
