@@ -1,30 +1,33 @@
 """cpuspec beside llama.cpp, OpenVINO, ONNX Runtime and torch int8, in turns in one run: decoding, prefill, forwards over rows.
 
     python benchmarks/peers.py --shape qwen2.5-0.5b --llama-cpp PROGRAMS_DIR --python openvino=VENV/bin/python --rounds 5
-    python benchmarks/peers.py qwen2.5-coder-1.5b-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR
+    python benchmarks/peers.py qwen2.5-coder-1.5b-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --figures decode,busy
+    python benchmarks/peers.py qwen2.5-coder-1.5b-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --figures "" --depth 4096
 
 llama.cpp reads the same GGUF file. The others get a model of the same shape with random weights, exported to their own int4
 format once and kept. Each runs in a process of its own (`peer_workers/`), the three Python engines in environments of their own.
 Every round asks every engine for one figure after the other, so that a machine's moods hit all of them alike.
 """
 
-import json
-import os
-import re
+import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from peers_engines import FIGURES, LlamaCpp, Peer, PeerError, Worker
-from peers_report import OWN, Samples, report, summarize
+from peers_engines import LlamaCpp, Peer, PeerError, Worker
+from peers_report import BUSY, DECODE, OWN, QUIET, Figure, Samples, report, summarize
+from record import Rounds, record, save, say
 
-from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.download import resolve_model
+from cpuspec.cli.machine import describe_hardware
 from cpuspec.config import ModelConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import CpuspecError
@@ -32,6 +35,7 @@ from cpuspec.errors import CpuspecError
 LLAMA_CPP = "llama.cpp"
 PYTHON_PEERS = {"openvino": "openvino", "onnxruntime": "onnxruntime", "torch": None}  # by what their models are called, if exported
 PEERS = (LLAMA_CPP, *PYTHON_PEERS)
+FIGURES = {"decode": QUIET, "prefill": Figure("prefill"), "forwards": Figure("forwards"), "busy": BUSY}
 
 _ROOT = Path(__file__).resolve().parent
 _MAKE_MODEL = _ROOT.parent / "tools" / "make_tiny_model.py"
@@ -44,6 +48,10 @@ def main(
     peers: Annotated[str, typer.Option(help="Engines to measure beside cpuspec.")] = ",".join(PEERS),
     python: Annotated[list[str] | None, typer.Option(help="Interpreter of a peer's environment: openvino=PATH; repeat.")] = None,
     llama_cpp: Annotated[Path | None, typer.Option(help="Directory of llama.cpp's programs: llama-bench, forward-cost.")] = None,
+    figures: Annotated[
+        str, typer.Option(help=f"Some of {', '.join(FIGURES)} (that is, decoding beside a busy process).")
+    ] = "decode,prefill,forwards",
+    depth: Annotated[str, typer.Option(help="Tokens that a context already holds; decoding is measured at each as well.")] = "",
     threads: Annotated[int, typer.Option(help="Threads of every engine.", min=1)] = 2,
     rounds: Annotated[int, typer.Option(help="Rounds; medians are quoted.", min=1)] = 5,
     rows: Annotated[str, typer.Option(help="Rows of the forwards with all logits.")] = "1,2,4,8,16",
@@ -55,30 +63,32 @@ def main(
     """Print each engine's figures and how many times as fast as each of them cpuspec is."""
     try:
         names, interpreters, counts = read_names(peers), read_interpreters(python or []), read_rows(rows)
+        asked = read_figures(figures, depth)
         store = workspace or cache_dir() / "peers"
-        path = _model_path(model, shape, weight_format, store)
-        config = open_checkpoint(path).config
+        checkpoint = open_checkpoint(_model_path(model, shape, weight_format, store))
+        _check_depth(checkpoint, asked)
     except (PeerError, CpuspecError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from error
-    launcher = _Launcher(path, config, store, threads, counts, timeout, llama_cpp, interpreters)
+    launcher = _Launcher(checkpoint, store, threads, asked, counts, timeout, llama_cpp, interpreters)
     engines: dict[str, Peer] = {}
     failed: dict[str, str] = {}
     try:
         for name in (OWN, *names):
-            _say(f"{name}: {'preparing' if prepare else 'preparing and loading'}")
+            say(f"{name}: {'preparing' if prepare else 'preparing and loading'}")
             try:
                 engine = launcher.engine(name, prepare)
                 engines |= {name: engine} if engine is not None else {}
             except PeerError as error:
                 failed[name] = str(error)
-                _say(f"{name} is left out: {error}")
+                say(f"{name} is left out: {error}")
         if prepare:
             raise typer.Exit(bool(failed))
         if OWN in failed:  # there is nothing to compare
             raise typer.Exit(1)
+        passed = Rounds(rounds, threads)
         try:
-            run = measure(engines, rounds, failed)
+            samples = measure(engines, passed, asked, failed)
         except PeerError as error:
             print(f"{OWN} itself failed: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
@@ -87,11 +97,11 @@ def main(
     finally:
         for engine in engines.values():
             engine.close()
-    head = {"model": path.name, "threads": threads, "rounds": rounds, "machine": _machine(), "engines": abouts, "failed": failed}
-    result = head | {"load_average": run.load_average, "stolen": run.stolen} | summarize(run.samples)
+    read_bytes = dict.fromkeys((OWN, LLAMA_CPP), weight_bytes(checkpoint))
+    result = record("peers", checkpoint.path.name, passed) | {"engines": abouts, "failed": failed}
+    result |= summarize(samples, read_bytes, passed.read_bytes_per_s)
     print(report(result))
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    save(result, json_file)
 
 
 def read_names(text: str) -> list[str]:
@@ -116,6 +126,23 @@ def read_interpreters(texts: Sequence[str]) -> dict[str, Path]:
     return interpreters
 
 
+def read_figures(text: str, depths: str) -> list[Figure]:
+    """Figures by their names, then decoding at each depth; PeerError for a name or a number that means nothing, or for none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in FIGURES:
+            raise PeerError(f"--figures {text}: wanted some of {', '.join(FIGURES)}")
+    pieces = [piece.strip() for piece in depths.split(",") if piece.strip()]
+    if not all(piece.isdecimal() and int(piece) for piece in pieces):
+        raise PeerError(f"--depth {depths!r}: wanted numbers of tokens, separated by commas")
+    figures = [*(FIGURES[name] for name in names), *(Figure("decode", int(piece)) for piece in pieces)]
+    if not figures:
+        raise PeerError("there is nothing to measure; give --figures or --depth")
+    if BUSY in figures and QUIET not in figures:
+        raise PeerError("--figures busy is compared with decode in the same round: give both")
+    return list(dict.fromkeys(figures))
+
+
 def read_rows(text: str) -> list[int]:
     """Numbers of rows, ascending; PeerError unless all are integers from 1 to 256."""
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
@@ -124,14 +151,26 @@ def read_rows(text: str) -> list[int]:
     return sorted({int(piece) for piece in pieces})
 
 
+def weight_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the matrices that one decoded token reads, as they are in the file."""
+    unread = () if checkpoint.config.tied_embeddings else ("embed",)
+    return sum(tensor.num_bytes for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2 and name not in unread)
+
+
+def _check_depth(checkpoint: Checkpoint, figures: Sequence[Figure]) -> None:
+    deepest = max(figure.depth for figure in figures)
+    if deepest + DECODE > checkpoint.config.context_length:
+        raise PeerError(f"--depth {deepest}: the model holds {checkpoint.config.context_length} tokens, {DECODE} of them new")
+
+
 @dataclass(frozen=True)
 class _Launcher:
     """Makes engines: writes what they read, starts their processes, loads the model."""
 
-    path: Path
-    config: ModelConfig
+    checkpoint: Checkpoint
     workspace: Path
     threads: int
+    figures: Sequence[Figure]
     rows: Sequence[int]
     timeout: float
     llama_cpp: Path | None
@@ -142,15 +181,15 @@ class _Launcher:
         if name == LLAMA_CPP:
             if self.llama_cpp is None:
                 raise PeerError("where its programs are is not known; give --llama-cpp DIRECTORY")
-            return LlamaCpp(self.llama_cpp, self.path, self.threads, self.rows, self.timeout)
+            return LlamaCpp(self.llama_cpp, self.checkpoint.path, self.threads, self.rows, self.timeout)
         if name != OWN and name not in self.interpreters:
             raise PeerError(f"its interpreter is not known; give --python {name}=PATH")
         interpreter = self.interpreters.get(name, Path(sys.executable))
         worker = Worker(interpreter, _ROOT / "peer_workers" / f"worker_{name}.py", self.rows, self.timeout)
         try:
-            model = self.path if name == OWN else self._exported(worker, PYTHON_PEERS[name])
+            model = self.checkpoint.path if name == OWN else self._exported(worker, PYTHON_PEERS[name])
             if not prepare_only:
-                worker.load(model, self.threads, self.config.vocab_size)
+                worker.load(model, self.threads, self.checkpoint.config.vocab_size, self.figures)
                 return worker
         except BaseException:
             worker.close()
@@ -160,11 +199,15 @@ class _Launcher:
 
     def _exported(self, worker: Worker, export: str | None) -> Path:
         """The model of this shape in the engine's own format, or, for None, as the Hugging Face directory it is exported from."""
-        c = self.config
+        c = self.checkpoint.config
         shape = f"{c.num_layers}x{c.hidden_size}-{c.intermediate_size}-{c.num_heads}-{c.num_kv_heads}x{c.head_dim}-{c.vocab_size}"
         home = self.workspace / f"{c.architecture}-{shape}{'' if c.tied_embeddings else '-untied'}"
         source = home / "huggingface"
         if not source.exists():
+            # In f32 while it is made, and again while it is exported.
+            needed, there = 5 * sum(map(math.prod, tensor_shapes(c).values())), describe_hardware()["available_memory_bytes"]
+            if there is not None and needed > there:
+                raise PeerError(f"to export this model takes {needed / 1e9:.0f} GB of memory, and {there / 1e9:.0f} GB are free")
             part = _fresh(home / "huggingface.part")
             _make_model("hf", part, *_shape_options(c))
             part.rename(source)
@@ -222,66 +265,47 @@ def _fresh(path: Path) -> Path:
     return path
 
 
-@dataclass
-class Run:
-    """Samples by engine, one dictionary for each round, and how busy the machine was."""
+def measure(
+    engines: dict[str, Peer], rounds: Rounds, figures: Sequence[Figure], failed: dict[str, str]
+) -> dict[str, list[Samples]]:
+    """Ask every engine for every figure in every round: samples by engine, one dictionary for each round.
 
-    samples: dict[str, list[Samples]]
-    load_average: list[float]  # as each round began
-    stolen: list[float]  # share of the busy time of all processors that a hypervisor gave to others
-
-
-def measure(engines: dict[str, Peer], rounds: int, failed: dict[str, str]) -> Run:
-    """Ask every engine for every figure in every round. One that fails goes from `engines` to `failed`, with its samples."""
-    run = Run({name: [] for name in engines}, [], [])
-    for number in range(rounds):
-        run.load_average.append(round(os.getloadavg()[0], 2))
-        _say(f"round {number + 1} of {rounds}, load average {run.load_average[-1]}")
-        busy_before, stolen_before = _processor_time()
-        for samples in run.samples.values():
-            samples.append({})
-        for figure in FIGURES:
+    An engine that fails goes from `engines` to `failed`, with its samples.
+    """
+    samples: dict[str, list[Samples]] = {name: [] for name in engines}
+    for number in rounds:
+        for one in samples.values():
+            one.append({})
+        for figure in figures:
             # Who comes first changes from round to round: a busy neighbour's burst then does not always hit the same one.
             turns = list(engines)
             turns = turns[number % len(turns) :] + turns[: number % len(turns)]
             for name in turns:
                 try:
-                    run.samples[name][-1] |= engines[name].measure(figure)
+                    with _busy_process() if figure.busy else nullcontext():
+                        samples[name][-1] |= engines[name].measure(figure)
                 except PeerError as error:
                     if name == OWN:
                         raise
-                    _say(f"{name} is left out from here on: {error}")
+                    say(f"{name} is left out from here on: {error}")
                     failed[name] = str(error)
                     engines.pop(name).close()
-                    del run.samples[name]
-        busy, stolen = _processor_time()
-        run.stolen.append(round((stolen - stolen_before) / max(1, busy - busy_before), 4))
+                    del samples[name]
     for engine in engines.values():
         if isinstance(engine, Worker) and engine.idle_s > 0:
             engine.about += f"; used {engine.idle_cpu_s / engine.idle_s:.1%} of a core while others had their turn"
-    return run
+    return samples
 
 
-def _processor_time() -> tuple[int, int]:
-    """Ticks since the machine started in which its processors had work, and those of them that a hypervisor took away."""
+@contextmanager
+def _busy_process() -> Iterator[None]:
+    """Another program that wants a core for itself."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        user, nice, system, _, _, interrupts, soft_interrupts, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
-    except (OSError, ValueError):  # not Linux
-        return 0, 0
-    return user + nice + system + interrupts + soft_interrupts + stolen, stolen
-
-
-def _machine() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text("utf-8")
-    except OSError:
-        text = ""
-    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return f"{name[1] if name else 'unknown processor'}, {os.cpu_count()} logical processors"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from peers_report import DECODE, PREFILL, Samples, rows_name
+from peers_report import DECODE, PREFILL, Figure, Samples, rows_name
 
 ROWS_DEPTH, REPEATS = 64, 5
-FIGURES = ("decode", "prefill", "forwards")
 
 
 class PeerError(Exception):
@@ -27,7 +26,7 @@ class Peer(Protocol):
 
     about: str
 
-    def measure(self, figure: str) -> Samples:
+    def measure(self, figure: Figure) -> Samples:
         """Seconds of the samples of one figure."""
         ...
 
@@ -54,23 +53,27 @@ class LlamaCpp:
     def __post_init__(self) -> None:
         if not (self.programs / "llama-bench").is_file():
             raise PeerError(f"there is no llama-bench in {self.programs}; give the directory of llama.cpp's programs")
-        without = "" if self._has_forward_cost else "; no forward-cost there, so no forwards over several rows"
-        self.about = f"llama-bench, {self.model.name}{without}"
+        self._without = "" if self._has_forward_cost else "; no forward-cost there, so no forwards over several rows"
+        self.about = f"llama-bench{self._without}"
 
     @property
     def _has_forward_cost(self) -> bool:
         return (self.programs / "forward-cost").is_file()
 
-    def measure(self, figure: str) -> Samples:
+    def measure(self, figure: Figure) -> Samples:
         """One run of a program, one repetition."""
-        if figure == "forwards":
+        if figure.kind == "forwards":
             if not self._has_forward_cost:
                 return {}
             output = self._run("forward-cost", str(self.model), str(self.threads), "1", str(ROWS_DEPTH), "0")
             return parse_forward_cost(output, self.rows)
-        prompt, new = (PREFILL, 0) if figure == "prefill" else (0, DECODE)
-        options = ("-m", str(self.model), "-t", str(self.threads), "-p", str(prompt), "-n", str(new), "-r", "1", "-o", "json")
-        return {figure: parse_llama_bench(self._run("llama-bench", *options))}
+        prompt, new = (PREFILL, 0) if figure.kind == "prefill" else (0, DECODE)
+        tests = ("-p", str(prompt), "-n", str(new), "-d", str(figure.depth), "-r", "1")
+        seconds, about = parse_llama_bench(
+            self._run("llama-bench", "-m", str(self.model), "-t", str(self.threads), *tests, "-o", "json")
+        )
+        self.about = about + self._without
+        return {figure.name: seconds}
 
     def close(self) -> None:
         """Nothing runs between figures."""
@@ -130,18 +133,22 @@ class Worker:
         self.idle_cpu_s += answer["idle_cpu_s"]
         return answer["result"]
 
-    def load(self, model: Path, threads: int, vocab_size: int) -> None:
-        """Load the model and warm up; `about` then says what was loaded."""
-        plan = {"prefill": PREFILL, "decode": DECODE, "rows": list(self._rows), "depth": ROWS_DEPTH, "repeats": REPEATS}
-        self.about = self.ask(do="load", model=str(model), threads=threads, vocab_size=vocab_size, **plan)
+    def load(self, model: Path, threads: int, vocab_size: int, figures: Sequence[Figure]) -> None:
+        """Load the model and run each figure once without its depth; `about` then says what was loaded."""
+        capacity = max(PREFILL, max(figure.depth for figure in figures) + DECODE, ROWS_DEPTH + REPEATS * max(self._rows)) + 16
+        self.about = self.ask(do="load", model=str(model), threads=threads, vocab_size=vocab_size, capacity=capacity)
+        for kind in dict.fromkeys(figure.kind for figure in figures):
+            self.measure(Figure(kind))
         self.idle_s = self.idle_cpu_s = 0.0
 
-    def measure(self, figure: str) -> Samples:
+    def measure(self, figure: Figure) -> Samples:
         """One figure's samples; of repeated forwards, the medians."""
-        if figure == "forwards":
-            seconds = self.ask(do=figure, rows=list(self._rows), depth=ROWS_DEPTH, repeats=REPEATS)
+        if figure.kind == "forwards":
+            seconds = self.ask(do="forwards", rows=list(self._rows), depth=ROWS_DEPTH, repeats=REPEATS)
             return {rows_name(int(count)): statistics.median(values) for count, values in seconds.items()}
-        return {figure: self.ask(do=figure, tokens=PREFILL if figure == "prefill" else DECODE)}
+        if figure.kind == "prefill":
+            return {figure.name: self.ask(do="prefill", tokens=PREFILL) / PREFILL}
+        return {figure.name: self.ask(do="decode", tokens=DECODE, depth=figure.depth) / DECODE}
 
     def close(self) -> None:
         """End the process: its input ends, and if that is not enough it is killed."""
@@ -173,10 +180,14 @@ def parse_forward_cost(output: str, rows: Sequence[int]) -> Samples:
     return {rows_name(count): found[count] for count in rows if count in found}
 
 
-def parse_llama_bench(output: str) -> float:
-    """Seconds of the one test in llama-bench's JSON."""
+def parse_llama_bench(output: str) -> tuple[float, str]:
+    """Seconds of a token in the one test of llama-bench's JSON, and what was measured in words."""
     try:
         [test] = json.loads(output)
-        return float(test["avg_ns"]) / 1e9
-    except (ValueError, KeyError, TypeError) as error:
+        about = (
+            f"llama.cpp {test['build_number']}, keys in {test['type_k']}, values in {test['type_v']}, "
+            f"flash attention {({-1: 'auto', 0: 'off', 1: 'on'})[int(test['flash_attn'])]}"
+        )
+        return 1 / float(test["avg_ts"]), about
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise PeerError(f"llama-bench's JSON is not that of one test: {output[-300:]!r}") from error

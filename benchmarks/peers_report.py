@@ -2,13 +2,37 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from record import spread
 
 OWN = "cpuspec"
 PREFILL, DECODE = 512, 128
 
-# Seconds by name of the figure: "decode", "prefill", "1 row", "4 rows".
+# Seconds by name of the figure: of a token ("decode", "prefill", "decode @ d4096"), of a forward ("1 row", "4 rows").
 Samples = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What every engine is asked in its turn.
+
+    kind: decode, prefill or forwards. depth: tokens that a context holds before its decoding is timed. busy: beside a process
+    that keeps one core busy.
+    """
+
+    kind: str
+    depth: int = 0
+    busy: bool = False
+
+    @property
+    def name(self) -> str:
+        """What its samples are called; those of forwards have `rows_name`s."""
+        return self.kind + (f" @ d{self.depth}" if self.depth else "") + (", busy" if self.busy else "")
+
+
+QUIET, BUSY = Figure("decode"), Figure("decode", busy=True)
 
 
 def rows_name(rows: int) -> str:
@@ -16,14 +40,21 @@ def rows_name(rows: int) -> str:
     return f"{rows} row{'s' * (rows != 1)}"
 
 
-def summarize(samples: Mapping[str, Sequence[Samples]]) -> dict[str, Any]:
-    """Figures and ratios, {"figures": {figure: {engine: spread}}, "ratios": ..., "over_one_row": {engine: {rows: spread}}}.
+def summarize(
+    samples: Mapping[str, Sequence[Samples]], read_bytes: Mapping[str, int], read_bytes_per_s: Sequence[float]
+) -> dict[str, Any]:
+    """Figures and ratios by their names:
 
-    samples: seconds by engine, round and figure, cpuspec's included. figures: tokens/s of decode and prefill, milliseconds of
-    forwards. ratios: {figure: {peer: spread, "best": {"peer": name, **spread, "fastest": ratio}}}, a peer's seconds over
-    cpuspec's in the same round, so that more than 1 means that cpuspec is faster; the best peer is the one with the lowest
-    median, and "fastest" compares the fastest round of any peer with cpuspec's fastest. over_one_row: a forward's seconds over
-    those of one row in the same round. A spread holds median, min, max and the rounds' values.
+    figures           {figure: {engine: spread}}; tokens/s of decode and prefill, milliseconds of forwards
+    ratios            {figure: {peer: spread, "best": {"peer": name, **spread, "fastest": ratio}}}; a peer's seconds over
+                      cpuspec's in the same round, so that more than 1 means that cpuspec is faster. The best peer is the one with
+                      the lowest median; "fastest" compares the fastest round of any peer with cpuspec's fastest
+    over_one_row      {engine: {rows: spread}}; a forward's seconds over those of one row in the same round
+    bandwidth_share   {engine: spread}; bytes of weights that a decoded token reads, over its seconds and the round's bandwidth
+    busy_share        {engine: spread}; speed of decoding beside a busy process over that of the same round without
+
+    samples: seconds by engine, round and figure, cpuspec's included. read_bytes: of a token, by those engines of which they are
+    known. read_bytes_per_s: the machine's, in each round. Spreads are `record.spread`s.
     """
     names = list(dict.fromkeys(figure for rounds in samples.values() for one in rounds for figure in one))
     seconds = {
@@ -33,7 +64,7 @@ def summarize(samples: Mapping[str, Sequence[Samples]]) -> dict[str, Any]:
         for figure in names
     }
     figures = {
-        figure: {engine: _spread([_shown(figure, value) for value in values]) for engine, values in by_engine.items()}
+        figure: {engine: spread([_shown(figure, value) for value in values]) for engine, values in by_engine.items()}
         for figure, by_engine in seconds.items()
     }
     ratios: dict[str, Any] = {}
@@ -42,17 +73,25 @@ def summarize(samples: Mapping[str, Sequence[Samples]]) -> dict[str, Any]:
         peers = {engine: values for engine, values in by_engine.items() if engine != OWN}
         if own is None or not peers:
             continue
-        ratios[figure] = {engine: _spread(_over(values, own)) for engine, values in peers.items()}
+        ratios[figure] = {engine: spread(_over(values, own)) for engine, values in peers.items()}
         best = min(peers, key=lambda engine: statistics.median(peers[engine]))
         fastest = min(min(values) for values in peers.values()) / min(own)
         ratios[figure]["best"] = {"peer": best, **ratios[figure][best], "fastest": round(fastest, 4)}
     one_row = seconds.get(rows_name(1), {})
     several = [figure for figure in seconds if figure.endswith("rows")]
     over_one_row = {
-        engine: {figure: _spread(_over(seconds[figure][engine], one)) for figure in several if engine in seconds[figure]}
+        engine: {figure: spread(_over(seconds[figure][engine], one)) for figure in several if engine in seconds[figure]}
         for engine, one in one_row.items()
     }
-    return {"figures": figures, "ratios": ratios, "over_one_row": over_one_row}
+    quiet, busy = seconds.get(QUIET.name, {}), seconds.get(BUSY.name, {})
+    needed = {engine: [read_bytes[engine] / rate for rate in read_bytes_per_s] for engine in quiet if engine in read_bytes}
+    return {
+        "figures": figures,
+        "ratios": ratios,
+        "over_one_row": over_one_row,
+        "bandwidth_share": {engine: spread(_over(least, quiet[engine])) for engine, least in needed.items()},
+        "busy_share": {engine: spread(_over(quiet[engine], values)) for engine, values in busy.items() if engine in quiet},
+    }
 
 
 def report(result: Mapping[str, Any]) -> str:
@@ -63,6 +102,11 @@ def report(result: Mapping[str, Any]) -> str:
     head = f"{result['model']}, {result['threads']} threads, median of {result['rounds']} rounds"
     lines = [f"{head} (least and most)", ""]
     rows = [[_label(figure), *(_cell(by_engine.get(engine), 1) for engine in engines)] for figure, by_engine in figures.items()]
+    for label, shares in (
+        ("weights read while decoding, % of the read bandwidth", result["bandwidth_share"]),
+        ("decoding beside a busy process, % of its speed without", result["busy_share"]),
+    ):
+        rows += [[label, *(_cell(shares.get(engine), 0, 100) for engine in engines)]] if shares else []
     lines += [*_table(["", *engines], rows), ""]
     if ratios:
         lines += ["Times as fast as each peer, round by round", ""]
@@ -79,8 +123,10 @@ def report(result: Mapping[str, Any]) -> str:
         lines += [*_table(["", *engines], rows), ""]
     lines += [f"- {engine}: {about}" for engine, about in result["engines"].items()]
     lines += [f"- {engine} was left out: {reason}" for engine, reason in result["failed"].items()]
-    load, stolen = result["load_average"], result["stolen"]
-    lines += [f"- machine: {result['machine']}; load average as rounds began: {', '.join(map(str, load))}"]
+    machine, load, stolen = result["machine"], result["load_average"], result["stolen"]
+    read = _cell(result["read_bytes_per_s"], 1, 1e-9)
+    lines += [f"- {machine['processor']}, {machine['cores']} cores, {machine['isa']}; memory reads {read} GB/s"]
+    lines += [f"- load average as rounds began: {', '.join(map(str, load))}"]
     lines += [f"- processor time that the hypervisor gave to others, by round: {', '.join(f'{share:.0%}' for share in stolen)}"]
     if max(load) > result["threads"] + 1 or max(stolen) > 0.05:
         lines += [
@@ -89,28 +135,27 @@ def report(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _is_rate(figure: str) -> bool:
+    return figure.startswith(("decode", "prefill"))
+
+
 def _shown(figure: str, seconds: float) -> float:
-    tokens = {"decode": DECODE, "prefill": PREFILL}.get(figure)
-    return seconds * 1e3 if tokens is None else tokens / seconds
+    return 1 / seconds if _is_rate(figure) else seconds * 1e3
 
 
 def _label(figure: str) -> str:
-    return {"decode": f"decode {DECODE}, tok/s", "prefill": f"prefill {PREFILL}, tok/s"}.get(figure, f"{figure}, ms")
+    return f"{figure}, {'tok/s' if _is_rate(figure) else 'ms'}"
 
 
 def _over(values: Sequence[float], to: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, to, strict=True)]
 
 
-def _spread(values: Sequence[float]) -> dict[str, Any]:
-    median, least, most = statistics.median(values), min(values), max(values)
-    return {"median": round(median, 4), "min": round(least, 4), "max": round(most, 4), "rounds": [round(v, 4) for v in values]}
-
-
-def _cell(spread: Mapping[str, Any] | None, digits: int) -> str:
-    if spread is None:
+def _cell(figures: Mapping[str, Any] | None, digits: int, times: float = 1) -> str:
+    if figures is None:
         return "-"
-    return f"{spread['median']:.{digits}f} ({spread['min']:.{digits}f} to {spread['max']:.{digits}f})"
+    median, least, most = (f"{figures[name] * times:.{digits}f}" for name in ("median", "min", "max"))
+    return f"{median} ({least} to {most})"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -68,9 +68,9 @@ def record(benchmark: str, model: str, rounds: Rounds) -> dict[str, Any]:
 
 
 def save(result: dict[str, Any], path: Path | None) -> None:
-    """Write a result where it was asked for."""
+    """Write a result where it was asked for, its texts without the paths of this machine."""
     if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        path.write_text(json.dumps(_without_paths(result), indent=2) + "\n", "utf-8")
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def say(text: str) -> None:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command that started a benchmark, without its --json; of paths elsewhere than in the repository only the last name."""
+    """The command that started a benchmark, without its --json."""
     program, *rest = arguments
     shown = [f"benchmarks/{Path(program).name}"]
     options = iter(rest)
@@ -93,8 +93,20 @@ def _command(arguments: Sequence[str]) -> str:
         if option == "--json":
             next(options, None)
         elif not option.startswith("--json="):
-            shown.append(re.sub(r"(^|=)(/|\.\./)\S*/", r"\1", option))
+            shown.append(option)
     return "python " + shlex.join(shown)
+
+
+def _without_paths(value: Any) -> Any:
+    """Of paths elsewhere than in the repository only the last name, in texts at any depth."""
+    match value:
+        case dict():
+            return {name: _without_paths(one) for name, one in value.items()}
+        case list():
+            return [_without_paths(one) for one in value]
+        case str():
+            return re.sub(r"(?<![\w./])(/([\w.+@-]+/)+|(\.\./)+([\w.+@-]+/)*)", "", value)
+    return value
 
 
 def _processor_time() -> tuple[int, int]:

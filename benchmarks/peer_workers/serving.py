@@ -4,8 +4,9 @@ Requests and answers are JSON, one to a line. Runs in the interpreter of a peer'
 standard library only; a worker beside it brings the engine.
 
     {"do": "prepare", "source": DIR, "target": DIR}            export a Hugging Face directory to the engine's own format
-    {"do": "load", "model": PATH, "threads": 2, ...}            see `_Session.load`
-    {"do": "prefill", "tokens": 512}, {"do": "decode", "tokens": 128}, {"do": "forwards", "rows": [1, 4], "depth": 64, "repeats": 5}
+    {"do": "load", "model": PATH, "threads": 2, "vocab_size": 151936, "capacity": 640}
+    {"do": "prefill", "tokens": 512}, {"do": "decode", "tokens": 128, "depth": 4096}
+    {"do": "forwards", "rows": [1, 4], "depth": 64, "repeats": 5}
 
 Answers: {"result": ...} or {"error": text}, with the CPU time that the process used while nobody asked it anything.
 """
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+_PIECE = 512
 
 
 class Engine(Protocol):
@@ -97,17 +100,11 @@ class _Session:
             raise RuntimeError("this engine reads Hugging Face directories as they are")
         self._export(Path(source), Path(target))
 
-    def load(
-        self, model: str, threads: int, vocab_size: int, prefill: int, decode: int, rows: list[int], depth: int, repeats: int
-    ) -> str:
-        """Load, check that context matters, and run each measure once so that nothing is compiled later; returns a description."""
-        capacity = max(prefill, decode, depth + repeats * max(rows)) + 16
+    def load(self, model: str, threads: int, vocab_size: int, capacity: int) -> str:
+        """Load and check that context matters; returns a description. capacity: tokens that a sequence has to hold."""
         engine, description = self._load(Path(model), threads, capacity)
         self._vocab_size = vocab_size
         _check(engine, self._tokens(9), vocab_size)
-        self.prefill(engine, prefill)
-        self.decode(engine, 8)
-        self.forwards(engine, rows, depth, 1)
         self._engine = engine
         return description
 
@@ -117,10 +114,10 @@ class _Session:
         engine.reset()
         return _seconds(lambda: engine.feed(prompt, False))
 
-    def decode(self, engine: Engine, tokens: int) -> float:
-        """Seconds that so many tokens take one by one, from an empty context."""
+    def decode(self, engine: Engine, tokens: int, depth: int) -> float:
+        """Seconds that so many tokens take one by one, from a context of `depth` tokens."""
         generated = self._tokens(tokens)
-        engine.reset()
+        self._fill(engine, depth)
 
         def run() -> None:
             for token in generated:
@@ -135,11 +132,16 @@ class _Session:
         """
         seconds: dict[str, list[float]] = {}
         for count in rows:
-            engine.reset()
-            engine.feed(self._tokens(depth), False)
+            self._fill(engine, depth)
             batches = [self._tokens(count) for _ in range(repeats)]
             seconds[str(count)] = [_seconds(lambda tokens=tokens: engine.feed(tokens, True)) for tokens in batches]
         return seconds
+
+    def _fill(self, engine: Engine, depth: int) -> None:
+        """Make a context of `depth` tokens, in pieces: one large feed may take memory with the square of its length."""
+        engine.reset()
+        for start in range(0, depth, _PIECE):
+            engine.feed(self._tokens(min(_PIECE, depth - start)), False)
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(self._vocab_size) for _ in range(count)]

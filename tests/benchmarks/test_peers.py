@@ -7,8 +7,11 @@ from pathlib import Path
 
 import peers
 import pytest
-from peers_engines import FIGURES, LlamaCpp, PeerError, Worker, parse_forward_cost, parse_llama_bench
-from peers_report import DECODE, PREFILL, report, summarize
+import record
+from peers import FIGURES
+from peers_engines import LlamaCpp, PeerError, Worker, parse_forward_cost, parse_llama_bench
+from peers_report import DECODE, Figure, report, summarize
+from record import Rounds
 
 BENCHMARKS = Path(peers.__file__).parent
 WORKERS = BENCHMARKS / "peer_workers"
@@ -58,6 +61,17 @@ def make_worker(directory, *, remembers=True, timeout=60.0):
     return Worker(Path(sys.executable), script, [1, 3], timeout)
 
 
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch):
+    """Memory whose speed is known without measuring it."""
+    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+
+
+def compared(samples):
+    """A summary in which nothing is known of bytes."""
+    return summarize(samples, {}, [1e9] * 2)
+
+
 def rounds(**seconds):
     """Samples of two rounds from pairs."""
     return [{name.replace("_", " "): pair[number] for name, pair in seconds.items()} for number in range(2)]
@@ -73,8 +87,9 @@ def test_forward_cost_without_its_line_is_an_error_that_quotes_it():
         parse_forward_cost("decode failed\n", [1])
 
 
-def test_llama_bench_gives_the_seconds_of_its_test():
-    assert parse_llama_bench(json.dumps([{"avg_ns": 2_500_000_000, "avg_ts": 51.2}])) == 2.5
+def test_llama_bench_gives_the_seconds_of_a_token_and_its_settings():
+    test = {"avg_ns": 2_500_000_000, "avg_ts": 50.0, "build_number": 7, "type_k": "f16", "type_v": "f16", "flash_attn": -1}
+    assert parse_llama_bench(json.dumps([test])) == (0.02, "llama.cpp 7, keys in f16, values in f16, flash attention auto")
 
 
 @pytest.mark.parametrize("output", ["", "[]", "[{}]", '[{"avg_ns": 1}, {"avg_ns": 2}]', "{}", "null"])
@@ -85,15 +100,15 @@ def test_other_output_of_llama_bench_is_an_error(output):
 
 def test_ratios_are_taken_round_by_round_and_above_one_where_cpuspec_is_faster():
     # Both slow down fourfold in the second round: a ratio of medians over all rounds would not be seen to stay the same.
-    summary = summarize({"cpuspec": rounds(decode=(1.0, 4.0)), "torch": rounds(decode=(2.0, 8.0))})
+    summary = compared({"cpuspec": rounds(decode=(1.0, 4.0)), "torch": rounds(decode=(2.0, 8.0))})
     ratio = summary["ratios"]["decode"]["torch"]
     assert (ratio["median"], ratio["min"], ratio["max"], ratio["rounds"]) == (2.0, 2.0, 2.0, [2.0, 2.0])
 
 
 def test_rates_are_of_decode_and_prefill_and_milliseconds_of_forwards():
-    figures = summarize({"cpuspec": rounds(decode=(2.0, 2.0), prefill=(4.0, 4.0), **{"4_rows": (0.01, 0.03)})})["figures"]
-    assert figures["decode"]["cpuspec"]["median"] == DECODE / 2
-    assert figures["prefill"]["cpuspec"]["median"] == PREFILL / 4
+    figures = compared({"cpuspec": rounds(decode=(0.02, 0.02), prefill=(0.004, 0.004), **{"4_rows": (0.01, 0.03)})})["figures"]
+    assert figures["decode"]["cpuspec"]["median"] == 50
+    assert figures["prefill"]["cpuspec"]["median"] == 250
     assert figures["4 rows"]["cpuspec"]["median"] == 20.0
 
 
@@ -103,14 +118,14 @@ def test_the_best_peer_is_the_fastest_of_each_figure():
         "torch": rounds(decode=(9.0, 9.0), prefill=(0.5, 0.5)),
         "openvino": rounds(decode=(3.0, 3.0), prefill=(2.0, 2.0)),
     }
-    ratios = summarize(samples)["ratios"]
+    ratios = compared(samples)["ratios"]
     assert (ratios["decode"]["best"]["peer"], ratios["decode"]["best"]["median"]) == ("openvino", 3.0)
     assert (ratios["prefill"]["best"]["peer"], ratios["prefill"]["best"]["median"]) == ("torch", 0.5)
 
 
 def test_the_fastest_rounds_are_compared_whenever_they_were_and_whoever_had_them():
     samples = {"cpuspec": rounds(decode=(1.0, 8.0)), "torch": rounds(decode=(9.0, 2.0)), "openvino": rounds(decode=(4.0, 4.0))}
-    best = summarize(samples)["ratios"]["decode"]["best"]
+    best = compared(samples)["ratios"]["decode"]["best"]
     assert (best["peer"], best["fastest"]) == ("openvino", 2.0)
 
 
@@ -119,7 +134,7 @@ def test_a_figure_that_a_peer_lacks_in_any_round_is_left_out_of_its_figures_and_
         "cpuspec": rounds(decode=(1.0, 1.0), prefill=(1.0, 1.0)),
         "llama.cpp": [{"decode": 2.0, "prefill": 1.0}, {"decode": 2.0}],
     }
-    summary = summarize(samples)
+    summary = compared(samples)
     assert "llama.cpp" in summary["figures"]["decode"]
     assert "llama.cpp" not in summary["figures"]["prefill"]
     assert "prefill" not in summary["ratios"]
@@ -127,20 +142,38 @@ def test_a_figure_that_a_peer_lacks_in_any_round_is_left_out_of_its_figures_and_
 
 def test_the_cost_of_rows_is_over_one_row_of_the_same_engine_and_round():
     samples = {"cpuspec": rounds(**{"1_row": (1.0, 2.0), "4_rows": (1.5, 3.0)})}
-    assert summarize(samples)["over_one_row"]["cpuspec"]["4 rows"]["rounds"] == [1.5, 1.5]
+    assert compared(samples)["over_one_row"]["cpuspec"]["4 rows"]["rounds"] == [1.5, 1.5]
+
+
+def test_shares_are_of_the_same_round():
+    samples = {
+        "cpuspec": rounds(decode=(0.1, 0.2), **{"decode,_busy": (0.2, 0.2)}),
+        "llama.cpp": rounds(decode=(0.2, 0.4), **{"decode,_busy": (0.8, 1.6)}),
+        "torch": rounds(decode=(0.4, 0.4)),
+    }
+    summary = summarize(samples, {"cpuspec": 10**8, "llama.cpp": 10**8}, [2e9, 1e9])
+    assert {engine: share["rounds"] for engine, share in summary["bandwidth_share"].items()} == {
+        "cpuspec": [0.5, 0.5],
+        "llama.cpp": [0.25, 0.25],
+    }
+    assert {engine: share["rounds"] for engine, share in summary["busy_share"].items()} == {
+        "cpuspec": [0.5, 1.0],
+        "llama.cpp": [0.25, 0.25],
+    }
 
 
 def test_the_report_names_every_engine_and_why_one_was_left_out():
     samples = {"cpuspec": rounds(decode=(1.0, 1.0), **{"1_row": (1.0, 1.0)}), "llama.cpp": rounds(decode=(2.0, 2.0))}
-    head = {"model": "m.gguf", "threads": 2, "rounds": 2, "machine": "one", "load_average": [0.5, 1.0], "stolen": [0.0, 0.2]}
+    head = {"model": "m.gguf", "threads": 2, "rounds": 2, "load_average": [0.5, 1.0], "stolen": [0.0, 0.2]}
+    head |= {"machine": {"processor": "one", "cores": 2, "isa": "generic"}, "read_bytes_per_s": record.spread([2e10])}
     engines = {"engines": {"cpuspec": "ours", "llama.cpp": "theirs"}, "failed": {"torch": "No module named 'torch'"}}
-    text = report(head | engines | summarize(samples))
+    text = report(head | engines | compared(samples))
     assert "| decode | 2.00 (2.00 to 2.00) | llama.cpp 2.00 | 2.00 |" in text
     assert "| 1 row, ms | 1000.0 (1000.0 to 1000.0) | - |" in text
     assert "torch was left out: No module named 'torch'" in text
     assert "by round: 0%, 20%" in text
     assert "not quiet" in text
-    assert "not quiet" not in report(head | {"stolen": [0.0, 0.01]} | engines | summarize(samples))
+    assert "not quiet" not in report(head | {"stolen": [0.0, 0.01]} | engines | compared(samples))
 
 
 @pytest.mark.parametrize(
@@ -151,6 +184,11 @@ def test_the_report_names_every_engine_and_why_one_was_left_out():
         (peers.read_rows, "four"),
         (peers.read_rows, ""),
         (peers.read_rows, "1000"),
+        (lambda text: peers.read_figures(text, ""), "decode,speed"),
+        (lambda text: peers.read_figures(text, ""), ""),
+        (lambda text: peers.read_figures(text, ""), "busy"),
+        (lambda text: peers.read_figures("", text), "0"),
+        (lambda text: peers.read_figures("", text), "4k"),
         (lambda text: peers.read_interpreters([text]), "openvino"),
         (lambda text: peers.read_interpreters([text]), f"llama.cpp={sys.executable}"),
         (lambda text: peers.read_interpreters([text]), "torch=no-such-file"),
@@ -164,6 +202,7 @@ def test_options_that_mean_nothing_are_refused(read, text):
 def test_options_are_read():
     assert peers.read_names("torch, llama.cpp,torch") == ["torch", "llama.cpp"]
     assert peers.read_rows("16,1,4,4") == [1, 4, 16]
+    assert peers.read_figures("decode", "4096,64") == [Figure("decode"), Figure("decode", 4096), Figure("decode", 64)]
     assert peers.read_interpreters([f"torch={sys.executable}"]) == {"torch": Path(sys.executable)}
 
 
@@ -178,20 +217,22 @@ def test_a_failing_program_is_quoted(tmp_path):
     program.chmod(0o755)
     engine = LlamaCpp(tmp_path, Path("m.gguf"), 2, [1], 10)
     assert "no forward-cost" in engine.about
-    assert engine.measure("forwards") == {}
+    assert engine.measure(Figure("forwards")) == {}
     with pytest.raises(PeerError, match="cannot read the model"):
-        engine.measure("decode")
+        engine.measure(Figure("decode"))
 
 
 def test_a_worker_is_measured_through_the_chatter_of_its_libraries(tmp_path):
     worker = make_worker(tmp_path)
     try:
-        worker.load(tmp_path / "model", 2, 50)
-        assert worker.about == f"fake 2 {PREFILL + 16}"
-        samples = [worker.measure(figure) for figure in FIGURES]
+        figures = [*FIGURES.values(), Figure("decode", 600)]
+        worker.load(tmp_path / "model", 2, 50, figures)
+        assert worker.about == f"fake 2 {600 + DECODE + 16}"
+        samples = [worker.measure(figure) for figure in figures]
     finally:
         worker.close()
-    assert [list(sample) for sample in samples] == [["decode"], ["prefill"], ["1 row", "3 rows"]]
+    names = [["decode"], ["prefill"], ["1 row", "3 rows"], ["decode, busy"], ["decode @ d600"]]
+    assert [list(sample) for sample in samples] == names
     assert all(seconds > 0 for sample in samples for seconds in sample.values())
 
 
@@ -207,7 +248,7 @@ def test_a_worker_that_cannot_be_measured_says_why(tmp_path, model, remembers, w
     worker = make_worker(tmp_path, remembers=remembers)
     try:
         with pytest.raises(PeerError, match=words):
-            worker.load(tmp_path / model, 2, 50)
+            worker.load(tmp_path / model, 2, 50, [Figure("decode")])
     finally:
         worker.close()
 
@@ -218,7 +259,7 @@ def test_a_worker_that_does_not_answer_is_ended(tmp_path):
     worker = Worker(Path(sys.executable), script, [1], 0.2)
     try:
         with pytest.raises(PeerError, match=r"within 0\.2 s"):
-            worker.load(tmp_path / "model", 2, 50)
+            worker.load(tmp_path / "model", 2, 50, [Figure("decode")])
     finally:
         worker.close()
 
@@ -235,7 +276,7 @@ class FakePeer:
         self.lasts -= 1
         if self.lasts < 0:
             raise PeerError("it fell over")
-        return {figure: 1.0}
+        return {figure.name: 1.0}
 
     def close(self):
         self.closed = True
@@ -244,11 +285,38 @@ class FakePeer:
 def test_a_peer_that_fails_on_the_way_is_reported_and_the_others_go_on():
     falling = FakePeer(lasts=4)
     engines, failed = {"cpuspec": FakePeer(), "torch": falling, "openvino": FakePeer()}, {}
-    run = peers.measure(engines, 3, failed)
+    figures = [FIGURES["decode"], FIGURES["busy"], Figure("decode", 9)]
+    samples = peers.measure(engines, Rounds(3, 1), figures, failed)
     assert failed == {"torch": "it fell over"}
     assert falling.closed
-    assert list(engines) == list(run.samples) == ["cpuspec", "openvino"]
-    assert all(len(samples) == 3 and all(list(one) == list(FIGURES) for one in samples) for samples in run.samples.values())
+    assert list(engines) == list(samples) == ["cpuspec", "openvino"]
+    names = [figure.name for figure in figures]
+    assert all(len(ones) == 3 and all(list(one) == names for one in ones) for ones in samples.values())
+
+
+def test_a_busy_process_runs_beside_busy_figures_only(monkeypatch):
+    started, running = [], set()
+
+    class Spinner:
+        def __init__(self, command):
+            started.append(command)
+            running.add(self)
+
+        def kill(self):
+            running.discard(self)
+
+        def wait(self):
+            pass
+
+    class Watching(FakePeer):
+        def measure(self, figure):
+            return {figure.name: 1.0 + len(running)}
+
+    monkeypatch.setattr(peers.subprocess, "Popen", Spinner)
+    samples = peers.measure({"cpuspec": Watching()}, Rounds(2, 1), [FIGURES["decode"], FIGURES["busy"]], {})
+    assert samples == {"cpuspec": [{"decode": 1.0, "decode, busy": 2.0}] * 2}
+    assert len(started) == 2
+    assert not running
 
 
 def test_the_command_refuses_a_model_and_a_shape_at_once():

@@ -45,11 +45,18 @@ def test_a_results_file_has_the_command_the_machine_and_the_versions(tmp_path, m
         (["x.py", "models/a file.gguf"], "python benchmarks/x.py 'models/a file.gguf'"),
     ],
 )
-def test_a_command_is_shown_without_the_paths_of_its_machine(arguments, wanted, monkeypatch):
+def test_a_command_is_kept_without_the_paths_of_its_machine(arguments, wanted, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", arguments)
     rounds = Rounds(1, 1)
     list(rounds)
-    assert record.record("x", "m", rounds)["command"] == wanted
+    save(record.record("x", "m", rounds), tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text("utf-8"))["command"] == wanted
+
+
+def test_texts_at_any_depth_lose_paths_and_nothing_else(tmp_path):
+    kept = {"unit": "GB/s, 1 / 2, https://example.org/a/b", "list": [1.5, None, True]}
+    save({"failed": {"torch": "File\n/opt/venv/bin/python: no"}, **kept}, tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text("utf-8")) == {"failed": {"torch": "File\npython: no"}, **kept}
 
 
 def test_a_spread_keeps_five_digits_of_small_and_large_values():
