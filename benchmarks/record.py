@@ -1,6 +1,7 @@
 """What every file in `results/` begins with: what was run, when, on what, how busy that was. Then come a benchmark's own figures.
 
-`tools/make_readme_tables.py` makes README's tables from these files. No path of a machine gets into them, and no name of one.
+A benchmark that compares engines has them as `figures`: {figure with its unit: {engine: spread}}. `tools/make_readme_tables.py`
+makes README's table from these files. No path of a machine gets into them, and no name of one.
 """
 
 import json
@@ -50,7 +51,7 @@ def record(benchmark: str, model: str, rounds: Rounds) -> dict[str, Any]:
         "benchmark": benchmark,
         "model": model,
         "command": _command(sys.argv),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             "processor": hardware["processor"],
             "cores": hardware["usable_cores"],

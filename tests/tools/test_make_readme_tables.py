@@ -1,0 +1,102 @@
+"""README's table says what the results say, all of it, and nothing older than the newest."""
+
+import json
+
+import pytest
+
+from tools.make_readme_tables import END, RESULTS, ROOT, START, read_results, with_tables
+
+SPREAD = {"median": 1.5, "min": 1.25, "max": 2.0}
+README = f"# cpuspec\n\n{START}\nold\n{END}\n\nrest\n"
+
+
+def result(benchmark, model="m.gguf", date="2026-01-01T00:00:00+00:00", **figures):
+    return {
+        "benchmark": benchmark,
+        "model": model,
+        "command": f"python benchmarks/{benchmark}.py {model}",
+        "date": date,
+        "machine": {"processor": "One", "cores": 2, "isa": "generic"},
+        "load_average": [0.25, 0.5],
+        "read_bytes_per_s": {"median": 2e10, "min": 1e10, "max": 2e10},
+        **figures,
+    }
+
+
+def peers(ratios, date="2026-01-01T00:00:00+00:00", **more):
+    parts = {"figures": {}, "ratios": ratios, "over_one_row": {}, "bandwidth_share": {}, "busy_share": {}}
+    return result("peers", date=date, **parts | more)
+
+
+def row(text, label):
+    [line] = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
+    return line.split(" | ", 1)[1].removesuffix(" |")
+
+
+def test_readme_is_what_the_results_say():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert readme == with_tables(readme, read_results(RESULTS)), "run python tools/make_readme_tables.py"
+
+
+def test_another_figure_gives_another_readme():
+    readme, results = (ROOT / "README.md").read_text("utf-8"), read_results(RESULTS)
+    name = next(name for name, one in results.items() if one["benchmark"] == "quality")
+    assert with_tables(readme, results | {name: results[name] | {"kl_mean": 0.5}}) != readme
+
+
+def test_only_what_stands_between_the_markers_changes():
+    text = with_tables(README, {"a": peers({"decode": {"llama.cpp": SPREAD}})})
+    assert text.startswith(f"# cpuspec\n\n{START}\n")
+    assert text.endswith(f"{END}\n\nrest\n")
+    assert "old" not in text
+    assert with_tables(text, {"a": peers({"decode": {"llama.cpp": SPREAD}})}) == text
+
+
+@pytest.mark.parametrize("readme", ["", START, END, README + README])
+def test_a_readme_without_its_markers_is_refused(readme):
+    with pytest.raises(ValueError, match="README needs"):
+        with_tables(readme, {})
+
+
+def test_ratios_shares_and_costs_have_rows():
+    ratios = {
+        "decode": {"llama.cpp": SPREAD, "torch": SPREAD, "best": {"peer": "torch", **SPREAD}},
+        "decode @ d4096": {"llama.cpp": SPREAD},
+        "prefill": {"llama.cpp": SPREAD, "best": {"peer": "llama.cpp", **SPREAD}},
+    }
+    figures = {figure: {} for figure in ratios}
+    costs = {"cpuspec": {f"{rows} rows": {"median": rows / 2} for rows in (2, 4, 8, 16)}}
+    busy = {"cpuspec": {"median": 0.5, "min": 0.5, "max": 0.5}}
+    text = with_tables(README, {"a": peers(ratios, figures=figures, over_one_row=costs, busy_share=busy)})
+    assert row(text, "decoding over llama.cpp on the same file") == "1.50x (1.25 to 2.00)"
+    assert row(text, "decoding over the best of all peers") == "1.50x (1.25 to 2.00), torch"
+    assert row(text, "decoding at a depth of 4096 tokens, over llama.cpp") == "1.50x (1.25 to 2.00)"
+    assert row(text, "a forward over 2 / 4 / 8 / 16 rows over one row, all logits") == "1.00 / 2.00 / 4.00 / 8.00"
+    assert row(text, "decoding beside one busy process, of the speed without") == "50 %"
+    assert "prefill over the best of all peers" not in text  # one peer is no choice
+    assert "One, 2 cores, generic; memory reads 20.0 to 20.0 GB/s; 2026-01-01; load average as rounds began 0.25 to 0.5:" in text
+    assert "python benchmarks/peers.py m.gguf" in text
+
+
+def test_the_newest_result_counts_whatever_the_files_are_called(tmp_path):
+    old = peers({"decode": {"llama.cpp": {**SPREAD, "median": 9.0}}}, date="2026-01-01T00:00:00+00:00")
+    new = peers({"decode": {"llama.cpp": SPREAD}}, date="2026-01-01T00:00:01+00:00")
+    for names in (("a", "b"), ("b", "a")):
+        for name, one in zip(names, (old, new), strict=True):
+            (tmp_path / f"{name}.json").write_text(json.dumps(one), "utf-8")
+        assert "1.50x (" in row(with_tables(README, read_results(tmp_path)), "decoding over llama.cpp on the same file")
+
+
+def test_a_figure_that_only_an_older_result_has_is_kept():
+    results = {
+        "new": peers({"decode": {"llama.cpp": SPREAD}}, date="2026-01-02T00:00:00+00:00"),
+        "old": peers({"decode": {}, "prefill": {"llama.cpp": SPREAD}}),
+    }
+    assert row(with_tables(README, results), "prefill over llama.cpp on the same file") == "1.50x (1.25 to 2.00)"
+
+
+def test_a_benchmark_that_compares_engines_needs_no_row_of_its_own():
+    figures = {"second start to first token, s": {"cpuspec": SPREAD, "llama.cpp": {"median": 5.0, "min": 4.0, "max": 6.0}}}
+    text = with_tables(README, {"a": result("start", "one.gguf", figures=figures), "b": result("start", "two.gguf", figures={})})
+    assert row(text, "second start to first token, s") == "1.5 (1.25 to 2); llama.cpp 5"
+    assert "two" not in text.split("```")[0]

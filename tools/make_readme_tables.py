@@ -1,0 +1,193 @@
+"""README's table of measurements, made from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
+
+    python tools/make_readme_tables.py            rewrite what stands between README's markers
+    python tools/make_readme_tables.py --check    exit 1 if README is not what the results say
+
+What every file holds is told in `benchmarks/record.py`. Where two files have one figure of a model, the newer one counts.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+START, END = "<!-- made by tools/make_readme_tables.py -->", "<!-- end of what is made -->"
+
+OWN = "cpuspec"
+
+Result = Mapping[str, Any]
+Cell = Callable[[Result], str | None]  # what a file says in a row of the table; None: nothing
+
+
+def main() -> int:
+    """The command line described at the top of this file; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Make README's table of measurements from benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="only say whether README is what the results say")
+    arguments = parser.parse_args()
+    readme = ROOT / "README.md"
+    before = readme.read_text("utf-8")
+    after = with_tables(before, read_results(RESULTS))
+    if arguments.check:
+        if before != after:
+            print("README.md is not what benchmarks/results says: run python tools/make_readme_tables.py", file=sys.stderr)
+        return before != after
+    readme.write_text(after, "utf-8")
+    return 0
+
+
+def read_results(directory: Path) -> dict[str, Result]:
+    """Every results file by its name, the newest first."""
+    results = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(directory.glob("*.json"))}
+    return dict(sorted(results.items(), key=lambda item: item[1]["date"], reverse=True))
+
+
+def with_tables(readme: str, results: Mapping[str, Result]) -> str:
+    """README with what the results say between its markers. Raises ValueError unless it has both, once."""
+    if (readme.count(START), readme.count(END)) != (1, 1):
+        raise ValueError(f"README needs one line {START} and, after it, one line {END}")
+    before, _, rest = readme.partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{_table(results)}\n{_sources(results)}\n{END}{after}"
+
+
+def _table(results: Mapping[str, Result]) -> str:
+    """Figures in rows, models in columns; the model with most figures first."""
+    models = list(dict.fromkeys(result["model"] for result in results.values()))
+    rows = [
+        (
+            label,
+            {
+                model: _newest(cell, [r for r in results.values() if (r["benchmark"], r["model"]) == (benchmark, model)])
+                for model in models
+            },
+        )
+        for benchmark, label, cell in _rows(results)
+    ]
+    rows = [(label, cells) for label, cells in rows if any(cells.values())]
+    models = sorted((m for m in models if any(cells[m] for _, cells in rows)), key=lambda m: (-sum(bool(c[m]) for _, c in rows), m))
+    lines = [["", *(Path(model).stem for model in models)], ["---"] * (len(models) + 1)]
+    lines += [[label, *(cells[model] or "" for model in models)] for label, cells in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _newest(cell: Cell, results: Sequence[Result]) -> str | None:
+    return next((text for text in map(cell, results) if text is not None), None)
+
+
+def _sources(results: Mapping[str, Result]) -> str:
+    """For each machine what it is, when and how busy it was measured, and the commands that do it again."""
+    by_machine: dict[str, list[Result]] = {}
+    for _, result in sorted(results.items()):
+        machine = result["machine"]
+        by_machine.setdefault(f"{machine['processor']}, {machine['cores']} cores, {machine['isa']}", []).append(result)
+    texts = []
+    for machine, group in by_machine.items():
+        dates = sorted({result["date"][:10] for result in group})
+        reads = [result["read_bytes_per_s"]["median"] / 1e9 for result in group if result["read_bytes_per_s"]]
+        loads = [load for result in group for load in result["load_average"]]
+        facts = [
+            machine,
+            *([f"memory reads {min(reads):.1f} to {max(reads):.1f} GB/s"] if reads else []),
+            " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+            *([f"load average as rounds began {min(loads)} to {max(loads)}"] if loads else []),
+        ]
+        commands = dict.fromkeys(result["command"] for result in group)
+        texts.append("\n".join([f"{'; '.join(facts)}:", "", "```sh", *commands, "```"]))
+    return "\n\n".join(texts)
+
+
+def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
+    """(benchmark, label, cell) of each row, in the table's order."""
+    figures = [(r["benchmark"], figure) for r in results.values() for figure in r.get("figures", ())]
+    depths = sorted({int(figure.removeprefix("decode @ d")) for _, figure in figures if figure.startswith("decode @ d")})
+    others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark not in ("peers", "kernels"))
+    return [
+        ("peers", "decoding, tokens/s", _own("decode")),
+        ("peers", "decoding over llama.cpp on the same file", _over("decode", "llama.cpp")),
+        ("peers", "decoding over the best of all peers", _over_best("decode")),
+        ("peers", "weights read while decoding, of the read bandwidth measured in the same rounds", _share("bandwidth_share", OWN)),
+        ("peers", "the same, llama.cpp", _share("bandwidth_share", "llama.cpp")),
+        *(("peers", f"decoding at a depth of {n} tokens, over llama.cpp", _over(f"decode @ d{n}", "llama.cpp")) for n in depths),
+        ("peers", "decoding beside one busy process, of the speed without", _share("busy_share", OWN)),
+        ("peers", "the same, llama.cpp", _share("busy_share", "llama.cpp")),
+        ("peers", "prefill of 512 tokens, tokens/s", _own("prefill")),
+        ("peers", "prefill over llama.cpp on the same file", _over("prefill", "llama.cpp")),
+        ("peers", "prefill over the best of all peers", _over_best("prefill")),
+        ("peers", "a forward over 2 / 4 / 8 / 16 rows over one row, all logits", _over_one_row(OWN)),
+        ("peers", "the same, llama.cpp", _over_one_row("llama.cpp")),
+        *(("peers", f"a forward over {rows} rows over the best of all peers", _over_best(f"{rows} rows")) for rows in (4, 8, 16)),
+        *((benchmark, figure, _every_engine(figure)) for benchmark, figure in others),
+        ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
+        ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
+        ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
+        ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
+    ]  # fmt: skip
+
+
+def _own(figure: str) -> Cell:
+    return lambda result: _range(result["figures"].get(figure, {}).get(OWN), 1)
+
+
+def _over(figure: str, peer: str) -> Cell:
+    return lambda result: _range(result["ratios"].get(figure, {}).get(peer), 2, unit="x")
+
+
+def _over_best(figure: str) -> Cell:
+    """Only where there was a choice."""
+
+    def cell(result: Result) -> str | None:
+        by_peer = result["ratios"].get(figure, {})
+        return f"{_range(by_peer['best'], 2, unit='x')}, {by_peer['best']['peer']}" if len(by_peer) > 2 else None
+
+    return cell
+
+
+def _share(name: str, engine: str) -> Cell:
+    return lambda result: _range(result[name].get(engine), 0, 100, unit=" %")
+
+
+def _over_one_row(engine: str) -> Cell:
+    def cell(result: Result) -> str | None:
+        costs = result["over_one_row"].get(engine, {})
+        medians = [costs.get(f"{rows} rows", {}).get("median") for rows in (2, 4, 8, 16)]
+        return " / ".join(f"{median:.2f}" for median in medians) if all(medians) else None
+
+    return cell
+
+
+def _every_engine(figure: str) -> Cell:
+    """cpuspec's figure, then the others' medians with their names."""
+
+    def cell(result: Result) -> str | None:
+        engines = result["figures"].get(figure, {})
+        others = [f"{engine} {_number(spread['median'])}" for engine, spread in engines.items() if engine != OWN]
+        own = [_range(engines[OWN])] if OWN in engines else []
+        return "; ".join(text for text in (*own, *others) if text) or None
+
+    return cell
+
+
+def _identical(result: Result) -> str:
+    return f"{min(arm['identical_prompts'] for arm in result['arms'])} of {result['prompts']}"
+
+
+def _range(spread: Mapping[str, Any] | None, digits: int | None = None, times: float = 1, unit: str = "") -> str | None:
+    """The median of a spread and, in brackets, its ends; None of nothing."""
+    if spread is None:
+        return None
+    median, least, most = (_number(spread[name] * times, digits) for name in ("median", "min", "max"))
+    return f"{median}{unit}" + (f" ({least} to {most})" if least != most else "")
+
+
+def _number(value: float, digits: int | None = None) -> str:
+    """With so many digits after the point, or with three that count."""
+    return f"{value:.{digits}f}" if digits is not None else re.sub(r"\.0$", "", f"{float(f'{value:.3g}')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
