@@ -4,7 +4,7 @@ from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.proposer import PROPOSERS, NullProposer, Proposer, make_proposer
 from cpuspec.spec.round import Round, speculate
-from cpuspec.spec.verify import Verdict, verify_greedy, verify_sampled
+from cpuspec.spec.verify import Verdict, verify_block, verify_greedy, verify_sampled
 
 __all__ = [
     "PROPOSERS",
@@ -16,6 +16,7 @@ __all__ = [
     "Verdict",
     "make_proposer",
     "speculate",
+    "verify_block",
     "verify_greedy",
     "verify_sampled",
 ]

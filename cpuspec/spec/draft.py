@@ -17,11 +17,12 @@ class Draft:
     """Proposed continuation of one sequence: a tree of n nodes, of which a chain is the common case.
 
     probs: for each node the row [V] that its token was drawn from, exactly; None where tokens were chosen without
-    a draw (each row is a point mass).
+    a draw (each row is a point mass). Nodes with one parent are alternatives, tried in their order. Where one is drawn without
+    replacement, its row is without the earlier ones, and sums to one again.
     """
 
     tokens: I32  # [n]
-    parents: I32  # [n] node of the parent, -1 = the last committed token; a chain is arange(n) - 1
+    parents: I32  # [n] node of the parent, always an earlier one, -1 = the last committed token; a chain is arange(n) - 1
     probs: Probs | None
     source: str  # proposer name, for metrics
 
@@ -29,6 +30,27 @@ class Draft:
     def chain(tokens: Sequence[int], source: str, probs: Probs | None = None) -> "Draft":
         """A draft in which each token follows the one before."""
         return Draft(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32) - 1, probs, source)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before."""
+        return self.parents.tolist() == list(range(-1, len(self) - 1))
+
+    @property
+    def depths(self) -> I32:
+        """How many drafted tokens lead to each node, itself included, [n]."""
+        depths: list[int] = []
+        for parent in self.parents.tolist():
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return np.array(depths, np.int32)
+
+    def tokens_to(self, node: int) -> list[int]:
+        """The drafted tokens from the first one to `node`; none for -1."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(int(self.tokens[node]))
+            node = int(self.parents[node])
+        return path[::-1]
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -9,7 +9,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.proposer import Proposer
-from cpuspec.spec.verify import Verdict, verify_greedy, verify_sampled
+from cpuspec.spec.verify import Verdict, verify_block, verify_greedy, verify_sampled
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,17 @@ def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits
 
 
 def verify(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
-    """Verify a chain against the target's rows [n+1, V], processed as the request asks with the path's own history."""
-    params, drafted = seq.params, draft.tokens.tolist()
+    """Verify a draft against the target's rows [n+1, V], processed as the request asks with the path's own history.
+
+    A block of drawn tokens is verified as one; greedy requests, point masses and trees go token by token.
+    """
+    params, history = seq.params, seq.history
     if not params.greedy:
-        return verify_sampled(draft, lambda i: distribution(logits[i], params, seq.history, drafted[:i]), seq.rng)
+        rule = verify_block if draft.probs and draft.is_chain else verify_sampled
+        return rule(draft, lambda row: distribution(logits[row], params, history, draft.tokens_to(row - 1)), seq.rng)
     if keeps_order(params):
         return verify_greedy(draft, argmax(logits).__getitem__)
-    return verify_greedy(draft, lambda i: int(argmax(processed(logits[i], params, seq.history, drafted[:i]))))
+    return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
 
 
 def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], vocab_size: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from cpuspec.sampling import sample
 from cpuspec.spec.draft import Draft
-from cpuspec.spec.verify import Verdict, verify_greedy, verify_sampled
+from cpuspec.spec.verify import Verdict, verify_block, verify_greedy, verify_sampled
 from tests.oracles import enumerate_exactly, total_variation
 
 VOCAB = 3
@@ -21,7 +21,7 @@ def rational_rows(seed: int, allow_zeros: bool = False) -> Rows:
     """For every path of tokens a distribution of small fractions."""
     rows: dict[tuple[int, ...], np.ndarray] = {}
     rng = np.random.default_rng(seed)
-    for length in range(4):
+    for length in range(6):
         for path in product(range(VOCAB), repeat=length):
             weights = rng.integers(0 if allow_zeros else 1, 8, VOCAB)
             weights[rng.integers(VOCAB)] += 1
@@ -80,6 +80,41 @@ def declare_a_drawn_token_chosen(rows: Rows, num_tokens: int, rng: Any) -> Draft
     return Draft.chain(draw(rows, num_tokens, rng).tokens.tolist(), "test")
 
 
+def draw_tree(parents: list[int], replacement: bool = False, declare_without: bool = True) -> Callable[..., Draft]:
+    """Drafting a tree: the alternatives after each node drawn one after another, each from what the earlier ones left."""
+
+    def drafting(rows: Rows, num_tokens: int, rng: Any) -> Draft:
+        tokens: list[int] = []
+        probs: list[np.ndarray] = []
+        tree = Draft(np.array([], np.int32), np.array(parents, np.int32), None, "test")
+        for node, parent in enumerate(parents):
+            whole = row = rows(tuple(tree.tokens_to(parent)))
+            if not replacement:
+                row = whole.copy()
+                row[[tokens[other] for other in range(node) if parents[other] == parent]] = 0
+                row = row / row.sum()
+            tokens.append(sample(row, rng))
+            probs.append(row if declare_without else whole)
+            tree = Draft(np.array(tokens, np.int32), np.array(parents, np.int32), tuple(probs), "test")
+        return tree
+
+    return drafting
+
+
+def point_mass_tree(parents: list[int]) -> Callable[..., Draft]:
+    """A tree whose tokens look at the rows and at no draw."""
+
+    def drafting(rows: Rows, num_tokens: int, rng: Any) -> Draft:
+        tokens: list[int] = []
+        for node, parent in enumerate(parents):
+            tree = Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, "test")
+            row, nth = rows(tuple(tree.tokens_to(parent))), parents[:node].count(parent)
+            tokens.append(sorted(range(VOCAB), key=lambda t: -row[t])[nth])
+        return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, "test")
+
+    return drafting
+
+
 def verify_from_the_target_row(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
     """The mistake of resampling from the target after a rejection."""
     assert draft.probs is not None
@@ -89,16 +124,70 @@ def verify_from_the_target_row(draft: Draft, target_probs: Callable[[int], np.nd
     return Verdict([*draft.tokens.tolist(), sample(target_probs(len(draft)), rng)], np.arange(len(draft), dtype=np.int32))
 
 
-def distance(
-    drafting: Callable[..., Draft], num_tokens: int, seed: int, verifier: Callable[..., Verdict] = verify_sampled
-) -> Fraction:
-    """Total variation between n + 1 tokens of one round, completed by the target where it ended early, and the target."""
+def verify_each_alternative_against_the_target(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
+    """The mistake of forgetting, at the next alternative, what the rejected ones took."""
+    path: list[int] = []
+    last = -1
+    for node, parent in enumerate(draft.parents.tolist()):
+        draft_prob = 1 if draft.probs is None else draft.probs[node][draft.tokens[node]]
+        if parent == last and rng.random() * draft_prob < target_probs(last + 1)[draft.tokens[node]]:
+            path.append(node)
+            last = node
+    nodes = np.array(path, np.int32)
+    return Verdict([*draft.tokens[nodes].tolist(), sample(target_probs(last + 1), rng)], nodes)
+
+
+def verify_as_a_chain(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
+    """The mistake of taking each node for a child of the one before."""
+    return verify_sampled(Draft.chain(draft.tokens.tolist(), "test", draft.probs), target_probs, rng)
+
+
+def verify_block_by_its_joint_probability(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
+    """The mistake of keeping a beginning with the joint probability that belongs to the whole block."""
+    assert draft.probs is not None
+    tokens, kept = draft.tokens.tolist(), [Fraction(1)]
+    for i, token in enumerate(tokens):
+        kept.append(min(Fraction(1), kept[i] * target_probs(i)[token] / draft.probs[i][token]))
+    length = max(i for i in range(len(kept)) if i == 0 or rng.random() < kept[i])
+    row = target_probs(length)
+    if length < len(tokens):
+        residual = np.maximum(kept[length] * row - draft.probs[length], 0)
+        row = residual if residual.sum() else row
+    return Verdict([*tokens[:length], sample(row, rng)], np.arange(length, dtype=np.int32))
+
+
+def verify_block_with_a_residual_of_one_token(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
+    """The mistake of drawing the recovered token as if the tokens before it had been accepted one by one."""
+    assert draft.probs is not None
+    verdict = verify_block(draft, target_probs, rng)
+    length = len(verdict.path)
+    if length == len(draft):
+        return verdict
+    residual = np.maximum(target_probs(length) - draft.probs[length], 0)
+    return Verdict([*verdict.tokens[:-1], sample(residual if residual.sum() else target_probs(length), rng)], verdict.path)
+
+
+def verdicts(
+    drafting: Callable[..., Draft], num_tokens: int, seed: int, verifier: Callable[..., Verdict]
+) -> dict[tuple[int, ...], Fraction]:
+    """The exact distribution of one round's tokens."""
     target, draft_rows = rational_rows(seed, allow_zeros=True), rational_rows(seed + 1000)
 
     def one_round(rng: Any) -> tuple[int, ...]:
         draft = drafting(draft_rows, num_tokens, rng)
-        path = tuple(draft.tokens.tolist())
-        return tuple(verifier(draft, lambda i: target(path[:i]), rng).tokens)
+        return tuple(verifier(draft, lambda row: target(tuple(draft.tokens_to(row - 1))), rng).tokens)
+
+    return enumerate_exactly(one_round)
+
+
+def distance(
+    drafting: Callable[..., Draft], num_tokens: int, seed: int, verifier: Callable[..., Verdict] = verify_sampled
+) -> Fraction:
+    """Total variation between n + 1 tokens of one round, completed by the target where it ended early, and the target.
+
+    num_tokens: n, the most tokens that a verdict can accept.
+    """
+    target = rational_rows(seed, allow_zeros=True)
 
     def continuations(path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Fraction]]:
         if len(path) == num_tokens + 1:
@@ -108,7 +197,7 @@ def distance(
                 yield from ((string, target(path)[token] * prob) for string, prob in continuations((*path, token)))
 
     speculative: dict[tuple[int, ...], Fraction] = {}
-    for tokens, prob in enumerate_exactly(one_round).items():
+    for tokens, prob in verdicts(drafting, num_tokens, seed, verifier).items():
         for string, rest in continuations(tokens):
             speculative[string] = speculative.get(string, Fraction(0)) + prob * rest
     return total_variation(speculative, dict(continuations(())))
@@ -133,6 +222,108 @@ def test_the_enumeration_catches_a_draft_that_lies_about_its_rows(drafting: Call
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_the_enumeration_catches_resampling_from_the_target_row(num_tokens: int) -> None:
     assert all(distance(draw, num_tokens, seed, verify_from_the_target_row) > Fraction(1, 1000) for seed in range(3))
+
+
+CHAIN_DRAFTING = [draw, stop_before_an_unsure_draw, keep_the_unsure_token_then_stop]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3])
+@pytest.mark.parametrize("drafting", CHAIN_DRAFTING)
+def test_block_verification_yields_exactly_the_target_distribution(drafting: Callable[..., Draft], num_tokens: int) -> None:
+    for seed in range(3):
+        assert distance(drafting, num_tokens, seed, verify_block) == 0
+
+
+@pytest.mark.parametrize("wrong", [verify_block_by_its_joint_probability, verify_block_with_a_residual_of_one_token])
+def test_the_enumeration_catches_a_wrong_block(wrong: Callable[..., Verdict]) -> None:
+    assert max(distance(draw, 2, seed, wrong) for seed in range(3)) > Fraction(1, 1000)
+
+
+@pytest.mark.parametrize("drafting", [drop_the_unsure_token, declare_other_rows])
+def test_the_enumeration_catches_a_lie_about_rows_in_a_block(drafting: Callable[..., Draft]) -> None:
+    assert all(distance(drafting, 2, seed, verify_block) > Fraction(1, 1000) for seed in range(3))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+@pytest.mark.parametrize("drafting", CHAIN_DRAFTING)
+def test_a_block_accepts_at_least_as_many_tokens_on_average_as_its_tokens_one_by_one(
+    drafting: Callable[..., Draft], num_tokens: int
+) -> None:
+    gains = []
+    for seed in range(4):
+        block, one_by_one = (
+            sum(prob * (len(tokens) - 1) for tokens, prob in verdicts(drafting, num_tokens, seed, verifier).items())
+            for verifier in (verify_block, verify_sampled)
+        )
+        gains.append(block - one_by_one)
+    assert min(gains) >= 0
+    assert drafting is not draw or (max(gains) > Fraction(1, 1000)) == (num_tokens > 1)
+
+
+def test_a_block_accepts_what_the_paper_computes() -> None:
+    """arXiv 2403.10444, section 2: 11/9 tokens of two, and one by one 10/9."""
+    target, rows = (np.array([Fraction(a, 3), Fraction(3 - a, 3)], object) for a in (1, 2))
+    for verifier, wanted in ((verify_block, Fraction(11, 9)), (verify_sampled, Fraction(10, 9))):
+        lengths = enumerate_exactly(lambda rng, v=verifier: len(v(draw(lambda path: rows, 2, rng), lambda row: target, rng).path))
+        assert sum(prob * length for length, prob in lengths.items()) == wanted
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_a_block_of_point_masses_gains_nothing(num_tokens: int) -> None:
+    """Which is why they are compared one by one: the same verdicts with the same probabilities, from fewer rows."""
+
+    def declared(rows: Rows, num_tokens: int, rng: Any) -> Draft:
+        tokens = greedy_draft(rows, num_tokens, rng).tokens.tolist()
+        one_hot = tuple(np.array([Fraction(int(t == token)) for t in range(VOCAB)], object) for token in tokens)
+        return Draft.chain(tokens, "test", one_hot)
+
+    for seed in range(3):
+        assert verdicts(declared, num_tokens, seed, verify_block) == verdicts(greedy_draft, num_tokens, seed, verify_sampled)
+
+
+TREES = {
+    "alternatives": [-1, -1, -1],
+    "two levels": [-1, -1, 0, 0, 1],
+    "a branch behind": [-1, 0, -1, 0],
+    "depth first": [-1, 0, 1, -1],
+}
+trees = pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
+
+
+def depth(parents: list[int]) -> int:
+    return int(Draft(np.zeros(len(parents), np.int32), np.array(parents, np.int32), None, "test").depths.max())
+
+
+@trees
+@pytest.mark.parametrize("drafting", [draw_tree, lambda parents: draw_tree(parents, replacement=True), point_mass_tree])
+def test_tree_verification_yields_exactly_the_target_distribution(drafting: Callable[..., Any], parents: list[int]) -> None:
+    for seed in range(2):
+        assert distance(drafting(parents), depth(parents), seed) == 0
+
+
+@trees
+@pytest.mark.parametrize("drafting", [draw_tree, point_mass_tree])
+@pytest.mark.parametrize("wrong", [verify_each_alternative_against_the_target, verify_as_a_chain])
+def test_the_enumeration_catches_a_wrong_tree_verification(
+    wrong: Callable[..., Verdict], drafting: Callable[..., Any], parents: list[int]
+) -> None:
+    assert max(distance(drafting(parents), len(parents), seed, wrong) for seed in (0, 1)) > Fraction(1, 1000)
+
+
+@trees
+def test_the_enumeration_catches_alternatives_that_declare_a_row_with_the_earlier_ones(parents: list[int]) -> None:
+    assert max(distance(draw_tree(parents, declare_without=False), depth(parents), seed) for seed in (0, 1)) > Fraction(1, 1000)
+
+
+@trees
+def test_a_tree_accepts_more_than_its_first_branch(parents: list[int]) -> None:
+    first_branch = [-1, 0, 1][: depth(parents)]
+    for seed in range(2):
+        tree, chain = (
+            sum(prob * (len(tokens) - 1) for tokens, prob in verdicts(draw_tree(shape), 0, seed, verify_sampled).items())
+            for shape in (parents, first_branch)
+        )
+        assert tree > chain
 
 
 @pytest.mark.parametrize("tokens", [[], [0], [2, 1, 0], [1, 1, 1]])
@@ -177,6 +368,21 @@ def test_rows_equal_up_to_rounding_still_yield_a_token() -> None:
     larger = np.array([np.nextafter(0.3, 0), 0.7])
     for target in (row, larger):
         assert len(verify_sampled(draft, lambda i, target=target: target, AlmostOne()).tokens) >= 1
+
+
+@pytest.mark.parametrize(("choices", "path"), [("bdh", [1, 3]), ("acd", [0, 2]), ("befa", [1, 4, 5]), ("bc", [1]), ("h", [])])
+def test_greedy_verification_goes_down_the_branch_that_agrees(choices: str, path: list[int]) -> None:
+    tree = Draft(np.frombuffer(b"abcdef", np.uint8).astype(np.int32), np.array([-1, -1, 0, 1, 1, 4], np.int32), None, "test")
+    asked: list[int] = []
+
+    def target_token(row: int) -> int:
+        asked.append(row)
+        return ord(choices[len(asked) - 1])
+
+    verdict = verify_greedy(tree, target_token)
+    assert verdict.path.tolist() == path
+    assert bytes(verdict.tokens).decode() == choices[: len(path) + 1]
+    assert asked == [0, *(node + 1 for node in path)]
 
 
 @pytest.mark.parametrize("num_right", range(5))
