@@ -42,7 +42,10 @@ class ToyBackend:
         self._whole = np.float32(memory) * rng.normal(size=(97, vocab_size)).astype(np.float32)
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
-        return KVCache(num_slots, capacity, lambda: np.full((capacity, 2), -1, np.int64), 8)
+        def copy_rows(storage: np.ndarray, rows: np.ndarray, first: int) -> None:
+            storage[first : first + len(rows)] = storage[rows]
+
+        return KVCache(num_slots, capacity, lambda: np.full((capacity, 2), -1, np.int64), copy_rows, 8)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         c = self.config
@@ -54,8 +57,12 @@ class ToyBackend:
         for b, slot in enumerate(batch.slots):
             rows = cache.storage(slot)  # [capacity, 2]: token, hash of everything up to it
             for t in range(batch.q_start[b], batch.q_start[b + 1]):
-                index = cache.lengths[slot] + t - batch.q_start[b]
-                before, hashed = rows[index - 1] if index else (0, 1)
+                first = cache.lengths[slot]
+                index = first + t - batch.q_start[b]
+                parent = index - 1
+                if batch.parents is not None:
+                    parent = first - 1 if batch.parents[t] < 0 else first + batch.parents[t] - batch.q_start[b]
+                before, hashed = rows[parent] if parent >= 0 else (0, 1)
                 token = int(batch.tokens[t])
                 rows[index] = token, (int(hashed) * 31 + token * 7 + int(batch.positions[t]) * 13 + 3) % 1_000_003
                 logits[t] = self._recent[(token * 11 + int(before)) % 53] + self._whole[rows[index, 1] % 97]

@@ -16,9 +16,9 @@ from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor
-from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
+from cpuspec.formats.packing import TILE, U8, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import attention, isa, linear, pointwise, simd, step
-from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
+from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
 
@@ -71,7 +71,14 @@ class NumbaBackend:
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model: f32 keys and values, in the order that `kernels.attention` reads."""
         size = sum(self._head_bytes(capacity)) * self.config.num_layers * self.config.num_kv_heads
-        return KVCache(num_slots, capacity, lambda: aligned_bytes((size,)), size // capacity)
+
+        def copy_rows(storage: U8, rows: I32, first: int) -> None:
+            keys, values = self._cached(storage, capacity)
+            to = np.arange(first, first + len(rows))
+            keys[:, :, to // simd.LANES, :, to % simd.LANES] = keys[:, :, rows // simd.LANES, :, rows % simd.LANES]
+            values[:, :, to] = values[:, :, rows]
+
+        return KVCache(num_slots, capacity, lambda: aligned_bytes((size,)), copy_rows, size // capacity)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -129,6 +136,16 @@ class NumbaBackend:
         """Bytes of the keys and of the values of one head of one layer in a cache slot."""
         positions, dims = _round_up(capacity, simd.LANES), self.config.head_dim
         return 4 * positions * dims, 4 * positions * _round_up(dims, simd.LANES)
+
+    def _cached(self, storage: U8, capacity: int) -> tuple[F32, F32]:
+        """Views of a cache slot: keys [L, G, block, D, position in the block], values [L, G, position, D padded]."""
+        layers, heads, (key_bytes, _) = self.config.num_layers, self.config.num_kv_heads, self._head_bytes(capacity)
+        keys, values = np.split(storage.reshape(layers, -1), [heads * key_bytes], axis=1)
+        blocks, dims = _round_up(capacity, simd.LANES) // simd.LANES, self.config.head_dim
+        return (
+            keys.view(np.float32).reshape(layers, heads, blocks, dims, simd.LANES),
+            values.view(np.float32).reshape(layers, heads, blocks * simd.LANES, -1),
+        )
 
     def _provide_scratch(self, capacity: int) -> None:
         size = attention.scratch_bytes(self.config.head_dim, capacity)
@@ -279,17 +296,24 @@ class _Places:
         self.length = self.straight = self.cache_index + 1
         self.paths = np.zeros((len(batch.tokens), 0), np.int64)
         if batch.parents is not None:
-            self._follow(batch, prefix)
+            self._follow(batch.parents.tolist(), prefix)
 
-    def _follow(self, batch: ForwardBatch, prefix: NDArray[np.int64]) -> None:
+    def _follow(self, parents: list[int], prefix: NDArray[np.int64]) -> None:
         """Tree rows: the prefix, then ancestors by depth. The last, partly filled block of the prefix is gathered with them."""
-        seen = [np.flatnonzero(row) for b in range(len(batch.slots)) for row in visible(batch, b, int(prefix[batch.q_start[b]]))]
-        self.length = np.array([len(row) for row in seen], np.int64)
-        self.straight = prefix // simd.LANES * simd.LANES
-        tails = [row[start:] for row, start in zip(seen, self.straight, strict=True)]
-        self.paths = np.zeros((len(seen), max(map(len, tails))), np.int64)
-        for path, tail in zip(self.paths, tails, strict=True):
-            path[: len(tail)] = tail
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        self.length = prefix + depths
+        # A row that sees all rows before it is a chain's, also in a tree.
+        self.straight = np.where(self.length == self.cache_index + 1, self.length, prefix // simd.LANES * simd.LANES)
+        self.paths = np.zeros((len(parents), int((self.length - self.straight).max())), np.int64)
+        for row in np.flatnonzero(self.straight < self.length).tolist():
+            path = self.paths[row, : self.length[row] - self.straight[row]]
+            path[: -depths[row]] = np.arange(self.straight[row], prefix[row])
+            at = row
+            for place in range(1, depths[row] + 1):
+                path[-place] = self.cache_index[at]
+                at = parents[at]
 
 
 def _row(operation: int, operands: dict[int, int]) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.formats import QuantTensor
-from cpuspec.model.batch import ForwardBatch, ForwardOutput, visible
+from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
 
@@ -63,7 +63,9 @@ class NumpyBackend:
         c = self.config
         shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * self._dtype.itemsize
-        return KVCache(num_slots, capacity, lambda: _Storage(np.zeros(shape, self._dtype), np.zeros(shape, self._dtype)), per_token)
+        return KVCache(
+            num_slots, capacity, lambda: _Storage(np.zeros(shape, self._dtype), np.zeros(shape, self._dtype)), _copy_rows, per_token
+        )
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -124,6 +126,11 @@ class NumpyBackend:
             weights /= weights.sum(axis=-1, keepdims=True)
             out[rows] = np.matmul(weights, values.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(-1, out.shape[1])
         return out
+
+
+def _copy_rows(storage: _Storage, rows: I32, first: int) -> None:
+    for kind in (storage.keys, storage.values):
+        kind[:, first : first + len(rows)] = kind[:, rows]
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:

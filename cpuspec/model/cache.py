@@ -4,6 +4,7 @@ What a slot's storage looks like is the backend's business; this file owns lengt
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,18 @@ class KVCache:
     """Keys and values of up to `num_slots` sequences of at most `capacity` tokens each.
 
     Storage is made at the first use of a slot. Operating systems hand out its pages when they are written, so a long
-    capacity costs memory only where it is filled.
+    capacity costs memory only where it is filled. The backend says how to make a slot's storage, and how to copy in it:
+    `copy_rows(storage, rows, first)` puts keys and values of the cache indices `rows`, bit for bit, at `first` and following.
     """
 
-    def __init__(self, num_slots: int, capacity: int, new_storage: Callable[[], Any], bytes_per_token: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        capacity: int,
+        new_storage: Callable[[], Any],
+        copy_rows: Callable[[Any, I32, int], None],
+        bytes_per_token: int,
+    ) -> None:
         if num_slots < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one slot and one token, got {num_slots} slots of {capacity} tokens")
         self.num_slots = num_slots
@@ -27,6 +36,7 @@ class KVCache:
         self.bytes_per_token = bytes_per_token
         self.lengths: I32 = np.zeros(num_slots, np.int32)
         self._new_storage = new_storage
+        self._copy_rows = copy_rows
         self._storage: list[Any] = [None] * num_slots
 
     def storage(self, slot: int) -> Any:
@@ -46,8 +56,25 @@ class KVCache:
 
         Raises CacheError if `length` exceeds the slot's length or is negative.
         """
-        if not 0 <= slot < self.num_slots:
-            raise CacheError(f"slot {slot} does not exist; the cache has {self.num_slots}")
+        self._check_slot(slot)
         if not 0 <= length <= self.lengths[slot]:
             raise CacheError(f"cannot truncate slot {slot} to {length} tokens: it holds {self.lengths[slot]}")
         self.lengths[slot] = length
+
+    def keep_path(self, slot: int, length: int, path: I32) -> None:
+        """Of the tree whose nodes follow the first `length` tokens of `slot`, keep those on `path` (rising), one after the other.
+
+        Raises CacheError if the path does not rise or leaves the slot.
+        """
+        self._check_slot(slot)
+        num_nodes = int(self.lengths[slot]) - length
+        if length < 0 or any(a >= b for a, b in pairwise([-1, *path.tolist(), num_nodes])):
+            raise CacheError(f"path {path.tolist()} does not rise within the {num_nodes} tokens after {length} in slot {slot}")
+        moved = path[path != np.arange(len(path))]
+        if len(moved):
+            self._copy_rows(self.storage(slot), length + moved, length + len(path) - len(moved))
+        self.lengths[slot] = length + len(path)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise CacheError(f"slot {slot} does not exist; the cache has {self.num_slots}")

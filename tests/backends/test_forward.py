@@ -142,23 +142,67 @@ def test_a_row_does_not_depend_on_the_cache_capacity(of_format: Checkpoint) -> N
     backend.close()
 
 
-@pytest.mark.parametrize("prefix", [0, 3, 16, 21])
-def test_a_tree_row_has_the_bits_of_its_path(of_format: Checkpoint, prefix: int) -> None:
-    backend = _backend(of_format, threads=2)
-    #            0
-    #          / | \
-    #         1  2  5
-    #         |  |\   .
-    #         3  4 6
-    tree, parents, depth = [11, 22, 33, 44, 55, 66, 77], [-1, 0, 0, 1, 2, 0, 2], [0, 1, 1, 2, 2, 1, 2]
+#            0
+#          / | \
+#         1  2  5
+#         |  |\   .
+#         3  4 6
+TREE, PARENTS, DEPTHS = [11, 22, 33, 44, 55, 66, 77], [-1, 0, 0, 1, 2, 0, 2], np.array([0, 1, 1, 2, 2, 1, 2])
+
+
+def _after_a_tree(backend, prefix: int):  # type: ignore[no-untyped-def]
+    """A cache that holds prefix and tree, and the tree's logits."""
     cache = backend.new_cache(1, 64)
     if prefix:
         forward(backend, cache, {0: TOKENS[:prefix]})
-    got = forward(backend, cache, {0: tree}, parents=parents, positions=prefix + np.array(depth)).logits
+    return cache, forward(backend, cache, {0: TREE}, parents=PARENTS, positions=prefix + DEPTHS).logits
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 16, 21])
+def test_a_tree_row_has_the_bits_of_its_path(of_format: Checkpoint, prefix: int) -> None:
+    backend = _backend(of_format, threads=2)
+    _, got = _after_a_tree(backend, prefix)
     for path in ([0, 1, 3], [0, 2, 4], [0, 5], [0, 2, 6]):
-        alone = _in_chunks(backend, TOKENS[:prefix] + [tree[node] for node in path], 64)
+        alone = _in_chunks(backend, TOKENS[:prefix] + [TREE[node] for node in path], 64)
         assert np.array_equal(got[path], alone[prefix:])
     backend.close()
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 14, 16])
+@pytest.mark.parametrize("path", [[], [0], [0, 1, 3], [0, 2, 4], [0, 5], [0, 2, 6]])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_kept_path_is_what_feeding_it_alone_leaves(small, name: str, path: list[int], prefix: int) -> None:  # type: ignore[no-untyped-def]
+    backend = small[name]
+    kept, _ = _after_a_tree(backend, prefix)
+    kept.keep_path(0, prefix, np.array(path, np.int32))
+    fed = backend.new_cache(1, 64)
+    for token in TOKENS[:prefix] + [TREE[node] for node in path]:
+        forward(backend, fed, {0: [token]})
+    assert kept.lengths[0] == fed.lengths[0] == prefix + len(path)
+    got, wanted = (forward(backend, cache, {0: TOKENS[30:33]}).logits for cache in (kept, fed))
+    assert np.array_equal(got, wanted) if backend.row_invariant else np.allclose(got, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("slot", "length", "path"), [(0, 3, [7]), (0, 3, [0, 0]), (0, 3, [2, 1]), (0, 3, [-1]), (0, 11, []), (0, -1, [0]), (1, 3, [0])]
+)
+def test_a_path_that_is_none_is_refused(small, name: str, slot: int, length: int, path: list[int]) -> None:  # type: ignore[no-untyped-def]
+    cache, _ = _after_a_tree(small[name], 3)
+    with pytest.raises(CacheError):
+        cache.keep_path(slot, length, np.array(path, np.int32))
+    assert cache.lengths[0] == 10
+
+
+def test_a_chain_in_the_same_forward_as_a_tree_has_the_bits_of_a_forward_of_its_own(small) -> None:  # type: ignore[no-untyped-def]
+    backend = small["numba"]
+    cache = backend.new_cache(2, 64)
+    forward(backend, cache, {0: TOKENS[:5], 1: TOKENS[:18]})
+    parents = [*range(-1, 3), *(4 + node if node >= 0 else -1 for node in PARENTS)]
+    positions = np.concatenate([5 + np.arange(4), 18 + DEPTHS])
+    got = forward(backend, cache, {0: TOKENS[5:9], 1: TREE}, parents=parents, positions=positions).logits
+    assert np.array_equal(got[:4], _in_chunks(backend, TOKENS[:9], 64)[5:])
+    assert np.array_equal(got[4:], _after_a_tree(backend, 18)[1])
 
 
 def test_a_tree_row_means_its_path_in_the_reference(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
