@@ -208,12 +208,13 @@ class SpecConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads."""
+    """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads, disk."""
 
     max_sequences: int = 16
     context_length: int | None = None  # None: what the model was trained for
     max_rows: int = 256  # rows of one forward; longer prefills go in chunks of this
     threads: int | None = None  # None: physical cores that this process may use
+    keep_packed: bool = True  # whether weights in the order of the kernels are kept on the disk for the next start
 
     def __post_init__(self) -> None:
         for name, limit in (("max_sequences", 4096), ("max_rows", 8192)):
@@ -224,3 +225,5 @@ class EngineConfig:
             raise ConfigError(f"context_length must be None or an integer >= 1, got {self.context_length!r}")
         if self.threads is not None and not (_whole(self.threads) and 1 <= self.threads <= 1024):
             raise ConfigError(f"threads must be None or an integer from 1 to 1024, got {self.threads!r}")
+        if not isinstance(self.keep_packed, bool):
+            raise ConfigError(f"keep_packed must be True or False, got {self.keep_packed!r}")

@@ -1,10 +1,13 @@
 """The one place that reads environment variables and knows where a platform keeps caches.
 
-CPUSPEC_CACHE    directory for models and everything else that can be fetched or built again
-CPUSPEC_OFFLINE  set to anything but 0, no or false: nothing is downloaded
-HF_ENDPOINT      address of the model hub or of a mirror of it, as huggingface_hub reads it
+CPUSPEC_CACHE      directory for models and everything else that can be fetched or built again
+CPUSPEC_PACKED_GB  gigabytes of it that packed weights may take, by default 20; 0 keeps none
+CPUSPEC_OFFLINE    set to anything but 0, no or false: nothing is downloaded
+HF_ENDPOINT        address of the model hub or of a mirror of it, as huggingface_hub reads it
 """
 
+import hashlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -32,6 +35,26 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "cpuspec"
     except RuntimeError as error:
         raise ConfigError(f"no place for a cache: {error}; set CPUSPEC_CACHE to a directory") from error
+
+
+def packed_limit_bytes() -> int:
+    """Bytes of the cache directory that packed weights may take. Raises ConfigError if CPUSPEC_PACKED_GB is no number."""
+    text = os.environ.get("CPUSPEC_PACKED_GB") or "20"
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 0 <= limit <= 1e9:
+        raise ConfigError(f"CPUSPEC_PACKED_GB is {text!r}; wanted a number of gigabytes, or 0 to keep no packed weights")
+    return int(limit * 1e9)
+
+
+def sources_digest(directory: Path) -> str:
+    """A hash of the Python sources in a directory: what a cache of something that they make is named after."""
+    digest = hashlib.sha256()
+    for source in sorted(directory.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def offline() -> bool:

@@ -820,6 +820,20 @@ def test_info_sees_compiled_kernels_and_fetched_models(recipe: SimpleNamespace) 
     assert str(model_path(find_recipe("tiny"))) in ok("info")
 
 
+@pytest.mark.usefixtures("bandwidth")
+def test_info_lists_packed_weights_and_what_they_may_take(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPUSPEC_PACKED_GB", "1.5")
+    assert json.loads(ok("info", "--json"))["packed"] == []
+    (cache / "packed").mkdir(parents=True)
+    (cache / "packed" / "tiny-0.packed").write_bytes(bytes(2000))
+    shown = json.loads(ok("info", "--json"))
+    assert (shown["packed_directory"], shown["packed_limit_bytes"]) == (str(cache / "packed"), 1_500_000_000)
+    assert shown["packed"] == [{"name": "tiny-0.packed", "bytes": 2000}]
+    table = ok("info")
+    assert "packed (2.00 kB of at most 1.50 GB)" in table
+    assert "tiny-0.packed (2.00 kB)" in table
+
+
 @pytest.mark.parametrize(
     ("isa", "features", "reason"),
     [

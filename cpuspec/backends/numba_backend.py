@@ -4,7 +4,6 @@ Writes the program once, when the model is loaded: this is the file that knows t
 kernel is told has been checked here or by `ForwardBatch.check`; the kernels themselves check nothing.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.packed import packed_matrices
 from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor
-from cpuspec.formats.packing import TILE, U8, PackedTensor, aligned_bytes, pack
+from cpuspec.formats.packing import TILE, U8, PackedTensor, aligned_bytes
 from cpuspec.kernels import attention, isa, linear, pointwise, simd, step
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
@@ -46,9 +46,9 @@ class NumbaBackend:
             tensors["output"] = self._embed
         matrices = {name: t for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
         shared = share._packed if share else {}
-        with ThreadPoolExecutor(self.threads) as pool:
-            new = {name: pool.submit(pack, t) for name, t in matrices.items() if t not in shared}
-            self._matrices = {name: new[name].result() if name in new else shared[t] for name, t in matrices.items()}
+        new = {name: t for name, t in matrices.items() if t not in shared}
+        packed = packed_matrices(checkpoint.name, new, self.threads, engine.keep_packed)
+        self._matrices = {name: packed[name] if name in packed else shared[t] for name, t in matrices.items()}
         self._packed: WeakKeyDictionary[QuantTensor, PackedTensor] = WeakKeyDictionary()  # while somebody holds the tensor
         self._packed.update({t: self._matrices[name] for name, t in matrices.items()})
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}

@@ -1,6 +1,7 @@
 """Model files as read-only bytes that the operating system pages in on first use."""
 
 import mmap
+import os
 import stat
 from pathlib import Path
 
@@ -8,6 +9,14 @@ import numpy as np
 
 from cpuspec.errors import CheckpointError
 from cpuspec.formats.tensor import U8
+
+_ALL_PAGES_NOW = getattr(mmap, "MAP_POPULATE", 0)  # a mapping that waits for no page later, where the system has it
+
+
+class _MappedFile(mmap.mmap):
+    """A mapping that knows its file by size and time of the last change: whatever its name is, and wherever it lies."""
+
+    stamp: tuple[int, int]
 
 
 def map_file(path: Path) -> U8:
@@ -21,7 +30,8 @@ def map_file(path: Path) -> U8:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is not a regular file")
         with path.open("rb") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            mapping = _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+            status = os.fstat(file.fileno())
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except OSError as error:
@@ -29,3 +39,45 @@ def map_file(path: Path) -> U8:
     except ValueError:
         # mmap of nothing; also a path with a null byte in it.
         raise CheckpointError(f"{path} is empty or not a path") from None
+    mapping.stamp = status.st_size, status.st_mtime_ns
+    return np.frombuffer(mapping, np.uint8)
+
+
+def map_all_pages(file_number: int, num_bytes: int) -> U8:
+    """The first `num_bytes` of an open file, read-only and mapped, with all pages there at once where the system can do that.
+
+    Raises OSError or ValueError if they cannot be mapped.
+    """
+    if not _ALL_PAGES_NOW:
+        return np.frombuffer(mmap.mmap(file_number, num_bytes, access=mmap.ACCESS_READ), np.uint8)
+    mapping = mmap.mmap(file_number, num_bytes, flags=mmap.MAP_SHARED | _ALL_PAGES_NOW, prot=mmap.PROT_READ)
+    return np.frombuffer(mapping, np.uint8)
+
+
+def place_in_file(data: U8) -> tuple[int, int, int] | None:
+    """Which bytes of which file these are: its size, its time of change in ns, and their offset; None for bytes of no file."""
+    mapping = _mapping_of(data)
+    return None if mapping is None else (*mapping.stamp, _offset(data, mapping))
+
+
+def give_back_pages(data: U8) -> None:
+    """Stop counting the pages of a view of a mapped file as this process's memory; the next look brings them back.
+
+    For other bytes, and where the system cannot do it, nothing.
+    """
+    mapping = _mapping_of(data)
+    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+        offset = _offset(data, mapping)
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        mapping.madvise(mmap.MADV_DONTNEED, first, offset + data.nbytes - first)
+
+
+def _mapping_of(data: U8) -> _MappedFile | None:
+    owner: object = data
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return owner if isinstance(owner, _MappedFile) else None
+
+
+def _offset(data: U8, mapping: _MappedFile) -> int:
+    return data.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data

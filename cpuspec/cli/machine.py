@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from cpuspec import __version__
+from cpuspec.checkpoints.packed import packed_directory, packed_files
 from cpuspec.cli.console import print_table, size
 from cpuspec.cli.reports import known_models
-from cpuspec.environment import cache_dir, usable_cores
+from cpuspec.environment import cache_dir, packed_limit_bytes, usable_cores
 from cpuspec.metrics import read_bandwidth
 
 Row = dict[str, Any]
@@ -36,6 +37,9 @@ def describe_machine() -> Row:
         "kernel_directory": str(directory),
         "kernels_compiled": kernels.compiled_before(),
         "kernel_bytes": _bytes_under(directory),
+        "packed_directory": str(packed_directory()),
+        "packed_limit_bytes": packed_limit_bytes(),
+        "packed": [{"name": path.name, "bytes": num_bytes} for path, num_bytes in packed_files()],
         "models": [{name: row[name] for name in ("name", "bytes", "path")} for row in known_models() if row["fetched"]],
     }
 
@@ -78,6 +82,7 @@ def show_machine(report: Row) -> None:
         ("available", report["available_memory_bytes"]),
         ("allowed to this process's group", limit),
     ]
+    packed = sum(file["bytes"] for file in report["packed"])
     compiled = "compiled" if report["kernels_compiled"] else "not compiled yet"
     facts = [
         ("processor", report["processor"]),
@@ -94,6 +99,8 @@ def show_machine(report: Row) -> None:
         ("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())),
         ("platform", report["platform"]),
         ("machine code", f"{report['kernel_directory']} ({compiled}, {size(report['kernel_bytes'])})"),
+        ("packed weights", f"{report['packed_directory']} ({size(packed)} of at most {size(report['packed_limit_bytes'])})"),
+        *(("", f"{file['name']} ({size(file['bytes'])})") for file in report["packed"]),
         ("cache", report["cache_directory"]),
         *(("model", f"{model['name']} ({size(model['bytes'])}) {model['path']}") for model in report["models"]),
     ]

@@ -47,6 +47,7 @@ class LLM:
     spec: how to draft (None, a draft spec such as "ngram", or a SpecConfig); the output distribution is the same for all.
     context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
     max_sequences: how many run at once; more wait their turn.
+    keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class LLM:
         *,
         context_length: int | None = None,
         max_sequences: int = 16,
+        keep_packed: bool = True,
     ) -> None:
-        settings = EngineConfig(max_sequences=max_sequences, context_length=context_length, threads=threads)
+        settings = EngineConfig(max_sequences, context_length, threads=threads, keep_packed=keep_packed)
         spec = _read_spec(spec)
         make_proposer(spec)  # a bad spec or backend fails before gigabytes are loaded
         check_backend(backend)

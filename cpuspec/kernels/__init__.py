@@ -2,8 +2,9 @@
 
 They know weight formats and addresses, and no model. They check nothing: whoever passes an address has checked it.
 
-Machine code is kept in the user's cache, in a directory named after everything it was made from: the sources of this package,
-Numba's and LLVM's versions, and the processor's features. Numba's own cache would miss a change in another file's intrinsic.
+Machine code is kept in the user's cache, in a directory named after everything it was made from: the sources of this package
+and of the formats, Numba's and LLVM's versions, and the processor's features. Numba's own cache would miss a change in another
+file's intrinsic.
 """
 
 import hashlib
@@ -16,19 +17,17 @@ from typing import Any
 import numba
 from llvmlite import binding
 
-from cpuspec.environment import cache_dir
+from cpuspec import formats
+from cpuspec.environment import cache_dir, sources_digest
 from cpuspec.kernels import isa
 
 _config: Any = numba.config
 
 
 def _fingerprint() -> str:
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    for fact in (sys.version, numba.__version__, binding.llvm_version_info, isa.describe(), sorted(isa.features())):
-        digest.update(repr(fact).encode())
-    return digest.hexdigest()[:16]
+    sources = [sources_digest(Path(file).parent) for file in (__file__, formats.__file__)]
+    facts = (sources, sys.version, numba.__version__, binding.llvm_version_info, isa.describe(), sorted(isa.features()))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 # Taken once: sources edited under a running process must not get its machine code.

@@ -5,7 +5,7 @@ import pytest
 
 from cpuspec.backends import BACKENDS, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
-from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints import Checkpoint, packed
 from cpuspec.config import EngineConfig, RopeScaling
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import FORMATS
@@ -298,6 +298,19 @@ def test_threads_that_slept_wake_for_the_next_forward(of_format: Checkpoint) -> 
         assert np.array_equal(forward(backend, cache, {0: [TOKENS[i]]}).logits[0], alone[i])
     backend.close()
     backend.close()
+
+
+def test_weights_from_the_disk_give_the_same_bits(of_format: Checkpoint, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
+    logits = []
+    for keep in (False, True, True):
+        backend = make_backend("numba", of_format, EngineConfig(threads=1, max_rows=64, keep_packed=keep))
+        logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
+        backend.close()
+        assert len(packed.packed_files()) == keep
+    assert np.array_equal(logits[0], logits[1])
+    assert np.array_equal(logits[0], logits[2])
 
 
 def test_an_unknown_backend_is_a_clear_error(of_format: Checkpoint) -> None:

@@ -1,0 +1,356 @@
+"""Packed weights come from the disk at the second start, and only if they are what packing would give."""
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpuspec.checkpoints import mapped, packed
+from cpuspec.checkpoints.mapped import give_back_pages, map_file, place_in_file
+from cpuspec.checkpoints.packed import packed_directory, packed_files, packed_matrices
+from cpuspec.errors import ConfigError
+from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats.packing import pack
+
+SHAPE = (40, 256)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CPUSPEC_PACKED_GB", raising=False)
+    monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A file with the bytes of one matrix in each format."""
+    path = tmp_path / "model.bin"
+    size = sum(SHAPE[0] * row.row_bytes(SHAPE[1]) for row in FORMATS.values())
+    path.write_bytes(np.random.default_rng(1).bytes(size))
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, QuantTensor]:
+    data, at, tensors = map_file(path), 0, {}
+    for name, row in FORMATS.items():
+        shape = (SHAPE[0], row.row_bytes(SHAPE[1]))
+        tensors[name] = QuantTensor(row, SHAPE, data[at : at + shape[0] * shape[1]].reshape(shape))
+        at += shape[0] * shape[1]
+    return tensors
+
+
+def check(tensors: dict[str, QuantTensor], **options) -> dict:
+    """Packed matrices, after seeing that they are what `pack` gives."""
+    matrices = packed_matrices("A model", tensors, 2, **options)
+    assert list(matrices) == list(tensors)
+    for name, tensor in tensors.items():
+        wanted = pack(tensor)
+        assert np.array_equal(matrices[name].data, wanted.data)
+        assert (matrices[name].format, matrices[name].shape) == (wanted.format, wanted.shape)
+        assert matrices[name].data.ctypes.data % 64 == 0
+    return matrices
+
+
+@pytest.fixture
+def packs(monkeypatch) -> list[str]:
+    """The formats that were packed since this list was last cleared."""
+    done: list[str] = []
+
+    def watched(tensor: QuantTensor) -> object:
+        done.append(tensor.format.name)
+        return pack(tensor)
+
+    monkeypatch.setattr(packed, "pack", watched)
+    return done
+
+
+def only_file() -> Path:
+    [(path, _)] = packed_files()
+    return path
+
+
+def test_a_second_start_packs_nothing(model: Path, packs: list[str]) -> None:
+    check(tensors_of(model))
+    assert sorted(packs) == sorted(FORMATS)
+    packs.clear()
+    matrices = check(tensors_of(model))
+    assert packs == []
+    assert not any(matrix.data.flags.writeable for matrix in matrices.values())
+    assert only_file().name.startswith("a-model-")
+
+
+def test_a_model_that_has_moved_is_known_again(model: Path, packs: list[str]) -> None:
+    check(tensors_of(model))
+    packs.clear()
+    moved = model.parent / "elsewhere" / "other.bin"
+    moved.parent.mkdir()
+    model.rename(moved)
+    check(tensors_of(moved))
+    assert packs == []
+
+
+def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:
+    """Change a file's bytes and keep its times."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def flip(at: int) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        data[at] ^= 1
+
+    return change
+
+
+@pytest.mark.parametrize("at", [0, 100, -1])
+def test_changed_weights_are_packed_again_though_their_file_has_kept_its_time(model: Path, packs: list[str], at: int) -> None:
+    check(tensors_of(model))
+    packs.clear()
+    rewrite(model, flip(at))
+    check(tensors_of(model))
+    assert packs
+
+
+def test_a_file_with_another_time_is_another_model(model: Path, packs: list[str]) -> None:
+    check(tensors_of(model))
+    packs.clear()
+    os.utime(model, ns=(1, 1))
+    check(tensors_of(model))
+    assert packs
+
+
+def test_of_tensors_in_memory_every_byte_counts(packs: list[str]) -> None:
+    data = np.zeros((16, 1 << 10), np.uint8)
+    check({"a": QuantTensor(FORMATS["f32"], (16, 256), data)})
+    packs.clear()
+    check({"a": QuantTensor(FORMATS["f32"], (16, 256), data.copy())})
+    assert packs == []
+    data[7, 777] = 1
+    check({"a": QuantTensor(FORMATS["f32"], (16, 256), data)})
+    assert packs == ["f32"]
+
+
+@pytest.mark.parametrize("other", ["name", "format", "shape", "fewer"])
+def test_a_set_of_tensors_has_a_file_of_its_own(packs: list[str], other: str) -> None:
+    data = np.arange(16 << 10, dtype=np.uint16).view(np.uint8)
+
+    def tensor(format_name: str, rows: int) -> QuantTensor:
+        row = FORMATS[format_name]
+        return QuantTensor(row, (rows, len(data) // rows // row.block_bytes), data.reshape(rows, -1))
+
+    first = {"a": tensor("f16", 16), "b": tensor("f16", 16)}
+    second = {
+        "name": {"a": tensor("f16", 16), "c": tensor("f16", 16)},
+        "format": {"a": tensor("f16", 16), "b": tensor("bf16", 16)},
+        "shape": {"a": tensor("f16", 16), "b": tensor("f16", 32)},
+        "fewer": {"a": tensor("f16", 16)},
+    }[other]
+    check(first)
+    packs.clear()
+    check(second)
+    assert packs
+    packs.clear()
+    check(first)
+    check(second)
+    assert packs == []
+
+
+@pytest.mark.parametrize(("owner", "name", "value"), [(packed, "_FINGERPRINT", "other sources"), (packed.sys, "byteorder", "big")])
+def test_another_way_of_packing_does_not_read_what_this_one_wrote(
+    model: Path, packs: list[str], monkeypatch, owner, name: str, value: str
+) -> None:
+    check(tensors_of(model))
+    packs.clear()
+    monkeypatch.setattr(owner, name, value)
+    check(tensors_of(model))
+    assert packs
+
+
+def write_bytes(data: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": write_bytes(b""),
+    "nonsense": write_bytes(b"nonsense"),
+    "cut by a byte": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "longer by a byte": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "first byte": lambda path: rewrite(path, flip(0)),
+    "an offset": lambda path: path.write_bytes(path.read_bytes().replace(b'"q4_0", [40, 256], ', b'"q4_0", [40, 256],9', 1)),
+    "gone": lambda path: path.unlink(),
+    "a dangling link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_written_again(model: Path, packs: list[str], damage: str) -> None:
+    check(tensors_of(model))
+    path = only_file()
+    good = path.read_bytes()
+    DAMAGE[damage](path)
+    assert not path.exists() or path.read_bytes() != good
+    packs.clear()
+    check(tensors_of(model))
+    assert packs
+    assert path.read_bytes() == good
+    packs.clear()
+    check(tensors_of(model))
+    assert packs == []
+
+
+def test_a_directory_in_the_place_of_a_file_costs_packing_in_memory(model: Path) -> None:
+    check(tensors_of(model))
+    path = only_file()
+    path.unlink()
+    path.mkdir()
+    check(tensors_of(model))
+    assert list(packed_directory().iterdir()) == [path]
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_fills_up_costs_packing_in_memory_and_leaves_nothing(model: Path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "fsync", fail)
+    check(tensors_of(model))
+    assert list(packed_directory().iterdir()) == []
+
+
+def test_a_disk_without_twice_the_room_is_left_alone(model: Path, monkeypatch) -> None:
+    free = shutil.disk_usage(model.parent)._replace(free=model.stat().st_size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    check(tensors_of(model))
+    assert packed_files() == []
+
+
+def test_a_cache_that_cannot_be_written_costs_packing_in_memory(model: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path / "file"))
+    check(tensors_of(model))
+
+
+def test_an_interrupted_start_leaves_nothing_behind(model: Path, monkeypatch) -> None:
+    def interrupted(tensor: QuantTensor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packed, "pack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        packed_matrices("model", tensors_of(model), 2)
+    assert list(packed_directory().iterdir()) == []
+
+
+def test_starts_at_the_same_time_all_get_their_weights(model: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for start in [pool.submit(check, tensors_of(model)) for _ in range(8)]:
+            start.result()
+    only_file()
+
+
+@pytest.mark.parametrize("limit", ["0", "0.0"])
+def test_nothing_is_kept_where_the_user_does_not_want_it(model: Path, monkeypatch, limit: str) -> None:
+    check(tensors_of(model), keep=False)
+    monkeypatch.setenv("CPUSPEC_PACKED_GB", limit)
+    check(tensors_of(model))
+    assert not packed_directory().exists()
+
+
+def test_small_models_are_packed_in_memory(model: Path, monkeypatch) -> None:
+    monkeypatch.setattr(packed, "_SMALLEST_BYTES", 1 << 20)
+    check(tensors_of(model))
+    assert not packed_directory().exists()
+
+
+@pytest.mark.parametrize("limit", ["much", "-1", "nan", "inf", "1e30"])
+def test_a_limit_that_is_no_number_is_a_clear_error(model: Path, monkeypatch, limit: str) -> None:
+    monkeypatch.setenv("CPUSPEC_PACKED_GB", limit)
+    with pytest.raises(ConfigError, match="CPUSPEC_PACKED_GB"):
+        check(tensors_of(model))
+
+
+def one_matrix(seed: int) -> dict[str, QuantTensor]:
+    values = np.random.default_rng(seed).standard_normal((64, 256)).astype(np.float32)
+    return {"a": QuantTensor.encode(FORMATS["f32"], values)}
+
+
+def test_the_longest_unused_goes_when_the_limit_is_reached(monkeypatch, packs: list[str]) -> None:
+    check(one_matrix(1))
+    size = only_file().stat().st_size
+    monkeypatch.setenv("CPUSPEC_PACKED_GB", str(2.5 * size / 1e9))
+    check(one_matrix(2))
+    for age, (path, _) in zip((20, 10), packed_files(), strict=True):
+        os.utime(path, (time.time() - age,) * 2)
+    check(one_matrix(1))  # now the second is the longest unused
+    packs.clear()
+    check(one_matrix(3))
+    check(one_matrix(1))
+    assert packs == ["f32"]
+    check(one_matrix(2))
+    assert packs == ["f32", "f32"]
+    assert len(packed_files()) == 2
+
+
+def test_a_model_larger_than_the_limit_runs_and_costs_others_nothing(model: Path, monkeypatch) -> None:
+    check(one_matrix(1))
+    before = packed_files()
+    monkeypatch.setenv("CPUSPEC_PACKED_GB", str(1.5 * before[0][1] / 1e9))
+    check(tensors_of(model))
+    assert packed_files() == before
+
+
+def test_what_a_killed_start_left_is_removed_and_what_a_running_one_writes_is_not() -> None:
+    packed_directory().mkdir(parents=True)
+    abandoned, running = (packed_directory() / f"model-0.packed.{n}-1" for n in range(2))
+    for path in (abandoned, running):
+        path.write_bytes(b"unfinished")
+    os.utime(abandoned, (time.time() - 7200,) * 2)
+    check(one_matrix(1))
+    assert not abandoned.exists()
+    assert running.exists()
+
+
+def test_pages_that_were_given_back_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    content = np.random.default_rng(1).bytes(3 * 4096 + 17)
+    path.write_bytes(content)
+    data = map_file(path)
+    for view in (data, data[4097:], data[5:6], data[:4096].reshape(64, 64), np.frombuffer(content, np.uint8)):
+        before = view.tobytes()
+        give_back_pages(view)
+        assert view.tobytes() == before
+
+
+@pytest.mark.skipif(not hasattr(mapped.mmap, "MADV_DONTNEED"), reason="pages cannot be given back here")
+def test_pages_that_were_given_back_are_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 << 20))
+    data = map_file(path)
+    assert data[::4096].sum() == 0
+    with_them = resident_bytes()
+    give_back_pages(data)
+    assert with_them - resident_bytes() > 60 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_a_view_knows_its_place_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    data = map_file(path)
+    size, changed, offset = place_in_file(data[100:200].reshape(10, 10)[3:])
+    assert (size, changed, offset) == (1000, path.stat().st_mtime_ns, 130)
+    assert place_in_file(data[100:200].copy()) is None
+    assert place_in_file(np.zeros(5, np.uint8)) is None
