@@ -1,5 +1,8 @@
 """Which instructions the kernels may use on this processor, chosen once when kernels are first imported."""
 
+import ctypes
+import platform
+import sys
 from functools import cache
 from typing import Any
 
@@ -38,6 +41,22 @@ def lookup_isa() -> str:
     return next((name for name in ("avx512bw", "avx2") if name in features()), "generic")
 
 
+@cache
+def has_tiles() -> bool:
+    """Whether bytes of many rows are multiplied in tile registers (AMX): the processor has them and the operating system lets
+    this process use them. The same bits either way.
+    """
+    return {"amx-int8", "amx-tile", "avx512f"} <= features() and _may_use_tiles()
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for it: the state of these registers is large, and kept only for processes that have asked."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # linux/arch/x86/include/uapi/asm/prctl.h
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
 def check_processor() -> None:
     """Raise BackendError on a processor that the kernels cannot be compiled for: LLVM would end the process."""
     missing = [name for name in _NEEDED if name not in features()]
@@ -54,4 +73,4 @@ def _processor() -> str:
 
 def describe() -> str:
     """The choice in words, for `cpuspec inspect` and error reports."""
-    return f"{_processor()}, {dot_isa()}"
+    return f"{_processor()}, {dot_isa()}{', amx' if has_tiles() else ''}"

@@ -4,7 +4,8 @@ Everything works on one row (or one head) by addresses. Row buffers are padded w
 """
 
 from cpuspec.kernels import simd
-from cpuspec.kernels.linear import (
+from cpuspec.kernels.options import compiled
+from cpuspec.kernels.products import (
     LOW_BYTES,
     MINUS_8_SUMS,
     MINUS_16_SUMS,
@@ -17,7 +18,6 @@ from cpuspec.kernels.linear import (
     SHIFT,
     VALUE_SUM,
 )
-from cpuspec.kernels.options import compiled
 
 _INT8_RECORD, _INT16_RECORD = ORDERS["int8"], ORDERS["int16"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
@@ -275,6 +276,50 @@ def lookup_bytes(builder: Any, table: Sequence[int], indices: Any, isa: str | No
     if len(looked_up) == 2:
         looked_up = [builder.shuffle_vector(*looked_up, ir.Constant(ir.VectorType(I32, 64), list(range(64))))]
     return builder.bitcast(looked_up[0], I32X16)
+
+
+# Matrices of bytes in tile registers (AMX). A register holds 16 rows of 64 bytes.
+_TILE_ROWS, _TILE_BYTES = 16, 64
+
+
+def tile_shapes(builder: Any, shapes: dict[int, tuple[int, int]]) -> None:
+    """Give tile registers their shapes: register -> (rows, bytes of a row). What they held is lost."""
+    config = bytearray(64)
+    config[0] = 1  # palette
+    for register, (rows, row_bytes) in shapes.items():
+        assert rows <= _TILE_ROWS, f"a tile has up to {_TILE_ROWS} rows, got {rows}"
+        assert row_bytes <= _TILE_BYTES, f"a tile's row has up to {_TILE_BYTES} bytes, got {row_bytes}"
+        config[16 + 2 * register] = row_bytes
+        config[48 + register] = rows
+    typ = ir.ArrayType(I8, len(config))
+    where = cgutils.alloca_once_value(builder, ir.Constant(typ, config))
+    call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), where)
+
+
+def tile_release(builder: Any) -> None:
+    """Forget all shapes, so that a switch of threads has less to save."""
+    call(builder, "llvm.x86.tilerelease", ir.VoidType())
+
+
+def tile_zero(builder: Any, register: int) -> None:
+    """Fill a tile register with zeros."""
+    call(builder, "llvm.x86.tilezero", ir.VoidType(), ir.Constant(I8, register))
+
+
+def tile_load(builder: Any, register: int, address: Any, stride: Any) -> None:
+    """Load the rows of a tile register, `stride` bytes apart."""
+    call(builder, "llvm.x86.tileloadd64", ir.VoidType(), ir.Constant(I8, register), pointer(builder, address), stride)
+
+
+def tile_store(builder: Any, register: int, address: Any, stride: Any) -> None:
+    """Store the rows of a tile register, `stride` bytes apart."""
+    call(builder, "llvm.x86.tilestored64", ir.VoidType(), ir.Constant(I8, register), pointer(builder, address), stride)
+
+
+def tile_dot_signed(builder: Any, total: int, rows: int, columns: int) -> None:
+    """total[r][c] += sum over k, b of rows[r][4k + b] * columns[k][4c + b], signed bytes into exact 32-bit sums."""
+    registers = [ir.Constant(I8, register) for register in (total, rows, columns)]
+    call(builder, "llvm.x86.tdpbssd", ir.VoidType(), *registers)
 
 
 # Threads.

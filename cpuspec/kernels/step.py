@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import simd
 from cpuspec.kernels.attention import QUERIES, append_key_value, attend, put_query
-from cpuspec.kernels.linear import ORDERS, ROWS
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import prepare_row, rotate_head, rows_of_block
+from cpuspec.kernels.products import ORDERS, ROWS
 from cpuspec.kernels.team import (
     COUNTERS,
     GENERATION,

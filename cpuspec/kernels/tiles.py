@@ -1,0 +1,157 @@
+"""Many rows at a time on processors with tile registers (AMX): one instruction makes the integer dots of 16 rows and 16 outputs.
+
+The float sums are those of `linear`'s other passes in the same order, and integer dots are exact: the bits are the same.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from cpuspec.formats import FORMATS
+from cpuspec.formats.packing import GROUP, STRETCH, TILE, stretch_bytes
+from cpuspec.kernels import isa, simd
+from cpuspec.kernels.products import LOW_BYTES, ORDERS, ROWS, add_dots, sum_of_weights
+from cpuspec.kernels.readers import AHEAD, NUM_SCALES, READERS, Group, Ops
+
+MANY = 8 * ROWS  # rows that one pass serves at most
+LEAST = 9  # fewer rows are quicker without
+_TOGETHER = 8  # rows that are summed at once
+
+_GROUPS = STRETCH // GROUP
+
+# Tile registers: totals, rows of activations, codes.
+_TOTALS, _ACTS, _CODES = (0, 1, 2, 3), 4, 5
+
+
+class _Stack:
+    """Some groups of a tile of weights, unpacked to the stack, and their integer dots with the rows of a block."""
+
+    def __init__(self, o: Ops, name: str, order: str) -> None:
+        self._o, self._order = o, order
+        self._scales = NUM_SCALES.get(name, 1)
+        self._halves = (0,) if order == "int8" else (0, LOW_BYTES)
+        self._dots = self._scales * len(self._halves)  # of a group and row
+        self.groups = _GROUPS // self._dots  # whose dots stay in the nearest cache
+        self._code_bytes, self._factor_bytes, self._dot_bytes = GROUP * TILE, 64 * (self._scales + 2), 64 * ROWS * self._dots
+        self._codes, self._factors, self._found = (
+            o.room(size * self.groups) for size in (self._code_bytes, self._factor_bytes, self._dot_bytes)
+        )
+        self._has_minimum = False
+
+    def put(self, place: Any, group: Group) -> None:
+        """Keep a group: its codes less their zero point, its scales, what shifts are multiplied with, its minimum."""
+        o = self._o
+        to = self._at(self._codes, place, self._code_bytes)
+        for v, codes in enumerate(group.codes):
+            simd.store(o.b, o.at(to, 64 * v), o.minus_bytes(codes, group.zero) if group.zero else codes)
+        to = self._at(self._factors, place, self._factor_bytes)
+        self._has_minimum = group.minimum is not None
+        for n, value in enumerate([*group.scales, sum_of_weights(o, group) if self._order == "int8" else None, group.minimum]):
+            if value is not None:
+                simd.store(o.b, o.at(to, 64 * n), value)
+
+    def multiply(self, place: Any, records: Any) -> None:
+        """The dots of a group with the rows of a block."""
+        o = self._o
+        codes, to = self._at(self._codes, place, self._code_bytes), self._at(self._found, place, self._dot_bytes)
+        line, record_bytes = ir.Constant(simd.I64, 64), ir.Constant(simd.I64, ORDERS[self._order])
+        for number, (part, half) in enumerate(itertools.product(range(self._scales), self._halves)):
+            simd.tile_zero(o.b, _TOTALS[number])
+            simd.tile_load(o.b, _CODES, o.at(codes, self._code_bytes // self._scales * part), line)
+            simd.tile_load(o.b, _ACTS, o.at(records, half + GROUP // self._scales * part), record_bytes)
+            simd.tile_dot_signed(o.b, _TOTALS[number], _ACTS, _CODES)
+            simd.tile_store(o.b, _TOTALS[number], o.at(to, 64 * ROWS * number), line)
+
+    def add(self, place: Any, records: Any, row: Any, totals: list[Any]) -> None:
+        """Add a group's products with as many rows as there are totals. records: of the first, which is the block's `row`th."""
+        o = self._o
+        at = self._at(self._factors, place, self._factor_bytes)
+        *scales, shifted, minimum = (o.f32(o.at(at, 64 * n)) for n in range(self._scales + 2))
+        found = o.b.add(self._at(self._found, place, self._dot_bytes), o.times(row, 64))
+        for n, total in enumerate(totals):
+            dots = [o.i32(o.at(found, 64 * (ROWS * number + n))) for number in range(self._dots)]
+            if self._order == "int16":
+                dots = [o.b.add(o.left(high, 8), low) for high, low in zip(dots[::2], dots[1::2], strict=True)]
+            record = o.at(records, n * ORDERS[self._order])
+            factors = shifted if self._order == "int8" else None, minimum if self._has_minimum else None
+            o.b.store(add_dots(o, dots, scales, *factors, record, o.b.load(total)), total)
+
+    def _at(self, base: Any, place: Any, size: int) -> Any:
+        return self._o.b.add(base, self._o.times(place, size))
+
+
+def many_rows_pass(
+    o: Ops, name: str, order: str, rows: Any, tile: Any, in_features: Any, acts: Any, row_bytes: Any, finish: Callable[..., None]
+) -> None:
+    """The outputs of one tile of weights for up to MANY rows from the start of a block on.
+
+    For some groups at a time: weights go to the stack; then for each block of rows their dots do; then these are scaled and
+    summed, in the order of the groups. Sums of rows that a block does not have are made of whatever follows it, and nobody
+    reads them. finish(row, values): what to do with a row's 16 outputs.
+    """
+    stretch, record_bytes = stretch_bytes(FORMATS[name]), ORDERS[order]
+    groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
+    stack, sums = _Stack(o, name, order), o.room(64 * MANY)
+    num_blocks = o.rounded_up(rows, ROWS)
+    with cgutils.for_range(o.b, o.times(num_blocks, ROWS)) as loop:
+        simd.store(o.b, o.b.add(sums, o.times(loop.index, 64)), simd.constant(o.b, 0.0, simd.f32x16))
+    with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches:
+        first = o.times(stretches.index, _GROUPS)
+        inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd.I64, _GROUPS))
+        here = o.b.add(tile, o.times(stretches.index, stretch))
+        with cgutils.for_range(o.b, o.rounded_up(inside, stack.groups)) as batches:
+            begin = o.times(batches.index, stack.groups)
+            count = o.smaller(o.b.sub(inside, begin), ir.Constant(simd.I64, stack.groups))
+            with cgutils.for_range(o.b, count) as loop:
+                index, share = o.b.add(begin, loop.index), stretch // _GROUPS
+                o.fetch(o.b.add(here, o.times(index, share)), AHEAD, share)
+                stack.put(loop.index, READERS[name](o, here, inside, index))
+            with cgutils.for_range(o.b, num_blocks) as blocks:
+                block = o.times(blocks.index, ROWS)
+                block_rows = o.smaller(o.b.sub(rows, block), ir.Constant(simd.I64, ROWS))
+                stride = o.times(block_rows, record_bytes)
+                records = o.b.add(o.b.add(acts, o.b.mul(block, row_bytes)), o.b.mul(o.b.add(first, begin), stride))
+                with cgutils.for_range(o.b, count) as loop:
+                    stack.multiply(loop.index, o.b.add(records, o.b.mul(loop.index, stride)))
+                with cgutils.for_range(o.b, o.rounded_up(block_rows, _TOGETHER)) as some:
+                    row = o.times(some.index, _TOGETHER)
+                    places = [o.at(o.b.add(sums, o.times(o.b.add(block, row), 64)), 64 * n) for n in range(_TOGETHER)]
+                    totals = [cgutils.alloca_once_value(o.b, o.f32(place)) for place in places]
+                    own = o.b.add(records, o.times(row, record_bytes))
+                    with cgutils.for_range(o.b, count) as loop:
+                        stack.add(loop.index, o.b.add(own, o.b.mul(loop.index, stride)), row, totals)
+                    for place, total in zip(places, totals, strict=True):
+                        simd.store(o.b, place, o.b.load(total))
+    with cgutils.for_range(o.b, rows) as loop:
+        finish(loop.index, o.f32(o.b.add(sums, o.times(loop.index, 64))))
+
+
+@intrinsic(prefer_literal=True)
+def shape(typingctx, format_name):
+    """Shape the tile registers for a format, where there are some."""
+    inputs = GROUP // NUM_SCALES.get(format_name.literal_value, 1)
+
+    def codegen(context, builder, sig, args):
+        if isa.has_tiles():
+            shapes = dict.fromkeys(_TOTALS, (ROWS, 64)) | {_ACTS: (ROWS, inputs), _CODES: (inputs // 4, 64)}
+            simd.tile_shapes(builder, shapes)
+        return context.get_dummy_value()
+
+    return types.void(format_name), codegen
+
+
+@intrinsic
+def release(typingctx):
+    """Forget the shapes."""
+
+    def codegen(context, builder, sig, args):
+        if isa.has_tiles():
+            simd.tile_release(builder)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
