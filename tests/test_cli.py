@@ -797,6 +797,7 @@ def test_ctrl_c_ends_a_bench_with_130_and_no_half_results(model: str) -> None:
 def test_info_says_what_was_chosen_and_why(cache: Path) -> None:
     shown = json.loads(ok("info", "--json"))
     assert (shown["isa"], shown["lookup_isa"]) == (kernels.isa.dot_isa(), kernels.isa.lookup_isa())
+    assert shown["tile_registers"] == kernels.isa.has_tiles()
     assert set(shown["features"]) == kernels.isa.features()
     assert 1 <= shown["default_threads"] == shown["usable_cores"] <= shown["logical_cpus"]
     assert shown["read_bandwidth"] == [{"threads": n, "bytes_per_s": 1e9 * n} for n in sorted({1, shown["usable_cores"]})]

@@ -58,6 +58,7 @@ def describe_hardware() -> Row:
         "isa": isa.dot_isa(),
         "isa_reason": _why(isa.dot_isa(), isa.features()),
         "lookup_isa": isa.lookup_isa(),
+        "tile_registers": isa.has_tiles(),
         "memory_bytes": _kilobytes("MemTotal"),
         "available_memory_bytes": _kilobytes("MemAvailable"),
         "memory_limit_bytes": _memory_limit(),
@@ -90,6 +91,7 @@ def show_machine(report: Row) -> None:
         ("features", ", ".join(telling) or "none that the kernels have a use for"),
         ("kernels", f"{report['isa']}: {report['isa_reason']}"),
         ("", f"4-bit codes that stand for values are looked up with {report['lookup_isa']} instructions"),
+        ("", f"nine rows and more {'are multiplied in' if report['tile_registers'] else 'have no'} tile registers (AMX)"),
         ("threads", f"{report['default_threads']} by default"),
         ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
         *(
