@@ -122,21 +122,24 @@ class ToyDecoder:
 
 
 class SampledProposer:
-    """Draws from rows of its own and declares them. `declare` may change what it declares, to break it."""
+    """Draws from rows of its own and declares them: a chain, or a tree of the shape `parents`, without replacement.
+
+    `declare` may change what it declares: to break it, or None for tokens that are declared chosen.
+    """
 
     name = "sampled"
 
     def __init__(
         self,
         vocab_size: int,
-        num_tokens: int = 3,
+        parents: tuple[int, ...] = (-1, 0, 1),
         hidden_layers: tuple[int, ...] = (),
-        declare: Callable[[np.ndarray], np.ndarray] | None = None,
+        declare: Callable[[np.ndarray], np.ndarray] | None = lambda row: row,
     ) -> None:
         self.hidden_layers = hidden_layers
         self._rows = np.random.default_rng(5).dirichlet(np.ones(vocab_size), size=vocab_size)
-        self._num_tokens = num_tokens
-        self._declare = declare or (lambda row: row)
+        self._parents = parents
+        self._declare = declare
 
     def begin(self, seq: Any) -> None:
         pass
@@ -144,11 +147,16 @@ class SampledProposer:
     def propose(self, seqs: list[Any], limits: list[int]) -> list[Draft]:
         drafts = []
         for seq, limit in zip(seqs, limits, strict=True):
-            tokens, probs, last = [], [], seq.tokens[-1]
-            for _ in range(min(limit, self._num_tokens)):
-                probs.append(self._declare(self._rows[last]))
-                tokens.append(last := sample(self._rows[last], seq.rng))
-            drafts.append(Draft.chain(tokens, self.name, tuple(probs)))
+            tokens: list[int] = []
+            rows: list[np.ndarray] = []
+            parents = self._parents[:limit]
+            for node, parent in enumerate(parents):
+                row = self._rows[tokens[parent] if parent >= 0 else seq.tokens[-1]].copy()
+                row[[tokens[other] for other in range(node) if parents[other] == parent]] = 0
+                rows.append(row / row.sum())
+                tokens.append(sample(rows[-1], seq.rng))
+            probs = tuple(map(self._declare, rows)) if self._declare else None
+            drafts.append(Draft(np.array(tokens, np.int32), np.array(parents, np.int32), probs, self.name))
         return drafts
 
     def accept(self, seq: Any, verdict: Any, hidden: Any) -> None:

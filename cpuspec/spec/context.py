@@ -10,7 +10,7 @@ import numpy as np
 
 from cpuspec.backends import Backend
 from cpuspec.errors import CacheError, ConfigError
-from cpuspec.model.batch import ForwardBatch, ForwardOutput
+from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Mark, Sequence, shared_prefix
 from cpuspec.spec.draft import Draft
 
@@ -34,7 +34,13 @@ class _Feed:
     slot: int
     tokens: list[int]  # committed and drafted ones that the slot does not hold yet
     num_unscored: int  # how many of them come before the first whose row is asked for
+    tree: Draft | None  # the draft, unless its tokens follow one another
     outputs: list[ForwardOutput]
+
+    @property
+    def num_straight(self) -> int:
+        """How many of the tokens follow one another."""
+        return len(self.tokens) - len(self.tree or ())
 
 
 class Context:
@@ -82,13 +88,21 @@ class Context:
         """For each sequence the rows after its last committed token and after each drafted one.
 
         Returns logits [n+1, V], and hidden [rows fed, C] for each asked layer, whose last n+1 rows belong to the logits.
-        Afterwards the slot holds committed and drafted tokens. Raises CacheError when they exceed the capacity.
+        Afterwards the slot holds committed and drafted tokens, of a tree only what `keep_path` keeps. Raises CacheError when they
+        exceed the capacity, and ConfigError for a tree of more rows than a forward takes.
         """
         feeds = [self._feed(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
         waiting = feeds
         while waiting:
             waiting = self._forward(waiting, hidden_layers)
         return [_join(feed.outputs) for feed in feeds]
+
+    def keep_path(self, seq: Sequence, draft: Draft, path: I32) -> None:
+        """Hold the nodes on `path` of a tree that was just scored, so that they need not be fed again."""
+        seat = self._seats[seq.id]
+        assert len(self._held[seat.slot]) == len(seq.tokens), "a path is kept before its tokens are committed"
+        self.cache.keep_path(seat.slot, len(seq.tokens), path)
+        self._held[seat.slot] += draft.tokens[path].tolist()
 
     def read_bytes(self, seq: Sequence) -> int:
         """Bytes of weights, and of keys and values for all the sequence's tokens, that one forward reads."""
@@ -97,8 +111,11 @@ class Context:
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
         """Truncate the sequence's slot to what it shares with the wanted tokens."""
         seat, drafted, num_committed = self._seats[seq.id], draft.tokens.tolist(), len(seq.tokens)
-        if draft.parents.tolist() != list(range(-1, len(drafted) - 1)):
-            raise ConfigError(f"{draft.source} drafted a tree; this version scores chains, so draft one")
+        tree = None if draft.is_chain else draft
+        if tree and len(tree) > self.backend.max_rows:
+            raise ConfigError(
+                f"a forward takes {self.backend.max_rows} rows, and {tree.source} drafted a tree of {len(tree)} tokens"
+            )
         if num_committed + len(drafted) > self.capacity:
             raise CacheError(
                 f"{num_committed + len(drafted)} tokens do not fit a context of {self.capacity}; raise context_length or send fewer"
@@ -112,7 +129,7 @@ class Context:
         del held[agreed + shared :]
         self.cache.truncate(seat.slot, agreed + shared)
         seat.agreed = seq.mark()
-        return _Feed(seat.slot, wanted[shared:], num_committed - 1 - agreed - shared, [])
+        return _Feed(seat.slot, wanted[shared:], num_committed - 1 - agreed - shared, tree, [])
 
     def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...]) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds that have rows left."""
@@ -125,6 +142,8 @@ class Context:
         for feed in feeds:
             first, start = len(tokens), len(self._held[feed.slot])
             size = min(self.backend.max_rows - first, len(feed.tokens))
+            if size < len(feed.tokens):
+                size = min(size, feed.num_straight)  # a tree goes as a whole
             if not size:
                 break
             tokens += feed.tokens[:size]
@@ -133,12 +152,14 @@ class Context:
             q_start.append(len(tokens))
             logit_start.append(len(logit_rows))
             parts.append(feed)
+        parents = _hang(parts, q_start, positions) if any(feed.tree for feed in parts) else None
         output = self.backend.forward(
             ForwardBatch(
                 tokens=np.array(tokens, np.int32),
                 positions=np.array(positions, np.int32),
                 slots=np.array([feed.slot for feed in parts], np.int32),
                 q_start=np.array(q_start, np.int32),
+                parents=parents,
                 logit_rows=np.array(logit_rows, np.int32),
                 hidden_layers=hidden_layers,
             ),
@@ -147,12 +168,25 @@ class Context:
         self.num_forwards += 1
         for i, feed in enumerate(parts):
             rows, scored = slice(q_start[i], q_start[i + 1]), slice(logit_start[i], logit_start[i + 1])
-            self._held[feed.slot] += tokens[rows]
             size = rows.stop - rows.start
+            self._held[feed.slot] += feed.tokens[: min(size, feed.num_straight)]
             del feed.tokens[:size]
             feed.num_unscored = max(feed.num_unscored - size, 0)
             feed.outputs.append(_part(output, rows, scored))
         return [feed for feed in feeds if feed.tokens]
+
+
+def _hang(feeds: list[_Feed], q_start: list[int], positions: list[int]) -> I32:
+    """The parents of a batch's rows; sets the positions of tree rows to their depths."""
+    parents = np.arange(q_start[-1], dtype=np.int32) - 1
+    parents[q_start[:-1]] = -1
+    for feed, start, end in zip(feeds, q_start[:-1], q_start[1:], strict=True):
+        if feed.tree and end - start == len(feed.tokens):
+            first = end - len(feed.tree)
+            positions[first:end] = (positions[first] - 1 + feed.tree.depths).tolist()
+            # A node without a parent follows the last committed token: the row before, or cached.
+            parents[first:end] = np.where(feed.tree.parents < 0, parents[first], first + feed.tree.parents)
+    return parents
 
 
 def _part(output: ForwardOutput, rows: slice, scored: slice) -> ForwardOutput:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Draft:
         """A draft in which each token follows the one before."""
         return Draft(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32) - 1, probs, source)
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         """Whether each token follows the one before."""
         return self.parents.tolist() == list(range(-1, len(self) - 1))

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from cpuspec.errors import ConfigError
-from cpuspec.model.batch import F32, ForwardOutput
+from cpuspec.model.batch import F32, I32, ForwardOutput
 from cpuspec.sampling import argmax, distribution, keeps_order, processed
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
@@ -26,11 +28,15 @@ def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits
 
     Each sequence gains one to limit + 1 tokens, distributed as the context's model alone would draw them.
     """
+    limits = [min(limit, context.backend.max_rows - 1) for limit in limits]  # a draft that takes two forwards gains nothing
     drafts = proposer.propose(seqs, limits)
     _check(proposer, drafts, limits, context.backend.config.vocab_size)
     rounds = []
-    for seq, draft, output in zip(seqs, drafts, context.score(seqs, drafts, proposer.hidden_layers), strict=True):
-        verdict = verify(seq, draft, output.logits)
+    for seq, draft, scored in zip(seqs, drafts, context.score(seqs, drafts, proposer.hidden_layers), strict=True):
+        verdict, output = verify(seq, draft, scored.logits), scored
+        if not draft.is_chain:
+            context.keep_path(seq, draft, verdict.path)
+            output = _along(verdict.path, scored)
         seq.extend(verdict.tokens)
         proposer.accept(seq, verdict, output.hidden)
         rounds.append(Round(draft, verdict, output))
@@ -51,6 +57,17 @@ def verify(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
     return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
 
 
+def _along(path: I32, output: ForwardOutput) -> ForwardOutput:
+    """The rows up to the last committed token's, then those of the accepted nodes."""
+    num_nodes = len(output.logits) - 1
+
+    def select(rows: F32) -> F32:
+        first = len(rows) - num_nodes
+        return np.concatenate([rows[:first], rows[first + path]])
+
+    return ForwardOutput(select(output.logits), tuple(select(layer) for layer in output.hidden))
+
+
 def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], vocab_size: int) -> None:
     """A user's proposer is bad input like any other."""
     if len(drafts) != len(limits):
@@ -60,6 +77,12 @@ def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], vocab_siz
             raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limit} fit")
         if len(draft) and not 0 <= draft.tokens.min() <= draft.tokens.max() < vocab_size:
             raise ConfigError(f"{proposer.name} drafted tokens {draft.tokens.tolist()}; ids must be in [0, {vocab_size})")
+        if not draft.is_chain:
+            parents, nodes = draft.parents, np.arange(len(draft))
+            if parents.shape != nodes.shape or (parents < -1).any() or (parents >= nodes).any():
+                raise ConfigError(
+                    f"{proposer.name} drafted a tree with parents {parents.tolist()}; each must be -1 or an earlier token"
+                )
         if draft.probs is not None and [row.shape for row in draft.probs] != [(vocab_size,)] * len(draft):
             raise ConfigError(
                 f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens"

@@ -18,9 +18,12 @@ from cpuspec.spec.proposer import PROPOSERS, NullProposer, Proposer, make_propos
 from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, chi_square, plain_greedy, string_probs
 
 VOCAB = 8
+TREE = (-1, -1, 0, 1, 1, -1)
 PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "none": NullProposer,
     "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
+    "sampled tree": lambda: SampledProposer(VOCAB, TREE, hidden_layers=(1,)),
+    "tree of point masses": lambda: SampledProposer(VOCAB, TREE, declare=None),
     **{name: lambda name=name: make_proposer(SpecConfig.parse(name)) for name in PROPOSERS},  # type: ignore[misc]
 }
 every_proposer = pytest.mark.parametrize("proposer", PROPOSER_FACTORIES)
@@ -144,11 +147,14 @@ def test_sampled_output_follows_the_targets_distribution_for_every_proposer(prop
     assert statistic < limit
 
 
+@pytest.mark.parametrize("parents", [(-1, 0, 1), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("settings", SAMPLED_PARAMS.values(), ids=SAMPLED_PARAMS)
-def test_the_chi_square_catches_a_proposer_that_declares_rows_it_did_not_draw_from(settings: dict[str, float]) -> None:
+def test_the_chi_square_catches_a_proposer_that_declares_rows_it_did_not_draw_from(
+    settings: dict[str, float], parents: tuple[int, ...]
+) -> None:
     model, prompt = ToyBackend(8, VOCAB, memory=0.2, max_rows=256), [0, 4, 5, 6, 4, 5, 6, 4]
     exact = string_probs(model, prompt, SamplingParams(**settings), 3)  # type: ignore[arg-type]
-    liar = SampledProposer(VOCAB, declare=lambda row: np.full(VOCAB, 1 / VOCAB))
+    liar = SampledProposer(VOCAB, parents, declare=lambda row: np.full(VOCAB, 1 / VOCAB))
     statistic, limit = chi_square(sampled_counts(model, liar, prompt, settings), exact)
     assert statistic > limit
 

@@ -19,14 +19,33 @@ def sequence(id: int, tokens: list[int]) -> Sequence:
     return Sequence.new(id, tokens, SamplingParams())
 
 
-def expected_rows(model: ToyBackend, tokens: list[int], draft: list[int]) -> np.ndarray:
-    return np.stack([model.row([*tokens, *draft[:i]]) for i in range(len(draft) + 1)])
+def expected_rows(model: ToyBackend, tokens: list[int], draft: Draft) -> np.ndarray:
+    return np.stack([model.row([*tokens, *draft.tokens_to(node)]) for node in range(-1, len(draft))])
+
+
+@st.composite
+def drafts(draw: st.DrawFn, max_tree: int) -> Draft:
+    """A chain, or a tree that one forward takes."""
+    tokens = draw(TOKENS)
+    if len(tokens) > max_tree or draw(st.booleans()):
+        return Draft.chain(tokens, "test")
+    parents = [draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
+    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, "test")
+
+
+def path_to(draft: Draft, node: int) -> np.ndarray:
+    """The nodes that lead to one, itself included."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(draft.parents[node])
+    return np.array(path, np.int32)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject) -> None:
-    """Arrivals, drafts, rejections, rewritten sequences, departures and reused slots, in any order."""
+    """Arrivals, chains and trees, rejections, rewritten sequences, departures and reused slots, in any order."""
     model = ToyBackend(3, memory=2.0, max_rows=data.draw(st.integers(1, 9)))
     num_slots = data.draw(st.integers(1, 3))
     context = Context(model, num_slots, capacity=64)
@@ -44,17 +63,21 @@ def test_a_score_equals_a_run_from_scratch_after_any_history(data: st.DataObject
             seq.extend(data.draw(TOKENS))
         elif action == "score" and alive:
             seqs = list(alive.values())
-            drafts = [data.draw(TOKENS) for _ in seqs]
-            outputs = context.score(seqs, [Draft.chain(draft, "test") for draft in drafts], (0, 1))
-            for seq, draft, output in zip(seqs, drafts, outputs, strict=True):
+            drafted = [data.draw(drafts(model.max_rows)) for _ in seqs]
+            outputs = context.score(seqs, drafted, (0, 1))
+            for seq, draft, output in zip(seqs, drafted, outputs, strict=True):
                 np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, draft))
-                path = [*seq.tokens, *draft]
+                tokens = [*seq.tokens, *draft.tokens.tolist()]
+                positions = [*range(len(seq.tokens)), *(len(seq.tokens) - 1 + draft.depths).tolist()]
                 for layer, hidden in enumerate(output.hidden):
-                    assert hidden[:, 0].tolist() == [token + layer for token in path[len(path) - len(hidden) :]]
                     assert len(hidden) > len(draft)
-                kept = data.draw(st.integers(0, len(draft)))
+                    assert hidden[:, 0].tolist() == [token + layer for token in tokens[-len(hidden) :]]
+                    assert hidden[:, 1].tolist() == [position + layer for position in positions[-len(hidden) :]]
+                last = data.draw(st.integers(-1, len(draft) - 1))
+                if not draft.is_chain and data.draw(st.booleans()):  # what is not kept is fed again
+                    context.keep_path(seq, draft, path_to(draft, last))
                 if len(seq.tokens) < 40:
-                    seq.extend([*draft[:kept], data.draw(st.integers(0, 3))])
+                    seq.extend([*draft.tokens_to(last), data.draw(st.integers(0, 3))])
 
 
 def test_a_context_that_holds_part_of_the_draft_still_returns_the_row_after_the_last_committed_token() -> None:
@@ -64,7 +87,7 @@ def test_a_context_that_holds_part_of_the_draft_still_returns_the_row_after_the_
     context.acquire(seq)
     for draft in ([4, 6, 7], [4, 6, 7], [4, 6], []):
         (output,) = context.score([seq], [Draft.chain(draft, "test")])
-        np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, draft))
+        np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, Draft.chain(draft, "test")))
 
 
 def test_only_what_the_slot_does_not_hold_is_fed() -> None:
@@ -89,8 +112,8 @@ def test_a_long_feed_goes_in_chunks_no_larger_than_the_backend_takes() -> None:
         context.acquire(seq)
     outputs = context.score(seqs, [Draft.chain([4], "test"), Draft.chain([5, 6], "test")])
     assert context.num_forwards == 4  # 13 + 4 rows by fives
-    np.testing.assert_array_equal(outputs[0].logits, expected_rows(model, seqs[0].tokens, [4]))
-    np.testing.assert_array_equal(outputs[1].logits, expected_rows(model, seqs[1].tokens, [5, 6]))
+    np.testing.assert_array_equal(outputs[0].logits, expected_rows(model, seqs[0].tokens, Draft.chain([4], "test")))
+    np.testing.assert_array_equal(outputs[1].logits, expected_rows(model, seqs[1].tokens, Draft.chain([5, 6], "test")))
 
 
 def test_a_slot_with_the_longest_shared_prefix_is_reused_and_others_are_left_alone() -> None:
@@ -142,9 +165,28 @@ def test_a_full_context_and_a_tree_are_clear_errors() -> None:
         context.acquire(sequence(1, [0]))
     with pytest.raises(CacheError, match="9 tokens do not fit a context of 8"):
         context.score([seq], [Draft.chain([4, 5], "test")])
-    tree = Draft(np.array([4, 5], np.int32), np.array([-1, -1], np.int32), None, "test")
-    with pytest.raises(ConfigError, match="tree"):
+
+
+def test_a_tree_of_more_rows_than_a_forward_takes_is_a_clear_error() -> None:
+    context, seq = Context(ToyBackend(1, max_rows=2), 1, 64), sequence(0, [0] * 7)
+    context.acquire(seq)
+    tree = Draft(np.array([4, 5, 6], np.int32), np.array([-1, -1, 0], np.int32), None, "test")
+    with pytest.raises(ConfigError, match="a forward takes 2 rows, and test drafted a tree of 3 tokens"):
         context.score([seq], [tree])
+
+
+def test_what_was_accepted_of_a_tree_is_not_fed_again() -> None:
+    model = ToyBackend(1, max_rows=64)
+    context, seq = Context(model, 1, 64), sequence(0, [0, 4, 5])
+    context.acquire(seq)
+    tree = Draft(np.array([4, 5, 6, 7, 7], np.int32), np.array([-1, -1, 1, 1, 3], np.int32), None, "test")
+    context.score([seq], [tree])
+    context.keep_path(seq, tree, np.array([1, 3, 4], np.int32))
+    seq.extend([5, 7, 7, 4])
+    rows = model.num_rows
+    (output,) = context.score([seq], [tree])
+    assert model.num_rows - rows == 1 + 5
+    np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, tree))
 
 
 def test_an_interrupted_forward_leaves_the_context_usable() -> None:
@@ -163,7 +205,7 @@ def test_an_interrupted_forward_leaves_the_context_usable() -> None:
         context.score([seq], [Draft.chain([], "test")])
     model.forward = whole  # type: ignore[method-assign]
     (output,) = context.score([seq], [Draft.chain([], "test")])
-    np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, []))
+    np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, Draft.chain([], "test")))
 
 
 @given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))

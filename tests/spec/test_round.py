@@ -34,6 +34,10 @@ class Fixed(NullProposer):
         self.told.append((list(seq.tokens), verdict.tokens, tuple(len(layer) for layer in hidden)))
 
 
+def tree(tokens: list[int], parents: list[int]) -> Draft:
+    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, "fixed")
+
+
 def one_sequence(context: Context, params: SamplingParams | None = None) -> Sequence:
     seq = Sequence.new(0, [0, 4, 5], params or SamplingParams())
     context.acquire(seq)
@@ -52,6 +56,39 @@ def test_a_round_commits_its_verdict_and_then_tells_the_proposer() -> None:
     assert done.verdict.tokens == right
     assert seq.tokens == [0, 4, 5, *right]
     assert proposer.told == [(seq.tokens, right, (6, 6))]
+
+
+def test_a_tree_hands_on_the_rows_of_its_accepted_path() -> None:
+    """Logits that chose the verdict's tokens, hidden states of what stands: as if the path had been drafted alone."""
+    model = ToyBackend(1, max_rows=64)
+    right: list[int] = []
+    for _ in range(3):
+        right.append(int(argmax(model.row([0, 4, 5, *right]))))
+    wrong = [(token + 1) % 8 for token in right]
+    rounds = []
+    for draft in (tree([wrong[0], right[0], wrong[1], right[1], right[1]], [-1, -1, 1, 0, 1]), Draft.chain(right[:2], "")):
+        context, proposer = Context(model, 1, 64), Fixed([draft], (0, 1))
+        seq = one_sequence(context)
+        rounds += speculate(context, proposer, [seq], [5])
+        assert proposer.told == [([0, 4, 5, *right], right, (5, 5))]
+    np.testing.assert_array_equal(rounds[0].verdict.path, [1, 4])
+    np.testing.assert_array_equal(rounds[0].output.logits, rounds[1].output.logits)
+    np.testing.assert_array_equal(rounds[0].output.hidden, rounds[1].output.hidden)
+
+
+def test_a_draft_is_kept_to_what_one_forward_takes() -> None:
+    limits: list[int] = []
+
+    class Curious(NullProposer):
+        def propose(self, seqs: list[Sequence], given: list[int]) -> list[Draft]:
+            limits.extend(given)
+            return super().propose(seqs, given)
+
+    context = Context(ToyBackend(1, max_rows=4), 1, 64)
+    seq = one_sequence(context)
+    for limit in (9, 2):
+        speculate(context, Curious(), [seq], [limit])
+    assert limits == [3, 2]
 
 
 def test_penalties_see_the_drafted_tokens_before_a_row() -> None:
@@ -85,6 +122,9 @@ def test_the_declared_rows_do_not_matter_to_greedy_requests(temperature: float) 
         ([Draft.chain([4, 4, 4], "fixed")], "drafted 3 tokens where at most 2 fit"),
         ([Draft.chain([8], "fixed")], r"ids must be in \[0, 8\)"),
         ([Draft.chain([-1], "fixed")], r"ids must be in \[0, 8\)"),
+        ([tree([4, 4], [0, -1])], r"parents \[0, -1\]"),
+        ([tree([4, 4], [-2, -1])], r"parents \[-2, -1\]"),
+        ([tree([4, 4], [-1])], r"parents \[-1\]"),
         ([Draft.chain([4], "fixed", (np.ones(7) / 7,))], "a row of 8 probabilities"),
         ([Draft.chain([4], "fixed", ())], "a row of 8 probabilities"),
     ],
