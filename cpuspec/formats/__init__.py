@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from cpuspec.errors import FormatError
-from cpuspec.formats import floats, int4, kquants, legacy, mx
+from cpuspec.formats import floats, int4, kquants, legacy, lowbit, mx
 from cpuspec.formats.tensor import Format, QuantTensor
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -24,6 +24,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             kquants.Q6_K,
             mx.MXFP4,
             *int4.FORMATS,
+            *lowbit.FORMATS,
         )
     }
 )

@@ -8,8 +8,8 @@ Matrices are padded to whole tiles, and stretches to whole cache lines, with zer
 Codes of a group of 32 inputs, for lane (row) r and byte b of 0..3:
   nibbles   load j of 0..3: low half = input 8j + b, high half = input 8j + 4 + b
   bytes     load v of 0..7: input 4v + b
-  top 1     one load: bit 8b + v = bit 4 of the code of input 4v + b
-  top 2     load h of 0..1: bits 8b + 2v and 8b + 2v + 1 = bits 4 and 5 of the code of input 16h + 4v + b, v of 0..3
+  one bit   one load: bit 8b + v = that bit of the code of input 4v + b
+  two bits  load h of 0..1: bits 8b + 2v and 8b + 2v + 1 = those bits of the code of input 16h + 4v + b, v of 0..3
 """
 
 import math
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.formats import FORMATS, Format, QuantTensor, int4, kquants, legacy, mx
+from cpuspec.formats import FORMATS, Format, QuantTensor, int4, kquants, legacy, lowbit, mx
 from cpuspec.formats.tensor import U8
 
 TILE = 16
@@ -168,29 +168,37 @@ def _lift_nibbles(plane: U8) -> U8:
     return np.stack([pairs & 15, pairs >> 4], axis=2).reshape(len(pairs), -1)
 
 
-def _lay_top_bit(codes: U8) -> NDArray[Any]:
-    bits = (codes >> 4).reshape(len(codes), -1, 8, 4)
-    return _lay_words(np.packbits(bits, axis=2, bitorder="little").reshape(len(codes), -1))
+def _bit(at: int) -> Plane:
+    """Bit `at` of the codes."""
 
+    def lay(codes: U8) -> NDArray[Any]:
+        bits = (codes >> at & 1).reshape(len(codes), -1, 8, 4)
+        return _lay_words(np.packbits(bits, axis=2, bitorder="little").reshape(len(codes), -1))
 
-def _lift_top_bit(plane: U8) -> NDArray[Any]:
-    packed = _lift_words(plane)
-    bits = np.unpackbits(packed.reshape(len(packed), -1, 1, 4), axis=2, bitorder="little")
-    return bits.reshape(len(packed), -1) << 4
+    def lift(plane: U8) -> NDArray[Any]:
+        packed = _lift_words(plane)
+        bits = np.unpackbits(packed.reshape(len(packed), -1, 1, 4), axis=2, bitorder="little")
+        return bits.reshape(len(packed), -1) << at
+
+    return Plane("codes", 1, lay, lift)
 
 
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
-def _lay_top_two_bits(codes: U8) -> NDArray[Any]:
-    pairs = (codes >> 4).reshape(len(codes), -1, 4, 4) << _PAIRS
-    return _lay_words(np.bitwise_or.reduce(pairs, axis=2).reshape(len(codes), -1))
+def _two_bits(at: int) -> Plane:
+    """Bits `at` and `at` + 1 of the codes."""
 
+    def lay(codes: U8) -> NDArray[Any]:
+        pairs = (codes >> at & 3).reshape(len(codes), -1, 4, 4) << _PAIRS
+        return _lay_words(np.bitwise_or.reduce(pairs, axis=2).reshape(len(codes), -1))
 
-def _lift_top_two_bits(plane: U8) -> NDArray[Any]:
-    packed = _lift_words(plane)
-    pairs = packed.reshape(len(packed), -1, 1, 4) >> _PAIRS & 3
-    return pairs.reshape(len(packed), -1) << 4
+    def lift(plane: U8) -> NDArray[Any]:
+        packed = _lift_words(plane)
+        pairs = packed.reshape(len(packed), -1, 1, 4) >> _PAIRS & 3
+        return pairs.reshape(len(packed), -1) << at
+
+    return Plane("codes", 2, lay, lift)
 
 
 def _lanes(part: str, dtype: str, inputs: int) -> Plane:
@@ -201,8 +209,7 @@ def _lanes(part: str, dtype: str, inputs: int) -> Plane:
 
 _NIBBLES = Plane("codes", 4, _lay_nibbles, _lift_nibbles)
 _BYTES = Plane("codes", 8, _lay_words, _lift_words)
-_TOP_BIT = Plane("codes", 1, _lay_top_bit, _lift_top_bit)
-_TOP_TWO_BITS = Plane("codes", 2, _lay_top_two_bits, _lift_top_two_bits)
+_FEW_BITS = {2: (_two_bits(0),), 3: (_two_bits(0), _bit(2))}
 
 
 def _blocks(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
@@ -286,8 +293,8 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
         "bf16": _numbers("<u2"),
         "q4_0": _blocks(legacy.Q4_0_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
         "q4_1": _blocks(legacy.Q4_1_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
-        "q5_0": _blocks(legacy.Q5_0_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _TOP_BIT),
-        "q5_1": _blocks(legacy.Q5_1_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _TOP_BIT),
+        "q5_0": _blocks(legacy.Q5_0_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _bit(4)),
+        "q5_1": _blocks(legacy.Q5_1_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _bit(4)),
         # Codes move by 128 so that they are unsigned, as the dot product of bytes wants one side.
         "q8_0": _blocks(
             legacy.Q8_0_LAYOUT,
@@ -296,10 +303,14 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
             _BYTES,
         ),
         "q4_k": _k(kquants.Q4_K_LAYOUT, kquants.codes_q4_k, kquants.fields_q4_k, _NIBBLES),
-        "q5_k": _k(kquants.Q5_K_LAYOUT, kquants.codes_q5_k, kquants.fields_q5_k, _NIBBLES, _TOP_BIT),
-        "q6_k": Packing((_NIBBLES, _TOP_TWO_BITS, _lanes("scales", "i1", 16), _lanes("d", "<f2", 256)), _split_q6_k, _join_q6_k),
+        "q5_k": _k(kquants.Q5_K_LAYOUT, kquants.codes_q5_k, kquants.fields_q5_k, _NIBBLES, _bit(4)),
+        "q6_k": Packing((_NIBBLES, _two_bits(4), _lanes("scales", "i1", 16), _lanes("d", "<f2", 256)), _split_q6_k, _join_q6_k),
         "mxfp4": _blocks(mx.MXFP4_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
         **{name: _blocks(layout, int4.codes_in_order, int4.fields_in_order, _NIBBLES) for name, layout in int4.LAYOUTS.items()},
+        **{
+            name: _blocks(layout, *lowbit.CODES[lowbit.code_bits(layout)], *_FEW_BITS[lowbit.code_bits(layout)])
+            for name, layout in lowbit.LAYOUTS.items()
+        },
     }
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from cpuspec.formats.int4 import LAYOUTS, group_size
+from cpuspec.formats import int4, lowbit
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.kernels import simd
 from cpuspec.kernels.simd import i32x16
@@ -119,13 +119,19 @@ class Ops:
         for line in range(0, size, 64):
             simd.prefetch(self.b, self.at(address, ahead + line))
 
-    def with_top_bit(self, codes: list[Any], address: Any) -> list[Any]:
-        high = self.i32(address)
-        return [self.b.or_(c, self.mask(self.left(high, 4 - v), 0x10101010)) for v, c in enumerate(codes)]
+    def bit(self, address: Any, at: int) -> list[Any]:
+        """Eight vectors with a bit of each byte from a plane of one bit."""
+        words = self.i32(address)
+        return [self.mask(self.left(words, at - v), 0x01010101 << at) for v in range(8)]
 
-    def with_top_two_bits(self, codes: list[Any], address: Any) -> list[Any]:
-        high = [self.i32(self.at(address, 64 * h)) for h in range(2)]
-        return [self.b.or_(c, self.mask(self.left(high[v // 4], 4 - 2 * (v % 4)), 0x30303030)) for v, c in enumerate(codes)]
+    def two_bits(self, address: Any, at: int) -> list[Any]:
+        """Eight vectors with two bits of each byte from a plane of two bits."""
+        words = [self.i32(self.at(address, 64 * h)) for h in range(2)]
+        return [self.mask(self.left(words[v // 4], at - 2 * (v % 4)), 0x03030303 << at) for v in range(8)]
+
+    def both(self, some: list[Any], others: list[Any]) -> list[Any]:
+        """The bits of both, vector by vector."""
+        return [self.b.or_(x, y) for x, y in zip(some, others, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ def _legacy(offset: int, zero: int, top_bit: bool = False) -> Reader:
     def read(o: Ops, at: Any, groups: Any, group: Any) -> Group:
         codes = o.codes(o.b.add(at, o.times(group, 256)))
         if top_bit:
-            codes = o.with_top_bit(codes, o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 64)))
+            codes = o.both(codes, o.bit(o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 64)), 4))
         scale = _scale_of_32(o, o.b.add(at, o.times(groups, offset)), group)
         if zero:
             return Group(4 + top_bit, codes, [scale], zero)
@@ -190,6 +196,23 @@ def _int4(size: int, asymmetric: bool) -> Reader:
     return read
 
 
+def _lowbit(bits: int, size: int) -> Reader:
+    """int2 and int3: planes low bits, (third bits), scales, zero points in sixteenths, one for `size` inputs."""
+    shift = ir.Constant(simd.I64, size.bit_length() - 6)  # from groups of 32 to groups of `size`
+
+    def read(o: Ops, at: Any, groups: Any, group: Any) -> Group:
+        codes = o.two_bits(o.b.add(at, o.times(group, 128)), 0)
+        if bits == 3:
+            codes = o.both(codes, o.bit(o.b.add(o.b.add(at, o.times(groups, 128)), o.times(group, 64)), 2))
+        scales, here = o.b.add(at, o.times(groups, 64 * bits)), o.b.lshr(group, shift)
+        zeros = o.b.add(scales, o.times(o.b.lshr(groups, shift), 32))
+        scale, zero = o.f16(o.b.add(scales, o.times(here, 32))), o.u8(o.b.add(zeros, o.times(here, 16)))
+        zero = o.b.fmul(zero, simd.constant(o.b, 1 / lowbit.ZERO_STEPS, simd.f32x16))
+        return Group(bits, codes, [scale], 0, o.b.fneg(o.b.fmul(scale, zero)))
+
+    return read
+
+
 def _superblock(o: Ops, address: Any, group: Any) -> Any:
     return o.f16(o.b.add(address, o.times(o.b.lshr(group, ir.Constant(simd.I64, 3)), 32)))
 
@@ -200,7 +223,7 @@ def _k(offset: int, top_bit: bool) -> Reader:
     def read(o: Ops, at: Any, groups: Any, group: Any) -> Group:
         codes = o.codes(o.b.add(at, o.times(group, 256)))
         if top_bit:
-            codes = o.with_top_bit(codes, o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 64)))
+            codes = o.both(codes, o.bit(o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 64)), 4))
         scales = o.b.add(at, o.times(groups, offset))
         here = o.b.add(scales, o.times(group, 16))
         d = o.b.add(scales, o.times(groups, 32))
@@ -214,7 +237,7 @@ def _k(offset: int, top_bit: bool) -> Reader:
 
 def _q6_k(o: Ops, at: Any, groups: Any, group: Any) -> Group:
     codes = o.codes(o.b.add(at, o.times(group, 256)))
-    codes = o.with_top_two_bits(codes, o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 128)))
+    codes = o.both(codes, o.two_bits(o.b.add(o.b.add(at, o.times(groups, 256)), o.times(group, 128)), 4))
     scales = o.b.add(at, o.times(groups, 384))
     here = o.b.add(scales, o.times(group, 32))
     d = _superblock(o, o.b.add(scales, o.times(groups, 32)), group)
@@ -233,7 +256,10 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         "q5_k": _k(320, top_bit=True),
         "q6_k": _q6_k,
         "mxfp4": _mxfp4,
-        **{name: _int4(group_size(layout), asymmetric="zero" in (layout.names or ())) for name, layout in LAYOUTS.items()},
+        **{
+            name: _int4(int4.group_size(layout), asymmetric="zero" in (layout.names or ())) for name, layout in int4.LAYOUTS.items()
+        },
+        **{name: _lowbit(lowbit.code_bits(layout), lowbit.group_size(layout)) for name, layout in lowbit.LAYOUTS.items()},
     }
 )
 NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType({"f32": (64, "f32"), "f16": (32, "f16"), "bf16": (32, "bf16")})

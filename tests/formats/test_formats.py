@@ -25,6 +25,10 @@ ERROR_BUDGETS = {
     "int4_g32_asym": 0.085,
     "int4_g64_asym": 0.096,
     "int4_g128_asym": 0.106,
+    "int3_g32_asym": 0.155,
+    "int3_g64_asym": 0.177,
+    "int2_g32_asym": 0.313,
+    "int2_g64_asym": 0.338,
 }
 IN_GGUF = [name for name in FORMATS if name.upper() in gguf.GGMLQuantizationType.__members__]
 # The gguf package encodes these; for superblocks it only decodes.
