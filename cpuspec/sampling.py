@@ -123,6 +123,11 @@ def argmax(logits: NDArray[Any]) -> Any:
     return ids
 
 
+def confidence(logits: F32) -> float:
+    """Probability of the most likely token under raw logits [V]."""
+    return float(1 / np.exp(logits - logits.max()).sum())
+
+
 def sample(probs: NDArray[Any], rng: Uniform) -> int:
     """One token by inverse CDF. `probs` need not be normalised; a token of probability 0 is never drawn."""
     cdf = np.cumsum(probs)

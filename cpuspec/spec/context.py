@@ -4,7 +4,7 @@ It knows which tokens each slot's cache holds, and brings a slot to any token st
 shared prefix, feed the rest. It knows nothing about sampling or about why a string changed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,12 +44,17 @@ class _Feed:
 
 
 class Context:
-    """One model and its cache. Not thread-safe: one caller at a time."""
+    """One model and its cache. Not thread-safe: one caller at a time.
 
-    def __init__(self, backend: Backend, num_slots: int, capacity: int) -> None:
+    vocab_size: length of the rows it returns, None for the model's own. A draft model whose vocabulary was padded to another
+    length than the target's, as Qwen2.5's were, then speaks the target's ids: tokens beyond are cut off, or impossible.
+    """
+
+    def __init__(self, backend: Backend, num_slots: int, capacity: int, vocab_size: int | None = None) -> None:
         self.backend = backend
         self.cache = backend.new_cache(num_slots, capacity)
         self.capacity = capacity
+        self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
         self.num_forwards = 0
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._free = list(range(num_slots))  # least recently used first
@@ -95,7 +100,7 @@ class Context:
         waiting = feeds
         while waiting:
             waiting = self._forward(waiting, hidden_layers)
-        return [_join(feed.outputs) for feed in feeds]
+        return [self._fit(_join(feed.outputs)) for feed in feeds]
 
     def keep_path(self, seq: Sequence, draft: Draft, path: I32) -> None:
         """Hold the nodes on `path` of a tree that was just scored, so that they need not be fed again."""
@@ -107,6 +112,13 @@ class Context:
     def read_bytes(self, seq: Sequence) -> int:
         """Bytes of weights, and of keys and values for all the sequence's tokens, that one forward reads."""
         return self.backend.weight_bytes + len(seq.tokens) * self.cache.bytes_per_token
+
+    def _fit(self, output: ForwardOutput) -> ForwardOutput:
+        """Rows of `vocab_size` logits. Fitted before they become probabilities: a draft declares what it draws from."""
+        logits, missing = output.logits, self.vocab_size - output.logits.shape[1]
+        if missing > 0:
+            return replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
+        return replace(output, logits=logits[:, : self.vocab_size]) if missing else output
 
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
         """Truncate the sequence's slot to what it shares with the wanted tokens."""

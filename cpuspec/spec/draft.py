@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,14 @@ from numpy.typing import NDArray
 from cpuspec.model.batch import I32
 
 Probs = tuple[NDArray[Any], ...]
+
+
+class Cycle(NamedTuple):
+    """One verification of one draft, for metrics."""
+
+    source: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 @dataclass(frozen=True)
@@ -26,11 +34,12 @@ class Draft:
     parents: I32  # [n] node of the parent, always an earlier one, -1 = the last committed token; a chain is arange(n) - 1
     probs: Probs | None
     source: str  # proposer name, for metrics
+    cycles: tuple[Cycle, ...] = ()  # verifications by lower levels of a chain that went into it, in their order
 
     @staticmethod
-    def chain(tokens: Sequence[int], source: str, probs: Probs | None = None) -> "Draft":
+    def chain(tokens: Sequence[int], source: str, probs: Probs | None = None, cycles: tuple[Cycle, ...] = ()) -> "Draft":
         """A draft in which each token follows the one before."""
-        return Draft(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32) - 1, probs, source)
+        return Draft(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32) - 1, probs, source, cycles)
 
     @cached_property
     def is_chain(self) -> bool:

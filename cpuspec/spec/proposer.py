@@ -7,6 +7,7 @@ from cpuspec.config import SpecConfig
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
+from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.ngram import make_ngram
 from cpuspec.spec.verify import Verdict
@@ -45,6 +46,11 @@ class Proposer(Protocol):
     def end(self, seq: Sequence) -> None:
         """Forget a sequence; one that was aborted in the queue never began."""
         ...
+
+
+def contexts_of(proposer: Proposer) -> tuple[Context, ...]:
+    """The contexts that a proposer runs, cheapest first: its attribute `contexts`, which those without a model lack."""
+    return getattr(proposer, "contexts", ())
 
 
 class NullProposer:

@@ -1,15 +1,15 @@
 """One speculative round: propose, score, verify, accept. The engine's step and a chain's inner step are this call."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, I32, ForwardOutput
-from cpuspec.sampling import argmax, distribution, keeps_order, processed
+from cpuspec.sampling import F64, argmax, distribution, keeps_order, processed
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
-from cpuspec.spec.draft import Draft
+from cpuspec.spec.draft import Cycle, Draft
 from cpuspec.spec.proposer import Proposer
 from cpuspec.spec.verify import Verdict, verify_block, verify_greedy, verify_sampled
 
@@ -22,6 +22,11 @@ class Round:
     verdict: Verdict
     output: ForwardOutput
 
+    @property
+    def cycles(self) -> tuple[Cycle, ...]:
+        """The verifications that the round took, those of lower levels first."""
+        return (*self.draft.cycles, Cycle(self.draft.source, len(self.draft), len(self.verdict.path)))
+
 
 def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[Round]:
     """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
@@ -30,7 +35,7 @@ def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits
     """
     limits = [min(limit, context.backend.max_rows - 1) for limit in limits]  # a draft that takes two forwards gains nothing
     drafts = proposer.propose(seqs, limits)
-    _check(proposer, drafts, limits, context.backend.config.vocab_size)
+    _check(proposer, drafts, limits, context)
     rounds = []
     for seq, draft, scored in zip(seqs, drafts, context.score(seqs, drafts, proposer.hidden_layers), strict=True):
         verdict, output = verify(seq, draft, scored.logits), scored
@@ -50,8 +55,16 @@ def verify(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
     """
     params, history = seq.params, seq.history
     if not params.greedy:
+        rows: dict[int, F64] = {}
+
+        def target_probs(row: int) -> F64:
+            if row not in rows:
+                rows[row] = distribution(logits[row], params, history, draft.tokens_to(row - 1))
+            return rows[row]
+
         rule = verify_block if draft.probs and draft.is_chain else verify_sampled
-        return rule(draft, lambda row: distribution(logits[row], params, history, draft.tokens_to(row - 1)), seq.rng)
+        verdict = rule(draft, target_probs, seq.rng)
+        return replace(verdict, probs=tuple(rows[row] for row in (0, *(verdict.path + 1).tolist())))
     if keeps_order(params):
         return verify_greedy(draft, argmax(logits).__getitem__)
     return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
@@ -68,15 +81,17 @@ def _along(path: I32, output: ForwardOutput) -> ForwardOutput:
     return ForwardOutput(select(output.logits), tuple(select(layer) for layer in output.hidden))
 
 
-def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], vocab_size: int) -> None:
+def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
     """A user's proposer is bad input like any other."""
+    vocab_size = context.vocab_size
+    num_known = min(vocab_size, context.backend.config.vocab_size)
     if len(drafts) != len(limits):
         raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
     for draft, limit in zip(drafts, limits, strict=True):
         if len(draft) > limit:
             raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limit} fit")
-        if len(draft) and not 0 <= draft.tokens.min() <= draft.tokens.max() < vocab_size:
-            raise ConfigError(f"{proposer.name} drafted tokens {draft.tokens.tolist()}; ids must be in [0, {vocab_size})")
+        if len(draft) and not 0 <= draft.tokens.min() <= draft.tokens.max() < num_known:
+            raise ConfigError(f"{proposer.name} drafted tokens {draft.tokens.tolist()}; ids must be in [0, {num_known})")
         if not draft.is_chain:
             parents, nodes = draft.parents, np.arange(len(draft))
             if parents.shape != nodes.shape or (parents < -1).any() or (parents >= nodes).any():

@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 
 from cpuspec.model.batch import I32
 from cpuspec.sampling import Uniform, sample
-from cpuspec.spec.draft import Draft
+from cpuspec.spec.draft import Draft, Probs
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tokens that a round commits and the draft nodes that were accepted."""
+    """The tokens that a round commits, the draft nodes that were accepted, and the target's rows behind the tokens."""
 
     tokens: list[int]  # accepted tokens, then exactly one recovered or bonus token
     path: I32  # accepted draft nodes
+    probs: Probs | None = None  # the target's distribution [V] of each token, where the caller adds them; None where greedy
 
 
 def verify_greedy(draft: Draft, target_token: Callable[[int], int]) -> Verdict:

@@ -12,6 +12,7 @@ from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError
 from cpuspec.sampling import argmax
 from cpuspec.sequence import Sequence
+from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.proposer import PROPOSERS, NullProposer, Proposer, make_proposer
@@ -19,12 +20,25 @@ from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, chi_square,
 
 VOCAB = 8
 TREE = (-1, -1, 0, 1, 1, -1)
+
+
+def chain_over(inner: Proposer, seed: int, vocab_size: int = VOCAB, num_tokens: int = 4, min_confidence: float = 0.0) -> Proposer:
+    """`inner` verified by another toy model, which knows `vocab_size` of the target's tokens."""
+    model = ToyBackend(seed, vocab_size, memory=0.2, max_rows=5)
+    return ChainProposer(inner, Context(model, 50, 60, VOCAB), f"toy{seed}", num_tokens, min_confidence)
+
+
 PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "none": NullProposer,
     "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
     "sampled tree": lambda: SampledProposer(VOCAB, TREE, hidden_layers=(1,)),
     "tree of point masses": lambda: SampledProposer(VOCAB, TREE, declare=None),
     **{name: lambda name=name: make_proposer(SpecConfig.parse(name)) for name in PROPOSERS},  # type: ignore[misc]
+    "draft model": lambda: chain_over(NullProposer(), 0),
+    "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
+    "chain of two": lambda: chain_over(make_proposer(SpecConfig.parse("ngram")), 4),
+    "chain over a tree": lambda: chain_over(SampledProposer(VOCAB, TREE, hidden_layers=(0,)), 4),
+    "chain of three, of more tokens": lambda: chain_over(chain_over(SampledProposer(VOCAB), 2, VOCAB + 2, 3), 4, VOCAB + 1, 7, 0.3),
 }
 every_proposer = pytest.mark.parametrize("proposer", PROPOSER_FACTORIES)
 
@@ -312,6 +326,25 @@ def test_figures_count_what_happened() -> None:
         assert figure is not None
         assert figure >= 0
     assert json.loads(stats.to_json())["levels"]["ngram"]["tau"] == pytest.approx(level.tau)
+
+
+def test_every_level_of_a_chain_has_figures_of_its_own_cheapest_first() -> None:
+    model = ToyBackend(0, VOCAB, memory=0.8, max_rows=256)
+    chain = chain_over(chain_over(make_proposer(SpecConfig.parse("ngram")), 4, num_tokens=3), 0, num_tokens=6)
+    engine = engine_over(model, chain)
+    prompts, params = [[0, 4, 5, 4, 5], [0, 6, 6]], [SamplingParams(max_tokens=20, ignore_eos=True)] * 2
+    stats = [outputs[-1].stats for outputs in run(engine, prompts, params)]
+    for one in stats:
+        assert one is not None
+        assert list(one.levels) == ["ngram", "toy4", "toy0"]
+        ngram, lower, upper = one.levels.values()
+        assert upper.num_cycles == one.num_forwards
+        # A round of a level above yields what it accepted and one token more; drafts may be cut after that.
+        assert lower.num_accepted_tokens + lower.num_cycles == upper.num_draft_tokens
+        assert ngram.num_accepted_tokens + ngram.num_cycles == lower.num_draft_tokens
+        assert sum(upper.num_accepted_tokens_per_pos) == upper.num_accepted_tokens
+    for name, total in engine.levels.items():
+        assert total.num_draft_tokens == sum(one.levels[name].num_draft_tokens for one in stats if one is not None)
 
 
 def test_speculation_that_drafts_nothing_runs_the_same_forwards_as_none() -> None:
