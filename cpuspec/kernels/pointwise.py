@@ -31,7 +31,7 @@ def exp_f32(x):
 
     x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r (Taylor to the seventh power), times 2^n through the exponent bits.
     """
-    kept = simd.min_f32(simd.max_f32(x, simd.splat_f32(-87.0)), simd.splat_f32(88.0))
+    kept = simd.clamp(x, simd.splat_f32(-87.0), simd.splat_f32(88.0))
     n = simd.round_f32(kept * simd.splat_f32(1.4426950408889634))
     r = simd.fma(n, simd.splat_f32(-0.693359375), kept)
     r = simd.fma(n, simd.splat_f32(2.12194440e-4), r)
@@ -43,7 +43,7 @@ def exp_f32(x):
     p = simd.fma(p, r, simd.splat_f32(0.5))
     p = simd.fma(p, r, simd.splat_f32(1.0))
     p = simd.fma(p, r, simd.splat_f32(1.0))
-    power = (simd.truncate_i32(n) + simd.splat_i32(127)) << simd.splat_i32(23)
+    power = (simd.nearest_i32(n) + simd.splat_i32(127)) << simd.splat_i32(23)
     return simd.keep_above(x, simd.splat_f32(-87.0), p * simd.as_f32(power))
 
 
@@ -101,8 +101,8 @@ def quantize_to_int8(low, high, record):
     shift = smallest * simd.half() + largest * simd.half()
     scale = (largest * simd.half() - smallest * simd.half()) / simd.to_float(127)
     inverse, middle = simd.splat_f32(simd.inverse_or_zero(scale)), simd.splat_f32(shift)
-    low_codes = simd.truncate_i32(simd.round_f32((low - middle) * inverse))
-    high_codes = simd.truncate_i32(simd.round_f32((high - middle) * inverse))
+    low_codes = simd.nearest_i32((low - middle) * inverse)
+    high_codes = simd.nearest_i32((high - middle) * inverse)
     simd.store_i8(record, low_codes)
     simd.store_i8(record + 16, high_codes)
     simd.poke_f32(record + SHIFT, shift)
@@ -115,8 +115,8 @@ def quantize_to_int16(low, high, record):
     largest = simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high)))
     scale = largest / simd.to_float(127 * 256)
     inverse = simd.splat_f32(simd.inverse_or_zero(scale))
-    low_codes = simd.truncate_i32(simd.round_f32(low * inverse))
-    high_codes = simd.truncate_i32(simd.round_f32(high * inverse))
+    low_codes = simd.nearest_i32(low * inverse)
+    high_codes = simd.nearest_i32(high * inverse)
     _split_bytes(low_codes, record)
     _split_bytes(high_codes, record + 16)
     _write_sums(record, scale, simd.to_float(0), simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes))

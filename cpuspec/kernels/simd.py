@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from cpuspec.kernels.isa import dot_isa, lookup_isa
+from cpuspec.kernels.isa import dot_isa, features, lookup_isa
 
 LANES = 16
 
@@ -169,11 +169,17 @@ splat_i32 = _operation((_i,), i32x16, splat)
 fma = _operation((f32x16, f32x16, f32x16), f32x16, lambda b, x, y, z: call(b, "llvm.fma.v16f32", F32X16, x, y, z))
 round_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.rint.v16f32", F32X16, v))
 truncate_i32 = _operation((f32x16,), i32x16, lambda b, v: call(b, "llvm.fptosi.sat.v16i32.v16f32", I32X16, v))
+nearest_i32 = _operation((f32x16,), i32x16, lambda b, v: _nearest(b, v))  # halves to even; what has no integer gives the least
 abs_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.fabs.v16f32", F32X16, v))
 sqrt_f32 = _operation((_f,), types.float32, lambda b, x: call(b, "llvm.sqrt.f32", F32, x))
 # A nan stays a nan: a broken weight must show in the logits.
 max_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: _extreme(b, "maximum", x, y))
 min_f32 = _operation((f32x16, f32x16), f32x16, lambda b, x, y: _extreme(b, "minimum", x, y))
+clamp = _operation(  # to low..high; a nan stays a nan
+    (f32x16, f32x16, f32x16),
+    f32x16,
+    lambda b, x, low, high: _either(b, ">", _either(b, "<", x, high), low),
+)
 keep_above = _operation(  # values where x > limit or is nan, 0 elsewhere
     (f32x16, f32x16, f32x16), f32x16, lambda b, x, limit, v: b.select(b.fcmp_unordered(">", x, limit), v, constant(b, 0.0, f32x16))
 )
@@ -198,6 +204,33 @@ def _scatter(builder: Any, address: Any, stride: Any, count: Any, values: Any) -
     return ir.Constant(I8, 0)
 
 
+def _nearest(builder: Any, values: Any) -> Any:
+    if "avx512f" in features():
+        every, as_set = ir.Constant(I16, -1), ir.Constant(I32, 4)  # all lanes, in the rounding mode that is set: to nearest
+        return call(builder, "llvm.x86.avx512.mask.cvtps2dq.512", I32X16, values, constant(builder, 0, i32x16), every, as_set)
+    half, whole = ir.VectorType(I32, 8), ir.Constant(F32X16, ir.Undefined)
+    parts = [builder.shuffle_vector(values, whole, ir.Constant(half, list(range(at, at + 8)))) for at in (0, 8)]
+    parts = [call(builder, "llvm.x86.avx.cvt.ps2dq.256", half, part) for part in parts]
+    return builder.shuffle_vector(*parts, ir.Constant(I32X16, list(range(LANES))))
+
+
+def _either(builder: Any, relation: str, x: Any, y: Any) -> Any:
+    """y where `y relation x` holds, else x: with "<" or ">" one instruction, and a nan in x stays."""
+    return builder.select(builder.fcmp_ordered(relation, y, x), y, x)
+
+
+def _fold_extreme(relation: str) -> Emit:
+    """The largest (">") or smallest ("<") lane, or a nan if there is one."""
+    fold = _fold(lambda b, x, y: _either(b, relation, x, y))
+
+    def emit(builder: Any, vector: Any) -> Any:
+        is_nan = builder.fcmp_unordered("uno", vector, vector)
+        any_nan = builder.icmp_unsigned("!=", builder.bitcast(is_nan, I16), ir.Constant(I16, 0))
+        return builder.select(any_nan, ir.Constant(F32, float("nan")), fold(builder, vector))
+
+    return emit
+
+
 def _fold(instruction: Callable[[Any, Any, Any], Any]) -> Emit:
     """Reduce lanes in one fixed order: halves onto halves, 8, 4, 2, 1."""
 
@@ -220,8 +253,8 @@ scatter_f32 = _operation(
     (_a, types.int64, types.int64, f32x16), types.int8, _scatter
 )  # the first `count` lanes, stride bytes apart
 sum_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: b.fadd(x, y)))
-max_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: _extreme(b, "maximum", x, y)))
-min_lanes = _operation((f32x16,), types.float32, _fold(lambda b, x, y: _extreme(b, "minimum", x, y)))
+max_lanes = _operation((f32x16,), types.float32, _fold_extreme(">"))
+min_lanes = _operation((f32x16,), types.float32, _fold_extreme("<"))
 sum_lanes_i32 = _operation((i32x16,), types.int32, _fold(lambda b, x, y: b.add(x, y)))
 
 
