@@ -13,7 +13,8 @@ import numpy as np
 class LevelCounters:
     """What one draft level proposed and what its verifier made of it.
 
-    A cycle is one verification of one sequence, drafted for or not. Evaluated tokens end at the first rejected one.
+    A cycle is one verification of one sequence, drafted for or not. Evaluated tokens end at the first rejected one; what a tree
+    has for one position counts as one.
     """
 
     num_cycles: int = 0
@@ -23,15 +24,15 @@ class LevelCounters:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
-    def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one cycle."""
+    def record(self, num_draft_tokens: int, num_accepted_tokens: int, num_positions: int) -> None:
+        """Count one cycle. num_positions: length of the longest drafted path that begins with the accepted tokens."""
         self.num_cycles += 1
         self.num_drafts += num_draft_tokens > 0
         self.num_draft_tokens += num_draft_tokens
-        self.num_evaluated_tokens += min(num_accepted_tokens + 1, num_draft_tokens)
+        self.num_evaluated_tokens += min(num_accepted_tokens + 1, num_positions)
         self.num_accepted_tokens += num_accepted_tokens
         positions = self.num_accepted_tokens_per_pos
-        positions.extend([0] * (num_draft_tokens - len(positions)))
+        positions.extend([0] * (num_positions - len(positions)))
         for position in range(num_accepted_tokens):
             positions[position] += 1
 
@@ -113,9 +114,9 @@ class RequestMeter:
         self._num_new_tokens.append(num_new_tokens)
         self._num_forwards += num_forwards
 
-    def record_round(self, source: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one verification of a draft by `source`."""
-        self._levels.setdefault(source, LevelCounters()).record(num_draft_tokens, num_accepted_tokens)
+    def record_round(self, source: str, num_draft_tokens: int, num_accepted_tokens: int, num_positions: int) -> None:
+        """Count one verification of a draft by `source`, as `LevelCounters.record` does."""
+        self._levels.setdefault(source, LevelCounters()).record(num_draft_tokens, num_accepted_tokens, num_positions)
 
     def stats(self) -> RequestStats:
         """The figures so far."""

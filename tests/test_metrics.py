@@ -8,21 +8,30 @@ from hypothesis import strategies as st
 from cpuspec import metrics
 from cpuspec.metrics import LevelCounters, RequestMeter
 
-CYCLES = st.lists(st.integers(0, 5).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted))), max_size=20)
+CYCLES = st.lists(
+    st.integers(0, 5).flatmap(
+        lambda positions: st.tuples(
+            st.integers(0, positions),
+            st.just(positions),
+            st.integers(0, 3 if positions else 0),  # accepted, on that path, elsewhere
+        )
+    ),
+    max_size=20,
+)
 
 
 @given(CYCLES)
-def test_counters_and_shares_follow_their_definitions(cycles: list[tuple[int, int]]) -> None:
+def test_counters_and_shares_follow_their_definitions(cycles: list[tuple[int, int, int]]) -> None:
     level = LevelCounters()
-    for drafted, accepted in cycles:
-        level.record(drafted, accepted)
-    total = sum(accepted for _, accepted in cycles)
-    evaluated = sum(accepted + (accepted < drafted) for drafted, accepted in cycles)
-    proposed = sum(drafted for drafted, _ in cycles)
-    assert level.num_drafts == sum(drafted > 0 for drafted, _ in cycles)
+    for accepted, positions, others in cycles:
+        level.record(positions + others, accepted, positions)
+    total = sum(accepted for accepted, _, _ in cycles)
+    evaluated = sum(accepted + (accepted < positions) for accepted, positions, _ in cycles)
+    proposed = sum(positions + others for _, positions, others in cycles)
+    assert level.num_drafts == sum(positions > 0 for _, positions, _ in cycles)
     assert (level.num_draft_tokens, level.num_evaluated_tokens, level.num_accepted_tokens) == (proposed, evaluated, total)
-    longest = max((drafted for drafted, _ in cycles), default=0)
-    assert level.num_accepted_tokens_per_pos == [sum(accepted > i for _, accepted in cycles) for i in range(longest)]
+    longest = max((positions for _, positions, _ in cycles), default=0)
+    assert level.num_accepted_tokens_per_pos == [sum(accepted > i for accepted, _, _ in cycles) for i in range(longest)]
     assert level.mu == (total / len(cycles) if cycles else 0)
     assert level.tau == level.mu + 1
     assert level.accepted_per_proposed == (total / proposed if proposed else 0)

@@ -150,9 +150,9 @@ class Engine:
     def _count(self, request: _Request, done: Round, num_taken: int, num_forwards: int) -> None:
         read_bytes = num_forwards * self._context.read_bytes(request.seq)
         request.meter.record_step(num_taken, num_forwards, read_bytes)
-        for source, num_drafted, num_accepted in done.cycles:
-            request.meter.record_round(source, num_drafted, num_accepted)
-            self.levels.setdefault(source, LevelCounters()).record(num_drafted, num_accepted)
+        for source, *counts in done.cycles:
+            request.meter.record_round(source, *counts)
+            self.levels.setdefault(source, LevelCounters()).record(*counts)
 
     def _remove(self, request: _Request) -> None:
         self._scheduler.remove(request.seq)

@@ -19,6 +19,7 @@ class Cycle(NamedTuple):
     source: str
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_positions: int  # length of the longest drafted path that begins with the accepted tokens: of a chain, all
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,14 @@ class Draft:
             path.append(int(self.tokens[node]))
             node = int(self.parents[node])
         return path[::-1]
+
+    def num_below(self, node: int) -> int:
+        """How many tokens the longest path has that goes on from `node`; -1 is where the draft begins."""
+        depths = {node: 0}
+        for child, parent in enumerate(self.parents.tolist()):
+            if parent in depths:
+                depths[child] = depths[parent] + 1
+        return max(depths.values())
 
     def __len__(self) -> int:
         return len(self.tokens)

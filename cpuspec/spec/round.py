@@ -25,7 +25,9 @@ class Round:
     @property
     def cycles(self) -> tuple[Cycle, ...]:
         """The verifications that the round took, those of lower levels first."""
-        return (*self.draft.cycles, Cycle(self.draft.source, len(self.draft), len(self.verdict.path)))
+        draft, path = self.draft, [-1, *self.verdict.path.tolist()]
+        num_accepted = len(path) - 1
+        return (*draft.cycles, Cycle(draft.source, len(draft), num_accepted, num_accepted + draft.num_below(path[-1])))
 
 
 def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[Round]:

@@ -8,12 +8,14 @@ import pytest
 
 from cpuspec.config import SamplingParams
 from cpuspec.errors import BackendError, ConfigError
+from cpuspec.model.batch import ForwardOutput
 from cpuspec.sampling import TokenHistory, argmax, processed
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
-from cpuspec.spec.draft import Draft
+from cpuspec.spec.draft import Cycle, Draft
 from cpuspec.spec.proposer import NullProposer
-from cpuspec.spec.round import speculate, verify
+from cpuspec.spec.round import Round, speculate, verify
+from cpuspec.spec.verify import Verdict
 from tests.oracles import SampledProposer, ToyBackend
 
 
@@ -74,6 +76,14 @@ def test_a_tree_hands_on_the_rows_of_its_accepted_path() -> None:
     np.testing.assert_array_equal(rounds[0].verdict.path, [1, 4])
     np.testing.assert_array_equal(rounds[0].output.logits, rounds[1].output.logits)
     np.testing.assert_array_equal(rounds[0].output.hidden, rounds[1].output.hidden)
+
+
+@pytest.mark.parametrize(("path", "num_positions"), [([], 3), ([0], 3), ([1], 2), ([0, 2], 3), ([0, 2, 3], 3), ([1, 4], 2)])
+def test_a_cycle_counts_positions_on_the_longest_path_that_was_still_open(path: list[int], num_positions: int) -> None:
+    draft = tree([4, 5, 6, 7, 4], [-1, -1, 0, 2, 1])
+    output = ForwardOutput(np.zeros((6, 8), np.float32))
+    (cycle,) = Round(draft, Verdict([0] * (len(path) + 1), np.array(path, np.int32)), output).cycles
+    assert cycle == Cycle("fixed", 5, len(path), num_positions)
 
 
 def test_a_draft_is_kept_to_what_one_forward_takes() -> None:
