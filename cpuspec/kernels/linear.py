@@ -26,6 +26,9 @@ _PASSES = (16, 8, 4, 3, 2, 1)
 
 _GROUPS = STRETCH // GROUP
 
+# Bytes of activations that are multiplied with some tiles before the next ones are: what stays near a core with the tiles.
+_NEAR = 640 << 10
+
 
 def activation_order(format_name: str, precise: bool = False) -> str:
     """The order of activations that a format wants: of ORDERS, "int16" rather than "int8" where precise."""
@@ -146,46 +149,49 @@ def _linear(name: str, order: str, step: int) -> Any:
     """The kernel of a format, compiled or from the disk. step: bytes from a row of activations to the next in a block."""
     p16, p8, p4, p3, p2, p1 = _PASSES
     in_tiles = isa.has_tiles() and name in READERS
-    least, many = tiles.LEAST, tiles.MANY
+    least, many, near = tiles.LEAST, tiles.MANY, _NEAR
     shape, release = tiles.shape, tiles.release
 
     @cfunc(types.void(*[types.int64] * 12), cache=True)
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         if in_tiles and rows >= least:
             shape(name)
-        for tile in range(first, end):
-            weights = matrix + tile * tile_bytes
-            tile_bias = bias + 64 * tile if bias != 0 else bias
-            row = 0
-            while row < rows:
-                inside = row % ROWS
-                block_rows = min(ROWS, rows - row + inside)
-                left = block_rows - inside
-                here = acts + (row - inside) * row_bytes + inside * step
-                to = out + row * stride + 64 * tile
-                add = residual + row * stride + 64 * tile if residual != 0 else residual
-                if in_tiles and left >= least:
-                    count = min(many, rows - row)
-                    _many_rows(name, order, count, weights, in_features, here, row_bytes, tile_bias, add, to, stride)
-                    row += count
-                elif left >= p16:
-                    _pass(name, order, p16, weights, in_features, here, block_rows, tile_bias, add, to, stride)
-                    row += p16
-                elif left >= p8:
-                    _pass(name, order, p8, weights, in_features, here, block_rows, tile_bias, add, to, stride)
-                    row += p8
-                elif left >= p4:
-                    _pass(name, order, p4, weights, in_features, here, block_rows, tile_bias, add, to, stride)
-                    row += p4
-                elif left >= p3:
-                    _pass(name, order, p3, weights, in_features, here, block_rows, tile_bias, add, to, stride)
-                    row += p3
-                elif left >= p2:
-                    _pass(name, order, p2, weights, in_features, here, block_rows, tile_bias, add, to, stride)
-                    row += p2
-                else:
-                    _pass(name, order, p1, weights, in_features, here, block_rows, tile_bias, add, to, stride)
-                    row += p1
+        span = max(ROWS, min(many, near // row_bytes // ROWS * ROWS))
+        for top in range(0, rows, span):
+            bottom = min(rows, top + span)
+            for tile in range(first, end):
+                weights = matrix + tile * tile_bytes
+                tile_bias = bias + 64 * tile if bias != 0 else bias
+                row = top
+                while row < bottom:
+                    inside = row % ROWS
+                    block_rows = min(ROWS, rows - row + inside)
+                    left = block_rows - inside
+                    here = acts + (row - inside) * row_bytes + inside * step
+                    to = out + row * stride + 64 * tile
+                    add = residual + row * stride + 64 * tile if residual != 0 else residual
+                    if in_tiles and left >= least:
+                        count = bottom - row
+                        _many_rows(name, order, count, weights, in_features, here, row_bytes, tile_bias, add, to, stride)
+                        row += count
+                    elif left >= p16:
+                        _pass(name, order, p16, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        row += p16
+                    elif left >= p8:
+                        _pass(name, order, p8, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        row += p8
+                    elif left >= p4:
+                        _pass(name, order, p4, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        row += p4
+                    elif left >= p3:
+                        _pass(name, order, p3, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        row += p3
+                    elif left >= p2:
+                        _pass(name, order, p2, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        row += p2
+                    else:
+                        _pass(name, order, p1, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        row += p1
         if in_tiles and rows >= least:
             release()
 
