@@ -125,6 +125,16 @@ def _extreme(builder: Any, which: str, x: Any, y: Any) -> Any:
     return call(builder, f"llvm.{which}.v{x.type.count}f32", x.type, x, y)
 
 
+def _nearest(builder: Any, values: Any) -> Any:
+    if "avx512f" in features():
+        every, as_set = ir.Constant(I16, -1), ir.Constant(I32, 4)  # all lanes, in the rounding mode that is set: to nearest
+        return call(builder, "llvm.x86.avx512.mask.cvtps2dq.512", I32X16, values, constant(builder, 0, i32x16), every, as_set)
+    half, whole = ir.VectorType(I32, 8), ir.Constant(F32X16, ir.Undefined)
+    parts = [builder.shuffle_vector(values, whole, ir.Constant(half, list(range(at, at + 8)))) for at in (0, 8)]
+    parts = [call(builder, "llvm.x86.avx.cvt.ps2dq.256", half, part) for part in parts]
+    return builder.shuffle_vector(*parts, ir.Constant(I32X16, list(range(LANES))))
+
+
 def call_address(builder: Any, address: Any, values: Any) -> Any:
     """Call a C function that returns nothing, by its address."""
     function_type = ir.FunctionType(ir.VoidType(), [v.type for v in values])
@@ -169,7 +179,7 @@ splat_i32 = _operation((_i,), i32x16, splat)
 fma = _operation((f32x16, f32x16, f32x16), f32x16, lambda b, x, y, z: call(b, "llvm.fma.v16f32", F32X16, x, y, z))
 round_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.rint.v16f32", F32X16, v))
 truncate_i32 = _operation((f32x16,), i32x16, lambda b, v: call(b, "llvm.fptosi.sat.v16i32.v16f32", I32X16, v))
-nearest_i32 = _operation((f32x16,), i32x16, lambda b, v: _nearest(b, v))  # halves to even; what has no integer gives the least
+nearest_i32 = _operation((f32x16,), i32x16, _nearest)  # halves to even; what has no integer gives the least
 abs_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.fabs.v16f32", F32X16, v))
 sqrt_f32 = _operation((_f,), types.float32, lambda b, x: call(b, "llvm.sqrt.f32", F32, x))
 # A nan stays a nan: a broken weight must show in the logits.
@@ -202,16 +212,6 @@ def _scatter(builder: Any, address: Any, stride: Any, count: Any, values: Any) -
                 builder, builder.add(address, builder.mul(stride, index)), builder.extract_element(values, ir.Constant(I32, lane))
             )
     return ir.Constant(I8, 0)
-
-
-def _nearest(builder: Any, values: Any) -> Any:
-    if "avx512f" in features():
-        every, as_set = ir.Constant(I16, -1), ir.Constant(I32, 4)  # all lanes, in the rounding mode that is set: to nearest
-        return call(builder, "llvm.x86.avx512.mask.cvtps2dq.512", I32X16, values, constant(builder, 0, i32x16), every, as_set)
-    half, whole = ir.VectorType(I32, 8), ir.Constant(F32X16, ir.Undefined)
-    parts = [builder.shuffle_vector(values, whole, ir.Constant(half, list(range(at, at + 8)))) for at in (0, 8)]
-    parts = [call(builder, "llvm.x86.avx.cvt.ps2dq.256", half, part) for part in parts]
-    return builder.shuffle_vector(*parts, ir.Constant(I32X16, list(range(LANES))))
 
 
 def _either(builder: Any, relation: str, x: Any, y: Any) -> Any:
