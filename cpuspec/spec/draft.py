@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.model.batch import I32
+from cpuspec.model.batch import F32, I32
 
 Probs = tuple[NDArray[Any], ...]
 
@@ -29,6 +29,8 @@ class Draft:
     probs: for each node the row [V] that its token was drawn from, exactly; None where tokens were chosen without
     a draw (each row is a point mass). Nodes with one parent are alternatives, tried in their order. Where one is drawn without
     replacement, its row is without the earlier ones, and sums to one again.
+    confidence: for each node how likely its proposer thinks it is accepted once its parent is. For whoever decides how much
+    to draft, never for a verifier.
     """
 
     tokens: I32  # [n]
@@ -36,6 +38,7 @@ class Draft:
     probs: Probs | None
     source: str  # proposer name, for metrics
     cycles: tuple[Cycle, ...] = ()  # verifications by lower levels of a chain that went into it, in their order
+    confidence: F32 | None = None  # [n]
 
     @staticmethod
     def chain(tokens: Sequence[int], source: str, probs: Probs | None = None, cycles: tuple[Cycle, ...] = ()) -> "Draft":

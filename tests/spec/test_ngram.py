@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.errors import ConfigError
 from cpuspec.sequence import Sequence
-from cpuspec.spec.ngram import DEFAULT_NUM_TOKENS, MAX_NGRAM, NgramProposer
+from cpuspec.spec.lookup import MAX_MATCH, STRENGTH
+from cpuspec.spec.ngram import NgramProposer
 from cpuspec.spec.proposer import PROPOSERS, NullProposer, make_proposer
 from cpuspec.spec.verify import Verdict
 
@@ -17,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 def rescanned(tokens: list[int], num_tokens: int) -> list[int]:
     """The longest suffix's latest earlier occurrence by brute force; the draft may read on in itself."""
-    for size in range(MAX_NGRAM, 0, -1):
+    for size in range(MAX_MATCH, 0, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[len(tokens) - size :]:
                 path = list(tokens)
@@ -30,7 +31,7 @@ def rescanned(tokens: list[int], num_tokens: int) -> list[int]:
 @settings(max_examples=150, deadline=None)
 @given(TOKENS, st.lists(TOKENS, max_size=6))
 def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds: list[list[int]]) -> None:
-    proposer, seq = NgramProposer(4), Sequence.new(7, prompt, SamplingParams())
+    proposer, seq = NgramProposer(4, min_prob=0.0), Sequence.new(7, prompt, SamplingParams())
     proposer.begin(seq)
     for new in rounds:
         (draft,) = proposer.propose([seq], [3])
@@ -43,35 +44,42 @@ def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds:
 
 @settings(max_examples=150, deadline=None)
 @given(TOKENS, st.lists(st.tuples(st.integers(0, 12), TOKENS), max_size=6))
-def test_an_index_that_was_rewound_and_extended_equals_a_fresh_one(prompt: list[int], rounds: list[tuple[int, list[int]]]) -> None:
+def test_drafts_equal_a_full_rescan_after_a_rewind(prompt: list[int], rounds: list[tuple[int, list[int]]]) -> None:
     """A shadow's last tokens are taken back and replaced between two calls, sometimes by the same ones."""
-    proposer, seq = NgramProposer(), Sequence.new(7, prompt, SamplingParams())
+    proposer, seq = NgramProposer(min_prob=0.0), Sequence.new(7, prompt, SamplingParams())
     proposer.begin(seq)
     for num_back, new in rounds:
         seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
         seq.extend(new)
-        fresh = NgramProposer()
-        fresh.begin(Sequence.new(7, seq.tokens, SamplingParams()))
         (draft,) = proposer.propose([seq], [6])
         assert draft.tokens.tolist() == rescanned(seq.tokens, 6)
-        assert proposer._indices[7].positions == fresh._indices[7].positions
 
 
 def test_a_repetition_is_carried_on_beyond_its_end() -> None:
-    proposer, seq = NgramProposer(), Sequence.new(0, [5, 6, 7, 5, 6, 7], SamplingParams())
+    proposer, seq = NgramProposer(), Sequence.new(0, [5, 6, 7] * 3, SamplingParams())
     proposer.begin(seq)
-    assert proposer.propose([seq], [9])[0].tokens.tolist() == [5, 6, 7, 5, 6, 7][:DEFAULT_NUM_TOKENS]
+    assert proposer.propose([seq], [9])[0].tokens.tolist() == [5, 6, 7, 5, 6, 7, 5]
+
+
+def test_each_token_that_agrees_makes_the_next_one_likelier_and_an_unlikely_draft_ends() -> None:
+    for prompt, min_prob, length, num_tokens in (([4, 9, 9, 9, 4], 0.0, 1, 7), ([3, 4, 9, 9, 9, 3, 4], 0.15, 2, 2)):
+        proposer, seq = NgramProposer(min_prob=min_prob), Sequence.new(0, prompt, SamplingParams())
+        proposer.begin(seq)
+        (draft,) = proposer.propose([seq], [9])
+        confidence = [1 - (STRENGTH / (STRENGTH + 1)) ** (length + i) for i in range(num_tokens)]
+        assert draft.confidence is not None
+        assert draft.confidence.tolist() == pytest.approx(confidence, rel=1e-6)
 
 
 def test_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() -> None:
-    proposer = NgramProposer()
+    proposer = NgramProposer(min_prob=0.0)
     seqs = [Sequence.new(0, [4, 5, 4], SamplingParams()), Sequence.new(1, [5, 4], SamplingParams())]
     for seq in seqs:
         proposer.begin(seq)
     assert [draft.tokens.tolist() for draft in proposer.propose(seqs, [2, 2])] == [[5, 4], []]
     for seq in seqs:
         proposer.end(seq)
-    assert not proposer._indices
+    assert not proposer._texts
 
 
 def test_specs_name_proposers_with_arguments() -> None:
