@@ -10,6 +10,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.ngram import make_ngram
+from cpuspec.spec.suffix import make_suffix
 from cpuspec.spec.verify import Verdict
 
 
@@ -73,7 +74,10 @@ class NullProposer:
         """Nothing to forget."""
 
 
-PROPOSERS: Mapping[str, Callable[[str], Proposer]] = {"ngram": make_ngram}  # name -> factory from the level's argument
+PROPOSERS: Mapping[str, Callable[[str], Proposer]] = {
+    "ngram": make_ngram,
+    "suffix": make_suffix,
+}  # name -> factory from the level's argument
 
 
 def make_proposer(spec: SpecConfig) -> Proposer:

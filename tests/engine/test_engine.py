@@ -33,10 +33,11 @@ PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
     "sampled tree": lambda: SampledProposer(VOCAB, TREE, hidden_layers=(1,)),
     "tree of point masses": lambda: SampledProposer(VOCAB, TREE, declare=None),
-    **{name: lambda name=name: make_proposer(SpecConfig.parse(name)) for name in PROPOSERS},  # type: ignore[misc]
+    **{name: lambda name=name: make_proposer(SpecConfig.parse(name)) for name in (*PROPOSERS, "suffix:tree:6")},  # type: ignore[misc]
     "draft model": lambda: chain_over(NullProposer(), 0),
     "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
     "chain of two": lambda: chain_over(make_proposer(SpecConfig.parse("ngram")), 4),
+    "chain over suffix": lambda: chain_over(make_proposer(SpecConfig.parse("suffix")), 4),
     "chain over a tree": lambda: chain_over(SampledProposer(VOCAB, TREE, hidden_layers=(0,)), 4),
     "chain of three, of more tokens": lambda: chain_over(chain_over(SampledProposer(VOCAB), 2, VOCAB + 2, 3), 4, VOCAB + 1, 7, 0.3),
 }
@@ -131,6 +132,26 @@ def test_a_seeded_request_draws_the_same_tokens_alone_and_in_any_batch(proposer:
         engine_over(model, PROPOSER_FACTORIES[proposer]()), [prompt] * 2, [params, SamplingParams(temperature=0.8, max_tokens=20)]
     )
     assert joined(again[0])["token_ids"] == joined(alone)["token_ids"]
+
+
+@every_proposer
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_what_an_engine_answered_before_changes_no_answer(proposer: str, temperature: float) -> None:
+    """Greedy or with a seed, also where a proposer remembers past answers and drafts from them."""
+    model, drafter = ToyBackend(4, VOCAB, memory=0.3), PROPOSER_FACTORIES[proposer]()
+    requests = [[0, 4, 5], [0, 4, 5, 4], [0, 4, 5], [0, 6, 4, 5]]
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=30, ignore_eos=True) for seed in (1, 2, 1, 3)]
+    used = engine_over(model, drafter)
+    for prompt, one in zip(requests, params, strict=True):
+        (fresh,), (got,) = (run(engine, [prompt], [one]) for engine in (engine_over(model, PROPOSER_FACTORIES[proposer]()), used))
+        assert joined(got)["token_ids"] == joined(fresh)["token_ids"]
+
+
+def test_an_answer_given_before_takes_fewer_forwards_the_next_time() -> None:
+    engine = engine_over(ToyBackend(4, VOCAB, memory=1.0), make_proposer(SpecConfig.parse("suffix")))
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    first, second = (len(run(engine, [[0, 4, 5]], [params])[0]) for _ in range(2))
+    assert second < first / 2
 
 
 SAMPLED_PARAMS = {

@@ -1,0 +1,71 @@
+"""Suffix decoding: what most often followed the latest tokens, in the request and in past answers (arXiv 2411.04975)."""
+
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.spec.draft import Draft
+from cpuspec.spec.lookup import END, MIN_PROB, STRENGTH, Text, draft_likely, read_num_tokens
+from cpuspec.spec.verify import Verdict
+
+DEFAULT_NUM_TOKENS = 15
+NUM_MATCHES = 8  # in each of the two texts; older and shorter ones beyond these change nothing (benchmarks/LOG.md)
+PAST_STRENGTH = 2 * STRENGTH  # another request's text says less
+MAX_PAST_TOKENS = 1 << 16
+
+
+class SuffixProposer:
+    """Drafts what most often followed the latest tokens: in the request first, in past answers where that leaves doubt.
+
+    It drafts while the path is accepted with a probability of `min_prob`: the longer the matches and the more they agree, the
+    longer the draft, a chain or a tree of the likeliest paths. Chooses without a draw, so its drafts are point masses. Answers
+    are remembered when they end, the latest `max_past_tokens` tokens of them.
+    """
+
+    name = "suffix"
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        num_tokens: int = DEFAULT_NUM_TOKENS,
+        min_prob: float = MIN_PROB,
+        *,
+        tree: bool = False,
+        max_past_tokens: int = MAX_PAST_TOKENS,
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.min_prob = min_prob
+        self.tree = tree
+        self.max_past_tokens = max_past_tokens
+        self._texts: dict[int, Text] = {}
+        self._past = Text(END)
+
+    def begin(self, seq: Sequence) -> None:
+        """Take in the prompt."""
+        self._texts[seq.id] = Text()
+        self._texts[seq.id].follow(seq)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """A chain or a tree for each sequence."""
+        drafts = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            text, num_tokens = self._texts[seq.id], min(self.num_tokens, limit)
+            text.follow(seq)
+            own = text.matches(text.latest, NUM_MATCHES, num_tokens)
+            past = self._past.matches(text.latest, NUM_MATCHES, num_tokens)
+            sources = [(own, STRENGTH), (past, PAST_STRENGTH)]
+            drafts.append(draft_likely(sources, num_tokens, self.min_prob, self.name, self.tree))
+        return drafts
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Nothing to do: `propose` takes in what is new."""
+
+    def end(self, seq: Sequence) -> None:
+        """Remember the answer and forget the sequence."""
+        if self._texts.pop(seq.id, None) is not None:
+            self._past.extend([*seq.output, END])
+            self._past.forget(max(0, len(self._past.tokens) - self.max_past_tokens))
+
+
+def make_suffix(argument: str) -> SuffixProposer:
+    """A suffix proposer from the spec's argument: `tree` or not, and tokens to draft, as in `suffix:8` or `suffix:tree:16`."""
+    tree = argument.partition(":")[0] == "tree"
+    return SuffixProposer(read_num_tokens("suffix", argument[5:] if tree else argument, DEFAULT_NUM_TOKENS), tree=tree)
