@@ -33,7 +33,27 @@ from cpuspec.environment import cache_dir
 from cpuspec.errors import CpuspecError
 
 LLAMA_CPP = "llama.cpp"
-PYTHON_PEERS = {"openvino": "openvino", "onnxruntime": "onnxruntime", "torch": None}  # by what their models are called, if exported
+
+
+@dataclass(frozen=True)
+class PythonPeer:
+    """An engine in an environment of its own, which it may share with another.
+
+    exported: whether it reads a format of its own, exported from the Hugging Face directory. arguments: of its worker.
+    """
+
+    environment: str
+    exported: bool = True
+    arguments: tuple[str, ...] = ()
+
+
+PYTHON_PEERS = {
+    "openvino": PythonPeer("openvino"),
+    "openvino-f32": PythonPeer("openvino", arguments=("f32",)),
+    "onnxruntime": PythonPeer("onnxruntime"),
+    "torch": PythonPeer("torch", exported=False),
+}
+ENVIRONMENTS = tuple(dict.fromkeys(peer.environment for peer in PYTHON_PEERS.values()))
 PEERS = (LLAMA_CPP, *PYTHON_PEERS)
 FIGURES = {"decode": QUIET, "prefill": Figure("prefill"), "forwards": Figure("forwards"), "busy": BUSY}
 
@@ -118,8 +138,8 @@ def read_interpreters(texts: Sequence[str]) -> dict[str, Path]:
     interpreters = {}
     for text in texts:
         name, found, path = text.partition("=")
-        if not found or name not in PYTHON_PEERS:
-            raise PeerError(f"--python {text}: wanted NAME=INTERPRETER with one of {', '.join(PYTHON_PEERS)}")
+        if not found or name not in ENVIRONMENTS:
+            raise PeerError(f"--python {text}: wanted NAME=INTERPRETER with one of {', '.join(ENVIRONMENTS)}")
         if not Path(path).is_file():
             raise PeerError(f"--python {text}: there is no file {path!r}")
         interpreters[name] = Path(path)
@@ -182,12 +202,14 @@ class _Launcher:
             if self.llama_cpp is None:
                 raise PeerError("where its programs are is not known; give --llama-cpp DIRECTORY")
             return LlamaCpp(self.llama_cpp, self.checkpoint.path, self.threads, self.rows, self.timeout)
-        if name != OWN and name not in self.interpreters:
-            raise PeerError(f"its interpreter is not known; give --python {name}=PATH")
-        interpreter = self.interpreters.get(name, Path(sys.executable))
-        worker = Worker(interpreter, _ROOT / "peer_workers" / f"worker_{name}.py", self.rows, self.timeout)
+        peer = PythonPeer(OWN) if name == OWN else PYTHON_PEERS[name]
+        interpreter = Path(sys.executable) if name == OWN else self.interpreters.get(peer.environment)
+        if interpreter is None:
+            raise PeerError(f"its interpreter is not known; give --python {peer.environment}=PATH")
+        script = _ROOT / "peer_workers" / f"worker_{peer.environment}.py"
+        worker = Worker(interpreter, script, peer.arguments, self.rows, self.timeout)
         try:
-            model = self.checkpoint.path if name == OWN else self._exported(worker, PYTHON_PEERS[name])
+            model = self.checkpoint.path if name == OWN else self._exported(worker, peer)
             if not prepare_only:
                 worker.load(model, self.threads, self.checkpoint.config.vocab_size, self.figures)
                 return worker
@@ -197,8 +219,8 @@ class _Launcher:
         worker.close()
         return None
 
-    def _exported(self, worker: Worker, export: str | None) -> Path:
-        """The model of this shape in the engine's own format, or, for None, as the Hugging Face directory it is exported from."""
+    def _exported(self, worker: Worker, peer: PythonPeer) -> Path:
+        """The model of this shape in the engine's own format, or as the Hugging Face directory it is exported from."""
         c = self.checkpoint.config
         shape = f"{c.num_layers}x{c.hidden_size}-{c.intermediate_size}-{c.num_heads}-{c.num_kv_heads}x{c.head_dim}-{c.vocab_size}"
         home = self.workspace / f"{c.architecture}-{shape}{'' if c.tied_embeddings else '-untied'}"
@@ -211,11 +233,11 @@ class _Launcher:
             part = _fresh(home / "huggingface.part")
             _make_model("hf", part, *_shape_options(c))
             part.rename(source)
-        if export is None:
+        if not peer.exported:
             return source
-        target = home / export
+        target = home / peer.environment
         if not target.exists():
-            part = _fresh(home / f"{export}.part")
+            part = _fresh(home / f"{peer.environment}.part")
             worker.ask(do="prepare", source=str(source), target=str(part))
             part.rename(target)
         return target

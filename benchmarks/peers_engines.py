@@ -94,7 +94,7 @@ class LlamaCpp:
 class Worker:
     """A script of `peer_workers/` in an interpreter of its own, asked one thing at a time."""
 
-    def __init__(self, interpreter: Path, script: Path, rows: Sequence[int], timeout: float) -> None:
+    def __init__(self, interpreter: Path, script: Path, arguments: Sequence[str], rows: Sequence[int], timeout: float) -> None:
         self.about = ""
         self.idle_s = self.idle_cpu_s = 0.0
         self._rows, self._timeout = rows, timeout
@@ -102,7 +102,7 @@ class Worker:
         self._answers: queue.Queue[bytes] = queue.Queue()
         try:
             self._process = subprocess.Popen(
-                [str(interpreter), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+                [str(interpreter), str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
             )
         except OSError as error:
             self._errors.close()

@@ -2,9 +2,15 @@
 
 The exported graph computes logits of every row; like GenAI, which cuts the graph before its last matrix, the worker computes
 only those that are asked for.
+
+    worker_openvino.py [PRECISION]     INFERENCE_PRECISION_HINT; without it OpenVINO chooses
+
+Where it has AMX, OpenVINO chooses bf16: matrices are then computed in bf16, which is its best at many rows. With f32 it quantizes
+activations to int8 in groups instead, which is its best at few. Keys and values are 8 bits wide in both.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +19,22 @@ from numpy.typing import NDArray
 from serving import Engine, run_exporter, serve
 
 WEIGHTS = ("--weight-format", "int4", "--sym", "--group-size", "64", "--ratio", "1.0")
+_TELLING = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_NUM_THREADS")
 
 
 class _OpenVino:
-    def __init__(self, model: Path, threads: int) -> None:
+    def __init__(self, model: Path, threads: int, precision: str | None) -> None:
         import openvino
 
         graph = openvino.Core().read_model(model / "openvino_model.xml")
         _add_logit_choice(graph)
         # Threads are left where the operating system puts them, as every other engine's are.
-        settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
-        self._request = openvino.Core().compile_model(graph, "CPU", settings).create_infer_request()
+        settings: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
+        settings |= {"INFERENCE_PRECISION_HINT": precision} if precision else {}
+        compiled = openvino.Core().compile_model(graph, "CPU", settings)
+        properties = {name: compiled.get_property(name) for name in _TELLING}
+        self.about = ", ".join(f"{name} {getattr(value, 'to_string', lambda v=value: v)()}" for name, value in properties.items())
+        self._request = compiled.create_infer_request()
         self._length = 0
 
     def reset(self) -> None:
@@ -59,11 +70,12 @@ def _add_logit_choice(graph: Any) -> None:
     graph.validate_nodes_and_infer_types()
 
 
-def load(model: Path, threads: int, capacity: int) -> tuple[Engine, str]:
+def load(model: Path, threads: int, capacity: int, *, precision: str | None) -> tuple[Engine, str]:
     """The exported model. Its state grows as it must, so the capacity is of no use to it."""
     import openvino
 
-    return _OpenVino(model, threads), f"OpenVINO {openvino.__version__}, {' '.join(WEIGHTS)}, head int8"
+    engine = _OpenVino(model, threads, precision)
+    return engine, f"OpenVINO {openvino.__version__}, {' '.join(WEIGHTS)}, head int8; {engine.about}"
 
 
 def export(source: Path, target: Path) -> None:
@@ -75,4 +87,4 @@ def export(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(load, export, needs="openvino optimum-intel nncf torch 'transformers<5.6'")
+    serve(partial(load, precision=(*sys.argv[1:], None)[0]), export, needs="openvino optimum-intel nncf torch 'transformers<5.6'")

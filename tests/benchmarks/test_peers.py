@@ -58,7 +58,7 @@ def make_worker(directory, *, remembers=True, timeout=60.0):
     script = directory / "worker.py"
     text = FAKE_WORKER.replace("WORKERS", repr(str(WORKERS))).replace("REMEMBERS", str(remembers))
     script.write_text(text, "utf-8")
-    return Worker(Path(sys.executable), script, [1, 3], timeout)
+    return Worker(Path(sys.executable), script, [], [1, 3], timeout)
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +256,7 @@ def test_a_worker_that_cannot_be_measured_says_why(tmp_path, model, remembers, w
 def test_a_worker_that_does_not_answer_is_ended(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text("import time\ntime.sleep(600)\n", "utf-8")
-    worker = Worker(Path(sys.executable), script, [1], 0.2)
+    worker = Worker(Path(sys.executable), script, [], [1], 0.2)
     try:
         with pytest.raises(PeerError, match=r"within 0\.2 s"):
             worker.load(tmp_path / "model", 2, 50, [Figure("decode")])
