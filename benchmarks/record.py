@@ -24,14 +24,33 @@ from cpuspec.metrics import read_bandwidth
 class Rounds:
     """Numbers of rounds, from 0 on. Notes as each begins how busy the machine is and how fast `threads` threads read memory.
 
-    stolen: share of the busy time of all processors that a hypervisor gave to others while the round ran.
+    stolen: share of the busy time of all processors that a hypervisor gave to others while the round ran. head: what `record`
+    knows before the first round.
     """
 
     count: int
     threads: int
+    head: dict[str, Any] = field(init=False)
     load_average: list[float] = field(default_factory=list)
     stolen: list[float] = field(default_factory=list)
     read_bytes_per_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        hardware = describe_hardware()
+        self.head = {
+            "command": _command(sys.argv),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": {
+                "processor": hardware["processor"],
+                "cores": hardware["usable_cores"],
+                "isa": hardware["isa"] + (", amx" if hardware["tile_registers"] else ""),
+                "features": [name for name in TELLING_FEATURES if name in hardware["features"]],
+                "memory_bytes": hardware["memory_bytes"],
+            },
+            "versions": versions(),
+            "threads": self.threads,
+            "rounds": self.count,
+        }
 
     def __iter__(self) -> Iterator[int]:
         for number in range(self.count):
@@ -46,22 +65,10 @@ class Rounds:
 
 def record(benchmark: str, model: str, rounds: Rounds) -> dict[str, Any]:
     """The head of a results file, to be made when the rounds are over."""
-    hardware = describe_hardware()
     return {
         "benchmark": benchmark,
         "model": model,
-        "command": _command(sys.argv),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "processor": hardware["processor"],
-            "cores": hardware["usable_cores"],
-            "isa": hardware["isa"],
-            "features": [name for name in TELLING_FEATURES if name in hardware["features"]],
-            "memory_bytes": hardware["memory_bytes"],
-        },
-        "versions": versions(),
-        "threads": rounds.threads,
-        "rounds": rounds.count,
+        **rounds.head,
         "load_average": rounds.load_average,
         "stolen": rounds.stolen,
         "read_bytes_per_s": spread(rounds.read_bytes_per_s),

@@ -22,10 +22,10 @@ def test_every_round_is_noted():
 
 
 def test_a_results_file_has_the_command_the_machine_and_the_versions(tmp_path, monkeypatch):
-    rounds = Rounds(2, 1)
-    list(rounds)
     path = tmp_path / "result.json"
     monkeypatch.setattr(sys, "argv", ["/home/somebody/cpuspec/benchmarks/peers.py", "m.gguf", "--json", str(path)])
+    rounds = Rounds(2, 1)
+    list(rounds)
     save(record.record("peers", "m.gguf", rounds) | {"figure": 1}, path)
     result = json.loads(path.read_text("utf-8"))
     assert (result["benchmark"], result["model"], result["figure"]) == ("peers", "m.gguf", 1)

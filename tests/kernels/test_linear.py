@@ -1,6 +1,5 @@
 """Linear kernels against plain numpy, and the contract that a row does not depend on its company."""
 
-import ctypes
 from functools import cache
 
 import numpy as np
@@ -12,9 +11,10 @@ from numba.extending import intrinsic
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.mx import MXFP4_LAYOUT
 from cpuspec.formats.packing import TILE, PackedTensor, pack
-from cpuspec.kernels import pointwise, simd
+from cpuspec.kernels import simd
+from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.isa import features, lookup_isa
-from cpuspec.kernels.linear import ORDERS, ROWS, activation_order, linear_kernel
+from cpuspec.kernels.linear import ORDERS, activation_order
 
 CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
 CASES = list(dict.fromkeys(CASES))
@@ -27,22 +27,6 @@ def _matrix(format_name: str, out_features: int, in_features: int) -> tuple[Quan
     return tensor, pack(tensor)
 
 
-def _activations(x: np.ndarray, order: str) -> np.ndarray:
-    """Rows in a kernel's order, by the product's own code."""
-    rows, features = x.shape
-    x = np.ascontiguousarray(np.pad(x, ((0, 0), (0, -features % 16))))
-    out = np.zeros((-(-rows // ROWS) * ROWS + 1) * (-(-features // 32) * ORDERS[order]), np.uint8)
-    for row in range(rows):
-        block, place = row // ROWS * ROWS, row % ROWS
-        base = out.ctypes.data + block * features * ORDERS[order] // 32
-        to = {name: base if name == order else 0 for name in ORDERS}
-        pointwise.prepare_row(
-            pointwise.PLAIN, x[row].ctypes.data, 0, 0, np.float32(0), features, 0, features,
-            to["int8"], to["int16"], to["f32"], place, pointwise.rows_of_block(row, rows),
-        )  # fmt: skip
-    return out
-
-
 def _decoded(x: np.ndarray, order: str) -> np.ndarray:
     """The numbers that the records of `order` stand for, f64 [T, K]."""
     if order == "f32":
@@ -50,7 +34,7 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
     rows, features = x.shape
     out = []
     for row in range(rows):
-        records = _activations(x[row : row + 1], order)[: features // 32 * ORDERS[order]].reshape(-1, ORDERS[order])
+        records = activations(x[row : row + 1], order)[: features // 32 * ORDERS[order]].reshape(-1, ORDERS[order])
         scale, shift = np.ascontiguousarray(records[:, 32:40]).view(np.float32).astype(np.float64).T
         codes = records[:, :32].view(np.int8).astype(np.float64)
         if order == "int16":
@@ -63,15 +47,8 @@ def _run(
     packed: PackedTensor, order: str, x: np.ndarray, *, bias: np.ndarray | None = None, residual: np.ndarray | None = None,
     tiles: tuple[int, int] | None = None,
 ) -> np.ndarray:  # fmt: skip
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 12)(linear_kernel(packed.format.name, order))
-    acts = _activations(x, order)
     out = np.full((len(x), len(packed.data) * TILE), np.nan, np.float32)
-    first, end = tiles or (0, len(packed.data))
-    function(
-        packed.data.ctypes.data, packed.tile_bytes, packed.shape[1], first, end, acts.ctypes.data,
-        packed.shape[1] * ORDERS[order] // 32, len(x), 0 if bias is None else bias.ctypes.data,
-        0 if residual is None else residual.ctypes.data, out.ctypes.data, out.strides[0],
-    )  # fmt: skip
+    multiply(packed, order, activations(x, order), out, bias=bias, residual=residual, tiles=tiles)
     return out
 
 

@@ -1,0 +1,45 @@
+"""One linear kernel called from Python, for tests and for `benchmarks/kernels.py`: a forward calls it from compiled code."""
+
+import ctypes
+
+import numpy as np
+
+from cpuspec.formats.packing import TILE, PackedTensor
+from cpuspec.formats.tensor import F32, U8
+from cpuspec.kernels import pointwise
+from cpuspec.kernels.linear import linear_kernel
+from cpuspec.kernels.products import ORDERS, ROWS
+
+
+def activations(x: F32, order: str) -> U8:
+    """Rows [T, K] in a kernel's order, one of ORDERS, as bytes."""
+    rows, features = x.shape
+    x = np.ascontiguousarray(np.pad(x, ((0, 0), (0, -features % 16))))
+    out = np.zeros((-(-rows // ROWS) * ROWS + 1) * (-(-features // 32) * ORDERS[order]), np.uint8)
+    for row in range(rows):
+        block, place = row // ROWS * ROWS, row % ROWS
+        base = out.ctypes.data + block * features * ORDERS[order] // 32
+        to = {name: base if name == order else 0 for name in ORDERS}
+        pointwise.prepare_row(
+            pointwise.PLAIN, x[row].ctypes.data, 0, 0, np.float32(0), features, 0, features,
+            to["int8"], to["int16"], to["f32"], place, pointwise.rows_of_block(row, rows),
+        )  # fmt: skip
+    return out
+
+
+def multiply(
+    packed: PackedTensor, order: str, acts: U8, out: F32, *, bias: F32 | None = None, residual: F32 | None = None,
+    tiles: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Write the products of `activations` with tiles first..end (None: all) of a matrix to out [T, N rounded up to tiles].
+
+    bias [N rounded up] and residual (like out) are added. Other threads run meanwhile.
+    """
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 12)(linear_kernel(packed.format.name, order))
+    assert out.shape[1] == len(packed.data) * TILE, "outputs are whole tiles"
+    first, end = tiles or (0, len(packed.data))
+    function(
+        packed.data.ctypes.data, packed.tile_bytes, packed.shape[1], first, end, acts.ctypes.data,
+        packed.shape[1] * ORDERS[order] // 32, len(out), 0 if bias is None else bias.ctypes.data,
+        0 if residual is None else residual.ctypes.data, out.ctypes.data, out.strides[0],
+    )  # fmt: skip

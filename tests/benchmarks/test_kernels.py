@@ -1,0 +1,57 @@
+"""The benchmark of kernels measures every case it is asked for, in figures that belong together."""
+
+import json
+
+import kernels
+import pytest
+import record
+from typer import Typer
+from typer.testing import CliRunner
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Memory whose speed is known without measuring it, small matrices, short peaks."""
+    for module in (record, kernels):
+        monkeypatch.setattr(module, "read_bandwidth", lambda threads: 1e9 * threads)
+    monkeypatch.setattr(kernels, "OUT_FEATURES", 64)
+    monkeypatch.setattr(kernels, "_PEAK_WORK", 10**6)
+
+
+def run(*arguments):
+    app = Typer()
+    app.command()(kernels.main)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_every_format_number_of_rows_and_threads_is_measured(tmp_path):
+    path = tmp_path / "kernels.json"
+    options = ("--rows", "1,3", "--threads", "1,2", "--rounds", "2", "--in-features", "256", "--megabytes", "1")
+    result = run("--formats", "q4_0,f16", *options, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    saved = json.loads(path.read_text("utf-8"))
+    cases = [(one["format"], one["activations"], one["threads"], one["rows"]) for one in saved["kernels"]]
+    orders = {"q4_0": "int8", "f16": "f32"}
+    assert cases == [(name, order, team, rows) for name, order in orders.items() for team in (1, 2) for rows in (1, 3)]
+    for one in saved["kernels"]:
+        weights_per_byte = 1 / 2 if one["format"] == "f16" else 32 / 18
+        rate, read = one["multiply_adds_per_s"]["median"], one["bytes_per_s"]["median"]
+        assert rate / read == pytest.approx(one["rows"] * weights_per_byte, rel=1e-3)
+        assert one["over_bare_read"]["median"] == pytest.approx(read / 1e9 / one["threads"], rel=1e-3)
+        assert (one["over_one_row"]["rounds"] == [1, 1]) == (one["rows"] == 1)
+    assert all(rate > 0 for by_team in saved["peak_multiply_adds_per_s"].values() for rate in by_team.values())
+    assert "| 2 | 3 |" in result.output
+
+
+@pytest.mark.parametrize("option", [("--formats", "q9"), ("--rows", "0"), ("--threads", "two"), ("--in-features", "300")])
+def test_options_that_mean_nothing_are_refused(option):
+    result = run(*option)
+    assert result.exit_code == 2
+    assert "Invalid value" in result.output
+
+
+def test_a_matrix_is_streamed_in_copies_that_share_no_memory():
+    matrices = kernels.make_matrices("q4_0", 256, 3 * 64 * 256 * 18 // 32)
+    assert len(matrices) == 3
+    assert len({matrix.data.ctypes.data for matrix in matrices}) == 3
+    assert all((matrix.data == matrices[0].data[0]).all() for matrix in matrices)
