@@ -1,10 +1,13 @@
 """The seam between engines: one whole forward. A backend runs one loaded model and owns its cache storage."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.errors import BackendError
+from cpuspec.formats import Format
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 
@@ -40,17 +43,24 @@ def check_backend(name: str) -> None:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
 
 
-def make_backend(name: str, checkpoint: Checkpoint, engine: EngineConfig, share: Backend | None = None) -> Backend:
+def make_backend(
+    name: str,
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    share: Backend | None = None,
+    casts: Mapping[str, Format] = MappingProxyType({}),
+) -> Backend:
     """The backend called `name`, with the checkpoint's weights loaded. Raises BackendError for an unknown name.
 
     share: a backend of the same kind, for models that take turns: threads, and the weights of every tensor object that both
     checkpoints hold, are there once. A backend of another kind shares nothing.
+    casts: matrices that are cast to another format at load, by name. Raises FormatError where a value does not fit its format.
     """
     check_backend(name)
     if name == "numba":
         from cpuspec.backends.numba_backend import NumbaBackend
 
-        return NumbaBackend(checkpoint, engine, share=share if isinstance(share, NumbaBackend) else None)
+        return NumbaBackend(checkpoint, engine, share if isinstance(share, NumbaBackend) else None, casts)
     from cpuspec.backends.numpy_backend import NumpyBackend
 
-    return NumpyBackend(checkpoint, engine, share=share if isinstance(share, NumpyBackend) else None)
+    return NumpyBackend(checkpoint, engine, share=share if isinstance(share, NumpyBackend) else None, casts=casts)

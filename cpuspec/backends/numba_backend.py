@@ -4,6 +4,8 @@ Writes the program once, when the model is loaded: this is the file that knows t
 kernel is told has been checked here or by `ForwardBatch.check`; the kernels themselves check nothing.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.packed import packed_matrices
+from cpuspec.checkpoints.packed import Matrix, packed_matrices
 from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
-from cpuspec.formats import QuantTensor
+from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.packing import TILE, U8, PackedTensor, aligned_bytes
-from cpuspec.kernels import attention, isa, linear, pointwise, simd, step
+from cpuspec.kernels import attention, encode, isa, linear, pointwise, simd, step
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
@@ -30,12 +32,19 @@ class NumbaBackend:
 
     share: a backend whose threads this one uses, and whose packed weights, for every tensor object that both checkpoints hold.
     The two take turns: they must not run at the same time, and closing the one that was there first ends both.
+    casts: matrices that are cast to another format at load, by name.
     """
 
     name = "numba"
     row_invariant = True
 
-    def __init__(self, checkpoint: Checkpoint, engine: EngineConfig, share: "NumbaBackend | None" = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        engine: EngineConfig,
+        share: "NumbaBackend | None" = None,
+        casts: Mapping[str, Format] = MappingProxyType({}),
+    ) -> None:
         isa.check_processor()
         self.config = c = checkpoint.config
         self.max_rows = engine.max_rows
@@ -44,12 +53,16 @@ class NumbaBackend:
         tensors = dict(checkpoint.tensors)
         if c.tied_embeddings:
             tensors["output"] = self._embed
-        matrices = {name: t for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
+        matrices: dict[str, Matrix] = {
+            name: Cast(t, casts[name], encode.encode) if name in casts else t
+            for name, t in tensors.items()
+            if len(t.shape) == 2 and name != "embed"
+        }
         shared = share._packed if share else {}
         new = {name: t for name, t in matrices.items() if t not in shared}
         packed = packed_matrices(checkpoint.name, new, self.threads, engine.keep_packed)
         self._matrices = {name: packed[name] if name in packed else shared[t] for name, t in matrices.items()}
-        self._packed: WeakKeyDictionary[QuantTensor, PackedTensor] = WeakKeyDictionary()  # while somebody holds the tensor
+        self._packed: WeakKeyDictionary[Matrix, PackedTensor] = WeakKeyDictionary()  # while somebody holds the tensor
         self._packed.update({t: self._matrices[name] for name, t in matrices.items()})
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())

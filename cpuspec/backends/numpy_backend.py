@@ -4,7 +4,9 @@ It keeps every weight as f32 (or f64 on request), so it needs several times the 
 products are the BLAS library's: exact meaning, but a row's last bits may depend on its batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
-from cpuspec.formats import QuantTensor
+from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
@@ -30,6 +32,7 @@ class NumpyBackend:
     """The transformer in plain numpy. `dtype` is the precision of weights and of every intermediate result.
 
     share: a backend of the same dtype whose weights this one uses, for every tensor object that both checkpoints hold.
+    casts: matrices that are cast to another format at load, by name.
     """
 
     name = "numpy"
@@ -41,6 +44,7 @@ class NumpyBackend:
         engine: EngineConfig,
         dtype: DTypeLike = np.float32,
         share: "NumpyBackend | None" = None,
+        casts: Mapping[str, Format] = MappingProxyType({}),
     ) -> None:
         self.config = checkpoint.config
         self.max_rows = engine.max_rows
@@ -50,12 +54,13 @@ class NumpyBackend:
         tensors = {name: t for name, t in checkpoint.tensors.items() if name != "embed"}
         if self.config.tied_embeddings:
             tensors["output"] = self._embed
+        weights = {name: Cast(t, casts[name]) if name in casts else t for name, t in tensors.items()}
         shared = share._values if share and share._dtype == self._dtype else {}
         self._weights = {
-            name: shared[t] if t in shared else t.dequantize().astype(self._dtype, copy=False) for name, t in tensors.items()
+            name: shared[t] if t in shared else t.dequantize().astype(self._dtype, copy=False) for name, t in weights.items()
         }
-        self._values: WeakKeyDictionary[QuantTensor, Array] = WeakKeyDictionary()  # while somebody holds the tensor
-        self._values.update({t: self._weights[name] for name, t in tensors.items()})
+        self._values: WeakKeyDictionary[QuantTensor | Cast, Array] = WeakKeyDictionary()  # while somebody holds the tensor
+        self._values.update({t: self._weights[name] for name, t in weights.items()})
         self.weight_bytes = sum(w.nbytes for w in self._weights.values())
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:

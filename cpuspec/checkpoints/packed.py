@@ -24,7 +24,7 @@ from typing import BinaryIO
 from cpuspec import formats
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import cache_dir, packed_limit_bytes, sources_digest
-from cpuspec.formats import QuantTensor
+from cpuspec.formats import Cast, QuantTensor
 from cpuspec.formats.packing import TILE, PackedTensor, pack, tile_bytes
 
 # Packing fewer bytes takes no longer than looking for them on the disk.
@@ -38,7 +38,10 @@ _ABANDONED_S = 3600.0  # an unfinished file that nobody has written to for so lo
 _FINGERPRINT = sources_digest(Path(formats.__file__).parent)
 
 
-def packed_matrices(name: str, tensors: Mapping[str, QuantTensor], threads: int, keep: bool = True) -> dict[str, PackedTensor]:
+Matrix = QuantTensor | Cast
+
+
+def packed_matrices(name: str, tensors: Mapping[str, Matrix], threads: int, keep: bool = True) -> dict[str, PackedTensor]:
     """Every tensor, all of them matrices, in kernel order: mapped from the disk if an earlier start left them there.
 
     name: of the model, for people who look into the cache. keep: whether to use the disk; if not, all is packed in memory.
@@ -69,7 +72,7 @@ def packed_files() -> list[tuple[Path, int]]:
 class _PackedFile:
     """The one file that these tensors may come from."""
 
-    def __init__(self, name: str, tensors: Mapping[str, QuantTensor], pool: Executor) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, Matrix], pool: Executor) -> None:
         self._tensors = tensors
         self._offsets: dict[str, int] = {}  # behind the head
         index = []
@@ -140,19 +143,25 @@ class _PackedFile:
         return matrices
 
 
-def _tiles(tensor: QuantTensor) -> int:
+def _tiles(tensor: Matrix) -> int:
     return -(-tensor.shape[0] // TILE)
 
 
-def _pack(tensor: QuantTensor) -> PackedTensor:
+def _pack(tensor: Matrix) -> PackedTensor:
+    if isinstance(tensor, Cast):
+        source, tensor = tensor.source, tensor.made()
+    else:
+        source = tensor
     packed = pack(tensor)
-    give_back_pages(tensor.data)
+    give_back_pages(source.data)
     return packed
 
 
-def _identity(tensor: QuantTensor) -> tuple[object, ...]:
+def _identity(tensor: Matrix) -> tuple[object, ...]:
     """What changes whenever the bytes of a tensor do: for those in a file its size and time of change, their place, and samples
-    of them; for others a hash of them all."""
+    of them; for others a hash of them all. A cast is known by its source."""
+    if isinstance(tensor, Cast):
+        return ("cast", tensor.source.format.name, *_identity(tensor.source))
     data = tensor.data.reshape(-1)
     place = place_in_file(data)
     if place is None:

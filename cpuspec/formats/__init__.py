@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from cpuspec.errors import FormatError
 from cpuspec.formats import floats, int4, kquants, legacy, lowbit, mx
-from cpuspec.formats.tensor import Format, QuantTensor
+from cpuspec.formats.tensor import Cast, Format, QuantTensor
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
@@ -38,4 +38,4 @@ def get_format(name: str) -> Format:
         raise FormatError(f"format {name!r} is not known; wanted one of {', '.join(FORMATS)}") from None
 
 
-__all__ = ["FORMATS", "Format", "QuantTensor", "get_format"]
+__all__ = ["FORMATS", "Cast", "Format", "QuantTensor", "get_format"]

@@ -20,10 +20,6 @@ _VALUES = np.array(E2M1_DOUBLED, np.float32)
 _HALF_SCALES = np.ldexp(np.float32(1), np.arange(256) - 128)
 _HALF_SCALES[255] = np.nan
 
-# The code of each magnitude, by twice the magnitude.
-_CODE_OF_DOUBLED = np.zeros(13, np.uint8)
-_CODE_OF_DOUBLED[list(E2M1_DOUBLED[:8])] = np.arange(8)
-
 
 def decode_mxfp4(blocks: U8) -> F32:
     """2^(e - 127) * E2M1; every value of a block whose e is 255 is nan."""
@@ -34,15 +30,12 @@ def decode_mxfp4(blocks: U8) -> F32:
 def encode_mxfp4(values: F32) -> U8:
     """The shared exponent of the largest magnitude less 2 (6 = 1.5 * 2^2 is the largest E2M1), cut to 2^-127 and up."""
     magnitudes = np.abs(values)
-    # frexp: m * 2^x with m in [0.5, 1), so floor(log2) = x - 1, without the rounding of a logarithm.
-    exponent = np.frexp(magnitudes.max(axis=1, keepdims=True))[1] - 1
-    e = np.where(magnitudes.any(axis=1, keepdims=True), np.maximum(exponent - 2 + 127, 0), 0)
-    # In f64 the quotient is exact, whatever the exponents.
-    scaled = np.ldexp(magnitudes.astype(np.float64), 127 - e)
-    # Neighbours are 0.5, 1 or 2 apart, and the codes of even multiples are even, so rint's halves to even are the codes'.
-    step = np.where(scaled < 2, 0.5, np.where(scaled < 4, 1.0, 2.0))
-    rounded = np.minimum(np.rint(scaled / step) * step, 6)
-    codes = _CODE_OF_DOUBLED[(2 * rounded).astype(np.uint8)]
+    # The exponent field of an f32 is floor(log2) + 127, without the rounding of a logarithm; 0 where that is below 2^-126.
+    e = np.maximum((magnitudes.max(axis=1, keepdims=True).view(np.uint32) >> 23).astype(np.int32) - 2, 0)
+    scaled = magnitudes * ((254 - e) << 23).view(np.float32)  # times 2^(127 - e), which moves no bit that counts
+    # Neighbours are 0.5, 1 or 2 apart, and rint's halves to even are the codes'.
+    coarse = np.where(scaled < 4, np.rint(scaled) + 2, np.rint(scaled * np.float32(0.5)) + 4)
+    codes = np.minimum(np.where(scaled < 2, np.rint(scaled * 2), coarse), 7).astype(np.uint8)
     # Zeros have no sign: other tools write code 0 for them.
     codes |= np.where((values < 0) & (codes > 0), np.uint8(8), np.uint8(0))
     fields = np.empty(len(values), MXFP4_LAYOUT)

@@ -156,3 +156,38 @@ class QuantTensor:
         if index.size and (index.min() < 0 or index.max() >= self.shape[0]):
             raise FormatError(f"row indices must be from 0 to {self.shape[0] - 1}, got {index.min()} to {index.max()}")
         return index.astype(np.intp)
+
+
+@dataclass(frozen=True, eq=False)
+class Cast:
+    """A tensor in another format, made when it is asked for. `encode` is `Format.encode`, or what gives the same bytes faster.
+
+    Always from the values, never from the source's own codes: 4-bit weights are cast as the same values in bf16 would be.
+    """
+
+    source: QuantTensor
+    format: Format
+    encode: Callable[[Format, F32], U8] = Format.encode
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the source."""
+        return self.source.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the format, once it is made."""
+        return math.prod(self.shape[:-1]) * self.format.row_bytes(self.shape[-1])
+
+    def made(self) -> QuantTensor:
+        """The tensor, with nothing else of its size allocated. Raises FormatError as `Format.encode` does."""
+        rows, columns = self.source.data.reshape(-1, self.source.data.shape[-1]), self.shape[-1]
+        data = np.empty((len(rows), self.format.row_bytes(columns)), np.uint8)
+        step = max(1, _CHUNK_VALUES // columns)
+        for start in range(0, len(rows), step):
+            data[start : start + step] = self.encode(self.format, self.source.format.decode(rows[start : start + step]))
+        return QuantTensor(self.format, self.shape, data.reshape(*self.shape[:-1], -1))
+
+    def dequantize(self) -> F32:
+        """The values that the format has for the source's. Raises FormatError as `made` does."""
+        return self.made().dequantize()

@@ -64,11 +64,12 @@ def kept_machine_code() -> Iterator[None]:
 
 
 with kept_machine_code():
-    from cpuspec.kernels import attention, linear, pointwise, simd, step, team
+    from cpuspec.kernels import attention, encode, linear, pointwise, simd, step, team
 
 __all__ = [
     "attention",
     "compiled_before",
+    "encode",
     "isa",
     "kept_machine_code",
     "kernel_directory",

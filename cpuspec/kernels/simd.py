@@ -78,6 +78,8 @@ _operator(operator.mul, {f32x16: "fmul", i32x16: "mul"})
 _operator(operator.truediv, {f32x16: "fdiv"})
 _operator(operator.lshift, {i32x16: "shl"})
 _operator(operator.rshift, {i32x16: "lshr"})
+_operator(operator.or_, {i32x16: "or_"})
+_operator(operator.and_, {i32x16: "and_"})
 
 
 def pointer(builder: Any, address: Any) -> Any:
@@ -155,6 +157,9 @@ peek_f32 = _operation((_a,), types.float32, lambda b, at: load(b, at, F32))
 poke_i64 = _operation((_a, types.int64), types.int8, store)
 poke_i32 = _operation((_a, _i), types.int8, store)
 poke_f32 = _operation((_a, _f), types.int8, store)
+poke_i16 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, b.trunc(v, I16)))
+poke_i8 = _operation((_a, _i), types.int8, lambda b, at, v: store(b, at, b.trunc(v, I8)))
+peek_i32 = _operation((_a,), _i, lambda b, at: load(b, at, I32))
 words = _operation((_a,), types.CPointer(types.int64), pointer)  # what `numba.carray` makes an array of
 f32_bits = _operation((_i,), types.float32, lambda b, v: b.bitcast(v, F32))
 half = _operation((), types.float32, lambda b: ir.Constant(F32, 0.5))
@@ -170,6 +175,7 @@ fma_f32 = _operation((_f, _f, _f), types.float32, lambda b, x, y, z: call(b, "ll
 # Vectors at an address.
 load_f32 = _operation((_a,), f32x16, lambda b, at: load(b, at, F32X16))
 store_f32 = _operation((_a, f32x16), types.int8, store)
+store_i32 = _operation((_a, i32x16), types.int8, store)
 store_i8 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, b.trunc(v, vector_of(I8))))
 broadcast_f32 = _operation((_a,), f32x16, lambda b, at: splat(b, load(b, at, F32)))
 
@@ -180,6 +186,7 @@ fma = _operation((f32x16, f32x16, f32x16), f32x16, lambda b, x, y, z: call(b, "l
 round_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.rint.v16f32", F32X16, v))
 truncate_i32 = _operation((f32x16,), i32x16, lambda b, v: call(b, "llvm.fptosi.sat.v16i32.v16f32", I32X16, v))
 nearest_i32 = _operation((f32x16,), i32x16, _nearest)  # halves to even; what has no integer gives the least
+to_f32 = _operation((i32x16,), f32x16, lambda b, v: b.sitofp(v, F32X16))
 abs_f32 = _operation((f32x16,), f32x16, lambda b, v: call(b, "llvm.fabs.v16f32", F32X16, v))
 sqrt_f32 = _operation((_f,), types.float32, lambda b, x: call(b, "llvm.sqrt.f32", F32, x))
 # A nan stays a nan: a broken weight must show in the logits.
@@ -194,6 +201,12 @@ keep_above = _operation(  # values where x > limit or is nan, 0 elsewhere
     (f32x16, f32x16, f32x16), f32x16, lambda b, x, limit, v: b.select(b.fcmp_unordered(">", x, limit), v, constant(b, 0.0, f32x16))
 )
 as_f32 = _operation((i32x16,), f32x16, lambda b, v: b.bitcast(v, F32X16))
+as_i32 = _operation((f32x16,), i32x16, lambda b, v: b.bitcast(v, I32X16))
+where_less = _operation(  # x < limit: the third, else the fourth
+    (f32x16, f32x16, f32x16, f32x16), f32x16, lambda b, x, limit, y, z: b.select(b.fcmp_ordered("<", x, limit), y, z)
+)
+f16_bits = _operation((f32x16,), i32x16, lambda b, v: b.zext(b.bitcast(b.fptrunc(v, vector_of(F16)), vector_of(I16)), I32X16))
+rounded_to_f16 = _operation((f32x16,), f32x16, lambda b, v: b.fpext(b.fptrunc(v, vector_of(F16)), F32X16))
 
 
 def _first_lanes(builder: Any, values: Any, count: Any, other: Any) -> Any:

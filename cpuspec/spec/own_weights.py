@@ -12,22 +12,16 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
 from cpuspec.formats import get_format
-from cpuspec.quantize.cast import OnProgress, cast_checkpoint
+from cpuspec.quantize.cast import casts
 
 
-def make_self_draft(
-    target: Backend,
-    checkpoint: Checkpoint,
-    format_name: str,
-    engine: EngineConfig,
-    on_progress: OnProgress = lambda done, total: None,
-) -> Backend:
+def make_self_draft(target: Backend, checkpoint: Checkpoint, format_name: str, engine: EngineConfig) -> Backend:
     """The target's model with its linear layers cast to a format, beside a target that was made from `checkpoint`.
 
-    Raises FormatError for an unknown format, or one that does not fit the model.
+    Casting takes seconds, at the first start: packed weights are kept on the disk. Raises FormatError for an unknown format, or
+    one that does not fit the model.
     """
-    draft = cast_checkpoint(checkpoint, get_format(format_name), target.threads, on_progress)
-    return make_backend(target.name, draft, engine, target)
+    return make_backend(target.name, checkpoint, engine, target, casts(checkpoint, get_format(format_name)))
 
 
 def make_skip_draft(target: Backend, checkpoint: Checkpoint, skipped: str, engine: EngineConfig) -> Backend:

@@ -11,7 +11,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 from cpuspec.formats import get_format
-from cpuspec.quantize.cast import cast_checkpoint
+from cpuspec.quantize.cast import cast_checkpoint, casts
 from tests.backends.models import forward, tiny
 
 ENGINE = EngineConfig(threads=2, max_rows=8)
@@ -57,6 +57,21 @@ def test_what_both_checkpoints_hold_is_in_memory_once(name: str, target: Checkpo
     assert second.threads == first.threads
     second.close()
     first.close()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("output", ["q6_k", "bf16"])
+def test_matrices_cast_at_load_are_those_of_a_cast_checkpoint(tmp_path_factory, name: str, output: str) -> None:  # type: ignore[no-untyped-def]
+    source, format = tiny(tmp_path_factory, weight_format="q4_k", embed_format=output), get_format("int3_g32_asym")
+    first = make_backend(name, source, ENGINE)
+    at_load = make_backend(name, source, ENGINE, first, casts(source, format))
+    wanted = make_backend(name, cast_checkpoint(source, format), ENGINE)
+    logits = [forward(b, b.new_cache(1, 16), {0: TOKENS[:6]}).logits for b in (first, at_load, wanted)]
+    assert np.array_equal(logits[1], logits[2])
+    assert not np.array_equal(logits[0], logits[1])
+    assert at_load.weight_bytes == wanted.weight_bytes <= first.weight_bytes
+    for backend in (at_load, first, wanted):
+        backend.close()
 
 
 def test_a_backend_keeps_no_tensor_alive_for_those_who_might_share_it(target: Checkpoint) -> None:

@@ -15,7 +15,7 @@ from cpuspec.checkpoints import mapped, packed
 from cpuspec.checkpoints.mapped import give_back_pages, map_file, place_in_file
 from cpuspec.checkpoints.packed import packed_directory, packed_files, packed_matrices
 from cpuspec.errors import ConfigError
-from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
 from cpuspec.formats.packing import pack
 
 SHAPE = (40, 256)
@@ -94,6 +94,22 @@ def test_a_model_that_has_moved_is_known_again(model: Path, packs: list[str]) ->
     model.rename(moved)
     check(tensors_of(moved))
     assert packs == []
+
+
+def test_a_cast_is_made_once_and_kept_apart_from_casts_of_other_tensors(packs: list[str]) -> None:
+    def encode(format: Format, values: np.ndarray) -> np.ndarray:
+        made.append(format.name)
+        return format.encode(values)
+
+    made: list[str] = []
+    values = np.random.default_rng(2).standard_normal(SHAPE).astype(np.float32)
+    for source in ("q8_0", "q4_0", "q8_0", "q4_0"):
+        tensor = QuantTensor.encode(FORMATS[source], values)
+        matrices = packed_matrices("A model", {name: Cast(tensor, FORMATS[name], encode) for name in ("mxfp4", "q4_0")}, 2)
+        for name in ("mxfp4", "q4_0"):
+            assert np.array_equal(matrices[name].data, pack(QuantTensor.encode(FORMATS[name], tensor.dequantize())).data)
+    assert sorted(made) == sorted(packs) == sorted(["mxfp4", "q4_0"] * 2)
+    assert len(packed_files()) == 2
 
 
 def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:

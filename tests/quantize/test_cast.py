@@ -8,7 +8,7 @@ import pytest
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import FormatError
 from cpuspec.formats import FORMATS, QuantTensor, get_format
-from cpuspec.quantize.cast import cast, cast_checkpoint
+from cpuspec.quantize.cast import cast, cast_checkpoint, casts
 from tests.backends.models import tiny
 
 
@@ -45,6 +45,28 @@ def test_linear_layers_are_cast_and_everything_else_is_the_same_object(model: Ch
             assert np.array_equal(draft.tensors[name].data, cast(tensor, get_format("mxfp4")).data)
         else:
             assert draft.tensors[name] is tensor
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("output", "wanted"), [("f16", "q8_0"), ("bf16", "q8_0"), ("q8_0", None), ("q6_k", None)])
+def test_only_an_output_matrix_of_many_bits_is_cast(tmp_path_factory, tied: bool, output: str, wanted: str | None) -> None:  # type: ignore[no-untyped-def]
+    formats = {"embed_format": output} if tied else {"embed_format": "f16", "output_format": output}
+    source = tiny(tmp_path_factory, weight_format="q4_0", tied=tied, **formats)
+    found = casts(source, get_format("mxfp4")).get("output")
+    assert (found and found.name) == wanted
+    draft = cast_checkpoint(source, get_format("mxfp4"))
+    assert draft.tensors["embed"] is source.tensors["embed"]
+    matrix = "embed" if tied else "output"
+    if wanted:
+        assert np.array_equal(draft.tensors["output"].data, cast(source.tensors[matrix], get_format(wanted)).data)
+    else:
+        assert draft.config == source.config
+        assert draft.tensors[matrix] is source.tensors[matrix]
+
+
+def test_an_output_matrix_that_does_not_fit_stays(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    odd = tiny(tmp_path_factory, weight_format="f32", hidden_size=50, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=301)
+    assert "output" not in casts(odd, get_format("f16"))
 
 
 def test_the_number_of_threads_changes_no_byte(model: Checkpoint) -> None:

@@ -1,0 +1,62 @@
+"""Compiled encoders give the bytes of `Format.encode`, and leave to it what it refuses."""
+
+import numpy as np
+import pytest
+
+from cpuspec.errors import FormatError
+from cpuspec.formats import FORMATS
+from cpuspec.kernels.encode import _ENCODERS, encode
+from tests.formats.test_formats import weights
+
+compiled = pytest.mark.parametrize("name", _ENCODERS)
+
+
+@compiled
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-38, 1e-7, 1e-3, 1.0, 1e4])
+def test_the_bytes_are_those_of_the_format(name: str, magnitude: float) -> None:
+    values = (weights(1) * magnitude).astype(np.float32)
+    assert np.array_equal(encode(FORMATS[name], values), FORMATS[name].encode(values))
+
+
+@compiled
+@pytest.mark.parametrize("blocks", [1, 2, 15, 16, 17, 33])
+def test_any_number_of_blocks_is_encoded_and_nothing_beyond(name: str, blocks: int) -> None:
+    values = np.random.default_rng(blocks).standard_normal(blocks * FORMATS[name].block_size).astype(np.float32)
+    assert np.array_equal(encode(FORMATS[name], values), FORMATS[name].encode(values))
+
+
+@compiled
+def test_random_bits_are_encoded_alike_wherever_they_are_numbers(name: str) -> None:
+    values = np.random.default_rng(2).integers(0, 1 << 32, (4096, FORMATS[name].block_size), np.uint32).view(np.float32)
+    values = np.where(np.abs(values) < 1e4, values, np.float32(0))
+    assert np.array_equal(encode(FORMATS[name], values), FORMATS[name].encode(values))
+
+
+@compiled
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused(name: str, value: float) -> None:
+    values = weights(3)
+    values[17, 300] = value
+    with pytest.raises(FormatError, match="finite"):
+        encode(FORMATS[name], values)
+
+
+@compiled
+def test_values_beyond_the_range_of_the_scale_are_refused_or_encoded_as_the_format_does(name: str) -> None:
+    values = weights(4)
+    values[5, 300] = 1e38
+    if name == "mxfp4":
+        assert np.array_equal(encode(FORMATS[name], values), FORMATS[name].encode(values))
+    else:
+        with pytest.raises(FormatError, match="f16 is exceeded"):
+            encode(FORMATS[name], values)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in _ENCODERS])
+def test_a_format_without_a_compiled_encoder_encodes_itself(name: str) -> None:
+    assert np.array_equal(encode(FORMATS[name], weights(5)), FORMATS[name].encode(weights(5)))
+
+
+def test_rows_that_do_not_fill_blocks_are_refused() -> None:
+    with pytest.raises(FormatError, match="divisible by 32, got 100"):
+        encode(FORMATS["mxfp4"], np.zeros((2, 100), np.float32))
