@@ -1,7 +1,8 @@
 """Text to token ids and back, from a GGUF file's own vocabulary or a Hugging Face tokenizer.json.
 
-Merging is done by the `tokenizers` library on a vocabulary without control tokens; where those are recognised, and where not,
-is decided here, so that a user's text cannot smuggle them in. Knows nothing of models, only of ids.
+Text is split into words by the `tokenizers` library, and words are merged by it or by `byte_pairs`, on a vocabulary without
+control tokens; where those are recognised, and where not, is decided here, so that a user's text cannot smuggle them in. Knows
+nothing of models, only of ids.
 """
 
 import codecs
@@ -11,12 +12,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpuspec.byte_pairs import BytePairs
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
 
@@ -95,10 +97,8 @@ class Tokenizer:
         self._parts = parts
         self._special_ids = frozenset(parts.special)
         self._control = {token.text: token for token in parts.control if token.text}
-        # The longest first: alternatives are tried in order.
-        longest_first = sorted(self._control, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._control_marks = {char for char in "".join(longest_first) if not char.isalnum() and not char.isspace()}
+        self._control_pattern = _any_of(self._control)
+        self._control_marks = {char for char in "".join(self._control) if not char.isalnum() and not char.isspace()}
 
     @property
     def has_chat_template(self) -> bool:
@@ -220,8 +220,7 @@ class Tokenizer:
         if surrogate := _SURROGATE.search(text):
             raise TokenizerError(f"the text is not Unicode: lone surrogate {surrogate[0]!r}; decode its bytes as UTF-8 first")
         with _library_errors("this text cannot be encoded"):
-            ids: list[int] = core.encode(text, add_special_tokens=False).ids
-        return ids
+            return core(text)
 
     def _break_control(self, content: str, mark: str) -> str:
         pieces = []
@@ -273,6 +272,9 @@ def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer(parts, vocab_size)
 
 
+Core = Callable[[str], list[int]]  # text that is not empty to ids
+
+
 @dataclass(frozen=True)
 class _ControlToken:
     id: int
@@ -285,8 +287,8 @@ class _ControlToken:
 class _Parts:
     """A vocabulary, read and checked: what `Tokenizer` is made of."""
 
-    core: "tokenizers.Tokenizer"  # knows no control tokens
-    later_core: "tokenizers.Tokenizer"  # the same for text that does not begin the input
+    core: Core  # knows no control tokens
+    later_core: Core  # the same for text that does not begin the input
     tokens: tuple[str | None, ...]  # by id
     special: frozenset[int]
     control: tuple[_ControlToken, ...]  # those that `parse_special` recognises
@@ -309,10 +311,11 @@ def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
         raise TokenizerError(f"the vocabulary has {len(vocabulary.token_types)} token types; wanted {len(tokens)}, one per token")
     if len(set(tokens)) != len(tokens):
         raise TokenizerError(f"the vocabulary has {Counter(tokens).most_common(1)[0][0]!r} more than once")
-    # Some files call the tokens that end a turn normal ones.
-    given = zip(tokens, vocabulary.token_types, strict=True)
-    types = tuple(_CONTROL if _is_control_by_name(token, kind) else kind for token, kind in given)
-    vocabulary = replace(vocabulary, token_types=types)
+    types = list(vocabulary.token_types)
+    for i, token in enumerate(tokens):
+        if token[:1] == "<" and _is_control_by_name(token, types[i]):
+            types[i] = _CONTROL
+    vocabulary = replace(vocabulary, token_types=tuple(types))
     for name in ("bos_id", "eos_id", "unk_id", "pad_id", "eot_id"):
         value = getattr(vocabulary, name)
         if value is not None and not 0 <= value < len(tokens):
@@ -347,43 +350,63 @@ def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
     )
 
 
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of the texts that are not empty, the longest where several begin."""
+    return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or "(?!)")
+
+
 def _is_control_by_name(token: str, kind: int) -> bool:
-    if token[:1] != "<" or not _LOOKS_LIKE_CONTROL.fullmatch(token):
+    """Some files call the tokens that end a turn normal ones."""
+    if not _LOOKS_LIKE_CONTROL.fullmatch(token):
         return False
     return kind == _USER_DEFINED or (kind == _NORMAL and token in _END_NAMES)
 
 
-def _byte_level_core(vocabulary: GgufVocabulary) -> "tokenizers.Tokenizer":
+def _byte_level_core(vocabulary: GgufVocabulary) -> Core:
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     pre = _PRE.get(vocabulary.pre)
     if pre is None:
         named = f"names the pre-tokenizer {vocabulary.pre!r}" if vocabulary.pre else "names no pre-tokenizer; convert it again"
         raise TokenizerError(f"the file {named}; known: {', '.join(sorted(_PRE))}")
-    # Without control tokens, so that no merge can lead to one.
-    kept = (_NORMAL, _USER_DEFINED)
-    ids = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.token_types[i] in kept and token}
-    merges: list[tuple[str, str]] = []
+    ids = dict(zip(vocabulary.tokens, itertools.count()))
     for number, merge in enumerate(vocabulary.merges):
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             raise TokenizerError(f"merge {number} is {merge!r}; wanted two pieces with a space between them")
-        if left in ids and right in ids and left + right in ids:
-            merges.append((left, right))
-        elif missing := {left, right, left + right}.difference(vocabulary.tokens):
-            raise TokenizerError(f"merge {number} is {merge!r}, but the vocabulary has no token {min(missing)!r}")
-    with _library_errors("the vocabulary cannot be used"):
-        core = _bpe(ids, merges, vocabulary, ignore_merges=pre.ignore_merges)
-        if pre.nfc:
-            core.normalizer = normalizers.NFC()
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-        core.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    return core
+        if left + right not in ids:
+            raise TokenizerError(f"merge {number} is {merge!r}, but the vocabulary has no token {left + right!r}")
+    # Without control tokens, so that no merge can lead to one.
+    for token, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True):
+        if kind not in (_NORMAL, _USER_DEFINED) or not token:
+            del ids[token]
+    pairs = BytePairs(ids, vocabulary.merges, pre.ignore_merges)
+    normalizer = normalizers.NFC() if pre.nfc else None
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    words = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    whole = _any_of(vocabulary.tokens[i] for i, kind in enumerate(vocabulary.token_types) if kind == _USER_DEFINED)
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = []
+        at = 0
+        for match in itertools.chain(whole.finditer(text), (None,)):
+            between = text[at : match.start() if match else len(text)]
+            if between:
+                between = normalizer.normalize_str(between) if normalizer else between
+                for word, _ in words.pre_tokenize_str(between):
+                    found += pairs.encode(word)
+            if match:
+                found.append(ids[match[0]])
+                at = match.end()
+        return found
+
+    return encode
 
 
-def _sentencepiece_core(vocabulary: GgufVocabulary) -> "tokenizers.Tokenizer":
+def _sentencepiece_core(vocabulary: GgufVocabulary) -> Core:
     """SentencePiece's BPE keeps scores instead of merges: of all pairs that join to a piece, the best piece's pair goes first."""
-    from tokenizers import normalizers
+    from tokenizers import AddedToken, models, normalizers
+    from tokenizers import Tokenizer as LibraryTokenizer
 
     tokens, types, scores = vocabulary.tokens, vocabulary.token_types, vocabulary.scores
     if len(scores) != len(tokens) or not all(map(math.isfinite, scores)):
@@ -406,37 +429,19 @@ def _sentencepiece_core(vocabulary: GgufVocabulary) -> "tokenizers.Tokenizer":
         unknown = tokens[vocabulary.unk_id]
         ids[unknown] = vocabulary.unk_id
     with _library_errors("the vocabulary cannot be used"):
-        core = _bpe(ids, [(left, right) for *_, left, right in ranked], vocabulary, unknown=unknown, byte_fallback=True)
+        merges = [(left, right) for *_, left, right in ranked]
+        model = models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=unknown is not None, byte_fallback=True)
+        core = LibraryTokenizer(model)
         prefix = [normalizers.Prepend(_SPACE)] if vocabulary.add_space_prefix else []
         core.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
-    return core
+        # The library looks for these in the text before it splits; their ids come from the model's vocabulary.
+        whole = (t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and t)
+        core.add_tokens([AddedToken(text, normalized=False) for text in whole])
+    return _library_core(core)
 
 
-def _bpe(
-    ids: dict[str, int],
-    merges: list[tuple[str, str]],
-    vocabulary: GgufVocabulary,
-    *,
-    ignore_merges: bool = False,
-    unknown: str | None = None,
-    byte_fallback: bool = False,
-) -> "tokenizers.Tokenizer":
-    from tokenizers import AddedToken, models
-    from tokenizers import Tokenizer as LibraryTokenizer
-
-    model = models.BPE(
-        vocab=ids,
-        merges=merges,
-        ignore_merges=ignore_merges,
-        unk_token=unknown,
-        fuse_unk=unknown is not None,
-        byte_fallback=byte_fallback,
-    )
-    core = LibraryTokenizer(model)
-    # The library looks for these in the text before it splits; their ids come from the model's vocabulary.
-    whole = (t for t, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True) if kind == _USER_DEFINED and t)
-    core.add_tokens([AddedToken(text, normalized=False) for text in whole])
-    return core
+def _library_core(core: "tokenizers.Tokenizer") -> Core:
+    return lambda text: core.encode(text, add_special_tokens=False).ids
 
 
 def _from_hf(files: HfTokenizerFiles) -> _Parts:
@@ -500,8 +505,8 @@ def _from_hf(files: HfTokenizerFiles) -> _Parts:
     listed = generation.get("eos_token_id")
     ends = {eos_id, *(listed if isinstance(listed, list) else [listed]), *(t.id for t in control if t.text in _END_NAMES)}
     return _Parts(
-        core=core,
-        later_core=later_core,
+        core=_library_core(core),
+        later_core=_library_core(later_core),
         tokens=tokens,
         special=frozenset(token.id for token in control),
         control=tuple(control),

@@ -22,7 +22,7 @@ LAYERS = (
     ("quantize",),
     ("model",),
     ("backends",),
-    ("chat_template",),
+    ("byte_pairs", "chat_template"),
     ("tokenizer",),
     ("sampling",),
     ("sequence",),

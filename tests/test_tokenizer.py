@@ -13,6 +13,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpuspec import byte_pairs
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
@@ -160,6 +161,13 @@ def test_ids_equal_the_slow_reference_for_any_text(text: str, pre: str) -> None:
 
 
 BUILT = {pre: make(make_vocabulary(pre)) for pre in ["smollm", *WORDS]}
+
+
+def test_remembered_words_and_forgotten_ones_have_the_same_ids(monkeypatch) -> None:
+    monkeypatch.setattr(byte_pairs, "_MOST_WORDS", 3)
+    tokenizer = make(make_vocabulary("qwen2"))
+    for text in [*(text for text in TRICKY if "<tool>" not in text), CORPUS] * 2:
+        assert tokenizer.encode(text) == slow_encode(text, "qwen2"), text
 
 
 def test_digits_and_composed_characters_follow_the_pre_tokenizer() -> None:

@@ -1,0 +1,63 @@
+"""Byte-pair encoding of words (Sennrich et al. 2016, arXiv:1508.07909, section 3.2), ready to use as soon as it is made.
+
+A model has some hundred thousand merges and a prompt needs a few of them: nothing is prepared for the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+_MOST_WORDS, _LONGEST_WORD = 1 << 16, 64  # of those that are remembered
+
+
+class BytePairs:
+    """Splits words into tokens: of all neighbours that a merge joins, the pair of the earliest merge goes first, the leftmost of
+    equals, until no merge is left.
+
+    ids: of every token that may come out. merges: "left right", the earliest first; one that leads to no token has no effect.
+    whole_words: a word that is a token stays whole, whatever the merges say.
+    """
+
+    def __init__(self, ids: Mapping[str, int], merges: Sequence[str], whole_words: bool) -> None:
+        self._ids = ids
+        self._ranks = dict(zip(merges, count()))
+        self._whole_words = whole_words
+        self._seen: dict[str, list[int]] = {}
+
+    def encode(self, word: str) -> list[int]:
+        """Ids of the word's tokens. Characters that are no tokens are left out, as by the `tokenizers` library."""
+        if (ids := self._seen.get(word)) is None:
+            ids = [self._ids[piece] for piece in self._split(word)]
+            if len(word) <= _LONGEST_WORD:
+                if len(self._seen) >= _MOST_WORDS:
+                    self._seen = {}
+                self._seen[word] = ids
+        return ids
+
+    def _split(self, word: str) -> list[str]:
+        if self._whole_words and word in self._ids:
+            return [word]
+        pieces = [char for char in word if char in self._ids]
+        # Neighbours of each piece that is left; a piece that was joined to the one before it is empty.
+        before, after = list(range(-1, len(pieces) - 1)), list(range(1, len(pieces) + 1))
+        queue = [(rank, at) for at in range(len(pieces) - 1) if (rank := self._rank(pieces[at], pieces[at + 1])) is not None]
+        heapify(queue)
+        while queue:
+            rank, at = heappop(queue)
+            right = after[at]
+            if right == len(pieces) or self._rank(pieces[at], pieces[right]) != rank:
+                continue  # of a pair that is no longer there
+            pieces[at], pieces[right] = pieces[at] + pieces[right], ""
+            after[at] = following = after[right]
+            if following < len(pieces):
+                before[following] = at
+                if (rank := self._rank(pieces[at], pieces[following])) is not None:
+                    heappush(queue, (rank, at))
+            if before[at] >= 0 and (rank := self._rank(pieces[before[at]], pieces[at])) is not None:
+                heappush(queue, (rank, before[at]))
+        return [piece for piece in pieces if piece]
+
+    def _rank(self, left: str, right: str) -> int | None:
+        """When the merge of a pair comes; None if there is none, or it leads to no token."""
+        rank = self._ranks.get(f"{left} {right}")
+        return rank if rank is not None and left + right in self._ids else None
