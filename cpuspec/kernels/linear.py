@@ -149,13 +149,13 @@ def _linear(name: str, order: str, step: int) -> Any:
     """The kernel of a format, compiled or from the disk. step: bytes from a row of activations to the next in a block."""
     p16, p8, p4, p3, p2, p1 = _PASSES
     in_tiles = isa.has_tiles() and name in READERS
+    # Numba names machine code on the disk after what a function closes over: numbers and texts only, or it is never found again.
     least, many, near = tiles.LEAST, tiles.MANY, _NEAR
-    shape, release = tiles.shape, tiles.release
 
     @cfunc(types.void(*[types.int64] * 12), cache=True)
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         if in_tiles and rows >= least:
-            shape(name)
+            tiles.shape(name)
         span = max(ROWS, min(many, near // row_bytes // ROWS * ROWS))
         for top in range(0, rows, span):
             bottom = min(rows, top + span)
@@ -193,6 +193,6 @@ def _linear(name: str, order: str, step: int) -> Any:
                         _pass(name, order, p1, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                         row += p1
         if in_tiles and rows >= least:
-            release()
+            tiles.release()
 
     return linear
