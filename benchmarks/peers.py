@@ -52,6 +52,7 @@ PYTHON_PEERS = {
     "openvino-f32": PythonPeer("openvino", arguments=("f32",)),
     "onnxruntime": PythonPeer("onnxruntime"),
     "torch": PythonPeer("torch", exported=False),
+    "torch-onednn": PythonPeer("torch", exported=False, arguments=("onednn",)),
 }
 ENVIRONMENTS = tuple(dict.fromkeys(peer.environment for peer in PYTHON_PEERS.values()))
 PEERS = (LLAMA_CPP, *PYTHON_PEERS)

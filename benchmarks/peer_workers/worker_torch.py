@@ -1,5 +1,12 @@
-"""torch int8: the transformers model with every linear layer quantized dynamically (int8 weights, int8 activations)."""
+"""torch int8: the transformers model with every linear layer quantized dynamically (int8 weights, int8 activations).
 
+    worker_torch.py [ENGINE]     torch's quantized engine; without it torch chooses
+
+Where it has AMX, onednn is torch's best at many rows, and its own choice (x86, by FBGEMM) at few.
+"""
+
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +40,18 @@ class _Torch:
         return logits
 
 
-def load(model: Path, threads: int, capacity: int) -> tuple[Engine, str]:
+def load(model: Path, threads: int, capacity: int, *, quantized_engine: str | None) -> tuple[Engine, str]:
     """The Hugging Face directory, quantized on loading. Its cache grows as it must, so the capacity is of no use to it."""
     import torch
     import transformers
 
     torch.set_num_threads(threads)
+    if quantized_engine:
+        torch.backends.quantized.engine = quantized_engine
     engine = torch.backends.quantized.engine
     about = f"torch {torch.__version__} quantize_dynamic int8 ({engine}), transformers {transformers.__version__}"
     return _Torch(model), about
 
 
 if __name__ == "__main__":
-    serve(load, needs="torch transformers")
+    serve(partial(load, quantized_engine=(*sys.argv[1:], None)[0]), needs="torch transformers")
