@@ -4,8 +4,9 @@ Plain data and its validation; nothing here knows arrays, files or kernels.
 """
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from cpuspec.errors import ConfigError
@@ -106,6 +107,7 @@ class SamplingParams:
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalties at their defaults are off.
     logprobs: None, or how many alternatives to report beside each chosen token (0 = the chosen token alone).
+    max_draft_tokens: at most so many drafted tokens a round for this request, 0 = none; None = what the model was loaded with.
     """
 
     temperature: float = 0.0
@@ -122,6 +124,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int = 256
     logprobs: int | None = None
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -139,6 +142,11 @@ class SamplingParams:
             ("seed", self.seed is None or (_whole(self.seed) and self.seed >= 0), "None or an integer >= 0"),
             ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"),
             ("logprobs", self.logprobs is None or (_whole(self.logprobs) and self.logprobs >= 0), "None or an integer >= 0"),
+            (
+                "max_draft_tokens",
+                self.max_draft_tokens is None or (_whole(self.max_draft_tokens) and self.max_draft_tokens >= 0),
+                "None or an integer >= 0",
+            ),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
             ("stop_token_ids", all(_whole(t) for t in self.stop_token_ids), "integers"),
             (
@@ -167,15 +175,49 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+MAX_DRAFT_TOKENS = 255  # at most a row less than a forward has
+
+
 @dataclass(frozen=True)
 class LevelSpec:
-    """One level of a draft chain: a proposer's name and what it was given after the colon."""
+    """One drafter: `name`, or `name:argument` for those that take one, and its settings.
 
-    proposer: str
-    argument: str = ""
+    num_tokens: at most so many a round, None for the drafter's own number. min_confidence: a draft ends where its drafter is less
+    sure than this, 0 for the drafter's own bound. then: drafters that continue its tokens within the same verification.
+    """
+
+    drafter: str
+    num_tokens: int | None = None
+    min_confidence: float = 0.0
+    then: tuple["LevelSpec", ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.drafter, str) or not self.name or self.name == "none" or self.drafter.endswith(":"):
+            raise ConfigError(f"a draft level begins with the name of a drafter, got {self.drafter!r}")
+        if self.num_tokens is not None and not (_whole(self.num_tokens) and 1 <= self.num_tokens <= MAX_DRAFT_TOKENS):
+            raise ConfigError(f"{self.drafter} drafts 1 to {MAX_DRAFT_TOKENS} tokens a round, got {self.num_tokens!r}")
+        if not (_real(self.min_confidence) and 0 <= self.min_confidence < 1):
+            raise ConfigError(f"min_confidence of {self.drafter} must be a number in [0, 1), got {self.min_confidence!r}")
+
+    @property
+    def name(self) -> str:
+        """What stands before the colon."""
+        return self.drafter.partition(":")[0]
+
+    @property
+    def argument(self) -> str:
+        """What stands after the colon."""
+        return self.drafter.partition(":")[2]
 
     def __str__(self) -> str:
-        return f"{self.proposer}:{self.argument}" if self.argument else self.proposer
+        tokens = "" if self.num_tokens is None else str(self.num_tokens)
+        confidence = f":{self.min_confidence:g}" if self.min_confidence else ""
+        cap = f"@{tokens}{confidence}" if tokens or confidence else ""
+        return "+".join([f"{self.drafter}{cap}", *map(str, self.then)])
+
+
+_LEVEL = re.compile(r"(?P<drafter>.+?)(@(?P<tokens>[0-9]{1,9})?(:(?P<confidence>[0-9]*\.?[0-9]+))?)?")
+_GRAMMAR = "wanted none, or levels drafter[:argument][@tokens[:confidence]], cheapest first, separated by commas, or joined by +"
 
 
 @dataclass(frozen=True)
@@ -186,24 +228,47 @@ class SpecConfig:
 
     @staticmethod
     def parse(text: str) -> "SpecConfig":
-        """Read `none` or a comma list of `proposer[:argument]`, cheapest level first, as `--draft` takes it.
+        """Read what `--draft` takes, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`.
 
-        Names are checked where proposers are known (`cpuspec.spec.make_proposer`). Raises ConfigError on bad grammar.
+        Names are checked where drafters are known (`cpuspec.spec.levels`). Raises ConfigError on bad grammar.
         """
-        if text.strip() in ("", "none"):
-            return SpecConfig()
-        levels = []
-        for part in text.split(","):
-            name, colon, argument = part.strip().partition(":")
-            if not name or (colon and not argument) or name == "none":
-                raise ConfigError(
-                    f"cannot read {part!r} in draft spec {text!r}; wanted none, or proposer[:argument] separated by commas"
-                )
-            levels.append(LevelSpec(name, argument))
-        return SpecConfig(tuple(levels))
+        return SpecConfig() if text.strip() in ("", "none") else SpecConfig.read(text.split(","))
+
+    @staticmethod
+    def read(levels: object) -> "SpecConfig":
+        """The same from a list, as TOML and JSON have it: each level a text, or a table with the fields of `LevelSpec`.
+
+        In a table a drafter may contain any character. Raises ConfigError.
+        """
+        if isinstance(levels, str):
+            return SpecConfig.parse(levels)
+        if not isinstance(levels, list | tuple):
+            raise ConfigError(f"draft levels are a text or a list, got {levels!r}")
+        return SpecConfig(tuple(_read_level(level) for level in levels))
 
     def __str__(self) -> str:
         return ",".join(map(str, self.levels)) or "none"
+
+
+def _read_level(level: object) -> LevelSpec:
+    if isinstance(level, LevelSpec):
+        return level
+    if isinstance(level, str):
+        first, *then = [_read_drafter(part.strip(), level) for part in level.split("+")]
+        return replace(first, then=tuple(then))
+    if not isinstance(level, dict) or not {"drafter"} <= level.keys() <= {"drafter", "num_tokens", "min_confidence", "then"}:
+        raise ConfigError(
+            f"cannot read draft level {level!r}; wanted a text or a table with drafter, num_tokens, min_confidence, then"
+        )
+    return LevelSpec(**{**level, "then": SpecConfig.read(level.get("then", [])).levels})
+
+
+def _read_drafter(text: str, level: str) -> LevelSpec:
+    found = _LEVEL.fullmatch(text)
+    if found is None or text.endswith("@"):
+        raise ConfigError(f"cannot read {level!r} in a draft spec; {_GRAMMAR}")
+    tokens, confidence = found["tokens"], found["confidence"]
+    return LevelSpec(found["drafter"], int(tokens) if tokens else None, float(confidence) if confidence else 0.0)
 
 
 @dataclass(frozen=True)

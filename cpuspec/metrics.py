@@ -63,12 +63,21 @@ class LevelCounters:
 
 
 @dataclass(frozen=True)
+class LevelMemory:
+    """What one model of a chain holds: weights that a forward reads, and keys and values of the most tokens it held so far."""
+
+    name: str
+    weight_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
 class RequestStats:
     """What one request cost. Rates and latencies of decoding are None where a single step generated everything.
 
     ttft_s runs from the arrival to the first token; the rest describes the time from then to the last token.
     tokens_per_s: tokens after the first step / that time. gb_per_s: weights and this request's keys and values that its
-    forwards read / that time. itl_s: gaps between consecutive tokens (tokens of one step arrive together);
+    forwards read, drafts' included / that time. itl_s: gaps between consecutive tokens (tokens of one step arrive together);
     step_s: gaps between steps.
     """
 
@@ -76,6 +85,7 @@ class RequestStats:
     num_cached_tokens: int  # prompt tokens that a slot's earlier content supplied
     num_new_tokens: int
     num_forwards: int  # of the target, prefill chunks included
+    num_forwards_saved: int  # of the target: tokens that no step of their own was needed for
     ttft_s: float | None
     decode_s: float | None
     tpot_s: float | None
@@ -83,7 +93,7 @@ class RequestStats:
     gb_per_s: float | None
     itl_s: dict[str, float]  # p50, p95, p99
     step_s: dict[str, float]
-    levels: dict[str, LevelCounters]  # by proposer; a level that never drafted is absent
+    levels: dict[str, LevelCounters]  # by drafter, the cheapest first; one that never drafted is absent
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure under its name, levels with their shares."""
@@ -132,6 +142,7 @@ class RequestMeter:
             num_cached_tokens=self.num_cached_tokens,
             num_new_tokens=int(counts.sum()),
             num_forwards=self._num_forwards,
+            num_forwards_saved=int(counts.sum()) - len(counts),
             ttft_s=float(times[0] - self._arrival_s) if len(times) else None,
             decode_s=decode_s,
             tpot_s=decode_s / num_decoded if decode_s else None,

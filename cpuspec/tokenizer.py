@@ -145,6 +145,27 @@ class Tokenizer:
         """Whether the token carries control, not text. Raises TokenizerError for an id out of range."""
         return self._text(token_id) is None or token_id in self._special_ids
 
+    def first_difference(self, other: "Tokenizer") -> int | None:
+        """The first id that stands for other bytes, or another control token, in the other vocabulary; None if there is none.
+
+        Ids that either of them leaves empty are no difference.
+        """
+        ours, theirs = self._parts, other._parts
+        if (ours.tokens, ours.special, ours.literal) == (theirs.tokens, theirs.special, theirs.literal):
+            return None
+        for token_id in range(min(len(ours.tokens), len(theirs.tokens))):
+            meanings = {self._meaning(token_id), other._meaning(token_id)} - {None}
+            if len(meanings) > 1:
+                return token_id
+        return None
+
+    def _meaning(self, token_id: int) -> bytes | str | None:
+        """A token's bytes, a control token's text, or None for an id that text never has."""
+        if not self.is_special(token_id):
+            return self.token_bytes(token_id)
+        text = self._text(token_id)
+        return text if text in self._control else None
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as the text that the model was trained on, for reading. `encode_chat` is the safe way to ids.
 

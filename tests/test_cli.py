@@ -33,7 +33,7 @@ from cpuspec.cli.console import size
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
-from cpuspec.spec.proposer import PROPOSERS
+from cpuspec.spec.levels import MODELS, SOURCES
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 ROOT = Path(cpuspec.__file__).parent.parent
@@ -105,7 +105,7 @@ def test_the_spellings_that_scripts_rely_on_exist() -> None:
 
 def test_help_names_every_backend_and_proposer() -> None:
     shown = ok("generate", "--help")
-    assert all(name in shown for name in (*BACKENDS, *PROPOSERS))
+    assert all(name in shown for name in (*BACKENDS, *SOURCES, *MODELS))
 
 
 def test_version() -> None:
@@ -150,7 +150,7 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     options = ("--draft", "ngram", "--json", "--logprobs", "2", "--threads", "1", "--max-tokens", "5")
     shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
     assert set(shown) == {
-        *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats"),
+        *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"
@@ -239,7 +239,9 @@ def test_a_model_without_a_template_asks_for_raw(tmp_path: Path) -> None:
         (("--threads", "0"), "--threads"),
         (("--backend", "abacus"), "numba"),
         (("--draft", "telepathy"), "ngram"),
-        (("--draft", "ngram:"), "--draft"),
+        (("--draft", "ngram:8"), "ngram@8"),
+        (("--draft", "ngram@"), "cannot read 'ngram@'"),
+        (("--draft", "no-such-model@4"), "no model is called"),
         (("--logit-bias", "x"), "ID=BIAS"),
         (("--logit-bias", "1=1", "--logit-bias", "1=2"), "twice"),
         (("--logit-bias", "1=nan"), "logit_bias must be"),

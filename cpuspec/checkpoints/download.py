@@ -43,11 +43,17 @@ def resolve_model(text: str, progress: Progress | None = None) -> Path:
     `text` is a recipe's name, a path ending in .toml (a recipe), a GGUF file, or a Hugging Face directory.
     Raises ConfigError if it is none of these, DownloadError if the recipe's file cannot be had.
     """
+    found = find_model(text)
+    return found if isinstance(found, Path) else fetch(found, progress)
+
+
+def find_model(text: str) -> Recipe | Path:
+    """What `text` names, as `resolve_model` reads it, fetching nothing. Raises ConfigError if it is nothing."""
     if text.lower().endswith(".toml"):
-        return fetch(read_recipe(Path(text).expanduser()), progress)
+        return read_recipe(Path(text).expanduser())
     recipes = load_recipes()
     if (recipe := recipes.get(text.strip().lower())) is not None:
-        return fetch(recipe, progress)
+        return recipe
     path = Path(text).expanduser()
     if text.strip() and path.exists():
         return path

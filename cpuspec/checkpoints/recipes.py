@@ -1,17 +1,18 @@
-"""Recipes: which file a model's name stands for, where it can be had, and what it must hash to.
+"""Recipes: which file a model's name stands for, where it can be had, and what it must hash to; and chains of drafts by name.
 
-One TOML file per model: in `models/` of a checkout, in `cpuspec/models/` of an installed wheel, in `recipes/` of the user's
+One TOML file each: in `models/` of a checkout, in `cpuspec/models/` of an installed wheel, in `recipes/` of the user's
 cache directory, or wherever a path ending in .toml points. Everything in it is checked like user input.
 """
 
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from cpuspec.config import SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 
@@ -80,17 +81,45 @@ class Recipe:
     golden: tuple[Golden, ...]
 
 
+@dataclass(frozen=True)
+class ChainRecipe:
+    """A target, by name or path, and the drafts that suit it."""
+
+    name: str
+    description: str
+    target: str
+    spec: SpecConfig
+
+
 def load_recipes() -> dict[str, Recipe]:
-    """Every known recipe by name, sorted; a user's own recipe replaces a shipped one of the same name.
+    """Every known model by name, sorted; a user's own recipe replaces a shipped one of the same name.
 
     Raises ConfigError naming file and key if any recipe cannot be read.
     """
-    recipes = {}
-    for directory in (_shipped(), cache_dir() / "recipes"):
-        for path in sorted(directory.glob("*.toml")):
-            recipe = read_recipe(path)
-            recipes[recipe.name] = recipe
-    return dict(sorted(recipes.items()))
+    recipes = [_recipe(path, raw) for path, raw in _known_files() if not _is_chain(raw)]
+    return {recipe.name: recipe for recipe in sorted(recipes, key=lambda recipe: recipe.name)}
+
+
+def load_chains() -> dict[str, ChainRecipe]:
+    """Every known chain by name, likewise."""
+    chains = [_chain(path, raw) for path, raw in _known_files() if _is_chain(raw)]
+    return {chain.name: chain for chain in sorted(chains, key=lambda chain: chain.name)}
+
+
+def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, SpecConfig]:
+    """The model's name or path, and how to draft for it. A chain's name stands for both; a given `spec` replaces its own.
+
+    Raises ConfigError for a chain or a spec that cannot be read.
+    """
+    if model.lower().endswith(".toml"):
+        path = Path(model).expanduser()
+        raw = _read_toml(path)
+        chain = _chain(path, raw) if _is_chain(raw) else None
+    else:
+        chain = load_chains().get(model.strip().lower())
+    if spec is None:
+        spec = chain.spec if chain else SpecConfig()
+    return chain.target if chain else model, SpecConfig.parse(spec) if isinstance(spec, str) else spec
 
 
 def find_recipe(name: str) -> Recipe:
@@ -114,14 +143,44 @@ def did_you_mean(name: str, recipes: Mapping[str, Recipe]) -> str:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read and check one recipe file. Raises ConfigError: file, key, got, wanted."""
+    """Read and check one model's file. Raises ConfigError: file, key, got, wanted."""
+    return _recipe(path, _read_toml(path))
+
+
+def _read_toml(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as stream:
-            raw = tomllib.load(stream)
+            return tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
+
+
+def _known_files() -> Iterator[tuple[Path, dict[str, object]]]:
+    """Every recipe file with what it holds, the shipped ones first."""
+    for directory in (_shipped(), cache_dir() / "recipes"):
+        for path in sorted(directory.glob("*.toml")):
+            yield path, _read_toml(path)
+
+
+def _is_chain(raw: dict[str, object]) -> bool:
+    return "target" in raw
+
+
+def _chain(path: Path, raw: dict[str, object]) -> ChainRecipe:
+    table = _Table(f"chain {path}", raw)
+    name = table.text("name", _NAME, "lower-case letters, digits, dots and dashes")
+    description, target = table.text("description"), table.text("target")
+    try:
+        spec = SpecConfig.read(table.values.pop("levels", None))
+    except ConfigError as error:
+        raise ConfigError(f"chain {path}: levels: {error}") from None
+    table.refuse_the_rest()
+    return ChainRecipe(name, description, target, spec)
+
+
+def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
     table = _Table(f"recipe {path}", raw)
     recipe = Recipe(
         name=table.text("name", _NAME, "lower-case letters, digits, dots and dashes"),

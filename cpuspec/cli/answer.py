@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import cast
 
+from cpuspec.cli.console import size
 from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats
@@ -55,9 +56,20 @@ def figures(answer: Answer, params: SamplingParams) -> str:
     for name, level in stats.levels.items():
         accepted = f"{level.num_accepted_tokens} of {level.num_draft_tokens} drafted tokens accepted"
         parts.append(f"{name}: {accepted}, {level.tau:.2f} tokens per round")
+    if stats.levels:
+        parts.append(f"{stats.num_forwards_saved} forwards saved")
     if reason := cut_off_by(answer, params):
         parts.append(f"cut off by {reason}")
     return " | ".join(parts)
+
+
+def memory(llm: LLM) -> str:
+    """What the models of a chain hold, in a line; nothing where there is only the target."""
+    levels = llm.memory()
+    if len(levels) < 2:
+        return ""
+    parts = [f"{one.name} {size(one.weight_bytes)} and {size(one.kv_bytes)} of keys and values" for one in levels]
+    return "memory: " + " | ".join(parts)
 
 
 def cut_off_by(answer: Answer, params: SamplingParams) -> str:

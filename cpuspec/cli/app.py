@@ -14,16 +14,17 @@ from cpuspec import __version__
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import fetch, is_fetched, resolve_model
-from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe, model_and_spec
 from cpuspec.cli import options
 from cpuspec.cli.bench import OUTPUTS, describe_run
 from cpuspec.cli.console import INTERRUPTED, FetchProgress, busy, emit, exit_codes, note, size
 from cpuspec.cli.machine import describe_machine, show_machine
-from cpuspec.cli.reports import describe_model, known_models, show_model, show_models
+from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.speed import Plan, measure_speed
+from cpuspec.spec.levels import draft_models
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
@@ -81,7 +82,7 @@ def generate(
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="Take the prompt from a file; - is stdin.")
     ] = None,
     model: options.Model = DEFAULT_RECIPE,
-    draft: options.Draft = "none",
+    draft: options.Draft = None,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
     as_json: options.Json = False,
@@ -142,7 +143,7 @@ def generate(
     messages = [{"role": "system", "content": options.checked_text(system, "--system")}] if system is not None else []
     messages.append({"role": "user", "content": text})
 
-    from cpuspec.cli.answer import collect, figures
+    from cpuspec.cli.answer import collect, figures, memory
 
     with _load(model, draft, backend, threads, context_length) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
@@ -159,11 +160,15 @@ def generate(
                 "finish_reason": answer.finish_reason,
                 "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
                 "stats": answer.stats and answer.stats.as_dict(),
+                "memory": [asdict(one) for one in llm.memory()],
             }
             _emit_json(shown)
         elif not answer.text.endswith("\n"):
             emit("\n")
+        held = memory(llm)
     note(figures(answer, params))
+    if held:
+        note(held)
     if answer.finish_reason == "aborted":
         raise typer.Exit(INTERRUPTED)
 
@@ -173,7 +178,7 @@ def generate(
 def chat(
     *,
     model: options.Model = DEFAULT_RECIPE,
-    draft: options.Draft = "none",
+    draft: options.Draft = None,
     system: options.System = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -242,12 +247,12 @@ def pull(
 @app.command()
 @exit_codes()
 def models(as_json: options.Json = False) -> None:
-    """List the models that can be named: size, licence, and whether they are fetched."""
-    rows = known_models()
+    """List the models that can be named: size, licence, and whether they are fetched; and chains of drafts."""
+    rows, chains = known_models(), known_chains()
     if as_json:
-        _emit_json(rows)
+        _emit_json(rows + chains)
     else:
-        show_models(rows)
+        show_models(rows, chains)
 
 
 @app.command()
@@ -340,18 +345,24 @@ def info(as_json: options.Json = False) -> None:
 
 
 def _open(model: str) -> Checkpoint:
+    return open_checkpoint(_fetched(options.checked_text(model, "MODEL")))
+
+
+def _fetched(model: str) -> Path:
     with FetchProgress(model) as progress:
-        path = resolve_model(options.checked_text(model, "MODEL"), progress)
-    return open_checkpoint(path)
+        return resolve_model(model, progress)
 
 
 @contextmanager
-def _load(model: str, draft: str, backend: str, threads: int | None, context_length: int | None) -> "Iterator[LLM]":
-    checkpoint = _open(model)
+def _load(model: str, draft: str | None, backend: str, threads: int | None, context_length: int | None) -> "Iterator[LLM]":
+    target, spec = model_and_spec(options.checked_text(model, "MODEL"), draft)
+    checkpoint = _open(target)
+    for name in draft_models(spec):
+        _fetched(name)
     with _loading(model, backend):
         from cpuspec.engine.llm import LLM
 
-        llm = LLM(checkpoint, draft, backend, threads, context_length=context_length, max_sequences=1)
+        llm = LLM(checkpoint, spec, backend, threads, context_length=context_length, max_sequences=1)
     with llm:
         yield llm
 

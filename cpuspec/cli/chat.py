@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cpuspec.cli.answer import Answer, collect, cut_off_by, figures
+from cpuspec.cli.answer import Answer, collect, cut_off_by, figures, memory
 from cpuspec.cli.console import emit, note
 from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Message
@@ -30,6 +30,7 @@ _NUMBERS: Mapping[str, type] = {
     "frequency_penalty": float,
     "seed": int,
     "max_tokens": int,
+    "max_draft_tokens": int,
 }
 
 
@@ -210,6 +211,8 @@ def _retry(chat: Chat, argument: str) -> None:
 
 def _stats(chat: Chat, argument: str) -> None:
     note("(there is no answer yet)" if chat.last is None else figures(chat.last, chat.params))
+    if held := memory(chat.llm):
+        note(held)
 
 
 def _set(chat: Chat, argument: str) -> None:
@@ -221,7 +224,8 @@ def _set(chat: Chat, argument: str) -> None:
     if name not in _NUMBERS:
         raise ConfigError(f"there is no setting {name!r}; wanted one of {', '.join(_NUMBERS)}")
     try:
-        value: Any = None if name == "seed" and text.strip() == "none" else _NUMBERS[name](text)
+        unset = name in ("seed", "max_draft_tokens") and text.strip() == "none"
+        value: Any = None if unset else _NUMBERS[name](text)
     except ValueError:
         raise ConfigError(f"{name} takes a number, got {text.strip()!r}") from None
     chat.params = dataclasses.replace(chat.params, **{name: value})

@@ -11,7 +11,7 @@ import typer
 from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.config import SpecConfig
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.spec.proposer import PROPOSERS, make_proposer
+from cpuspec.spec.levels import MODELS, SOURCES, check_spec
 
 MAX_PROMPT_BYTES = 64 << 20
 
@@ -25,9 +25,10 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-def _known_draft(text: str) -> str:
-    with usage_errors():
-        make_proposer(SpecConfig.parse(text))
+def _known_draft(text: str | None) -> str | None:
+    if text is not None:
+        with usage_errors():
+            check_spec(SpecConfig.parse(text))
     return text
 
 
@@ -37,18 +38,19 @@ def _known_backend(name: str) -> str:
     return name
 
 
-MODEL_HELP = "A model's name (see `cpuspec models`), a GGUF file, or a Hugging Face directory."
+MODEL_HELP = "A model's or chain's name (see `cpuspec models`), a GGUF file, or a Hugging Face directory."
 _SAMPLING, _RUNNING = "Sampling", "Running"
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]
 Draft = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--draft",
         metavar="SPEC",
         callback=_known_draft,
-        help=f"How to draft tokens: none, or a proposer ({', '.join(PROPOSERS)}), with its argument after a colon. "
-        "It changes the speed and never what is generated.",
+        help="How to draft tokens: none, or levels separated by commas, the cheapest first: a token source "
+        f"({', '.join(SOURCES)}, or FILE.py:CLASS), the model's own weights ({', '.join(MODELS)}, as self:mxfp4 and skip:4), "
+        "another model. NAME@8 drafts at most 8 tokens a round. It changes the speed and never what is generated.",
     ),
 ]
 Backend = Annotated[

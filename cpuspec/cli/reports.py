@@ -6,7 +6,7 @@ from typing import Any
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.download import is_fetched, model_path
-from cpuspec.checkpoints.recipes import load_recipes
+from cpuspec.checkpoints.recipes import load_chains, load_recipes
 from cpuspec.cli.console import emit, print_table, size
 from cpuspec.formats import QuantTensor
 from cpuspec.metrics import read_bandwidth
@@ -32,8 +32,16 @@ def known_models() -> list[Row]:
     ]
 
 
-def show_models(rows: list[Row]) -> None:
-    """Print `known_models` as a table."""
+def known_chains() -> list[Row]:
+    """Every target with drafts that has a name of its own."""
+    return [
+        {"name": chain.name, "target": chain.target, "draft": str(chain.spec), "description": chain.description}
+        for chain in load_chains().values()
+    ]
+
+
+def show_models(rows: list[Row], chains: list[Row]) -> None:
+    """Print `known_models` and `known_chains` as tables."""
     cells = [
         (
             row["name"],
@@ -46,6 +54,10 @@ def show_models(rows: list[Row]) -> None:
         for row in rows
     ]
     print_table(("name", "parameters>", "size>", "licence", "fetched", "description"), cells)
+    if chains:
+        emit("\n")
+        columns = ("name", "target", "draft", "description")
+        print_table(columns, [tuple(chain[column] for column in columns) for chain in chains])
 
 
 def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> Row:

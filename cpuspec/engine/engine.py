@@ -14,7 +14,7 @@ from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
-from cpuspec.spec.proposer import Proposer
+from cpuspec.spec.proposer import Proposer, levels_of
 from cpuspec.spec.round import Round, speculate
 from cpuspec.tokenizer import Tokenizer
 
@@ -49,6 +49,7 @@ class Engine:
         self.levels: dict[str, LevelCounters] = {}  # totals over all requests, by proposer
         self._context = context
         self._proposer = proposer
+        self._contexts = [context, *(level.context for level in levels_of(proposer))]
         self._tokenizer = tokenizer
         self._scheduler = Scheduler()
         self._requests: dict[int, _Request] = {}
@@ -110,13 +111,13 @@ class Engine:
         seqs = list(self._scheduler.running)
         if not seqs:
             return
-        num_forwards = self._context.num_forwards
+        before = [context.num_forwards for context in self._contexts]
         rounds = speculate(self._context, self._proposer, seqs, [draft_limit(seq, self._context.capacity) for seq in seqs])
-        num_forwards = self._context.num_forwards - num_forwards
+        num_forwards = [context.num_forwards - number for context, number in zip(self._contexts, before, strict=True)]
         for seq, done in zip(seqs, rounds, strict=True):
             self._ready.append(self._commit(self._requests[seq.id], done, num_forwards))
 
-    def _commit(self, request: _Request, done: Round, num_forwards: int) -> Output:
+    def _commit(self, request: _Request, done: Round, num_forwards: list[int]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
         seq, params, text = request.seq, request.seq.params, ""
         new = done.verdict.tokens
@@ -147,9 +148,11 @@ class Engine:
         self._remove(request)
         return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats())
 
-    def _count(self, request: _Request, done: Round, num_taken: int, num_forwards: int) -> None:
-        read_bytes = num_forwards * self._context.read_bytes(request.seq)
-        request.meter.record_step(num_taken, num_forwards, read_bytes)
+    def _count(self, request: _Request, done: Round, num_taken: int, num_forwards: list[int]) -> None:
+        """Count a step. num_forwards: of the target, then of each draft model."""
+        contexts = zip(num_forwards, self._contexts, strict=True)
+        read_bytes = sum(number * context.read_bytes(request.seq) for number, context in contexts)
+        request.meter.record_step(num_taken, num_forwards[0], read_bytes)
         for source, *counts in done.cycles:
             request.meter.record_round(source, *counts)
             self.levels.setdefault(source, LevelCounters()).record(*counts)

@@ -8,16 +8,18 @@ from typing import Any, overload
 
 import numpy as np
 
-from cpuspec.backends import Backend, check_backend, make_backend
+from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
+from cpuspec.checkpoints.recipes import model_and_spec
 from cpuspec.config import EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.metrics import RequestStats
+from cpuspec.metrics import LevelMemory, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.spec.context import Context
-from cpuspec.spec.proposer import make_proposer
+from cpuspec.spec.levels import Host, check_spec, prepare
+from cpuspec.spec.proposer import Proposer, levels_of
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Message = dict[str, str]
@@ -43,8 +45,8 @@ class Completion:
 class LLM:
     """A loaded model that answers. Not thread-safe: call it from one thread at a time; streams may be interleaved.
 
-    model: a recipe name, a GGUF file, a Hugging Face directory, or an opened Checkpoint.
-    spec: how to draft (None, a draft spec such as "ngram", or a SpecConfig); the output distribution is the same for all.
+    model: a recipe's or chain's name, a GGUF file, a Hugging Face directory, or an opened Checkpoint.
+    spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or none; no answer depends on it.
     context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
     max_sequences: how many run at once; more wait their turn.
     keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
@@ -62,32 +64,44 @@ class LLM:
         keep_packed: bool = True,
     ) -> None:
         settings = EngineConfig(max_sequences, context_length, threads=threads, keep_packed=keep_packed)
-        spec = _read_spec(spec)
-        make_proposer(spec)  # a bad spec or backend fails before gigabytes are loaded
+        if isinstance(model, Checkpoint):
+            spec = _read_spec(spec)
+        else:
+            model, spec = model_and_spec(str(model), spec)
+        check_spec(spec)  # a bad spec or backend fails before gigabytes are loaded, and so does a draft that does not fit
         check_backend(backend)
-        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(str(model)))
-        _capacity(checkpoint.config, settings)
-        tokenizer = make_tokenizer(checkpoint)
-        self._start(make_backend(backend, checkpoint, settings), tokenizer, spec, settings)
+        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model))
+        tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
+        build = prepare(spec, Host(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
+        target = make_backend(backend, checkpoint, settings)
+        try:
+            self._start(target, tokenizer, spec, settings, build(target))
+        except BaseException:
+            target.close()
+            raise
 
     @classmethod
     def from_backend(
         cls, backend: Backend, tokenizer: Tokenizer, spec: str | SpecConfig | None = None, settings: EngineConfig | None = None
     ) -> "LLM":
         """An LLM over a backend and a tokenizer that exist already, such as a user's own. `close` closes the backend."""
-        llm = cls.__new__(cls)
-        llm._start(backend, tokenizer, _read_spec(spec), settings or EngineConfig())
+        llm, spec, settings = cls.__new__(cls), _read_spec(spec), settings or EngineConfig()
+        name = backend.name if backend.name in BACKENDS else BACKENDS[0]
+        context_length = _capacity(backend.config, settings)
+        build = prepare(spec, Host(None, tokenizer, name, backend.config.vocab_size, context_length, settings))
+        llm._start(backend, tokenizer, spec, settings, build(backend))
         return llm
 
-    def _start(self, backend: Backend, tokenizer: Tokenizer, spec: SpecConfig, settings: EngineConfig) -> None:
+    def _start(self, backend: Backend, tokenizer: Tokenizer, spec: SpecConfig, settings: EngineConfig, proposer: Proposer) -> None:
         self.tokenizer = tokenizer
         self.config = backend.config
         self.spec = spec
         self.threads = backend.threads
         self.context_length = _capacity(backend.config, settings)
         self._backend = backend
-        context = Context(backend, settings.max_sequences, self.context_length)
-        self._engine = Engine(context, make_proposer(spec), tokenizer)
+        self._drafts = levels_of(proposer)
+        self._context = Context(backend, settings.max_sequences, self.context_length)
+        self._engine = Engine(self._context, proposer, tokenizer)
         self._inboxes: dict[int, list[Output]] = {}  # of the requests that somebody is waiting for
         self._closed = False
 
@@ -123,10 +137,17 @@ class LLM:
         """
         return self._stream(self._prompt_ids(prompt), params or SamplingParams())
 
+    def memory(self) -> list[LevelMemory]:
+        """What each model holds, draft models first, the cheapest foremost. Draft models may share weights with the target."""
+        contexts = [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]
+        return [LevelMemory(name, context.backend.weight_bytes, context.kv_bytes) for name, context in contexts]
+
     def close(self) -> None:
-        """Release the model. Calling it again does nothing; any other use afterwards raises ConfigError."""
+        """Release the models. Calling it again does nothing; any other use afterwards raises ConfigError."""
         if not self._closed:
             self._closed = True
+            for draft in self._drafts:
+                draft.context.backend.close()
             self._backend.close()
 
     def __enter__(self) -> "LLM":

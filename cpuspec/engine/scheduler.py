@@ -29,7 +29,7 @@ class Scheduler:
 
 
 def draft_limit(seq: Sequence, capacity: int) -> int:
-    """How many tokens may be drafted so that draft and bonus token exceed neither the context nor max_tokens."""
-    room = capacity - len(seq.tokens)
-    wanted = seq.params.max_tokens - seq.num_output_tokens
-    return max(0, min(room, wanted) - 1)
+    """How many tokens may be drafted, so that with the bonus token they exceed neither the context nor what the request allows."""
+    params = seq.params
+    room = min(capacity - len(seq.tokens), params.max_tokens - seq.num_output_tokens) - 1
+    return max(0, room if params.max_draft_tokens is None else min(room, params.max_draft_tokens))

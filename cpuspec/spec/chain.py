@@ -9,7 +9,7 @@ from cpuspec.sampling import F64, confidence
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Cycle, Draft
-from cpuspec.spec.proposer import Proposer, contexts_of
+from cpuspec.spec.proposer import Proposer, levels_of
 from cpuspec.spec.round import speculate
 from cpuspec.spec.verify import Verdict
 
@@ -36,7 +36,7 @@ class ChainProposer:
         self.hidden_layers: tuple[int, ...] = ()
         self.inner = inner
         self.context = context
-        self.contexts = (*contexts_of(inner), context)
+        self.levels = (*levels_of(inner), self)
         self.num_tokens = num_tokens
         self.min_confidence = min_confidence
 

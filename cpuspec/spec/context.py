@@ -56,6 +56,7 @@ class Context:
         self.capacity = capacity
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
         self.num_forwards = 0
+        self._most_held = self.cache.lengths.copy()  # by slot
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._free = list(range(num_slots))  # least recently used first
         self._seats: dict[int, _Seat] = {}  # by sequence id
@@ -108,6 +109,11 @@ class Context:
         assert len(self._held[seat.slot]) == len(seq.tokens), "a path is kept before its tokens are committed"
         self.cache.keep_path(seat.slot, len(seq.tokens), path)
         self._held[seat.slot] += draft.tokens[path].tolist()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that the cache has taken up so far."""
+        return int(self._most_held.sum()) * self.cache.bytes_per_token
 
     def read_bytes(self, seq: Sequence) -> int:
         """Bytes of weights, and of keys and values for all the sequence's tokens, that one forward reads."""
@@ -178,6 +184,7 @@ class Context:
             self.cache,
         )
         self.num_forwards += 1
+        np.maximum(self._most_held, self.cache.lengths, out=self._most_held)
         for i, feed in enumerate(parts):
             rows, scored = slice(q_start[i], q_start[i + 1]), slice(logit_start[i], logit_start[i + 1])
             size = rows.stop - rows.start

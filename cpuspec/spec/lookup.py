@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpuspec.errors import ConfigError
 from cpuspec.model.batch import I32
 from cpuspec.sequence import Mark, Sequence
 from cpuspec.spec.draft import Draft
@@ -20,7 +19,6 @@ from cpuspec.spec.draft import Draft
 MAX_MATCH = 24  # tokens that a match looks back
 # In text of one repeated token every position matches to the full depth; comparing them all would take milliseconds.
 MAX_OCCURRENCES = 1024
-MAX_NUM_TOKENS = 64
 MIN_PROB = 0.1  # worth a row of a forward, with text that is drafted well and with text that is not (benchmarks/LOG.md)
 STRENGTH = 4.0
 NOTHING = -2  # stands before a sequence's first token
@@ -168,12 +166,3 @@ def draft_likely(sources: list[Source], num_tokens: int, min_prob: float, name: 
         confidence.append(leaf.prob)
     ids, hang, sure = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32)
     return Draft(ids, hang, None, name, confidence=sure)
-
-
-def read_num_tokens(name: str, argument: str, default: int) -> int:
-    """How many tokens to draft, from a spec's argument, which may be empty. Raises ConfigError."""
-    if not argument:
-        return default
-    if not (argument.isascii() and argument.isdigit() and 1 <= int(argument[:9]) <= MAX_NUM_TOKENS):
-        raise ConfigError(f"{name} takes the number of tokens to draft, 1 to {MAX_NUM_TOKENS}, as in {name}:8; got {argument!r}")
-    return int(argument)

@@ -1,9 +1,11 @@
 """Prompt lookup: what followed the last occurrence of the latest tokens (github.com/apoorvumang/prompt-lookup-decoding)."""
 
+from cpuspec.config import LevelSpec
+from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.spec.draft import Draft
-from cpuspec.spec.lookup import MIN_PROB, STRENGTH, Text, draft_likely, read_num_tokens
+from cpuspec.spec.lookup import MIN_PROB, STRENGTH, Text, draft_likely
 from cpuspec.spec.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 7
@@ -48,6 +50,8 @@ class NgramProposer:
         self._texts.pop(seq.id, None)
 
 
-def make_ngram(argument: str) -> NgramProposer:
-    """An n-gram proposer from the spec's argument: tokens to draft, or nothing for the default."""
-    return NgramProposer(read_num_tokens("ngram", argument, DEFAULT_NUM_TOKENS))
+def make_ngram(level: LevelSpec) -> NgramProposer:
+    """As a draft spec has it: `ngram`, `ngram@8`, `ngram@8:0.2`."""
+    if level.argument:
+        raise ConfigError(f"ngram takes no argument, got {level.argument!r}; ngram@8 drafts at most 8 tokens")
+    return NgramProposer(level.num_tokens or DEFAULT_NUM_TOKENS, level.min_confidence or MIN_PROB)

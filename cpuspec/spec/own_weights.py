@@ -33,18 +33,18 @@ def make_skip_draft(target: Backend, checkpoint: Checkpoint, skipped: str, engin
 
 
 def read_skipped(text: str, checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The layers that `text` leaves out: how many ("4"), chosen evenly, or which ("3+7+11"), counted from 0.
+    """The layers that `text` leaves out: how many ("4"), chosen evenly, or which ("3/7/11"), counted from 0.
 
     Raises ConfigError for anything else, and unless at least one layer remains.
     """
     num_layers = checkpoint.config.num_layers
-    numbers = [int(part) if part.isascii() and part.isdigit() and len(part) < 6 else -1 for part in text.split("+")]
+    numbers = [int(part) if part.isascii() and part.isdigit() and len(part) < 6 else -1 for part in text.split("/")]
     if len(numbers) == 1 and 0 < numbers[0] < num_layers:
         return spread(numbers[0], num_layers)
     if len(numbers) > 1:
         return _checked(numbers, num_layers)
     raise ConfigError(
-        f"cannot skip {text!r} of {num_layers} layers; wanted how many, as in skip:4, or which, counted from 0, as in skip:3+7+11"
+        f"cannot skip {text!r} of {num_layers} layers; wanted how many, as in skip:4, or which, counted from 0, as in skip:3/7/11"
     )
 
 
@@ -69,7 +69,7 @@ def _checked(skipped: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """In order. Raises ConfigError unless these are different layers and one remains."""
     if len(set(skipped)) < len(skipped) or not all(0 <= i < num_layers for i in skipped) or len(skipped) >= num_layers:
         raise ConfigError(
-            f"cannot skip layers {'+'.join(map(str, skipped))} of {num_layers}; "
+            f"cannot skip layers {'/'.join(map(str, skipped))} of {num_layers}; "
             f"wanted different numbers from 0 to {num_layers - 1}, and not all of them"
         )
     return tuple(sorted(skipped))

@@ -1,9 +1,11 @@
 """Suffix decoding: what most often followed the latest tokens, in the request and in past answers (arXiv 2411.04975)."""
 
+from cpuspec.config import LevelSpec
+from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.spec.draft import Draft
-from cpuspec.spec.lookup import END, MIN_PROB, STRENGTH, Text, draft_likely, read_num_tokens
+from cpuspec.spec.lookup import END, MIN_PROB, STRENGTH, Text, draft_likely
 from cpuspec.spec.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 15
@@ -65,7 +67,9 @@ class SuffixProposer:
             self._past.forget(max(0, len(self._past.tokens) - self.max_past_tokens))
 
 
-def make_suffix(argument: str) -> SuffixProposer:
-    """A suffix proposer from the spec's argument: `tree` or not, and tokens to draft, as in `suffix:8` or `suffix:tree:16`."""
-    tree = argument.partition(":")[0] == "tree"
-    return SuffixProposer(read_num_tokens("suffix", argument[5:] if tree else argument, DEFAULT_NUM_TOKENS), tree=tree)
+def make_suffix(level: LevelSpec) -> SuffixProposer:
+    """As a draft spec has it: `suffix`, `suffix@16`, `suffix:tree@16:0.2`."""
+    if level.argument not in ("", "tree"):
+        raise ConfigError(f"suffix takes no argument or tree, got {level.argument!r}; suffix@8 drafts at most 8 tokens")
+    num_tokens, min_prob = level.num_tokens or DEFAULT_NUM_TOKENS, level.min_confidence or MIN_PROB
+    return SuffixProposer(num_tokens, min_prob, tree=bool(level.argument))

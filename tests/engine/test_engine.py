@@ -13,13 +13,21 @@ from cpuspec.errors import ConfigError
 from cpuspec.sampling import argmax
 from cpuspec.sequence import Sequence
 from cpuspec.spec.chain import ChainProposer
+from cpuspec.spec.combine import Combined, first_hit, one_after_another
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
-from cpuspec.spec.proposer import PROPOSERS, NullProposer, Proposer, make_proposer
+from cpuspec.spec.levels import SOURCES
+from cpuspec.spec.ngram import NgramProposer
+from cpuspec.spec.proposer import NullProposer, Proposer
 from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, chi_square, plain_greedy, string_probs
 
 VOCAB = 8
 TREE = (-1, -1, 0, 1, 1, -1)
+
+
+def source(text: str) -> Proposer:
+    (level,) = SpecConfig.parse(text).levels
+    return SOURCES[level.name](level)
 
 
 def chain_over(inner: Proposer, seed: int, vocab_size: int = VOCAB, num_tokens: int = 4, min_confidence: float = 0.0) -> Proposer:
@@ -33,12 +41,17 @@ PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
     "sampled tree": lambda: SampledProposer(VOCAB, TREE, hidden_layers=(1,)),
     "tree of point masses": lambda: SampledProposer(VOCAB, TREE, declare=None),
-    **{name: lambda name=name: make_proposer(SpecConfig.parse(name)) for name in (*PROPOSERS, "suffix:tree:6")},  # type: ignore[misc]
+    **{name: lambda name=name: source(name) for name in (*SOURCES, "suffix:tree@6")},  # type: ignore[misc]
     "draft model": lambda: chain_over(NullProposer(), 0),
     "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
-    "chain of two": lambda: chain_over(make_proposer(SpecConfig.parse("ngram")), 4),
-    "chain over suffix": lambda: chain_over(make_proposer(SpecConfig.parse("suffix")), 4),
+    "chain of two": lambda: chain_over(NgramProposer(), 4),
+    "chain over suffix": lambda: chain_over(source("suffix"), 4),
     "chain over a tree": lambda: chain_over(SampledProposer(VOCAB, TREE, hidden_layers=(0,)), 4),
+    "first hit": lambda: Combined((NgramProposer(2), SampledProposer(VOCAB, hidden_layers=(1,))), first_hit, "first hit"),
+    "one after another": lambda: Combined((SampledProposer(VOCAB), NgramProposer(2)), one_after_another, "one after another"),
+    "chain over one after another": lambda: chain_over(
+        Combined((NgramProposer(1), chain_over(NullProposer(), 2, num_tokens=2)), one_after_another, "both"), 4, num_tokens=7
+    ),
     "chain of three, of more tokens": lambda: chain_over(chain_over(SampledProposer(VOCAB), 2, VOCAB + 2, 3), 4, VOCAB + 1, 7, 0.3),
 }
 every_proposer = pytest.mark.parametrize("proposer", PROPOSER_FACTORIES)
@@ -109,7 +122,7 @@ def test_the_greedy_requests_above_exercise_acceptance_rejection_and_every_endin
     reasons, accepted, evaluated = Counter[str](), 0, 0
     for seed in range(12):
         model = ToyBackend(seed, VOCAB, memory=[0.0, 0.3, 1.0][seed % 3])
-        engine = engine_over(model, make_proposer(SpecConfig.parse("ngram")))
+        engine = engine_over(model, NgramProposer())
         reasons.update(outputs[-1].finish_reason or "" for outputs in run(engine, *random_requests(seed)))
         accepted += engine.levels["ngram"].num_accepted_tokens
         evaluated += engine.levels["ngram"].num_evaluated_tokens
@@ -148,7 +161,7 @@ def test_what_an_engine_answered_before_changes_no_answer(proposer: str, tempera
 
 
 def test_an_answer_given_before_takes_fewer_forwards_the_next_time() -> None:
-    engine = engine_over(ToyBackend(4, VOCAB, memory=1.0), make_proposer(SpecConfig.parse("suffix")))
+    engine = engine_over(ToyBackend(4, VOCAB, memory=1.0), source("suffix"))
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first, second = (len(run(engine, [[0, 4, 5]], [params])[0]) for _ in range(2))
     assert second < first / 2
@@ -332,7 +345,7 @@ def test_a_prompt_that_continues_an_earlier_conversation_feeds_only_what_is_new(
 
 def test_figures_count_what_happened() -> None:
     model = ToyBackend(0, VOCAB, memory=0.0, max_rows=256)
-    engine = engine_over(model, make_proposer(SpecConfig.parse("ngram:3")))
+    engine = engine_over(model, NgramProposer(3))
     (outputs,) = run(engine, [[0, 4, 5, 4, 5]], [SamplingParams(max_tokens=40, ignore_eos=True)])
     stats = outputs[-1].stats
     assert stats is not None
@@ -351,7 +364,7 @@ def test_figures_count_what_happened() -> None:
 
 def test_every_level_of_a_chain_has_figures_of_its_own_cheapest_first() -> None:
     model = ToyBackend(0, VOCAB, memory=0.8, max_rows=256)
-    chain = chain_over(chain_over(make_proposer(SpecConfig.parse("ngram")), 4, num_tokens=3), 0, num_tokens=6)
+    chain = chain_over(chain_over(NgramProposer(), 4, num_tokens=3), 0, num_tokens=6)
     engine = engine_over(model, chain)
     prompts, params = [[0, 4, 5, 4, 5], [0, 6, 6]], [SamplingParams(max_tokens=20, ignore_eos=True)] * 2
     stats = [outputs[-1].stats for outputs in run(engine, prompts, params)]
@@ -370,7 +383,7 @@ def test_every_level_of_a_chain_has_figures_of_its_own_cheapest_first() -> None:
 
 def test_speculation_that_drafts_nothing_runs_the_same_forwards_as_none() -> None:
     counts = []
-    for proposer in (NullProposer(), make_proposer(SpecConfig.parse("ngram"))):
+    for proposer in (NullProposer(), NgramProposer()):
         model = ToyBackend(1, 100, memory=3.0)  # over so many tokens nothing repeats soon
         engine = Engine(Context(model, 1, 64), proposer, ToyTokenizer(100))  # type: ignore[arg-type]
         run(engine, [[0, 4, 5]], [SamplingParams(max_tokens=4, ignore_eos=True)])

@@ -9,7 +9,7 @@ import pytest
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.spec.proposer import PROPOSERS
+from cpuspec.spec.levels import SOURCES
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -31,7 +31,7 @@ def num_free_slots(llm: LLM) -> int:
     return llm._engine._context.num_free_slots
 
 
-@pytest.mark.parametrize("spec", [None, "none", *PROPOSERS])
+@pytest.mark.parametrize("spec", [None, "none", *SOURCES])
 def test_prompts_are_texts_or_ids_and_answers_come_in_their_order(spec: str | None) -> None:
     llm = toy_llm(spec)
     prompts = ["abab", [0, 7, 6], (0, 5), np.array([0, 4, 4])]
@@ -206,10 +206,10 @@ def test_prompts_that_cannot_run_are_clear_errors_and_leave_nothing_behind(promp
 def test_settings_that_cannot_hold_are_clear_errors() -> None:
     with pytest.raises(ConfigError, match="context_length must be at most 64, what this model was trained for; got 65"):
         LLM.from_backend(ToyBackend(1), ToyTokenizer(8), None, EngineConfig(context_length=65))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'psychic' does not exist"):
+    with pytest.raises(ConfigError, match="drafter 'psychic' is none of"):
         LLM("no such model either", spec="psychic")
-    llm = LLM.from_backend(ToyBackend(1), ToyTokenizer(8), SpecConfig.parse("ngram:2"), EngineConfig(context_length=9))  # type: ignore[arg-type]
-    assert (llm.context_length, str(llm.spec), llm.config.vocab_size) == (9, "ngram:2", 8)
+    llm = LLM.from_backend(ToyBackend(1), ToyTokenizer(8), SpecConfig.parse("ngram@2"), EngineConfig(context_length=9))  # type: ignore[arg-type]
+    assert (llm.context_length, str(llm.spec), llm.config.vocab_size) == (9, "ngram@2", 8)
 
 
 def test_a_closed_model_says_so() -> None:

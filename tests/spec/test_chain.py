@@ -20,7 +20,7 @@ from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.ngram import NgramProposer
-from cpuspec.spec.proposer import NullProposer, Proposer, contexts_of
+from cpuspec.spec.proposer import NullProposer, Proposer, levels_of
 from cpuspec.spec.round import speculate
 from cpuspec.spec.verify import Verdict, verify_block
 from tests.oracles import ToyBackend, enumerate_exactly, total_variation
@@ -320,8 +320,8 @@ def test_drafts_end_where_the_draft_models_context_does() -> None:
     assert lengths == [5, 4, 3, 2, 1, 0, 0, 0, 0]
 
 
-def test_contexts_are_known_from_the_cheapest_on() -> None:
+def test_levels_are_known_from_the_cheapest_on() -> None:
     first, _, _ = drafting(NgramProposer(), [SamplingParams()])
     second = ChainProposer(first, Context(ToyBackend(1), 1, 64))
-    assert contexts_of(second) == (first.context, second.context)
-    assert contexts_of(NgramProposer()) == ()
+    assert levels_of(second) == (first, second)
+    assert levels_of(NgramProposer()) == ()

@@ -1,16 +1,14 @@
-"""Prompt lookup against a search that rescans everything, and the grammar of draft specs."""
+"""Prompt lookup against a search that rescans everything."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec.config import SamplingParams, SpecConfig
-from cpuspec.errors import ConfigError
+from cpuspec.config import SamplingParams
 from cpuspec.sequence import Sequence
 from cpuspec.spec.lookup import MAX_MATCH, STRENGTH
 from cpuspec.spec.ngram import NgramProposer
-from cpuspec.spec.proposer import PROPOSERS, NullProposer, make_proposer
 from cpuspec.spec.verify import Verdict
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
@@ -80,25 +78,3 @@ def test_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() -> None:
     for seq in seqs:
         proposer.end(seq)
     assert not proposer._texts
-
-
-def test_specs_name_proposers_with_arguments() -> None:
-    assert isinstance(make_proposer(SpecConfig()), NullProposer)
-    proposer = make_proposer(SpecConfig.parse("ngram:3"))
-    assert isinstance(proposer, NgramProposer)
-    assert proposer.num_tokens == 3
-    for name in PROPOSERS:
-        assert make_proposer(SpecConfig.parse(name)).name == name
-
-
-@pytest.mark.parametrize("argument", ["0", "-1", "x", "1.5", "65", "9" * 30, "²"])
-def test_a_bad_ngram_length_is_a_clear_error(argument: str) -> None:
-    with pytest.raises(ConfigError, match="ngram takes the number of tokens to draft"):
-        make_proposer(SpecConfig.parse(f"ngram:{argument}"))
-
-
-def test_unknown_names_and_chains_are_clear_errors() -> None:
-    with pytest.raises(ConfigError, match="'psychic' does not exist; wanted none or one of ngram"):
-        make_proposer(SpecConfig.parse("psychic"))
-    with pytest.raises(ConfigError, match="2 levels"):
-        make_proposer(SpecConfig.parse("ngram,ngram:2"))

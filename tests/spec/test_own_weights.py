@@ -49,7 +49,7 @@ def test_a_skipped_layer_is_one_that_adds_nothing(model: Checkpoint, name: str, 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_layer_skip_draft_has_a_smaller_cache_and_no_weights_of_its_own(model: Checkpoint, name: str) -> None:
     target = make_backend(name, model, ENGINE)
-    draft = make_skip_draft(target, model, "1+3", ENGINE)
+    draft = make_skip_draft(target, model, "1/3", ENGINE)
     weights = "_matrices" if name == "numba" else "_weights"
     ours, theirs = getattr(draft, weights), getattr(target, weights)
     origin = {"layers.0": "layers.0", "layers.1": "layers.2", "layers.2": "layers.4"}
@@ -89,10 +89,10 @@ def test_layers_to_skip_are_spread_and_leave_the_first(num_layers: int) -> None:
 
 def test_layers_are_read_by_number_or_by_name(model: Checkpoint) -> None:
     assert read_skipped("2", model) == spread(2, 5)
-    assert read_skipped("4+0+2", model) == (0, 2, 4)
+    assert read_skipped("4/0/2", model) == (0, 2, 4)
 
 
-@pytest.mark.parametrize("text", ["", "0", "5", "-1", "1+1", "1+5", "0+1+2+3+4", "1+", "a", "1,2", "1+b", "²", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "0", "5", "-1", "1/1", "1/5", "0/1/2/3/4", "1/", "a", "1,2", "1/b", "²", "9" * 5000])
 def test_what_names_no_layers_is_refused(model: Checkpoint, text: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot skip .* of 5"):
         read_skipped(text, model)

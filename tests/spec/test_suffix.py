@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.errors import ConfigError
 from cpuspec.sequence import Sequence
-from cpuspec.spec.lookup import MAX_NUM_TOKENS
-from cpuspec.spec.proposer import make_proposer
-from cpuspec.spec.suffix import DEFAULT_NUM_TOKENS, SuffixProposer
+from cpuspec.spec.lookup import MIN_PROB
+from cpuspec.spec.suffix import DEFAULT_NUM_TOKENS, SuffixProposer, make_suffix
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
@@ -116,19 +115,18 @@ def test_running_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() 
     assert not proposer._texts
 
 
-def test_specs_say_how_many_tokens_and_whether_a_tree() -> None:
-    for spec, tree, num_tokens in (
-        ("suffix", False, DEFAULT_NUM_TOKENS),
-        ("suffix:8", False, 8),
-        ("suffix:tree", True, DEFAULT_NUM_TOKENS),
-        ("suffix:tree:16", True, 16),
+def test_specs_say_how_many_tokens_how_sure_and_whether_a_tree() -> None:
+    for spec, tree, num_tokens, min_prob in (
+        ("suffix", False, DEFAULT_NUM_TOKENS, MIN_PROB),
+        ("suffix@8", False, 8, MIN_PROB),
+        ("suffix:tree", True, DEFAULT_NUM_TOKENS, MIN_PROB),
+        ("suffix:tree@16:0.3", True, 16, 0.3),
     ):
-        proposer = make_proposer(SpecConfig.parse(spec))
-        assert isinstance(proposer, SuffixProposer)
-        assert (proposer.tree, proposer.num_tokens) == (tree, num_tokens)
+        proposer = make_suffix(SpecConfig.parse(spec).levels[0])
+        assert (proposer.tree, proposer.num_tokens, proposer.min_prob) == (tree, num_tokens, min_prob)
 
 
-@pytest.mark.parametrize("argument", ["0", "trees", "tree:0", "tree8", str(MAX_NUM_TOKENS + 1), "8:tree"])
+@pytest.mark.parametrize("argument", ["8", "trees", "tree8", "tree:8"])
 def test_a_bad_suffix_argument_is_a_clear_error(argument: str) -> None:
-    with pytest.raises(ConfigError, match="suffix takes the number of tokens to draft"):
-        make_proposer(SpecConfig.parse(f"suffix:{argument}"))
+    with pytest.raises(ConfigError, match="suffix takes no argument or tree"):
+        make_suffix(SpecConfig.parse(f"suffix:{argument}").levels[0])

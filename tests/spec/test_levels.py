@@ -1,0 +1,256 @@
+"""Draft specs: what can be written, what it becomes, and what is refused before a model is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.config import EngineConfig, LevelSpec, SamplingParams, SpecConfig
+from cpuspec.engine.llm import LLM
+from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.spec.chain import DEFAULT_NUM_TOKENS, ChainProposer
+from cpuspec.spec.combine import Combined
+from cpuspec.spec.levels import MODELS, SOURCES, Host, check_spec, draft_models, prepare
+from cpuspec.spec.ngram import NgramProposer
+from cpuspec.spec.proposer import NullProposer, Proposer
+from tests.oracles import ToyBackend, ToyTokenizer
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a draft of the same vocabulary with shorter context, padded and other vocabularies."""
+    directory = tmp_path_factory.mktemp("models")
+    make_tiny_gguf(directory / "target.gguf", context_length=256, **SMALL)
+    make_tiny_gguf(directory / "draft.gguf", seed=1, context_length=64, **{**SMALL, "num_layers": 1})
+    make_tiny_hf(directory / "hf", seed=2, context_length=256, **{**SMALL, "num_layers": 1})
+    return directory
+
+
+def toy_host() -> Host:
+    return Host(None, ToyTokenizer(8), "numpy", 8, 64, EngineConfig())  # type: ignore[arg-type]
+
+
+def built(text: str) -> Proposer:
+    return prepare(SpecConfig.parse(text), toy_host())(ToyBackend(1))
+
+
+# --------------------------------------------------------------------------------------------------------------------- grammar
+
+
+@pytest.mark.parametrize(
+    ("text", "levels"),
+    [
+        ("none", ()),
+        ("", ()),
+        ("ngram", (LevelSpec("ngram"),)),
+        (" ngram@8 , self:mxfp4@4", (LevelSpec("ngram", 8), LevelSpec("self:mxfp4", 4))),
+        ("some-model@6:0.4", (LevelSpec("some-model", 6, 0.4),)),
+        ("some/model.gguf@:.25", (LevelSpec("some/model.gguf", None, 0.25),)),
+        ("skip:3/7@2+ngram@9", (LevelSpec("skip:3/7", 2, then=(LevelSpec("ngram", 9),)),)),
+        ("a+b+c:d@1", (LevelSpec("a", then=(LevelSpec("b"), LevelSpec("c:d", 1))),)),
+        ("model@home@3", (LevelSpec("model@home", 3),)),
+        ("my/file.py:Mine@5", (LevelSpec("my/file.py:Mine", 5),)),
+    ],
+)
+def test_a_spec_reads_as_its_levels_and_writes_itself_again(text: str, levels: tuple[LevelSpec, ...]) -> None:
+    spec = SpecConfig.parse(text)
+    assert spec.levels == levels
+    assert SpecConfig.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ",",
+        "ngram,",
+        "ngram:",
+        "ngram@",
+        "@4",
+        "ngram@0",
+        "ngram@256",
+        "ngram@4:1",
+        "ngram@99999999999",
+        "a++b",
+        "+a",
+        "none,a",
+        ":x",
+    ],
+)
+def test_what_is_no_spec_is_a_clear_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"draft level|draft spec|drafts 1 to 255|min_confidence|drafter"):
+        check_spec(SpecConfig.parse(text))
+
+
+def test_tables_hold_what_a_text_cannot() -> None:
+    value: list[Any] = ["ngram@8", {"drafter": "c++,v2@3.gguf", "num_tokens": 3, "min_confidence": 0.5, "then": ["ngram"]}]
+    assert SpecConfig.read(value).levels == (LevelSpec("ngram", 8), LevelSpec("c++,v2@3.gguf", 3, 0.5, (LevelSpec("ngram"),)))
+    assert SpecConfig.read("ngram@8") == SpecConfig.parse("ngram@8")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        {"drafter": "a"},
+        [3],
+        [{}],
+        [{"drafter": 3}],
+        [{"drafter": "a", "tokens": 3}],
+        [{"drafter": "a", "num_tokens": 2.5}],
+    ],
+)
+def test_what_is_no_table_of_levels_is_a_clear_error(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"draft level|drafts 1 to 255"):
+        SpecConfig.read(value)
+
+
+# ------------------------------------------------------------------------------------------------------------- what it becomes
+
+
+def test_sources_are_made_with_their_number_of_tokens() -> None:
+    assert isinstance(built("none"), NullProposer)
+    ngram = built("ngram@3")
+    assert isinstance(ngram, NgramProposer)
+    assert ngram.num_tokens == 3
+    for name in SOURCES:
+        assert built(name).name == name
+
+
+def test_neighbouring_sources_are_asked_in_turn_and_joined_ones_continue_each_other() -> None:
+    first = built("ngram@3,ngram@5+ngram@1")
+    assert isinstance(first, Combined)
+    assert first.name == "ngram,ngram+ngram"
+    assert isinstance(first.proposers[1], Combined)
+    assert len(set(map(id, (first.proposers[0], *first.proposers[1].proposers)))) == 3
+
+
+def test_models_verify_what_stands_before_them(models: Path) -> None:
+    target = open_checkpoint(models / "target.gguf")
+    with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1", "numpy") as llm:
+        skip = llm._engine._proposer
+        assert isinstance(skip, ChainProposer)
+        joined = skip.inner
+        assert isinstance(joined, Combined)
+        cast, continuing = joined.proposers
+        assert isinstance(cast, ChainProposer)
+        assert isinstance(continuing, NgramProposer)
+        draft = cast.inner
+        assert isinstance(draft, ChainProposer)
+        assert isinstance(draft.inner, NgramProposer)
+        assert [(level.name, level.num_tokens, level.min_confidence) for level in (draft, cast, skip)] == [
+            ("draft.gguf", 3, 0),
+            ("self:q4_0", 5, 0.5),
+            ("skip:1", DEFAULT_NUM_TOKENS, 0),
+        ]
+        assert [one.name for one in llm.memory()] == ["draft.gguf", "self:q4_0", "skip:1", "target"]
+        assert [level.context.capacity for level in (draft, cast, skip)] == [64, 256, 256]
+        assert draft.context.cache.num_slots == 16
+
+
+def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
+    assert draft_models(SpecConfig.parse("ngram,self:mxfp4+one.gguf,mod:Class+ngram,two")) == ["one.gguf", "two"]
+
+
+# ------------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("psychic", "drafter 'psychic' is none of ngram.*no model is called 'psychic'"),
+        ("smollm2-135m-instrut", "did you mean smollm2-135m-instruct"),
+        ("nowhere/model.gguf", "no file or directory 'nowhere/model.gguf'"),
+        ("ngram:8", "ngram takes no argument, got '8'; ngram@8"),
+        ("self", "self takes an argument"),
+        ("self:mxfp4,ngram", "ngram has no model to verify what self:mxfp4 drafts"),
+        ("self:mxfp4", "this target is no checkpoint"),
+    ],
+)
+def test_what_cannot_draft_is_a_clear_error(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(SpecConfig.parse(text), toy_host())
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("self:q99", "format 'q99' is not known"),
+        ("skip:3", "cannot skip '3' of 3 layers"),
+        ("skip:0/1/9", "wanted different numbers from 0 to 2"),
+        ("no_such_module:Class", "no_such_module cannot be imported"),
+    ],
+)
+def test_a_draft_that_does_not_fit_fails_before_weights_are_loaded(
+    models: Path, draft: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cpuspec.engine.llm.make_backend", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(CpuspecError, match=message):
+        LLM(models / "target.gguf", draft, "numpy")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_the_targets_own_take_an_argument(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} takes an argument"):
+        check_spec(SpecConfig.parse(name))
+
+
+def test_the_target_is_released_when_its_draft_cannot_be_loaded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    def failing(*_: Any) -> Any:
+        raise MemoryError
+
+    def close(self: Any) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr("cpuspec.spec.levels.make_backend", failing)
+    monkeypatch.setattr("cpuspec.backends.numpy_backend.NumpyBackend.close", close)
+    with pytest.raises(MemoryError):
+        LLM(models / "target.gguf", str(models / "draft.gguf"), "numpy")
+    assert len(closed) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- and what it answers
+
+CHAINS = (
+    "ngram",
+    "DRAFT@3",
+    "ngram,DRAFT@4",
+    "ngram@3,DRAFT@2,self:mxfp4@5",
+    "self:int3_g32_asym@4:0.3+ngram",
+    "ngram,skip:1@3",
+    "DRAFT@2,skip:1@4,self:q4_0@6",
+    "HF@2+ngram@4",
+)
+
+
+@pytest.fixture(scope="module")
+def wanted(models: Path) -> list[list[int]]:
+    with LLM(models / "target.gguf", backend="numba", threads=1) as plain:
+        return [answer.token_ids for answer in plain.generate(PROMPTS, PARAMS)]
+
+
+PROMPTS = ["the cat sat on the mat and the cat sat on", "one two one two one", "x", "a b c d e f g"]
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(
+    models: Path, wanted: list[list[int]], chain: str, threads: int
+) -> None:
+    spec = chain.replace("DRAFT", str(models / "draft.gguf")).replace("HF", str(models / "hf"))
+    with LLM(models / "target.gguf", spec, threads=threads, max_sequences=3) as llm:
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
+        off = SamplingParams(max_tokens=40, ignore_eos=True, max_draft_tokens=0)
+        one = SamplingParams(max_tokens=40, ignore_eos=True, max_draft_tokens=1)
+        plain, capped = llm.generate(PROMPTS[:2], [off, one])
+        assert [plain.token_ids, capped.token_ids] == wanted[:2]
+        assert plain.stats.levels == {}
+        assert max(len(level.num_accepted_tokens_per_pos) for level in capped.stats.levels.values()) == 1
+        assert llm.memory()[-1].kv_bytes > 0
