@@ -6,12 +6,17 @@ import sys
 from pathlib import Path
 
 import peers
+import peers_report
 import pytest
 import record
 from peers import FIGURES
 from peers_engines import LlamaCpp, PeerError, Worker, parse_forward_cost, parse_llama_bench
 from peers_report import DECODE, Figure, report, summarize
 from record import Rounds
+
+from cpuspec.checkpoints import open_checkpoint
+from tools.make_readme_tables import END, START, with_tables
+from tools.make_tiny_model import make_tiny_gguf
 
 BENCHMARKS = Path(peers.__file__).parent
 WORKERS = BENCHMARKS / "peer_workers"
@@ -326,3 +331,36 @@ def test_the_command_refuses_a_model_and_a_shape_at_once():
     )
     assert done.returncode == 1
     assert "one of them" in done.stderr
+
+
+def make_program(path, output):
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n", "utf-8")
+    path.chmod(0o755)
+
+
+def test_a_run_from_the_command_line_ends_in_readmes_table(tmp_path):
+    make_tiny_gguf(tmp_path / "tiny.gguf", context_length=1024)
+    test = {"avg_ts": 50.0, "build_number": 7, "type_k": "f16", "type_v": "f16", "flash_attn": 0}
+    make_program(tmp_path / "llama-bench", json.dumps([test]))
+    make_program(tmp_path / "forward-cost", "N: 1: 10.0(9.0) 2: 11.0(9.0)  4: 12.0(9.0)  8: 13.0(9.0)  16: 14.0(9.0)")
+    options = ("--peers", "llama.cpp", "--llama-cpp", tmp_path, "--rounds", "1", "--json", tmp_path / "result.json")
+    figures = ("--figures", "decode,prefill,forwards,busy", "--depth", "700")
+    command = [sys.executable, BENCHMARKS / "peers.py", tmp_path / "tiny.gguf", *options, *figures]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text("utf-8"))
+    names = ["decode", "prefill", *(peers_report.rows_name(rows) for rows in (1, 2, 4, 8, 16)), "decode, busy", "decode @ d700"]
+    assert list(result["ratios"]) == names
+    assert result["figures"]["decode @ d700"]["llama.cpp"]["median"] == 50
+    assert str(tmp_path) not in json.dumps(result)
+    text = with_tables(f"{START}\n{END}\n", {"tiny": result})
+    assert "| the same, llama.cpp | 1.10 / 1.20 / 1.30 / 1.40 |" in text
+    assert "decoding at a depth of 700 tokens, over llama.cpp" in text
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_token_reads_every_matrix_but_the_embedding_of_an_untied_model(tmp_path, tied):
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", weight_format="q4_0", vocab_size=384, tied=tied))
+    hidden, intermediate, kv, layers = 256, 512, 128, 2
+    weights = 384 * hidden + layers * (2 * hidden * hidden + 2 * kv * hidden + 3 * hidden * intermediate)
+    assert peers.weight_bytes(checkpoint) == weights * 18 // 32
