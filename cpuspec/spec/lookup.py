@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpuspec.config import LevelSpec
+from cpuspec.errors import ConfigError
 from cpuspec.model.batch import I32
 from cpuspec.sequence import Mark, Sequence
 from cpuspec.spec.draft import Draft
@@ -19,6 +21,7 @@ from cpuspec.spec.draft import Draft
 MAX_MATCH = 24  # tokens that a match looks back
 # In text of one repeated token every position matches to the full depth; comparing them all would take milliseconds.
 MAX_OCCURRENCES = 1024
+NUM_MATCHES = 8  # in a text, where several continuations are weighed; beyond these nothing changes (benchmarks/LOG.md)
 MIN_PROB = 0.1  # worth a row of a forward, with text that is drafted well and with text that is not (benchmarks/LOG.md)
 STRENGTH = 4.0
 NOTHING = -2  # stands before a sequence's first token
@@ -166,3 +169,10 @@ def draft_likely(sources: list[Source], num_tokens: int, min_prob: float, name: 
         confidence.append(leaf.prob)
     ids, hang, sure = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32)
     return Draft(ids, hang, None, name, confidence=sure)
+
+
+def wants_tree(level: LevelSpec) -> bool:
+    """Whether a level of a draft spec asks for trees, its only argument. Raises ConfigError for another one."""
+    if level.argument not in ("", "tree"):
+        raise ConfigError(f"{level.name} takes no argument or tree, got {level.argument!r}; {level.name}@8 drafts at most 8 tokens")
+    return bool(level.argument)

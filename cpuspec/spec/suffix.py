@@ -1,15 +1,13 @@
 """Suffix decoding: what most often followed the latest tokens, in the request and in past answers (arXiv 2411.04975)."""
 
 from cpuspec.config import LevelSpec
-from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.spec.draft import Draft
-from cpuspec.spec.lookup import END, MIN_PROB, STRENGTH, Text, draft_likely
+from cpuspec.spec.lookup import END, MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, wants_tree
 from cpuspec.spec.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 15
-NUM_MATCHES = 8  # in each of the two texts; older and shorter ones beyond these change nothing (benchmarks/LOG.md)
 PAST_STRENGTH = 2 * STRENGTH  # another request's text says less
 MAX_PAST_TOKENS = 1 << 16
 
@@ -69,7 +67,5 @@ class SuffixProposer:
 
 def make_suffix(level: LevelSpec) -> SuffixProposer:
     """As a draft spec has it: `suffix`, `suffix@16`, `suffix:tree@16:0.2`."""
-    if level.argument not in ("", "tree"):
-        raise ConfigError(f"suffix takes no argument or tree, got {level.argument!r}; suffix@8 drafts at most 8 tokens")
     num_tokens, min_prob = level.num_tokens or DEFAULT_NUM_TOKENS, level.min_confidence or MIN_PROB
-    return SuffixProposer(num_tokens, min_prob, tree=bool(level.argument))
+    return SuffixProposer(num_tokens, min_prob, tree=wants_tree(level))

@@ -41,7 +41,7 @@ PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
     "sampled tree": lambda: SampledProposer(VOCAB, TREE, hidden_layers=(1,)),
     "tree of point masses": lambda: SampledProposer(VOCAB, TREE, declare=None),
-    **{name: lambda name=name: source(name) for name in (*SOURCES, "suffix:tree@6")},  # type: ignore[misc]
+    **{name: lambda name=name: source(name) for name in (*SOURCES, "ngram:tree@6", "suffix:tree@6")},  # type: ignore[misc]
     "draft model": lambda: chain_over(NullProposer(), 0),
     "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
     "chain of two": lambda: chain_over(NgramProposer(), 4),

@@ -116,7 +116,10 @@ def test_sources_are_made_with_their_number_of_tokens() -> None:
     assert isinstance(built("none"), NullProposer)
     ngram = built("ngram@3")
     assert isinstance(ngram, NgramProposer)
-    assert ngram.num_tokens == 3
+    assert (ngram.num_tokens, ngram.tree) == (3, False)
+    tree = built("ngram:tree@9:0.3")
+    assert isinstance(tree, NgramProposer)
+    assert (tree.num_tokens, tree.min_prob, tree.tree) == (9, 0.3, True)
     for name in SOURCES:
         assert built(name).name == name
 
@@ -165,7 +168,7 @@ def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
         ("psychic", "drafter 'psychic' is none of ngram.*no model is called 'psychic'"),
         ("smollm2-135m-instrut", "did you mean smollm2-135m-instruct"),
         ("nowhere/model.gguf", "no file or directory 'nowhere/model.gguf'"),
-        ("ngram:8", "ngram takes no argument, got '8'; ngram@8"),
+        ("ngram:8", "ngram takes no argument or tree, got '8'; ngram@8"),
         ("self", "self takes an argument"),
         ("self:mxfp4,ngram", "ngram has no model to verify what self:mxfp4 drafts"),
         ("self:mxfp4", "this target is no checkpoint"),

@@ -78,3 +78,18 @@ def test_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() -> None:
     for seq in seqs:
         proposer.end(seq)
     assert not proposer._texts
+
+
+def test_a_tree_has_the_latest_occurrence_and_the_other_ones_beside_it() -> None:
+    prompt = [4, 5, 6, 9, 4, 5, 6, 8, 4, 5, 7, 4, 5]
+    tree, chain = NgramProposer(6, min_prob=0.0, tree=True), NgramProposer(2, min_prob=0.0)
+    seq = Sequence.new(0, prompt, SamplingParams())
+    drafts = []
+    for proposer in (tree, chain):
+        proposer.begin(seq)
+        drafts += proposer.propose([seq], [6])
+    paths = [drafts[0].tokens_to(node) for node in range(6)]
+    assert drafts[1].tokens.tolist() == [7, 4]
+    assert all(path in paths for path in ([6], [6, 8], [6, 9], [7], [7, 4]))
+    # Twice 6, once 7: the more frequent one is tried first.
+    assert paths.index([6]) < paths.index([7])
