@@ -97,7 +97,7 @@ def test_the_spellings_that_scripts_rely_on_exist() -> None:
     wanted = (
         "--file -f --model -m --draft --temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty "
         "--frequency-penalty --logit-bias --stop --stop-token-id --logprobs --max-tokens --seed --threads --backend "
-        "--context-length --system --raw --ignore-eos --json"
+        "--context-length --system --raw --ignore-eos --json --verify-exact"
     )
     options = {spelling for parameter in commands()["generate"].params for spelling in parameter.opts}
     assert set(wanted.split()) <= options
@@ -151,6 +151,7 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
     assert set(shown) == {
         *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
+        "verify_exact",
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"
@@ -174,6 +175,46 @@ def test_sampling_options_reach_the_sampler(model: str) -> None:
     assert len(set(token_ids("--presence-penalty", "1000"))) == 16
     assert token_ids("--stop-token-id", str(greedy[2])) == greedy[: greedy.index(greedy[2]) + 1]
     assert token_ids("--draft", "ngram") == greedy
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.9")], ids=["greedy", "sampled"])
+def test_an_answer_is_verified_without_drafts(model: str, sampling: tuple[str, ...]) -> None:
+    options = ("-m", model, *NUMPY, "--draft", "ngram", "--max-tokens", "12", "--verify-exact", *sampling)
+    result = run("generate", "hello", *options, "--json")
+    wanted = {"identical": True, "greedy": not sampling, "num_tokens": 12, "first_difference": None}
+    assert (result.exit_code, json.loads(result.stdout)["verify_exact"]) == (0, wanted)
+    assert "identical, 12 tokens" in run("generate", "hello", *options).stderr
+
+
+@pytest.mark.parametrize(("temperature", "exit_code"), [("0", 1), ("0.9", 0)])
+def test_an_answer_that_drafts_changed_fails_only_where_it_is_greedy(
+    model: str, monkeypatch: pytest.MonkeyPatch, temperature: str, exit_code: int
+) -> None:
+    def sends_another_token(llm: LLM, *arguments: Any) -> Answer:
+        answer = collect(llm, *arguments)
+        if llm.spec.levels:
+            answer.token_ids[3] += 1
+        return answer
+
+    monkeypatch.setattr("cpuspec.cli.answer.collect", sends_another_token)
+    options = (
+        "-m",
+        model,
+        *NUMPY,
+        "--draft",
+        "ngram",
+        "--max-tokens",
+        "6",
+        "--temperature",
+        temperature,
+        "--verify-exact",
+        "--json",
+    )
+    result = run("generate", "hello", *options)
+    assert result.exit_code == exit_code
+    assert json.loads(result.stdout)["verify_exact"]["first_difference"] == 3
+    assert "differs from token 3 on" in result.stderr
+    assert ("certify" in result.stderr) == (exit_code == 0)
 
 
 def test_the_models_end_token_ends_the_answer_unless_it_is_ignored(model: str) -> None:

@@ -10,6 +10,7 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
+from cpuspec.sequence import shared_prefix
 
 
 @dataclass
@@ -38,6 +39,45 @@ def collect(llm: LLM, prompt: str | list[Message], params: SamplingParams, show:
     except KeyboardInterrupt:
         pass
     return answer
+
+
+def keep_quiet(text: str) -> None:
+    """For answers that are not shown as they come."""
+
+
+@dataclass(frozen=True)
+class ExactCheck:
+    """An answer beside the plain one to the same question. first_difference: position of the first token that differs, or None."""
+
+    identical: bool
+    greedy: bool
+    num_tokens: int
+    first_difference: int | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the answers are as alike as they must be: drafts may change what is drawn, never what is likeliest."""
+        return self.identical or not self.greedy
+
+    def __str__(self) -> str:
+        if self.identical:
+            return f"verified without drafts: identical, {self.num_tokens} tokens"
+        where = f"the answer without drafts differs from token {self.first_difference} on"
+        if self.greedy:
+            return f"error: {where}, and greedy answers must not; please report this"
+        return (
+            f"{where}: sampled answers may, with the same distribution, unless drafts are looked up (ngram, suffix); "
+            "`cpuspec certify` tests the distribution"
+        )
+
+
+def compare(answer: Answer, plain: Answer, params: SamplingParams) -> ExactCheck | None:
+    """The check of an answer against the same without drafts; None if that was interrupted."""
+    if plain.finish_reason == "aborted":
+        return None
+    same = shared_prefix(answer.token_ids, plain.token_ids)
+    identical = answer.token_ids == plain.token_ids
+    return ExactCheck(identical, params.greedy, len(answer.token_ids), None if identical else same)
 
 
 def figures(answer: Answer, params: SamplingParams) -> str:

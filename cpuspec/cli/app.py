@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from secrets import randbits
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +18,7 @@ from cpuspec.checkpoints.download import fetch, is_fetched, resolve_model
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe, model_and_spec
 from cpuspec.cli import options
 from cpuspec.cli.bench import OUTPUTS, describe_run
-from cpuspec.cli.console import INTERRUPTED, FetchProgress, busy, emit, exit_codes, note, size
+from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, busy, emit, exit_codes, note, size
 from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models
 from cpuspec.config import EngineConfig, SamplingParams
@@ -108,6 +109,10 @@ def generate(
             help="With --json: log-probabilities of each token and of the N likeliest ones in its place.",
         ),
     ] = None,
+    verify_exact: Annotated[
+        bool,
+        typer.Option("--verify-exact", help="Answer again without drafts and compare: exit code 1 if greedy ids differ."),
+    ] = False,
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
@@ -120,6 +125,8 @@ def generate(
         raise typer.BadParameter("--raw has no place for --system; put the text into the prompt")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only")
+    if verify_exact and seed is None:
+        seed = randbits(32)  # both answers are drawn with it
     with options.usage_errors():
         params = SamplingParams(
             temperature=temperature,
@@ -143,34 +150,44 @@ def generate(
     messages = [{"role": "system", "content": options.checked_text(system, "--system")}] if system is not None else []
     messages.append({"role": "user", "content": text})
 
-    from cpuspec.cli.answer import collect, figures, memory
+    from cpuspec.cli.answer import collect, compare, figures, keep_quiet, memory
 
+    question = text if raw else messages
     with _load(model, draft, backend, threads, context_length) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
-        answer = collect(llm, text if raw else messages, params, (lambda _: None) if as_json else emit)
-        if as_json:
-            shown = {
-                "model": model,
-                "backend": backend,
-                "threads": llm.threads,
-                "draft": str(llm.spec),
-                "text": answer.text,
-                "token_ids": answer.token_ids,
-                "finish_reason": answer.finish_reason,
-                "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
-                "stats": answer.stats and answer.stats.as_dict(),
-                "memory": [asdict(one) for one in llm.memory()],
-            }
-            _emit_json(shown)
-        elif not answer.text.endswith("\n"):
-            emit("\n")
+        answer = collect(llm, question, params, keep_quiet if as_json else emit)
+        shown = {
+            "model": model,
+            "backend": backend,
+            "threads": llm.threads,
+            "draft": str(llm.spec),
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
+            "stats": answer.stats and answer.stats.as_dict(),
+            "memory": [asdict(one) for one in llm.memory()],
+        }
         held = memory(llm)
+    if not as_json and not answer.text.endswith("\n"):
+        emit("\n")
+    check = None
+    if verify_exact and answer.finish_reason != "aborted":
+        # A model loaded anew, so that nothing of the first answer can help the second.
+        with _load(model, "none", backend, threads, context_length) as llm:
+            check = compare(answer, collect(llm, question, params, keep_quiet), params)
+    if as_json:
+        _emit_json(shown | {"verify_exact": check and asdict(check)})
     note(figures(answer, params))
     if held:
         note(held)
-    if answer.finish_reason == "aborted":
+    if check:
+        note(str(check))
+    if answer.finish_reason == "aborted" or (verify_exact and not check):
         raise typer.Exit(INTERRUPTED)
+    if check and not check.passed:
+        raise typer.Exit(ERROR)
 
 
 @app.command()
