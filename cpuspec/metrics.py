@@ -64,10 +64,14 @@ class LevelCounters:
 
 @dataclass(frozen=True)
 class LevelMemory:
-    """What one model of a chain holds: weights that a forward reads, and keys and values of the most tokens it held so far."""
+    """What one model of a chain holds: weights that a forward reads, and keys and values of the most tokens it held so far.
+
+    shared_bytes of the weights are the target's own, and in memory once.
+    """
 
     name: str
     weight_bytes: int
+    shared_bytes: int
     kv_bytes: int
 
 

@@ -29,7 +29,7 @@ class ToyBackend:
     name = "toy"
     row_invariant = True
     threads = 1
-    weight_bytes = 1000
+    weight_bytes, shared_bytes = 1000, 0
 
     def __init__(self, seed: int, vocab_size: int = 8, memory: float = 0.5, max_rows: int = 7, context_length: int = 64) -> None:
         rng = np.random.default_rng(seed)

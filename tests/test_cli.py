@@ -160,6 +160,24 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     assert all(len(one["top"]) == 2 and one["logprob"] <= 0 for one in shown["logprobs"])
 
 
+def test_a_chain_of_drafts_shows_figures_and_memory_of_every_level(model: str, tmp_path: Path) -> None:
+    options = ("generate", "a b a b a b", "-m", model, *NUMPY, "--max-tokens", "24")
+    plain = json.loads(ok(*options, "--json"))
+    chain = (*options, "--draft", f"ngram@3,{model}@4")
+    shown = json.loads(ok(*chain, "--json"))
+    assert shown["token_ids"] == plain["token_ids"]
+    assert set(shown["stats"]["levels"]) <= {"ngram", "tiny.gguf"}
+    assert [level["name"] for level in shown["memory"]] == ["tiny.gguf", "target"]
+    assert shown["stats"]["num_forwards_saved"] == 24 - shown["stats"]["num_forwards"] > 0
+    said = run(*chain).stderr
+    assert "tiny.gguf: " in said
+    assert f"{shown['stats']['num_forwards_saved']} forwards saved" in said
+    assert re.search(r"^memory: tiny.gguf [0-9.]+ .B of weights.* \| target ", said, re.M)
+    recipe = tmp_path / "fast.toml"
+    recipe.write_text(f'name = "fast"\ndescription = "x"\ntarget = "{model}"\nlevels = ["ngram@2"]\n')
+    assert json.loads(ok("generate", "a b", "-m", str(recipe), *NUMPY, "--max-tokens", "2", "--json"))["draft"] == "ngram@2"
+
+
 def test_sampling_options_reach_the_sampler(model: str) -> None:
     def token_ids(*options: str) -> list[int]:
         return json.loads(ok("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "16", "--json", *options))["token_ids"]
@@ -695,6 +713,8 @@ def test_models_lists_recipes_and_whether_they_are_fetched(recipe: SimpleNamespa
     assert re.search(r"^tiny .* yes ", ok("models"), re.M)
     rows = {row["name"]: row for row in json.loads(ok("models", "--json"))}
     assert {"smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct", "tiny"} <= set(rows)
+    assert rows["qwen2.5-coder-1.5b-edit"]["target"] == "qwen2.5-coder-1.5b-instruct"
+    assert "qwen2.5-coder-1.5b-edit" in ok("models")
     assert (rows["tiny"]["fetched"], rows["smollm2-135m-instruct"]["fetched"]) == (True, False)
 
 

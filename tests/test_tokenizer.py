@@ -455,6 +455,42 @@ def make_hf(directory: Path, config: dict[str, Any] | None = None, **changes: An
     return HfTokenizerFiles(directory, directory / "tokenizer.json")
 
 
+def test_two_vocabularies_are_one_where_no_id_stands_for_another_text(tmp_path: Path) -> None:
+    """A draft model of the target's family: the same tokens in another file, with more rows, or with an end left empty."""
+    ours, end = make(make_vocabulary()), len(TOKENS)
+    unused = make_vocabulary(tokens=(*TOKENS, "[PAD1]", "[PAD2]"), token_types=(*make_vocabulary().token_types, 5, 5))
+    other_unused = replace(unused, tokens=(*TOKENS, "[UNUSED]", "[RESERVED]"))
+    same = [make(make_vocabulary()), make(make_hf(tmp_path)), make(make_vocabulary(), end + 64), make(unused), make(other_unused)]
+    for first in (ours, *same):
+        for second in (ours, *same):
+            assert first.first_difference(second) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda tokens, types: ([*tokens[:7], tokens[8], tokens[7], *tokens[9:]], types), 7),
+        (lambda tokens, types: ([*tokens[:-1], "<|other|>"], [*types[:-1], 3]), len(TOKENS) - 1),
+        (
+            lambda tokens, types: (
+                tokens,
+                [4 if token == "<|eot_id|>" else kind for token, kind in zip(tokens, types, strict=True)],
+            ),
+            None,
+        ),
+        (lambda tokens, types: (tokens, [1 if kind == 4 else kind for kind in types]), None),
+        (lambda tokens, types: (tokens, [3 if kind == 4 else kind for kind in types]), IDS["<tool>"]),
+    ],
+    ids=["two swapped", "another control token", "control by its name", "spelt otherwise", "text here, control there"],
+)
+def test_the_first_id_that_stands_for_another_text_is_found(change: Any, where: int | None) -> None:
+    vocabulary = make_vocabulary()
+    tokens, types = change(list(vocabulary.tokens), list(vocabulary.token_types))
+    other = replace(vocabulary, tokens=tuple(tokens), token_types=tuple(types), merges=(), bos_id=None, eos_id=None)
+    assert make(vocabulary).first_difference(make(other)) == where
+    assert make(other).first_difference(make(vocabulary)) == where
+
+
 def test_a_hugging_face_directory_gives_the_same_tokenizer(tmp_path: Path) -> None:
     tokenizer = make(make_hf(tmp_path))
     other = BUILT["qwen2"]

@@ -23,6 +23,7 @@ class Backend(Protocol):
     max_rows: int  # rows of one forward
     threads: int
     weight_bytes: int  # weight bytes that one forward reads
+    shared_bytes: int  # of these, what the backend holds that it was made beside
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model."""

@@ -66,6 +66,7 @@ class NumbaBackend:
         self._packed.update({t: self._matrices[name] for name, t in matrices.items()})
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())
+        self.shared_bytes = self.weight_bytes - sum(self._matrices[name].data.nbytes for name in new)
         self._table = rope_table(c, np.arange(256))
         rows, heads, kv_heads = self.max_rows, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self._x = self._rows(c.hidden_size)

@@ -62,6 +62,7 @@ class NumpyBackend:
         self._values: WeakKeyDictionary[QuantTensor | Cast, Array] = WeakKeyDictionary()  # while somebody holds the tensor
         self._values.update({t: self._weights[name] for name, t in weights.items()})
         self.weight_bytes = sum(w.nbytes for w in self._weights.values())
+        self.shared_bytes = sum(self._weights[name].nbytes for name, t in weights.items() if t in shared)
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model."""

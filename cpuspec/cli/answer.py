@@ -108,7 +108,10 @@ def memory(llm: LLM) -> str:
     levels = llm.memory()
     if len(levels) < 2:
         return ""
-    parts = [f"{one.name} {size(one.weight_bytes)} and {size(one.kv_bytes)} of keys and values" for one in levels]
+    parts = []
+    for one in levels:
+        shared = f" ({size(one.shared_bytes)} of them the target's)" if one.shared_bytes else ""
+        parts.append(f"{one.name} {size(one.weight_bytes)} of weights{shared}, {size(one.kv_bytes)} of keys and values")
     return "memory: " + " | ".join(parts)
 
 

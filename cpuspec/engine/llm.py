@@ -138,9 +138,12 @@ class LLM:
         return self._stream(self._prompt_ids(prompt), params or SamplingParams())
 
     def memory(self) -> list[LevelMemory]:
-        """What each model holds, draft models first, the cheapest foremost. Draft models may share weights with the target."""
+        """What each model holds, draft models first, the cheapest foremost."""
         contexts = [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]
-        return [LevelMemory(name, context.backend.weight_bytes, context.kv_bytes) for name, context in contexts]
+        return [
+            LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.kv_bytes)
+            for name, context in contexts
+        ]
 
     def close(self) -> None:
         """Release the models. Calling it again does nothing; any other use afterwards raises ConfigError."""

@@ -2,7 +2,17 @@ from pathlib import Path
 
 import pytest
 
-from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, HubSource, PackageSource, find_recipe, load_recipes, read_recipe
+from cpuspec.checkpoints.recipes import (
+    DEFAULT_RECIPE,
+    HubSource,
+    PackageSource,
+    find_recipe,
+    load_chains,
+    load_recipes,
+    model_and_spec,
+    read_recipe,
+)
+from cpuspec.config import LevelSpec, SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 
@@ -134,6 +144,53 @@ def test_a_users_recipe_is_found_by_name_by_path_and_before_a_shipped_one(cache:
     assert find_recipe(str(write(tmp_path / "x.toml", GOOD.replace('"tiny"', '"other"')))).name == "other"
     write(cache / "recipes" / "mine.toml", GOOD.replace('name = "tiny"', f'name = "{DEFAULT_RECIPE}"'))
     assert find_recipe(DEFAULT_RECIPE).file == "tiny.gguf"
+
+
+CHAIN = """
+name = "fast"
+description = "a test"
+target = "tiny"
+levels = ["ngram@8", { drafter = "some/model,v2.gguf", num_tokens = 3 }]
+"""
+
+
+def test_every_shipped_chain_has_a_shipped_target() -> None:
+    recipes, chains = load_recipes(), load_chains()
+    assert chains
+    assert all(chain.target in recipes and chain.spec.levels and name not in recipes for name, chain in chains.items())
+
+
+def test_a_chains_name_stands_for_its_target_and_its_drafts(cache: Path, tmp_path: Path) -> None:
+    write(cache / "recipes" / "fast.toml", CHAIN)
+    spec = SpecConfig((LevelSpec("ngram", 8), LevelSpec("some/model,v2.gguf", 3)))
+    path = str(write(tmp_path / "x.toml", CHAIN))
+    for name in ("fast", " Fast", path):
+        assert model_and_spec(name, None) == ("tiny", spec)
+        assert model_and_spec(name, "ngram") == ("tiny", SpecConfig((LevelSpec("ngram"),)))
+        assert model_and_spec(name, SpecConfig()) == ("tiny", SpecConfig())
+    model = str(write(tmp_path / "tiny.toml", GOOD))
+    assert [model_and_spec(name, "ngram")[0] for name in ("tiny", "a/b.gguf", model)] == ["tiny", "a/b.gguf", model]
+    assert "fast" not in load_recipes()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('name = "fast"', 'name = "a b"', "name"),
+        ('"ngram@8"', '"ngram@0"', "levels: ngram drafts 1 to 255"),
+        ('"ngram@8"', "8", "levels: cannot read draft level 8"),
+        ("levels = ", "rungs = ", "levels"),
+        ('target = "tiny"', 'target = ""', "target"),
+        ('target = "tiny"', 'target = "tiny"\nbytes = 3', "no such key: bytes"),
+    ],
+)
+def test_a_chain_that_cannot_be_read_names_file_and_key(tmp_path: Path, old: str, new: str, named: str) -> None:
+    assert old in CHAIN
+    path = write(tmp_path / "x.toml", CHAIN.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        model_and_spec(str(path), None)
+    assert str(path) in str(caught.value)
+    assert named in str(caught.value)
 
 
 def test_the_cache_follows_its_variables_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.spec import chain as chain_module
 from cpuspec.spec import round as round_module
 from cpuspec.spec.chain import ChainProposer
+from cpuspec.spec.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.ngram import NgramProposer
@@ -63,14 +64,16 @@ class ExactSource(NullProposer):
 
     name = "source"
 
-    def __init__(self, vocab: int) -> None:
-        self.vocab = vocab
+    def __init__(self, vocab: int, stops: bool = False) -> None:
+        self.vocab, self.stops = vocab, stops
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         drafts = []
         for seq, limit in zip(seqs, limits, strict=True):
             path, probs = seq.output, []
             for _ in range(limit):
+                if self.stops and sum(path) % 2:  # by what was drawn before, never by what it would draw
+                    break
                 probs.append(rational_row(SOURCE, self.vocab, tuple(path)))
                 path.append(sample(probs[-1], seq.rng))
             drafts.append(Draft.chain(path[seq.num_output_tokens :], self.name, tuple(probs)))
@@ -168,6 +171,16 @@ def test_a_chain_of_any_depth_yields_exactly_the_targets_distribution(
 ) -> None:
     chain = exact_chain(depth, vocab, with_source and depth < 3, min_confidence=min_confidence)
     assert distance(chain, vocab, limit, length) == 0
+
+
+@pytest.mark.usefixtures("exact_rows")
+@pytest.mark.parametrize("rule", [first_hit, one_after_another])
+def test_drafters_that_share_a_verification_yield_exactly_the_targets_distribution(rule: Rule) -> None:
+    """A source whose drafts end by themselves, sometimes at once, and a model: alone, and verified by another model."""
+    drafters = (ExactSource(2, stops=True), exact_chain(1, 2, with_source=False))
+    combined = Combined(drafters, rule, "both")
+    assert distance(combined, 2, 2, 4) == 0
+    assert distance(ChainProposer(combined, ExactContext(1, 2), "level1", 9), 2, 3, 4) == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("exact_rows")

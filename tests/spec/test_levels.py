@@ -1,5 +1,6 @@
 """Draft specs: what can be written, what it becomes, and what is refused before a model is loaded."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     make_tiny_gguf(directory / "target.gguf", context_length=256, **SMALL)
     make_tiny_gguf(directory / "draft.gguf", seed=1, context_length=64, **{**SMALL, "num_layers": 1})
+    for name, vocab_size in (("padded", 400), ("fewer", 379), ("other", 300)):
+        path = directory / f"{name}.gguf"
+        make_tiny_gguf(path, seed=3, context_length=256, vocab_size=vocab_size, **{**SMALL, "num_layers": 1})
     make_tiny_hf(directory / "hf", seed=2, context_length=256, **{**SMALL, "num_layers": 1})
     return directory
 
@@ -134,7 +138,7 @@ def test_neighbouring_sources_are_asked_in_turn_and_joined_ones_continue_each_ot
 
 def test_models_verify_what_stands_before_them(models: Path) -> None:
     target = open_checkpoint(models / "target.gguf")
-    with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1", "numpy") as llm:
+    with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1") as llm:
         skip = llm._engine._proposer
         assert isinstance(skip, ChainProposer)
         joined = skip.inner
@@ -150,7 +154,11 @@ def test_models_verify_what_stands_before_them(models: Path) -> None:
             ("self:q4_0", 5, 0.5),
             ("skip:1", DEFAULT_NUM_TOKENS, 0),
         ]
-        assert [one.name for one in llm.memory()] == ["draft.gguf", "self:q4_0", "skip:1", "target"]
+        memory = {one.name: one for one in llm.memory()}
+        assert list(memory) == ["draft.gguf", "self:q4_0", "skip:1", "target"]
+        assert memory["draft.gguf"].shared_bytes == memory["target"].shared_bytes == 0
+        assert 0 < memory["self:q4_0"].shared_bytes < memory["self:q4_0"].weight_bytes
+        assert memory["skip:1"].shared_bytes == memory["skip:1"].weight_bytes < memory["target"].weight_bytes
         assert [level.context.capacity for level in (draft, cast, skip)] == [64, 256, 256]
         assert draft.context.cache.num_slots == 16
 
@@ -186,6 +194,7 @@ def test_what_cannot_draft_is_a_clear_error(text: str, message: str) -> None:
         ("skip:3", "cannot skip '3' of 3 layers"),
         ("skip:0/1/9", "wanted different numbers from 0 to 2"),
         ("no_such_module:Class", "no_such_module cannot be imported"),
+        ("OTHER", r"other\.gguf has another vocabulary than the target: token 297 is '<\|endoftext\|>' there and '.+' here"),
     ],
 )
 def test_a_draft_that_does_not_fit_fails_before_weights_are_loaded(
@@ -193,13 +202,21 @@ def test_a_draft_that_does_not_fit_fails_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr("cpuspec.engine.llm.make_backend", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(CpuspecError, match=message):
-        LLM(models / "target.gguf", draft, "numpy")
+        LLM(models / "target.gguf", draft.replace("OTHER", str(models / "other.gguf")), "numpy")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_the_targets_own_take_an_argument(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} takes an argument"):
         check_spec(SpecConfig.parse(name))
+
+
+def test_a_chain_recipe_stands_for_a_target_with_its_drafts(models: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fast.toml"
+    path.write_text(f'name = "fast"\ndescription = "x"\ntarget = "{models / "target.gguf"}"\nlevels = ["ngram@3", "self:q4_0@5"]\n')
+    for spec, wanted in ((None, "ngram@3,self:q4_0@5"), ("none", "none"), ("ngram", "ngram")):
+        with LLM(path, spec, threads=1) as llm:
+            assert str(llm.spec) == wanted
 
 
 def test_the_target_is_released_when_its_draft_cannot_be_loaded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +246,7 @@ CHAINS = (
     "ngram,skip:1@3",
     "DRAFT@2,skip:1@4,self:q4_0@6",
     "HF@2+ngram@4",
+    "suffix,PADDED@3,FEWER@4",
 )
 
 
@@ -247,7 +265,8 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(
     models: Path, wanted: list[list[int]], chain: str, threads: int
 ) -> None:
-    spec = chain.replace("DRAFT", str(models / "draft.gguf")).replace("HF", str(models / "hf"))
+    spec = re.sub("DRAFT|PADDED|FEWER", lambda name: str(models / f"{name[0].lower()}.gguf"), chain)
+    spec = spec.replace("HF", str(models / "hf"))
     with LLM(models / "target.gguf", spec, threads=threads, max_sequences=3) as llm:
         assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
         off = SamplingParams(max_tokens=40, ignore_eos=True, max_draft_tokens=0)
@@ -256,4 +275,5 @@ def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(
         assert [plain.token_ids, capped.token_ids] == wanted[:2]
         assert plain.stats.levels == {}
         assert max(len(level.num_accepted_tokens_per_pos) for level in capped.stats.levels.values()) == 1
-        assert llm.memory()[-1].kv_bytes > 0
+        most = max(len(ids) for ids in wanted)
+        assert llm.memory()[-1].kv_bytes > most * llm._context.cache.bytes_per_token

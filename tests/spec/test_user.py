@@ -1,34 +1,20 @@
 """A user's own proposer: found by where it is, trusted with nothing, and as exact as any other."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import cpuspec
 from cpuspec.config import LevelSpec, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError
 from cpuspec.spec.user import UserProposer, is_import_path
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 
-GOOD = '''
-from cpuspec.spec import Draft
-
-class Echo:
-    """Drafts what follows the latest token's first occurrence in the prompt."""
-    name = "echo"
-    hidden_layers = ()
-    def begin(self, seq):
-        self.prompt = seq.tokens[:seq.num_prompt_tokens]
-    def propose(self, seqs, limits):
-        return [Draft.chain(self.after(seq.tokens[-1])[:limit], self.name) for seq, limit in zip(seqs, limits)]
-    def after(self, token):
-        return self.prompt[self.prompt.index(token) + 1:] if token in self.prompt else []
-    def accept(self, seq, verdict, hidden):
-        pass
-    def end(self, seq):
-        pass
-'''
+README = (Path(cpuspec.__file__).parents[1] / "README.md").read_text("utf-8")
+(GOOD,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Echo" in code)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -82,10 +68,10 @@ def toy_stats(spec: str) -> dict[str, Any]:
         ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
         ("class Echo", "cannot be imported: SyntaxError"),
         ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
-        (GOOD.replace("def begin", "def __init__(self, n): pass\n    def begin"), "making it of .*Echo failed with TypeError"),
+        (GOOD.replace("def propose", "def __init__(self, n): ...\n    def propose"), "making it of .*Echo failed with TypeError"),
         (GOOD.replace("def accept", "def learn"), "has no method accept"),
-        (GOOD.replace('name = "echo"', "name = None"), "must be a text that is not empty, got None"),
-        (GOOD.replace("hidden_layers = ()", "hidden_layers = 3"), "must be a tuple of layer numbers, as .., got 3"),
+        (GOOD.replace('"echo", ()', "None, ()"), "must be a text that is not empty, got None"),
+        (GOOD.replace('"echo", ()', '"echo", 3'), "must be a tuple of layer numbers, as .., got 3"),
     ],
 )
 def test_what_is_no_proposer_is_a_clear_error(tmp_path: Path, text: str, message: str) -> None:
@@ -103,21 +89,17 @@ def test_a_missing_file_or_module_is_a_clear_error() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("self.prompt = seq", "1 / 0; self.prompt = seq", "begin of echo failed with ZeroDivisionError: division by zero"),
-        ("return [Draft", "1 / 0; return [Draft", "propose of echo failed with ZeroDivisionError"),
-        ("return [Draft", "import sys; sys.exit(3); return [Draft", "propose of echo failed with SystemExit"),
-        ("hidden):\n        pass", "hidden):\n        1 / 0", "accept of echo failed with ZeroDivisionError"),
-        ("end(self, seq):\n        pass", "end(self, seq):\n        1 / 0", "end of echo failed with ZeroDivisionError"),
-        ("return [Draft", "return None; return [Draft", "must return a list of Draft, got None"),
-        ("return [Draft", "return [7]; return [Draft", r"must return a list of Draft, got \[7\]"),
-        ("return [Draft", "return []; return [Draft", "returned 0 drafts for 3 sequences"),
-        (
-            "return [Draft",
-            "return [Draft([4], [-1], None, 'x')] * 3; return [Draft",
-            r"tokens .* must be a vector of int32, got \[4\]",
-        ),
-        ("[:limit]", "[:limit] + [4] * limit", "where at most"),
-        ("[:limit]", "[:limit][:-1] + [99]", r"ids must be in \[0, 8\)"),
+        ("begin(self, seq): ...", "begin(self, seq): 1 / 0", "begin of echo failed with ZeroDivisionError: division by zero"),
+        ("return drafts", "1 / 0", "propose of echo failed with ZeroDivisionError"),
+        ("return drafts", "import sys; sys.exit(3)", "propose of echo failed with SystemExit: 3"),
+        ("hidden): ...", "hidden): 1 / 0", "accept of echo failed with ZeroDivisionError"),
+        ("end(self, seq): ...", "end(self, seq): 1 / 0", "end of echo failed with ZeroDivisionError"),
+        ("return drafts", "return None", "must return a list of Draft, got None"),
+        ("return drafts", "return [7]", r"must return a list of Draft, got \[7\]"),
+        ("return drafts", "return []", "returned 0 drafts for 3 sequences"),
+        ("return drafts", "return [Draft([4], [-1], None, 'x')] * 3", r"tokens .* must be a vector of int32, got \[4\]"),
+        ("after[:limit]", "after[:limit] + [4] * limit", "where at most"),
+        ("after[:limit]", "[99][:limit]", r"ids must be in \[0, 8\)"),
     ],
 )
 def test_what_goes_wrong_in_a_users_proposer_names_it_and_leaves_the_model_usable(
