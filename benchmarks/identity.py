@@ -28,6 +28,7 @@ ARMS = (
     ("plain, 1 thread, 8 at once", "none", 1, 256, 8),
     ("ngram, 1 thread, 8 at once", "ngram", 1, 256, 8),
     ("plain, 2 threads, 8 at once, prefill in chunks of 7", "none", 2, 7, 8),
+    ("suffix:tree, 2 threads, 8 at once", "suffix:tree", 2, 256, 8),
 )
 
 

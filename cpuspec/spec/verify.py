@@ -43,8 +43,8 @@ def verify_sampled(draft: Draft, target_probs: Callable[[int], NDArray[Any]], rn
     """Accept a token with probability min(1, target / draft); after a rejection the residual max(0, target - draft) takes the
     target's place for the next alternative, or is drawn from where there is none.
 
-    A chain: arXiv 2211.17192 (algorithm 1), 2302.01318 (algorithm 2). A tree, its alternatives drawn with or without replacement:
-    arXiv 2305.09781 (section 4.3), 2402.12374 (section 4.2).
+    A chain: arXiv 2211.17192 (algorithm 1), 2302.01318 (algorithm 2). A tree, its alternatives drawn with replacement: SpecInfer,
+    arXiv 2305.09781; without: Sequoia, arXiv 2402.12374.
     Where the draft is point masses that is drawing the target's own token and comparing, one draw for each token of the
     verdict: a seed then gives the same tokens whatever was drafted, or nothing.
     target_probs(row): the target's distribution [V].

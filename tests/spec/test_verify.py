@@ -261,7 +261,7 @@ def test_a_block_accepts_at_least_as_many_tokens_on_average_as_its_tokens_one_by
 
 
 def test_a_block_accepts_what_the_paper_computes() -> None:
-    """arXiv 2403.10444, section 2: 11/9 tokens of two, and one by one 10/9."""
+    """The example of arXiv 2403.10444: 11/9 tokens of two, and one by one 10/9."""
     target, rows = (np.array([Fraction(a, 3), Fraction(3 - a, 3)], object) for a in (1, 2))
     for verifier, wanted in ((verify_block, Fraction(11, 9)), (verify_sampled, Fraction(10, 9))):
         lengths = enumerate_exactly(lambda rng, v=verifier: len(v(draw(lambda path: rows, 2, rng), lambda row: target, rng).path))
