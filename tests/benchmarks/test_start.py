@@ -1,0 +1,101 @@
+"""The benchmark of starts runs what it is told to, in fresh processes, and says how a program failed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import record
+import start
+from typer import Typer
+from typer.testing import CliRunner
+
+from tools.make_tiny_model import make_tiny_gguf
+
+# A program that answers with its arguments, after taking some memory.
+FAKE = [sys.executable, "-c", "import sys; room = b'x' * int(sys.argv[1]); print(sys.argv[2:])"]
+
+
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch):
+    """Memory whose speed is known without measuring it."""
+    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_gguf(tmp_path_factory.mktemp("start") / "tiny.gguf")
+
+
+def test_a_program_gets_prompt_length_and_context(tmp_path):
+    seen = tmp_path / "seen"
+    code = "import sys; new, context, prompt = sys.argv[1:]; "
+    code += f"open({str(seen)!r}, 'w').write(' '.join((new, context, open(prompt).read()))); print('answer')"
+    run = start.start([sys.executable, "-c", code, "{new}", "{context}", "{prompt}"], "the prompt", 7, 99)
+    assert seen.read_text() == "7 99 the prompt"
+    assert run.first_byte_s > 0
+
+
+def test_the_peak_is_that_of_the_program():
+    small, large = (start.start([*FAKE, str(size)], "", 1, 1).peak_bytes for size in (0, 100_000_000))
+    assert 80e6 < large - small < 120e6
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("import sys; sys.exit('out of luck')", "ended with 1 .*out of luck"), ("pass", "ended with 0 and wrote nothing")],
+)
+def test_a_program_that_does_not_answer_is_an_error_that_quotes_it(code, message):
+    with pytest.raises(start.ProgramError, match=message):
+        start.start([sys.executable, "-c", code], "", 1, 1)
+
+
+def test_a_program_that_is_not_there_is_an_error():
+    with pytest.raises(start.ProgramError, match="(?s)nowhere did not run: .*No such file"):
+        start.start(["nowhere"], "", 1, 1)
+
+
+def test_a_program_has_the_environment_that_it_is_given(tmp_path):
+    code = "import os, sys; sys.exit(os.environ['CPUSPEC_CACHE'] + os.environ.get('PYTHONDONTWRITEBYTECODE', ' none'))"
+    with pytest.raises(start.ProgramError, match="empty none"):
+        start.start([sys.executable, "-c", code], "", 1, 1, {"CPUSPEC_CACHE": "empty"})
+
+
+def test_memory_is_measured_over_the_file_and_what_each_engine_keeps_of_the_context(model):
+    file_bytes, cache_bytes = start.model_bytes(model, 10)
+    assert file_bytes == model.stat().st_size
+    assert cache_bytes["llama.cpp"] % (10 * 2 * 2) == 0
+    assert cache_bytes["cpuspec"] > 0
+
+
+def test_every_engine_has_its_figures(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "own_command", lambda path, threads: [*FAKE, "20000000", "{new}"])
+    monkeypatch.setattr(start, "peer_command", lambda program, path, threads: [*FAKE, "0", "{new}"])
+    app = Typer()
+    app.command()(start.main)
+    options = ("--llama-completion", sys.executable, "--rounds", "2", "--json", str(tmp_path / "start.json"))
+    result = CliRunner().invoke(app, [str(model), *options])
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "start.json").read_text("utf-8"))
+    assert (saved["benchmark"], saved["model"], saved["file_bytes"]) == ("start", "tiny.gguf", model.stat().st_size)
+    figures = saved["figures"]
+    assert {name: list(by_engine) for name, by_engine in figures.items()} == {
+        start.SECOND: ["cpuspec", "llama.cpp"],
+        start.FIRST: ["cpuspec"],
+        start.PEAK: ["cpuspec", "llama.cpp"],
+        start.OVER: ["cpuspec", "llama.cpp"],
+    }
+    assert [len(figures[name]["cpuspec"]["rounds"]) for name in figures] == [2, 1, 2, 2]
+    peak, over = figures[start.PEAK]["cpuspec"]["median"], figures[start.OVER]["cpuspec"]["median"]
+    assert over == pytest.approx(1e6 * peak / (saved["file_bytes"] + saved["cache_bytes"]["cpuspec"]), rel=1e-3)
+    assert peak > figures[start.PEAK]["llama.cpp"]["median"]
+    assert start.PEAK in result.output
+
+
+def test_an_engine_that_fails_ends_the_benchmark(model, monkeypatch):
+    monkeypatch.setattr(start, "own_command", lambda path, threads: [sys.executable, "-c", "raise SystemExit('no luck')"])
+    app = Typer()
+    app.command()(start.main)
+    result = CliRunner().invoke(app, [str(model), "--rounds", "1"])
+    assert result.exit_code == 1
+    assert "no luck" in result.output
