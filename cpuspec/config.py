@@ -250,6 +250,9 @@ class SpecConfig:
         return ",".join(map(str, self.levels)) or "none"
 
 
+AUTO = SpecConfig((LevelSpec("auto"),))  # drafts where that pays: the default of everything that takes a spec
+
+
 def _read_level(level: object) -> LevelSpec:
     if isinstance(level, LevelSpec):
         return level

@@ -9,6 +9,7 @@ HF_ENDPOINT        address of the model hub or of a mirror of it, as huggingface
 import hashlib
 import math
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -79,10 +80,24 @@ def usable_cores() -> int:
     return max(1, min(len(siblings), limit))
 
 
+def processor_name() -> str:
+    """What the processor calls itself."""
+    return proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def proc_field(path: str, field: str) -> str:
+    """The first value of `field` in a file of `name : value` lines, or nothing."""
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return ""
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

@@ -1,6 +1,7 @@
 """Counters, latencies and rates, each defined once. With `evaluate.speed` and the benchmarks the only place that reads a clock."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -160,6 +161,13 @@ class RequestMeter:
 
 def _percentiles(values: Any) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)} if len(values) else {}
+
+
+def elapsed_s(function: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start_s = perf_counter()
+    function()
+    return perf_counter() - start_s
 
 
 def read_bandwidth(threads: int, num_bytes: int = 512 << 20) -> float:

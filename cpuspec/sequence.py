@@ -52,6 +52,11 @@ class Sequence:
         """How many tokens were generated."""
         return len(self.tokens) - self.num_prompt_tokens
 
+    @property
+    def num_wanted(self) -> int:
+        """How many tokens the request may still generate."""
+        return self.params.max_tokens - self.num_output_tokens
+
     def extend(self, tokens: Tokens[int]) -> None:
         """Commit generated tokens."""
         self.tokens.extend(tokens)

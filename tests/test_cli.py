@@ -21,7 +21,7 @@ import typer
 from typer.testing import CliRunner
 
 import cpuspec
-from cpuspec import LLM, SamplingParams, kernels, metrics
+from cpuspec import LLM, SamplingParams, environment, kernels, metrics
 from cpuspec.backends import BACKENDS
 from cpuspec.checkpoints.download import model_path
 from cpuspec.checkpoints.recipes import find_recipe
@@ -146,12 +146,22 @@ def test_raw_continues_the_prompt_as_it_is(model: str) -> None:
     assert shown["stats"]["num_prompt_tokens"] == answer.stats.num_prompt_tokens
 
 
+def test_explain_tells_what_auto_decided_from(model: str) -> None:
+    told = run("generate", "hello", "-m", model, "--max-tokens", "8", "--explain").stderr
+    assert "target: a forward by its rows costs 1: 1.00, 2: " in told
+    assert "suffix for target: judged draft by draft" in told
+    assert (
+        "--explain tells what auto decides from; the draft here is ngram"
+        in run("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "2", "--explain", "--draft", "ngram").stderr
+    )
+
+
 def test_json_is_one_object_with_everything(model: str) -> None:
     options = ("--draft", "ngram", "--json", "--logprobs", "2", "--threads", "1", "--max-tokens", "5")
     shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
     assert set(shown) == {
         *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
-        "verify_exact",
+        *("verify_exact", "plan"),
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"
@@ -916,7 +926,8 @@ def test_the_choice_of_kernels_has_its_reason(
 
 
 def test_what_a_machine_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch, bandwidth: None) -> None:
-    monkeypatch.setattr(machine, "_read", lambda path: "")
+    for module in (machine, environment):
+        monkeypatch.setattr(module, "_read", lambda path: "")
     shown = json.loads(ok("info", "--json"))
     assert shown["memory_bytes"] is shown["available_memory_bytes"] is shown["memory_limit_bytes"] is None
     assert re.search(r"^memory +unknown$", ok("info"), re.M)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from cpuspec.config import SpecConfig
+from cpuspec.config import AUTO, SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 
@@ -118,7 +118,7 @@ def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, Spec
     else:
         chain = load_chains().get(model.strip().lower())
     if spec is None:
-        spec = chain.spec if chain else SpecConfig()
+        spec = chain.spec if chain else AUTO
     return chain.target if chain else model, SpecConfig.parse(spec) if isinstance(spec, str) else spec
 
 

@@ -115,6 +115,27 @@ def memory(llm: LLM) -> str:
     return "memory: " + " | ".join(parts)
 
 
+def explanation(llm: LLM) -> list[str]:
+    """What `auto` decided from, in lines; a remark for other specs."""
+    drafters = llm.explain()
+    if not drafters:
+        return [f"--explain tells what auto decides from; the draft here is {llm.spec}"]
+    lines = []
+    for one in drafters:
+        if one.name == "none":
+            rows = ", ".join(f"{n}: {cost:.2f}" for n, cost in one.cost_of_rows.items())
+            lines.append(f"{one.verifies}: a forward by its rows costs {rows}; {one.num_rounds} rounds without a draft")
+            continue
+        acceptance = f"{one.acceptance:.2f} of its tokens expected to be accepted" if one.acceptance is not None else ""
+        if one.speedup is None:
+            plan = f"judged draft by draft, its confidences times {one.acceptance:.2f}"
+        else:
+            plan = f"{one.cost_of_token:.2f} forwards a token, {acceptance}: {one.num_tokens} tokens give {one.speedup:.2f}x"
+        drafted = f"{one.num_accepted_tokens} of {one.num_draft_tokens} tokens accepted in {one.num_rounds} rounds"
+        lines.append(f"  {one.name} for {one.verifies}: {plan}; {drafted}")
+    return lines
+
+
 def cut_off_by(answer: Answer, params: SamplingParams) -> str:
     """What ended an answer that the model had not ended, or nothing."""
     if answer.finish_reason != "length":

@@ -84,6 +84,7 @@ def generate(
     ] = None,
     model: options.Model = DEFAULT_RECIPE,
     draft: options.Draft = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Tell what auto decided from: costs, acceptance, choices.")] = False,
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
     as_json: options.Json = False,
@@ -150,7 +151,7 @@ def generate(
     messages = [{"role": "system", "content": options.checked_text(system, "--system")}] if system is not None else []
     messages.append({"role": "user", "content": text})
 
-    from cpuspec.cli.answer import collect, compare, figures, keep_quiet, memory
+    from cpuspec.cli.answer import collect, compare, explanation, figures, keep_quiet, memory
 
     question = text if raw else messages
     with _load(model, draft, backend, threads, context_length) as llm:
@@ -168,8 +169,9 @@ def generate(
             "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
             "stats": answer.stats and answer.stats.as_dict(),
             "memory": [asdict(one) for one in llm.memory()],
+            "plan": [asdict(one) for one in llm.explain()],
         }
-        held = memory(llm)
+        held, told = memory(llm), explanation(llm) if explain else []
     if not as_json and not answer.text.endswith("\n"):
         emit("\n")
     check = None
@@ -180,6 +182,8 @@ def generate(
     if as_json:
         _emit_json(shown | {"verify_exact": check and asdict(check)})
     note(figures(answer, params))
+    for line in told:
+        note(line)
     if held:
         note(held)
     if check:

@@ -12,7 +12,7 @@ from cpuspec import __version__
 from cpuspec.checkpoints.packed import packed_directory, packed_files
 from cpuspec.cli.console import print_table, size
 from cpuspec.cli.reports import known_models
-from cpuspec.environment import cache_dir, packed_limit_bytes, usable_cores
+from cpuspec.environment import cache_dir, packed_limit_bytes, proc_field, processor_name, usable_cores
 from cpuspec.metrics import read_bandwidth
 
 Row = dict[str, Any]
@@ -50,7 +50,7 @@ def describe_hardware() -> Row:
 
     threads = usable_cores()
     return {
-        "processor": _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "logical_cpus": os.cpu_count(),
         "usable_cores": threads,
         "default_threads": threads,
@@ -135,17 +135,8 @@ def _memory_limit() -> int | None:
 
 def _kilobytes(field: str) -> int | None:
     """A field of /proc/meminfo in bytes, or None where there is none."""
-    number = _proc_field("/proc/meminfo", field).removesuffix(" kB")
+    number = proc_field("/proc/meminfo", field).removesuffix(" kB")
     return 1024 * int(number) if number.isdigit() else None
-
-
-def _proc_field(path: str, field: str) -> str:
-    """The first value of `field` in a file of `name : value` lines, or nothing."""
-    for line in _read(path).splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == field:
-            return value.strip()
-    return ""
 
 
 def _read(path: str) -> str:

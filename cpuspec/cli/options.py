@@ -48,7 +48,8 @@ Draft = Annotated[
         "--draft",
         metavar="SPEC",
         callback=_known_draft,
-        help="How to draft tokens: none, or levels separated by commas, the cheapest first: a token source "
+        help="How to draft tokens: auto, the default, where that pays; none; or levels separated by commas, the cheapest "
+        "first, after auto to be chosen from, as auto,self:mxfp4: a token source "
         f"({', '.join(SOURCES)}, or FILE.py:CLASS), the model's own weights ({', '.join(MODELS)}, as self:mxfp4 and skip:4), "
         "another model. NAME@8 drafts at most 8 tokens a round. It changes the speed and never what is generated.",
     ),

@@ -12,13 +12,14 @@ from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.recipes import model_and_spec
-from cpuspec.config import EngineConfig, ModelConfig, SamplingParams, SpecConfig
+from cpuspec.config import AUTO, EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.metrics import LevelMemory, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.spec.context import Context
 from cpuspec.spec.levels import Host, check_spec, prepare
+from cpuspec.spec.planner import PlannedDrafter, Planner
 from cpuspec.spec.proposer import Proposer, levels_of
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
@@ -46,7 +47,7 @@ class LLM:
     """A loaded model that answers. Not thread-safe: call it from one thread at a time; streams may be interleaved.
 
     model: a recipe's or chain's name, a GGUF file, a Hugging Face directory, or an opened Checkpoint.
-    spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or none; no answer depends on it.
+    spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
     context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
     max_sequences: how many run at once; more wait their turn.
     keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
@@ -100,6 +101,7 @@ class LLM:
         self.context_length = _capacity(backend.config, settings)
         self._backend = backend
         self._drafts = levels_of(proposer)
+        self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = Context(backend, settings.max_sequences, self.context_length)
         self._engine = Engine(self._context, proposer, tokenizer)
         self._inboxes: dict[int, list[Output]] = {}  # of the requests that somebody is waiting for
@@ -144,6 +146,10 @@ class LLM:
             LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.kv_bytes)
             for name, context in contexts
         ]
+
+    def explain(self) -> list[PlannedDrafter]:
+        """What "auto" decides from and what came of it so far, one entry for each drafter; empty for other specs."""
+        return self._planner.explain() if self._planner else []
 
     def close(self) -> None:
         """Release the models. Calling it again does nothing; any other use afterwards raises ConfigError."""
@@ -251,7 +257,7 @@ def _completion(parts: list[Output]) -> Completion:
 
 def _read_spec(spec: str | SpecConfig | None) -> SpecConfig:
     if spec is None:
-        return SpecConfig()
+        return AUTO
     return SpecConfig.parse(spec) if isinstance(spec, str) else spec
 
 

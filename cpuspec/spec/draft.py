@@ -1,7 +1,7 @@
 """What a proposer hands to a verifier: tokens, how they hang together, and the distributions they were drawn from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -44,6 +44,14 @@ class Draft:
     def chain(tokens: Sequence[int], source: str, probs: Probs | None = None, cycles: tuple[Cycle, ...] = ()) -> "Draft":
         """A draft in which each token follows the one before."""
         return Draft(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32) - 1, probs, source, cycles)
+
+    def first(self, num_tokens: int) -> "Draft":
+        """Its first nodes only. Where tokens were drawn, the number must not depend on those that go."""
+        if num_tokens >= len(self):
+            return self
+        probs = None if self.probs is None else self.probs[:num_tokens]
+        confidence = None if self.confidence is None else self.confidence[:num_tokens]
+        return replace(self, tokens=self.tokens[:num_tokens], parents=self.parents[:num_tokens], probs=probs, confidence=confidence)
 
     @cached_property
     def is_chain(self) -> bool:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from cpuspec.sequence import Sequence
 from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.combine import Combined, first_hit, one_after_another
 from cpuspec.spec.context import Context
+from cpuspec.spec.costs import Costs
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.levels import SOURCES
 from cpuspec.spec.ngram import NgramProposer
+from cpuspec.spec.planner import Planner
 from cpuspec.spec.proposer import NullProposer, Proposer
 from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, chi_square, plain_greedy, string_probs
 
@@ -36,12 +39,24 @@ def chain_over(inner: Proposer, seed: int, vocab_size: int = VOCAB, num_tokens: 
     return ChainProposer(inner, Context(model, 50, 60, VOCAB), f"toy{seed}", num_tokens, min_confidence)
 
 
+def planned(costs: Costs, *chains: ChainProposer) -> Planner:
+    """What `auto` makes, with seconds that are given."""
+    texts, models = [source("ngram"), source("suffix:tree")], list[tuple[ChainProposer, Costs]]()
+    for chain in chains:
+        chain.inner = Planner(costs, texts, list(models), serves=False)
+        models.append((chain, Costs([1, 2], [0.1, 0.11])))
+    return Planner(costs, texts, models)
+
+
+CHEAP_ROWS = Costs([1, 2], [1.0, 1.05])
+
 PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "none": NullProposer,
     "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
     "sampled tree": lambda: SampledProposer(VOCAB, TREE, hidden_layers=(1,)),
     "tree of point masses": lambda: SampledProposer(VOCAB, TREE, declare=None),
     **{name: lambda name=name: source(name) for name in (*SOURCES, "ngram:tree@6", "suffix:tree@6")},  # type: ignore[misc]
+    "planned": lambda: planned(CHEAP_ROWS),
     "draft model": lambda: chain_over(NullProposer(), 0),
     "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
     "chain of two": lambda: chain_over(NgramProposer(), 4),
@@ -116,6 +131,17 @@ def test_greedy_output_is_identical_to_plain_decoding_for_every_proposer(propose
         assert isinstance(logprobs, list)
         assert [one.logprob for one in logprobs] == pytest.approx(expected["logprobs"], abs=1e-9)
         assert [one.token_id for one in logprobs] == expected["token_ids"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_greedy_output_is_identical_whatever_a_planner_chooses(seed: int) -> None:
+    model = ToyBackend(seed, VOCAB, memory=[0.0, 0.3, 1.0][seed % 3])
+    prompts, params = random_requests(seed)
+    levels = [cast(ChainProposer, chain_over(NullProposer(), number)) for number in (seed + 1, seed)]
+    planner = planned(CHEAP_ROWS, *levels)
+    for prompt, one, outputs in zip(prompts, params, run(engine_over(model, planner), prompts, params), strict=True):
+        assert joined(outputs)["token_ids"] == plain_greedy(model, ToyTokenizer(VOCAB), prompt, one)["token_ids"]
+    assert {one.name for one in planner.explain() if one.num_rounds} >= {"toy" + str(seed)}
 
 
 def test_the_greedy_requests_above_exercise_acceptance_rejection_and_every_ending() -> None:

@@ -136,6 +136,33 @@ def test_neighbouring_sources_are_asked_in_turn_and_joined_ones_continue_each_ot
     assert len(set(map(id, (first.proposers[0], *first.proposers[1].proposers)))) == 3
 
 
+def test_auto_chooses_among_the_levels_after_it(models: Path) -> None:
+    target = open_checkpoint(models / "target.gguf")
+    with LLM(target) as llm:
+        assert llm.spec == SpecConfig.parse("auto")
+        assert [one.name for one in llm.explain()] == ["none", "suffix"]
+    with LLM(target, f"auto,ngram,{models / 'draft.gguf'}@3,self:q4_0") as llm:
+        told = [(one.name, one.verifies) for one in llm.explain()]
+        assert told == [
+            *(("none", "target"), ("ngram", "target"), ("draft.gguf", "target")),
+            *(("none", "draft.gguf"), ("ngram", "draft.gguf")),
+            *(("self:q4_0", "target"), ("none", "self:q4_0"), ("ngram", "self:q4_0"), ("draft.gguf", "self:q4_0")),
+            *(("none", "draft.gguf"), ("ngram", "draft.gguf")),
+        ]
+        assert [level.name for level in llm.memory()] == ["draft.gguf", "self:q4_0", "target"]
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        with LLM(target, "none") as plain:
+            assert llm.generate("abc abc abc", params)[0].token_ids == plain.generate("abc abc abc", params)[0].token_ids
+    with LLM(target, "auto", backend="numpy") as llm:
+        assert llm.explain() == []  # whose bits a draft's company could change
+
+
+@pytest.mark.parametrize("text", ["ngram,auto", "auto,auto", "auto+ngram", "auto,self:q4_0+ngram"])
+def test_auto_stands_first_and_joins_no_models(text: str) -> None:
+    with pytest.raises(ConfigError, match="auto"):
+        check_spec(SpecConfig.parse(text))
+
+
 def test_models_verify_what_stands_before_them(models: Path) -> None:
     target = open_checkpoint(models / "target.gguf")
     with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1") as llm:

@@ -1,0 +1,326 @@
+"""Who drafts, and how much: chosen in every round from measured seconds and from how drafts have fared in this request.
+
+One level, in closed form (arXiv 2211.17192, section 3.3): n drafted tokens of which each is accepted with probability a yield
+1 + a + ... + a^n tokens for the seconds of n drafted tokens and of a forward over n + 1 rows. A model's seconds for a token are
+those with its own drafters, so levels are settled from the bottom up (arXiv 2510.19705), each by a planner of its own. Drafting
+nothing is always among the choices.
+"""
+
+from dataclasses import dataclass, field
+
+from cpuspec.backends import Backend
+from cpuspec.metrics import elapsed_s
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.spec.chain import ChainProposer
+from cpuspec.spec.costs import Costs, find_costs
+from cpuspec.spec.draft import Draft
+from cpuspec.spec.proposer import Proposer
+from cpuspec.spec.verify import Verdict
+
+MAX_TOKENS = 16  # drafted by a model at once
+_DECAY = 0.98  # of what a round is worth to the estimates, from one round to the next
+_PRIOR = 3.0  # tokens' worth of belief in what held for earlier requests
+_LEAST_USUAL = 0.5  # share of their first rate below which earlier requests do not pull those that begin
+_FIRST_ACCEPTANCE = 0.7  # of a model's token before anything is known
+_USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's seconds say what a token takes where no more than this was fed first
+_LEARNING = 0.1  # weight of the latest draft in the seconds of a token
+_CURIOSITY = 0.01  # share of the time that goes into trying models which the estimates speak against
+
+
+@dataclass
+class Acceptance:
+    """Accepted over expected: tokens over evaluated ones of a model, or over the sum of a text drafter's confidences."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def record(self, accepted: float, expected: float) -> None:
+        """Count a round; older ones fade."""
+        self.accepted = _DECAY * self.accepted + accepted
+        self.expected = _DECAY * self.expected + expected
+
+    def rate(self, prior: float) -> float:
+        """The ratio, pulled to `prior` while little is known."""
+        return (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR)
+
+
+@dataclass
+class Candidate:
+    """One drafter of a planner: what it takes, and how its drafts have fared.
+
+    seconds_per_token: of drafting, for one sequence. seconds_per_fed_token: of catching up with what others drafted.
+    usual: acceptance over ended requests; own: of each running one.
+    """
+
+    proposer: Proposer
+    model: ChainProposer | None  # None for a drafter from text
+    seconds_per_token: float
+    seconds_per_fed_token: float
+    first_rate: float
+    usual: Acceptance = field(default_factory=Acceptance)
+    own: dict[int, Acceptance] = field(default_factory=dict)
+    fed: dict[int, int] = field(default_factory=dict)  # how long each sequence was when it last drafted
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def rate(self, seq: Sequence | None = None) -> float:
+        """The acceptance to expect now of a sequence, or of a new one."""
+        usual = max(self.usual.rate(self.first_rate), _LEAST_USUAL * self.first_rate)
+        return self.own[seq.id].rate(usual) if seq and seq.id in self.own else usual
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        own = self.own.pop(seq.id, None)
+        if own:
+            self.usual.record(own.accepted, own.expected)
+        self.fed.pop(seq.id, None)
+
+    def num_unfed(self, seq: Sequence) -> int:
+        """Tokens of the sequence that a model's context has not seen."""
+        return len(seq.tokens) - self.fed.get(seq.id, 0)
+
+
+@dataclass(frozen=True)
+class PlannedDrafter:
+    """What a planner knows of one drafter, or of drafting nothing, over all requests so far.
+
+    verifies: the model that its drafts are for. cost_of_token: of drafting, in plain forwards of that model; cost_of_rows: of
+    forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of what a text drafter says.
+    num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its own confidences.
+    """
+
+    name: str
+    verifies: str
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance: float | None
+    cost_of_token: float
+    cost_of_rows: dict[int, float]
+    num_tokens: int | None
+    speedup: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A draft length with what it is expected to yield."""
+
+    num_tokens: int
+    tokens: float
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What is maximised."""
+        return self.tokens / self.seconds
+
+
+class Planner:
+    """Drafts with whichever drafter, and as far as, promises most tokens per second from its verifier, in each round anew.
+
+    costs: of the verifier's forwards. texts: drafters without a model, asked in every round, for that takes no time worth
+    counting; their drafts carry confidences and are cut where a row costs more than it promises. models: chains, asked only
+    where they promise more. serves: whether this planner begins and ends sequences for its drafters, or one above does.
+    """
+
+    name = "auto"
+
+    def __init__(self, costs: Costs, texts: list[Proposer], models: list[tuple[ChainProposer, Costs]], serves: bool = True) -> None:
+        """models: each with the costs of its forwards."""
+        self.costs = costs
+        self.hidden_layers = tuple(sorted({layer for text in texts for layer in text.hidden_layers}))
+        self.levels = tuple(model for model, _ in models) if serves else ()
+        self.texts = [Candidate(text, None, 0.0, 0.0, 1.0) for text in texts]
+        self.models = [Candidate(model, model, cost.of(1), cost.per_row, _FIRST_ACCEPTANCE) for model, cost in models]
+        self.num_plain_rounds = 0
+        self._serves = serves
+        self._drafted: dict[int, tuple[Candidate, float, int]] = {}  # by sequence: whose draft is out, tokens expected, drafted
+        self._planned_s = 0.0
+        self._tried_s = 0.0
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """All drafters."""
+        return [*self.texts, *self.models]
+
+    def begin(self, seq: Sequence) -> None:
+        """Nothing is known of the sequence yet."""
+        if self._serves:
+            for candidate in self.candidates:
+                candidate.proposer.begin(seq)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """The most promising draft for each sequence."""
+        drafts, choices = self._best_of_texts(seqs, limits)
+        for candidate in self.models:
+            self._ask(candidate, seqs, limits, drafts, choices)
+        for seq, draft, choice in zip(seqs, drafts, choices, strict=True):
+            self._planned_s += choice.seconds
+            if not len(draft):
+                self.num_plain_rounds += 1
+                self._drafted.pop(seq.id, None)
+        return drafts
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Learn how the draft fared, and tell the drafters from text."""
+        layers = dict(zip(self.hidden_layers, hidden, strict=True))
+        for text in self.texts:
+            text.proposer.accept(seq, verdict, tuple(layers[layer] for layer in text.proposer.hidden_layers))
+        candidate, expected, num_tokens = self._drafted.pop(seq.id, (None, 0.0, 0))
+        if candidate is None:
+            return
+        num_accepted = len(verdict.tokens) - 1
+        candidate.num_rounds += 1
+        candidate.num_draft_tokens += num_tokens
+        candidate.num_accepted_tokens += num_accepted
+        if candidate.model:
+            expected = min(num_accepted + 1, num_tokens)  # evaluated ones
+        candidate.own.setdefault(seq.id, Acceptance()).record(num_accepted, expected)
+
+    def end(self, seq: Sequence) -> None:
+        """Forget the sequence."""
+        self._drafted.pop(seq.id, None)
+        for candidate in self.candidates:
+            candidate.forget(seq)
+            if self._serves:
+                candidate.proposer.end(seq)
+
+    def explain(self, verifies: str = "target") -> list[PlannedDrafter]:
+        """The table that it decides from, and those of the planners below."""
+        plain_s = self.costs.of(1)
+        rows = {n: self.costs.of(n) / plain_s for n in self.costs.rows}
+        table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, rows, 0, 1.0)]
+        for one in self.candidates:
+            rate = one.rate()
+            best = self.best_of_model(one, rate, MAX_TOKENS, 1) if one.model else None
+            table.append(
+                PlannedDrafter(
+                    one.proposer.name,
+                    verifies,
+                    one.num_rounds,
+                    one.num_draft_tokens,
+                    one.num_accepted_tokens,
+                    rate,
+                    one.seconds_per_token / plain_s,
+                    rows,
+                    best.num_tokens if best else None,
+                    best.tokens_per_s * plain_s if best else None,
+                )
+            )
+            if one.model and isinstance(one.model.inner, Planner):
+                table += one.model.inner.explain(one.proposer.name)
+        return table
+
+    def plain(self, num_seqs: int) -> Choice:
+        """Drafting nothing, for one of so many sequences that share a forward."""
+        return Choice(0, 1.0, self.costs.of(num_seqs) / num_seqs)
+
+    def best_of_model(self, candidate: Candidate, rate: float, limit: int, num_seqs: int) -> Choice:
+        """The best length of a model's draft whose tokens are accepted at that rate."""
+        assert candidate.model is not None, "a drafter from text shows its draft instead"
+        limit = min(limit, candidate.model.num_tokens)
+        return self._best([rate] * limit, candidate.seconds_per_token, num_seqs)
+
+    def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice]]:
+        drafts = [Draft.chain([], self.name) for _ in seqs]
+        choices = [self.plain(len(seqs)) for _ in seqs]
+        for candidate in self.texts:
+            for i, draft in enumerate(candidate.proposer.propose(seqs, limits)):
+                if not len(draft):
+                    continue
+                choice, expected = self._cut(draft, candidate.rate(seqs[i]), len(seqs))
+                if not choice.num_tokens:
+                    choice, expected = self._cut(draft, candidate.first_rate, len(seqs))
+                    choice = self._if_affordable(choice, 0.0, choices[i])
+                if choice.tokens_per_s > choices[i].tokens_per_s:
+                    drafts[i], choices[i] = draft.first(choice.num_tokens), choice
+                    self._drafted[seqs[i].id] = candidate, expected, choice.num_tokens
+        return drafts, choices
+
+    def _cut(self, draft: Draft, rate: float, num_seqs: int) -> tuple[Choice, float]:
+        """Where a draft from text promises most, and the tokens it says will be accepted up to there.
+
+        Only a choice made without a draw may be cut by looking at it: drawn tokens stay.
+        """
+        if draft.confidence is None or draft.probs is not None:
+            return Choice(len(draft), 1 + rate * len(draft), self._seconds(len(draft), num_seqs)), float(len(draft))
+        best, said = self.plain(num_seqs), 0.0
+        likely: list[float] = []
+        said_of_best = 0.0
+        for n, (parent, confidence) in enumerate(zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True), 1):
+            likely.append(confidence * (likely[parent] if parent >= 0 else 1.0))
+            said += likely[-1]
+            choice = Choice(n, 1 + min(rate, 1.0) * said, self._seconds(n, num_seqs))
+            if choice.tokens_per_s > best.tokens_per_s:
+                best, said_of_best = choice, said
+        return best, said_of_best
+
+    def _ask(
+        self, candidate: Candidate, seqs: list[Sequence], limits: list[int], drafts: list[Draft], choices: list[Choice]
+    ) -> None:
+        """Let a model draft for the sequences where it promises more than what there is, or where trying it is affordable."""
+        places, wanted = [], []
+        for i, seq in enumerate(seqs):
+            choice = self.best_of_model(candidate, candidate.rate(seq), limits[i], len(seqs))
+            if not self._pays(candidate, seq, choice, choices[i]):
+                choice = self._try(candidate, candidate.num_unfed(seq), limits[i], len(seqs), choices[i])
+            if choice.num_tokens:
+                places.append(i)
+                wanted.append(choice.num_tokens)
+                choices[i] = choice
+        if not places:
+            return
+        found: list[Draft] = []
+        caught_up = all(candidate.num_unfed(seqs[i]) <= _USUALLY_UNFED for i in places)
+        seconds = elapsed_s(lambda: found.extend(candidate.proposer.propose([seqs[i] for i in places], wanted)))
+        num_tokens = sum(map(len, found))
+        if num_tokens and caught_up:
+            candidate.seconds_per_token += _LEARNING * (seconds / num_tokens - candidate.seconds_per_token)
+        for i, draft in zip(places, found, strict=True):
+            drafts[i] = draft
+            candidate.fed[seqs[i].id] = len(seqs[i].tokens)
+            self._drafted[seqs[i].id] = candidate, 0.0, len(draft)
+
+    def _pays(self, candidate: Candidate, seq: Sequence, choice: Choice, instead: Choice) -> bool:
+        """Whether a model's draft promises more, what its context has missed included, over the tokens that are still wanted."""
+        saved_s = seq.num_wanted * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s)
+        return saved_s > candidate.num_unfed(seq) * candidate.seconds_per_fed_token
+
+    def _try(self, candidate: Candidate, num_unfed: int, limit: int, num_seqs: int, instead: Choice) -> Choice:
+        """A short draft of a model that the estimates speak against, once the time spent so is small again."""
+        choice = self.best_of_model(candidate, 1.0, min(limit, 2), num_seqs)
+        return self._if_affordable(choice, num_unfed * candidate.seconds_per_fed_token, instead)
+
+    def _if_affordable(self, choice: Choice, extra_s: float, instead: Choice) -> Choice:
+        """The choice, if what it takes beyond the other is within what trying may cost by now; else nothing."""
+        lost_s = extra_s + choice.seconds - instead.seconds
+        if choice.tokens_per_s <= instead.tokens_per_s or self._tried_s + lost_s > _CURIOSITY * self._planned_s:
+            return Choice(0, 0.0, 1.0)
+        self._tried_s += max(lost_s, 0.0)
+        return choice
+
+    def _best(self, confidences: list[float], seconds_per_token: float, num_seqs: int) -> Choice:
+        best, tokens, likely = self.plain(num_seqs), 1.0, 1.0
+        for n, confidence in enumerate(confidences, 1):
+            likely *= confidence
+            tokens += likely
+            choice = Choice(n, tokens, n * seconds_per_token + self._seconds(n, num_seqs))
+            if choice.tokens_per_s > best.tokens_per_s:
+                best = choice
+        return best
+
+    def _seconds(self, num_tokens: int, num_seqs: int) -> float:
+        """A sequence's share of verifying so many tokens for each."""
+        return self.costs.of(num_seqs * (num_tokens + 1)) / num_seqs
+
+
+def plan(target: Backend, texts: list[Proposer], chains: list[ChainProposer]) -> Planner:
+    """Planners for a target and for each of its draft models, cheapest first: each may draft with those before it."""
+    models: list[tuple[ChainProposer, Costs]] = []
+    for chain in chains:
+        costs = find_costs(chain.context.backend)
+        chain.inner = Planner(costs, texts, list(models), serves=False)
+        models.append((chain, costs))
+    return Planner(find_costs(target), texts, models)
