@@ -51,7 +51,7 @@ def test_a_program_that_does_not_answer_is_an_error_that_quotes_it(code, message
 
 
 def test_a_program_that_is_not_there_is_an_error():
-    with pytest.raises(start.ProgramError, match="(?s)nowhere did not run: .*No such file"):
+    with pytest.raises(start.ProgramError, match=r"(?s)nowhere did not run: .*No such file"):
         start.start(["nowhere"], "", 1, 1)
 
 
