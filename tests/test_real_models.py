@@ -41,7 +41,7 @@ def checkpoint(recipe: Recipe) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def plain_and_ngram(checkpoint: Checkpoint) -> Iterator[tuple[LLM, LLM]]:
-    with LLM(checkpoint, threads=2) as plain, LLM(checkpoint, "ngram", threads=1) as ngram:
+    with LLM(checkpoint, "none", threads=2) as plain, LLM(checkpoint, "ngram", threads=1) as ngram:
         yield plain, ngram
 
 
