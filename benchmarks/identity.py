@@ -30,7 +30,6 @@ ARMS = (
     ("plain, 2 threads, 8 at once, prefill in chunks of 7", "none", 2, 7, 8),
     ("suffix:tree, 2 threads, 8 at once", "suffix:tree", 2, 256, 8),
     ("auto, 2 threads, one at a time", "auto", 2, 256, 1),
-    ("suffix under the model without 4 layers, 2 threads, 8 at once", "suffix,skip:4", 2, 256, 8),
 )
 
 
