@@ -1,11 +1,10 @@
 """Naive twins and exact enumeration: what the fast code is held against.
 
-A toy model whose every logit is known, a toy tokenizer, plain decoding written the slow way, exact rational
-enumeration of everything a program does with uniform draws, and a chi-square threshold.
+A toy model whose every logit is known, a toy tokenizer, plain decoding written the slow way, and exact
+rational enumeration of everything a program does with uniform draws.
 """
 
 import codecs
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from fractions import Fraction
@@ -273,24 +272,3 @@ def enumerate_exactly(program: Callable[[ExactRng], Hashable]) -> dict[Any, Frac
 def total_variation(first: dict[Any, Any], second: dict[Any, Any]) -> Any:
     """Half the summed difference of two distributions."""
     return sum(abs(first.get(key, 0) - second.get(key, 0)) for key in first.keys() | second.keys()) / 2
-
-
-def chi_square(counts: dict[Any, int], probs: dict[Any, float]) -> tuple[float, float]:
-    """Pearson's statistic of counts against probabilities, and the value it exceeds once in a million if they are right.
-
-    Cells with fewer than five expected are pooled; an outcome of probability 0 makes the statistic infinite.
-    The threshold is Wilson and Hilferty's cube-root approximation (1931).
-    """
-    total = sum(counts.values())
-    if any(key not in probs for key in counts):
-        return math.inf, 0.0
-    large = [key for key, prob in probs.items() if prob * total >= 5]
-    cells = [(counts.get(key, 0), probs[key] * total) for key in large]
-    rest = 1 - sum(probs[key] for key in large)
-    if rest * total >= 5:
-        cells.append((total - sum(count for count, _ in cells), rest * total))
-    degrees = len(cells) - 1
-    assert degrees > 0, "a chi-square needs at least two cells"
-    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
-    share = 2 / (9 * degrees)
-    return statistic, degrees * (1 - share + 4.753 * math.sqrt(share)) ** 3  # 4.753: the normal quantile of 1 - 1e-6

@@ -33,6 +33,7 @@ from cpuspec.cli.console import size
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
+from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
 from cpuspec.spec.levels import MODELS, SOURCES
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -293,6 +294,49 @@ def test_a_model_without_a_template_asks_for_raw(tmp_path: Path) -> None:
     chat = run("chat", "-m", str(directory), "--backend", "numpy")
     assert chat.exit_code == 1
     assert "--raw" in chat.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------------- certify
+
+
+def test_a_certificate_says_what_was_tested_and_how(model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "one two one two"}\n{"text": "three"}\n', "utf-8")
+    options = ("--draft", "ngram", "--prompts", f"{prompts}:text:2", "--tokens", "8", "--samples", "60", "--backend", "numpy")
+    result = run("certify", model, *options, "--threads", "1", "--json")
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert shown["passed"]
+    assert shown["control_rejected"]
+    assert (shown["greedy"]["num_prompts"], shown["greedy"]["num_tokens"], shown["spec"]) == (2, 16, "ngram")
+    assert [file["sha256"] for file in shown["files"]] == [hashlib.sha256(Path(model).read_bytes()).hexdigest()]
+    assert "smallest p-value" in result.stderr
+
+
+def test_a_refused_certificate_exits_with_1(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = Greedy(
+        2, 16, (Arm("ngram", 1, 1, num_identical=1, first_differences={0: 3}, num_draft_tokens=0, num_accepted_tokens=0),)
+    )
+    sampled = Sampled(60, 1e-5, (Comparison(1.0, "token 1", 99.0, 3, 1e-9),), 5, 4)
+    monkeypatch.setattr("cpuspec.cli.app.certify_drafts", lambda *_, **__: Certificate("ngram", 1, greedy, sampled, sampled))
+    result = run("certify", model, "--draft", "ngram", "--backend", "numpy")
+    assert result.exit_code == 1
+    for wanted in ("NOT CERTIFIED", "1 of 2 prompts", "NOTHING WAS DRAFTED", "DOES NOT FOLLOW", "A LIE IS NOT SEEN"):
+        assert wanted in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--draft", "none"), "--draft"),
+        (("--draft", "ngram", "--prompts", "x"), "FILE:FIELD:COUNT"),
+        (("--draft", "ngram", "--samples", "3"), "50"),
+    ],
+)
+def test_nothing_is_certified_that_proves_nothing(model: str, options: tuple[str, ...], wanted: str) -> None:
+    result = run("certify", model, *options)
+    assert result.exit_code in (1, 2)
+    assert wanted in result.stderr
 
 
 # --------------------------------------------------------------------------------------------------------------------- errors

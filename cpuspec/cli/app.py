@@ -18,12 +18,16 @@ from cpuspec.checkpoints.download import fetch, is_fetched, resolve_model
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe, model_and_spec
 from cpuspec.cli import options
 from cpuspec.cli.bench import OUTPUTS, describe_run
+from cpuspec.cli.certificate import describe_certificate, show_certificate
 from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, busy, emit, exit_codes, note, size
 from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models
-from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
+from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS
+from cpuspec.evaluate.certify import certify as certify_drafts
+from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.evaluate.speed import Plan, measure_speed
 from cpuspec.spec.levels import draft_models
 
@@ -355,6 +359,48 @@ def bench(
 
 @app.command()
 @exit_codes()
+def certify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
+    *,
+    draft: options.Draft = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE:FIELD:N",
+            help="Greedy answers to a field of the first N lines of a JSON-lines file, :chat after it for conversations; "
+            "by default to some prompts of its own.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=1, help="Tokens of each greedy answer.")] = 128,
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=MIN_SAMPLES, help="Sampled answers at each of three temperatures.")
+    ] = NUM_SAMPLES,
+    backend: options.Backend = "numba",
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Test that drafts change no answer: greedy token ids, and the distribution of sampled ones. Exit code 1 if they do.
+
+    The distribution is tested by chi-square, which must also reject a proposer that lies.
+    """
+    questions = PROMPTS if prompts is None else read_prompts(options.checked_text(prompts, "--prompts")).prompts
+    checkpoint, spec = _open_with_drafts(model, draft)
+    if not spec.levels:
+        raise typer.BadParameter("there is no draft to certify; name one with --draft, as --draft ngram")
+    _announce_compiling(backend)
+    found = certify_drafts(checkpoint, spec, questions, tokens, samples, backend=backend, threads=threads, on_progress=note)
+    report = describe_certificate(model, checkpoint, backend, found)
+    if as_json:
+        _emit_json(report)
+    else:
+        show_certificate(report)
+    if not found.passed:
+        raise typer.Exit(ERROR)
+
+
+@app.command()
+@exit_codes()
 def info(as_json: options.Json = False) -> None:
     """Show what cpuspec makes of this machine: processor, kernels chosen for it, memory, versions, caches."""
     with busy("measuring this machine's memory bandwidth"):
@@ -374,12 +420,18 @@ def _fetched(model: str) -> Path:
         return resolve_model(model, progress)
 
 
-@contextmanager
-def _load(model: str, draft: str | None, backend: str, threads: int | None, context_length: int | None) -> "Iterator[LLM]":
+def _open_with_drafts(model: str, draft: str | None) -> tuple[Checkpoint, SpecConfig]:
+    """The target that a model's or chain's name stands for, and how to draft for it; draft models are fetched."""
     target, spec = model_and_spec(options.checked_text(model, "MODEL"), draft)
     checkpoint = _open(target)
     for name in draft_models(spec):
         _fetched(name)
+    return checkpoint, spec
+
+
+@contextmanager
+def _load(model: str, draft: str | None, backend: str, threads: int | None, context_length: int | None) -> "Iterator[LLM]":
+    checkpoint, spec = _open_with_drafts(model, draft)
     with _loading(model, backend):
         from cpuspec.engine.llm import LLM
 
@@ -392,12 +444,16 @@ def _load(model: str, draft: str | None, backend: str, threads: int | None, cont
 def _loading(model: str, backend: str) -> Iterator[None]:
     """Say that a model is being loaded, and why that takes longer the first time."""
     with busy(f"loading {model}"):
-        if backend == "numba":
-            from cpuspec import kernels
-
-            if not kernels.compiled_before():
-                note("compiling kernels for this processor: some seconds, on the first run only")
+        _announce_compiling(backend)
         yield
+
+
+def _announce_compiling(backend: str) -> None:
+    if backend == "numba":
+        from cpuspec import kernels
+
+        if not kernels.compiled_before():
+            note("compiling kernels for this processor: some seconds, on the first run only")
 
 
 def _emit_json(value: object) -> None:

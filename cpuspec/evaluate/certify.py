@@ -1,0 +1,348 @@
+"""Certificates: drafts leave a model's greedy token ids as they are, and its sampled tokens as likely as they are.
+
+The greedy part compares ids with plain decoding. The sampled part compares frequencies of the first tokens of many answers with the
+probabilities that the plain model's own rows give to every such beginning. What it could not see, it cannot certify: the same test
+is run on a proposer that lies about its rows, and must reject it.
+"""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+
+from cpuspec.backends import Backend, make_backend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
+from cpuspec.engine.engine import Engine
+from cpuspec.engine.llm import LLM
+from cpuspec.environment import usable_cores
+from cpuspec.errors import ConfigError
+from cpuspec.evaluate.prompts import Prompt, prompt_ids
+from cpuspec.evaluate.quality import logits_of
+from cpuspec.evaluate.statistics import chi_square
+from cpuspec.metrics import RequestStats
+from cpuspec.model.batch import F32
+from cpuspec.sampling import TokenHistory, distribution
+from cpuspec.sequence import Sequence as Tokens
+from cpuspec.sequence import shared_prefix
+from cpuspec.spec.context import Context
+from cpuspec.spec.draft import Draft
+from cpuspec.spec.proposer import NullProposer
+from cpuspec.tokenizer import make_tokenizer
+
+PROMPTS: tuple[Prompt, ...] = (
+    "The cat sat on the mat. The dog sat on the rug. The bird sat on the",
+    "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
+    "Monday: rain, Tuesday: sun, Wednesday: rain, Thursday: sun, Friday:",
+    "The history of the lighthouse begins in",
+    '{"name": "Ada", "born": 1815}\n{"name": "Alan", "born": 1912}\n{"name": "Grace", "born":',
+    "Question: What is the capital of France?\nAnswer:",
+)
+
+# Its beginning comes back, so that there is something to look up, and goes on in several ways.
+_SAMPLED_PROMPT = "red blue red green red blue green red blue red green blue red green red blue"
+TEMPERATURES = (0.6, 1.0, 1.5)
+_TOP_K = 4  # with _LENGTH, few enough beginnings for each to be seen often
+_LENGTH = 3
+_TOKENS_AFTER = 4  # so that drafts are not shorter than usual
+_AT_ONCE = 8
+
+# How often a true certificate may be refused by chance; all tests of the sampled part share it.
+FALSE_ALARM = 1e-4
+
+NUM_SAMPLES, MIN_SAMPLES = 300, 50  # at each temperature
+
+_PARTS = {f"tokens 1 to {_LENGTH}": slice(_LENGTH), **{f"token {i + 1}": slice(i, i + 1) for i in range(_LENGTH)}}
+
+OnProgress = Callable[[str], None]
+Path = tuple[int, ...]  # the first tokens of an answer
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of generating the greedy answers, and what came of it. first_differences: position in the answer, by prompt."""
+
+    spec: str
+    threads: int
+    at_once: int
+    num_identical: int
+    first_differences: Mapping[int, int]
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Greedy ids with drafts beside those of plain decoding."""
+
+    num_prompts: int
+    num_tokens: int
+    arms: tuple[Arm, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every answer of every arm is the plain one."""
+        return all(arm.num_identical == self.num_prompts for arm in self.arms)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Chi-square of one thing that was counted. what: "token 2", or "tokens 1 to 3" for whole beginnings."""
+
+    temperature: float
+    what: str
+    statistic: float
+    degrees: int
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Frequencies of sampled tokens beside the target's probabilities. level: p-values below it reject (Bonferroni)."""
+
+    num_samples: int  # at each temperature
+    level: float
+    comparisons: tuple[Comparison, ...]
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing rejects."""
+        return not self.rejected_at()
+
+    def rejected_at(self) -> set[float]:
+        """The temperatures at which something rejects."""
+        return {one.temperature for one in self.comparisons if one.p_value < self.level}
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was found. control: the sampled part for a proposer that lies."""
+
+    spec: str
+    threads: int
+    greedy: Greedy
+    sampled: Sampled
+    control: Sampled
+
+    @property
+    def control_rejected(self) -> bool:
+        """Whether the lie was seen at every temperature."""
+        return self.control.rejected_at() == set(TEMPERATURES)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the drafts change nothing, as far as tests see that see a lie."""
+        return self.greedy.passed and self.sampled.passed and self.control_rejected
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure and every verdict under its name."""
+        verdicts = {"passed": self.passed, "control_rejected": self.control_rejected}
+        parts = {
+            name: {"passed": part.passed} | asdict(part) for name, part in (("greedy", self.greedy), ("sampled", self.sampled))
+        }
+        return verdicts | {"spec": self.spec, "threads": self.threads} | parts | {"control": asdict(self.control)}
+
+
+Answer = tuple[list[int], RequestStats]
+Answering = Callable[[list[SamplingParams]], list[Answer]]  # one answer to the same prompt for each
+
+
+def certify(
+    checkpoint: Checkpoint,
+    spec: SpecConfig,
+    prompts: Sequence[Prompt] = PROMPTS,
+    max_tokens: int = 128,
+    num_samples: int = NUM_SAMPLES,
+    *,
+    backend: str = "numba",
+    threads: int | None = None,
+    on_progress: OnProgress = lambda text: None,
+) -> Certificate:
+    """Test that drafting with `spec` changes nothing: greedy answers to `prompts`, `num_samples` sampled ones a temperature.
+
+    Raises ConfigError for numbers that prove nothing, and what making an LLM raises.
+    """
+    if num_samples < MIN_SAMPLES:
+        raise ConfigError(f"frequencies of {num_samples} samples prove nothing; wanted at least {MIN_SAMPLES}")
+    threads = threads or usable_cores()
+    greedy = check_greedy(checkpoint, spec, prompts, max_tokens, backend, threads, on_progress)
+    tokenizer = make_tokenizer(checkpoint)
+    prompt = prompt_ids(tokenizer, _SAMPLED_PROMPT)
+    room = _room(checkpoint, len(prompt) + _LENGTH + _TOKENS_AFTER)
+    plain = make_backend(backend, checkpoint, EngineConfig(_AT_ONCE, room, threads=threads))
+    try:
+        rows = plain_rows(plain, prompt)
+        liar = Liar(plain.config.vocab_size, {path: _likeliest(row) for path, row in rows.items()})
+        context = Context(plain, _AT_ONCE, room)
+        control = check_sampled(lambda each: _answers(Engine(context, liar, tokenizer), prompt, each), rows, num_samples)
+    finally:
+        plain.close()
+    verdict = "is seen" if control.rejected_at() == set(TEMPERATURES) else "IS NOT SEEN: the test is too weak"
+    on_progress(f"a proposer that lies about its rows {verdict}")
+    with LLM(checkpoint, spec, backend, threads, context_length=room, max_sequences=_AT_ONCE) as llm:
+
+        def answering(each: list[SamplingParams]) -> list[Answer]:
+            return [(one.token_ids, one.stats) for one in llm.generate([prompt] * len(each), each)]
+
+        sampled = check_sampled(answering, rows, num_samples, on_progress)
+    return Certificate(str(spec), threads, greedy, sampled, control)
+
+
+def check_greedy(
+    checkpoint: Checkpoint,
+    spec: SpecConfig,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    backend: str,
+    threads: int,
+    on_progress: OnProgress = lambda text: None,
+) -> Greedy:
+    """Greedy answers with drafts, by one thread and by `threads`, one at a time and several at once, beside plain ones.
+
+    Every answer has `max_tokens` tokens, whatever ends there are in it.
+    """
+    tokenizer, params = make_tokenizer(checkpoint), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    questions = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    room = _room(checkpoint, max(map(len, questions)) + max_tokens)
+    with LLM(checkpoint, SpecConfig(), backend, threads, context_length=room, max_sequences=1) as llm:
+        plain = [answer.token_ids for answer in llm.generate(questions, params)]
+    num_tokens = sum(map(len, plain))
+    on_progress(f"greedy, plain: {num_tokens} tokens of {len(plain)} prompts")
+    arms = []
+    for num_threads in sorted({1, threads}):
+        with LLM(checkpoint, spec, backend, num_threads, context_length=room, max_sequences=_AT_ONCE) as llm:
+            for at_once in (1, _AT_ONCE):
+                answers = [
+                    answer
+                    for start in range(0, len(questions), at_once)
+                    for answer in llm.generate(questions[start : start + at_once], params)
+                ]
+                differ = {
+                    i: shared_prefix(ids, answer.token_ids)
+                    for i, (ids, answer) in enumerate(zip(plain, answers, strict=True))
+                    if ids != answer.token_ids
+                }
+                drafted, accepted = _drafts(answer.stats for answer in answers)
+                arms.append(Arm(str(spec), num_threads, at_once, len(plain) - len(differ), differ, drafted, accepted))
+                how = f"{num_threads} thread{'s' * (num_threads > 1)}, {'one' if at_once == 1 else at_once} at a time"
+                on_progress(f"greedy, {spec}, {how}: {arms[-1].num_identical} of {len(plain)} prompts identical")
+    return Greedy(len(plain), num_tokens, tuple(arms))
+
+
+def plain_rows(backend: Backend, prompt: list[int]) -> dict[Path, F32]:
+    """The model's logits [V] after the prompt and after each beginning of an answer that can be sampled, from scratch."""
+    rows: dict[Path, F32] = {}
+    beginnings: list[Path] = [()]
+    for _ in range(_LENGTH):
+        for path in beginnings:
+            *_, last = logits_of(backend, [*prompt, *path], backend.max_rows)
+            rows[path] = last[-1].copy()
+        beginnings = [(*path, token) for path in beginnings for token in _likeliest(rows[path])]
+    return rows
+
+
+def check_sampled(
+    answering: Answering, rows: Mapping[Path, F32], num_samples: int, on_progress: OnProgress = lambda text: None
+) -> Sampled:
+    """Compare answers at each temperature with what `rows` (of `plain_rows`) says of them."""
+    level = FALSE_ALARM / (len(TEMPERATURES) * (_LENGTH + 1))
+    comparisons, stats = [], []
+    for temperature in TEMPERATURES:
+        settings = {"temperature": temperature, "top_k": _TOP_K, "max_tokens": _LENGTH + _TOKENS_AFTER, "ignore_eos": True}
+        answers = answering([SamplingParams(**settings, seed=seed) for seed in range(num_samples)])  # type: ignore[arg-type]
+        stats += [one for _, one in answers]
+        counts = Counter(tuple(ids[:_LENGTH]) for ids, _ in answers)
+        probs = _beginnings(rows, SamplingParams(**settings))  # type: ignore[arg-type]
+        for what, part in _PARTS.items():
+            seen: Counter[Path] = Counter()
+            expected: dict[Path, float] = defaultdict(float)
+            for path, count in counts.items():
+                seen[path[part]] += count
+            for path, prob in probs.items():
+                expected[path[part]] += prob
+            comparisons.append(Comparison(temperature, what, *chi_square(seen, expected)))
+        p_value = min(one.p_value for one in comparisons[-len(_PARTS) :])
+        on_progress(f"sampled at temperature {temperature:g}: {num_samples} answers, smallest p-value {p_value:.3g}")
+    return Sampled(num_samples, level, tuple(comparisons), *_drafts(stats))
+
+
+class Liar(NullProposer):
+    """Draws each token evenly from a few likely ones and declares that it drew from the whole vocabulary.
+
+    likely: by what was generated so far. Verified honestly, its tokens would be accepted seldom; so, they are nearly always.
+    """
+
+    name = "liar"
+
+    def __init__(self, vocab_size: int, likely: Mapping[Path, list[int]]) -> None:
+        self._declared = np.full(vocab_size, 1 / vocab_size)
+        self._likely = likely
+
+    def propose(self, seqs: list[Tokens], limits: list[int]) -> list[Draft]:
+        """Up to `limits[i]` tokens for each sequence, while something is known about it."""
+        drafts = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            path, known = tuple(seq.output), seq.num_output_tokens
+            while len(path) - known < limit and path in self._likely:
+                tokens = self._likely[path]
+                path = (*path, tokens[int(seq.rng.random() * len(tokens))])
+            drafted = path[known:]
+            drafts.append(Draft.chain(drafted, self.name, (self._declared,) * len(drafted)))
+        return drafts
+
+
+def file_identity(path: FilePath) -> list[dict[str, Any]]:
+    """Name, bytes and sha256 of a model's file, or of each file with weights or settings in its directory."""
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    found = []
+    for file in files:
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        found.append({"name": file.name, "bytes": file.stat().st_size, "sha256": digest})
+    return found
+
+
+def _beginnings(rows: Mapping[Path, F32], params: SamplingParams) -> dict[Path, float]:
+    """The probability of every beginning of _LENGTH tokens."""
+    probs: dict[Path, float] = {(): 1.0}
+    for _ in range(_LENGTH):
+        longer: dict[Path, float] = {}
+        for path, prob in probs.items():
+            row = distribution(rows[path], params, TokenHistory([]))
+            longer |= {(*path, int(token)): prob * float(row[token]) for token in np.flatnonzero(row)}
+        probs = longer
+    return probs
+
+
+def _likeliest(row: F32) -> list[int]:
+    """The tokens that top-k leaves, ties to the lower id as there."""
+    return np.argsort(-row, kind="stable")[:_TOP_K].tolist()
+
+
+def _answers(engine: Engine, prompt: list[int], each: list[SamplingParams]) -> list[Answer]:
+    ids = [engine.add_request(prompt, params) for params in each]
+    tokens: dict[int, list[int]] = defaultdict(list)
+    stats: dict[int, RequestStats] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+            if output.stats:
+                stats[output.request_id] = output.stats
+    return [(tokens[one], stats[one]) for one in ids]
+
+
+def _drafts(stats: Iterable[RequestStats]) -> tuple[int, int]:
+    """Tokens drafted and accepted, of all levels."""
+    levels = [level for one in stats for level in one.levels.values()]
+    return sum(level.num_draft_tokens for level in levels), sum(level.num_accepted_tokens for level in levels)
+
+
+def _room(checkpoint: Checkpoint, num_tokens: int) -> int:
+    """A context for so many tokens, or the longest that the model has."""
+    return min(num_tokens, checkpoint.config.context_length)

@@ -1,0 +1,108 @@
+"""Prompts for measurements: fields of JSON-lines files, raw or in chat form; passages to summarize and quote; random words."""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_lowercase
+
+from cpuspec.errors import ConfigError
+from cpuspec.tokenizer import Tokenizer
+
+Prompt = str | list[dict[str, str]]  # a raw text, or a conversation
+
+# What the user of a conversation says, with the field's text in the braces.
+CHAT_FORMS: Mapping[str, str] = {
+    "chat": "{}",
+    "complete": "Complete this function. Answer with the whole function.\n\n```python\n{}\n```",
+}
+_QUOTE = "Summarize this passage in two sentences. Then quote it word for word.\n\n{}"
+_PASSAGE_CHARACTERS = range(400, 1200)
+_WORDS_IN_A_PROMPT = 60
+_SHAPE = f"wanted FILE:FIELD:COUNT, and for conversations :{' or :'.join(CHAT_FORMS)} after it"
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts that are measured together."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+
+
+def read_prompts(text: str) -> PromptSet:
+    """The prompts that FILE:FIELD:COUNT names: a field of the first lines of a JSON-lines file (of a list, its first text).
+
+    They are raw, or with one of CHAT_FORMS at the end (FILE:FIELD:COUNT:chat) what a user says. Raises ConfigError.
+    """
+    file, _, form = text.rpartition(":")
+    if form not in CHAT_FORMS:
+        file, form = text, ""
+    path, field, count = [*file.rsplit(":", 2), "", ""][:3]
+    number = _count(count, text, _SHAPE)
+    lines = [line for line in _read(Path(path)).splitlines() if line.strip()]
+    if len(lines) < number:
+        raise ConfigError(f"{path} has {len(lines)} lines, and {text!r} asks for {number}")
+    texts = [_field(line, field, f"{path}, line {i}") for i, line in enumerate(lines[:number], 1)]
+    name = ":".join([Path(path).stem, *([form] if form else [])])
+    return PromptSet(name, tuple(_said(CHAT_FORMS[form], one) if form else one for one in texts))
+
+
+def read_quotes(text: str) -> PromptSet:
+    """Passages of a text file, given as FILE:COUNT, to be summarized and quoted: its first paragraphs of a fair length."""
+    path, _, count = text.rpartition(":")
+    number = _count(count, text, "wanted FILE:COUNT")
+    paragraphs = [line.strip() for line in _read(Path(path)).splitlines()]
+    passages = [paragraph for paragraph in paragraphs if len(paragraph) in _PASSAGE_CHARACTERS]
+    if len(passages) < number:
+        raise ConfigError(f"{path} has {len(passages)} paragraphs of a fair length, and {text!r} asks for {number}")
+    return PromptSet(f"{Path(path).stem}:quote", tuple(_said(_QUOTE, passage) for passage in passages[:number]))
+
+
+def random_words(count: int, seed: int = 0) -> PromptSet:
+    """Prompts of random letters, in which nothing can be looked up."""
+    rng = random.Random(seed)
+
+    def word() -> str:
+        return "".join(rng.choices(ascii_lowercase, k=rng.randint(3, 9)))
+
+    return PromptSet("random words", tuple(" ".join(word() for _ in range(_WORDS_IN_A_PROMPT)) for _ in range(count)))
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt, as the model wants to be asked."""
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+
+
+def _said(form: str, text: str) -> Prompt:
+    return [{"role": "user", "content": form.replace("{}", text)}]
+
+
+def _count(count: str, text: str, wanted: str) -> int:
+    if not (count.isascii() and count.isdigit() and 0 < len(count) < 7 and int(count)):
+        raise ConfigError(f"cannot read the prompts {text!r}; {wanted}")
+    return int(count)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"prompts {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"prompts {path} are not UTF-8 text") from None
+
+
+def _field(line: str, field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    value = record.get(field) if isinstance(record, dict) else None
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not (isinstance(value, str) and value):
+        have = ", ".join(record) if isinstance(record, dict) else "no object"
+        raise ConfigError(f"{where}: wanted a text in the field {field!r}, got {have}")
+    return value

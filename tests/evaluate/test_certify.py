@@ -1,0 +1,119 @@
+"""A certificate is given to drafts that change nothing, and to no others; and it is not given blindly."""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+
+from cpuspec import LLM
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
+from cpuspec.engine.engine import Engine
+from cpuspec.errors import ConfigError
+from cpuspec.evaluate import certify as module
+from cpuspec.evaluate.certify import TEMPERATURES, certify, check_greedy, check_sampled, file_identity, plain_rows
+from cpuspec.spec.context import Context
+from cpuspec.spec.proposer import NullProposer
+from cpuspec.tokenizer import make_tokenizer
+from tests.oracles import SampledProposer
+from tools.make_tiny_model import make_tiny_gguf
+
+VOCAB = 384
+NGRAM = SpecConfig.parse("ngram")
+PROMPT = [5, 9, 7, 5, 9, 8, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+    return open_checkpoint(make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", vocab_size=VOCAB, **small))
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint):
+    return make_backend("numpy", checkpoint, EngineConfig(8, 64))
+
+
+@pytest.fixture(scope="module")
+def rows(plain):
+    return plain_rows(plain, PROMPT)
+
+
+@pytest.fixture(scope="module")
+def certificate(checkpoint):
+    return certify(checkpoint, NGRAM, max_tokens=12, num_samples=60, backend="numpy", threads=1)
+
+
+def sampled(checkpoint, plain, rows, proposer, num_samples=64):
+    engine = Engine(Context(plain, 8, 64), proposer, make_tokenizer(checkpoint))
+    return check_sampled(lambda each: module._answers(engine, PROMPT, each), rows, num_samples)
+
+
+def test_drafts_that_change_nothing_are_certified_by_a_test_that_sees_a_lie(certificate):
+    assert certificate.passed
+    assert certificate.control_rejected
+    assert not certificate.control.passed
+    assert {arm.at_once for arm in certificate.greedy.arms} == {1, 8}
+    assert all(arm.num_draft_tokens for arm in certificate.greedy.arms)
+    assert certificate.sampled.num_draft_tokens > 0
+    assert len(certificate.sampled.comparisons) == 4 * len(TEMPERATURES)
+
+
+def test_each_part_alone_can_refuse_a_certificate(certificate):
+    arm = dataclasses.replace(certificate.greedy.arms[0], num_identical=0)
+    greedy = dataclasses.replace(certificate.greedy, arms=(*certificate.greedy.arms, arm))
+    assert not dataclasses.replace(certificate, greedy=greedy).passed
+    assert not dataclasses.replace(certificate, sampled=certificate.control).passed
+    assert not dataclasses.replace(certificate, control=certificate.sampled).passed
+
+
+def test_a_token_that_drafts_changed_is_found(checkpoint, monkeypatch):
+    class Wrong(LLM):
+        def generate(self, prompts, params=None):
+            answers = super().generate(prompts, params)
+            if self.spec.levels:
+                answers[-1].token_ids[4] += 1
+            return answers
+
+    monkeypatch.setattr(module, "LLM", Wrong)
+    found = check_greedy(checkpoint, NGRAM, ["one", "two", "three"], 8, "numpy", 1)
+    assert not found.passed
+    assert [arm.first_differences for arm in found.arms] == [{0: 4, 1: 4, 2: 4}, {2: 4}]
+
+
+def test_the_expected_probabilities_are_those_of_every_beginning(plain, rows):
+    params = SamplingParams(temperature=1.0, top_k=4)
+    probs = module._beginnings(rows, params)
+    assert sum(probs.values()) == pytest.approx(1)
+    assert len(probs) == 4**3
+    path = max(probs, key=probs.__getitem__)
+    expected = 1.0
+    for i, token in enumerate(path):
+        weights = np.sort(np.exp(rows[path[:i]].astype(float)))[-4:]
+        expected *= np.exp(float(rows[path[:i]][token])) / weights.sum()
+    assert probs[path] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("honest", [NullProposer(), SampledProposer(VOCAB)], ids=["none", "sampled"])
+def test_honest_proposers_follow_the_distribution(checkpoint, plain, rows, honest):
+    assert sampled(checkpoint, plain, rows, honest).passed
+
+
+def test_a_liar_is_seen_at_every_temperature(checkpoint, plain, rows):
+    liar = module.Liar(VOCAB, {path: module._likeliest(row) for path, row in rows.items()})
+    found = sampled(checkpoint, plain, rows, liar)
+    assert found.rejected_at() == set(TEMPERATURES)
+    assert found.num_accepted_tokens > found.num_draft_tokens / 2
+
+
+def test_too_few_samples_are_refused(checkpoint):
+    with pytest.raises(ConfigError, match="at least 50"):
+        certify(checkpoint, NGRAM, num_samples=9)
+
+
+def test_a_model_is_known_by_its_bytes(checkpoint):
+    (file,) = file_identity(checkpoint.path)
+    assert file["sha256"] == hashlib.sha256(checkpoint.path.read_bytes()).hexdigest()
+    assert (file["name"], file["bytes"]) == ("tiny.gguf", checkpoint.path.stat().st_size)
