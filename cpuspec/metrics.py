@@ -1,6 +1,7 @@
 """Counters, latencies and rates, each defined once. With `evaluate.speed` and the benchmarks the only place that reads a clock."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -119,7 +120,7 @@ class RequestMeter:
         self._decode_bytes = 0
         self._num_new_tokens: list[int] = []  # of each step
         self._times_s: list[float] = []
-        self._levels: dict[str, LevelCounters] = {}
+        self._levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)
         self._arrival_s = perf_counter()
 
     def record_step(self, num_new_tokens: int, num_forwards: int, read_bytes: int) -> None:
@@ -131,7 +132,7 @@ class RequestMeter:
 
     def record_round(self, source: str, num_draft_tokens: int, num_accepted_tokens: int, num_positions: int) -> None:
         """Count one verification of a draft by `source`, as `LevelCounters.record` does."""
-        self._levels.setdefault(source, LevelCounters()).record(num_draft_tokens, num_accepted_tokens, num_positions)
+        self._levels[source].record(num_draft_tokens, num_accepted_tokens, num_positions)
 
     def stats(self) -> RequestStats:
         """The figures so far."""

@@ -115,8 +115,13 @@ def distribution(logits: F32, params: SamplingParams, history: TokenHistory, ahe
     return probs
 
 
-def argmax(logits: NDArray[Any]) -> Any:
-    """Id of the largest logit along the last axis, the lowest id on ties. Raises BackendError for NaN or infinite logits."""
+def argmax(logits: NDArray[Any], best: Sequence[int] | None = None) -> Any:
+    """Id of the largest logit along the last axis, the lowest id on ties. Raises BackendError for NaN or infinite logits.
+
+    best: the same ids, where whoever computed the logits has noted them already, with -1 for what is to raise.
+    """
+    if best is not None and min(best, default=0) >= 0:
+        return best
     ids = logits.argmax(axis=-1)
     if not np.isfinite(np.take_along_axis(logits, np.expand_dims(ids, -1), -1)).all():
         raise _not_finite(logits)

@@ -6,7 +6,7 @@ kernel is told has been checked here or by `ForwardBatch.check`; the kernels the
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,12 +19,21 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.packing import TILE, U8, PackedTensor, aligned_bytes
-from cpuspec.kernels import attention, encode, isa, linear, pointwise, simd, step
+from cpuspec.kernels import attention, embed, encode, isa, linear, pointwise, simd, step
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
 
 _SMALL = 768  # hidden size under which a model is small
+
+_CHAIN, _NOTHING = np.empty(0, np.int32), np.empty(0, np.int64)
+
+
+class _Storage(NamedTuple):
+    """A cache slot's memory."""
+
+    memory: U8
+    address: int
 
 
 class NumbaBackend:
@@ -50,6 +59,8 @@ class NumbaBackend:
         self.max_rows = engine.max_rows
         self.threads: int = share.threads if share else engine.threads or usable_cores()
         self._embed = checkpoint.tensors["embed"]
+        self._decoder = embed.row_decoder(self._embed.format.name)
+        self._logit_stride = 4 * _round_up(c.vocab_size, TILE)
         tensors = dict(checkpoint.tensors)
         if c.tied_embeddings:
             tensors["output"] = self._embed
@@ -67,7 +78,6 @@ class NumbaBackend:
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())
         self.shared_bytes = self.weight_bytes - sum(self._matrices[name].data.nbytes for name in new)
-        self._table = rope_table(c, np.arange(256))
         rows, heads, kv_heads = self.max_rows, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self._x = self._rows(c.hidden_size)
         self._q, self._k, self._v = self._rows(heads), self._rows(kv_heads), self._rows(kv_heads)
@@ -76,9 +86,16 @@ class NumbaBackend:
         # Whole blocks of rows, and whole vectors of the last block.
         groups = _round_up(rows, linear.ROWS) * _round_up(widest, TILE) // 32 + 1
         self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
-        self._cosines, self._sines = (np.empty((rows, c.head_dim // 2), np.float32) for _ in range(2))
-        self._scratch = aligned_bytes((0,))
+        self._placed = np.empty((4, rows), np.int64)
+        self._peaks, self._picked = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32), np.empty(linear.ROWS, np.int32)
+        self._paths, self._scratch, self._capacity = np.empty(0, np.int64), aligned_bytes((0,)), 0
+        self._all_rows = np.arange(rows, dtype=np.int32)
         self._program = step.Program(self._write_program())
+        state = self._program.state
+        state[[step.STORAGE, step.CACHE_INDEX, step.LENGTH, step.STRAIGHT]] = [_at(row) for row in self._placed]
+        state[step.PEAKS], state[step.PICKED] = _at(self._peaks), _at(self._picked)
+        self._rotations: tuple[F32, F32] = rope_table(c, np.arange(0))
+        self._provide_rotations(255)
         self._team: step.Team = share._team if share else step.Team(self.threads)
         self._owns_team = share is None
 
@@ -86,13 +103,17 @@ class NumbaBackend:
         """An empty cache for this model: f32 keys and values, in the order that `kernels.attention` reads."""
         size = sum(self._head_bytes(capacity)) * self.config.num_layers * self.config.num_kv_heads
 
-        def copy_rows(storage: U8, rows: I32, first: int) -> None:
-            keys, values = self._cached(storage, capacity)
+        def new_storage() -> _Storage:
+            memory = aligned_bytes((size,))
+            return _Storage(memory, _at(memory))
+
+        def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
+            keys, values = self._cached(storage.memory, capacity)
             to = np.arange(first, first + len(rows))
             keys[:, :, to // simd.LANES, :, to % simd.LANES] = keys[:, :, rows // simd.LANES, :, rows % simd.LANES]
             values[:, :, to] = values[:, :, rows]
 
-        return KVCache(num_slots, capacity, lambda: aligned_bytes((size,)), copy_rows, size // capacity)
+        return KVCache(num_slots, capacity, new_storage, copy_rows, size // capacity)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -100,40 +121,36 @@ class NumbaBackend:
         batch.check(c, cache, self.max_rows)
         if self._team.closed:
             raise BackendError("this backend, or the one that it shares threads with, is closed; make a new one")
-        rows = len(batch.tokens)
-        self._x[:rows, : c.hidden_size] = self._embed.rows(batch.tokens)
-        self._x[:rows, c.hidden_size :] = 0
-        self._take_rotations(batch.positions)
-        logit_rows = np.arange(rows) if batch.logit_rows is None else batch.logit_rows.astype(np.int64)
-        logits = np.empty((len(logit_rows), _round_up(c.vocab_size, TILE)), np.float32)
-        hidden = {layer: np.empty((rows, c.hidden_size), np.float32) for layer in batch.hidden_layers}
-        kept = np.zeros(c.num_layers, np.int64)
-        for layer, array in hidden.items():
-            kept[layer] = array.ctypes.data
-        places = _Places(batch, cache)
-
-        state = self._program.state
-        state[step.NUM_ROWS], state[step.NUM_LOGIT_ROWS] = rows, len(logit_rows)
-        addressed: tuple[tuple[int, NDArray[Any]], ...] = (
-            (step.LOGIT_ROWS, logit_rows),
-            (step.LOGITS, logits),
-            (step.COSINES, self._cosines),
-            (step.SINES, self._sines),
-            (step.STORAGE, places.storage),
-            (step.CACHE_INDEX, places.cache_index),
-            (step.LENGTH, places.length),
-            (step.STRAIGHT, places.straight),
-            (step.PATHS, places.paths),
-            (step.KEPT, kept),
-        )
-        for index, values in addressed:
-            state[index] = values.ctypes.data
-        state[step.PATH_LENGTH] = places.paths.shape[1]
-        state[step.KEY_BYTES], state[step.VALUE_BYTES] = self._head_bytes(cache.capacity)
+        if batch.parents is not None:
+            self._provide_paths(len(batch.tokens))
+        self._provide_rotations(max(batch.positions.tolist()))
         self._provide_scratch(cache.capacity)
+        if self._decoder is None:
+            self._x[: len(batch.tokens), : c.hidden_size] = self._embed.rows(batch.tokens)
+            self._x[: len(batch.tokens), c.hidden_size :] = 0
+        logit_rows = self._all_rows[: len(batch.tokens)] if batch.logit_rows is None else batch.logit_rows
+        logits = np.empty((len(logit_rows), self._logit_stride // 4), np.float32)
+        kept, hidden = _NOTHING, {}
+        if batch.hidden_layers:
+            kept = np.zeros(c.num_layers, np.int64)
+            hidden = {layer: np.empty((len(batch.tokens), c.hidden_size), np.float32) for layer in batch.hidden_layers}
+            kept[list(hidden)] = [_at(array) for array in hidden.values()]
+        step.enter(
+            self._program.state,
+            batch.tokens,
+            batch.positions,
+            _CHAIN if batch.parents is None else batch.parents,
+            logit_rows,
+            batch.q_start,
+            batch.slots,
+            cache.lengths,
+            np.array([cache.storage(slot).address for slot in batch.slots.tolist()], np.int64),
+            kept,
+            logits,
+        )
         self._team.run(self._program)
-        cache.lengths[batch.slots] += np.diff(batch.q_start)
-        return ForwardOutput(logits[:, : c.vocab_size], tuple(hidden[layer] for layer in batch.hidden_layers))
+        best = self._picked.tolist()[: len(logits)] if len(logits) <= len(self._picked) else None
+        return ForwardOutput(logits[:, : c.vocab_size], tuple(hidden[layer] for layer in batch.hidden_layers), best)
 
     def close(self) -> None:
         """End the threads, if they are this backend's own."""
@@ -162,24 +179,34 @@ class NumbaBackend:
         )
 
     def _provide_scratch(self, capacity: int) -> None:
+        """Tell of a cache's shape, and have room to work on it."""
+        if capacity == self._capacity:
+            return
         size = attention.scratch_bytes(self.config.head_dim, capacity)
         if size * self.threads > len(self._scratch):
             self._scratch = aligned_bytes((size * self.threads,))
         state = self._program.state
-        state[step.SCRATCH], state[step.SCRATCH_BYTES] = self._scratch.ctypes.data, size
+        state[step.SCRATCH], state[step.SCRATCH_BYTES] = _at(self._scratch), size
+        state[step.KEY_BYTES], state[step.VALUE_BYTES] = self._head_bytes(capacity)
+        self._capacity = capacity
 
-    def _take_rotations(self, positions: I32) -> None:
-        """Cosines and sines of the rows' positions, from a table that grows by doubling."""
-        last = int(positions.max())
-        if last >= len(self._table[0]):
-            self._table = rope_table(self.config, np.arange(2 * last))
-        for table, to in zip(self._table, (self._cosines, self._sines), strict=True):
-            np.take(table, positions, axis=0, out=to[: len(positions)], mode="clip")
+    def _provide_paths(self, rows: int) -> None:
+        """Room for the paths of tree rows: what is left of the prefix after whole vectors, and up to all rows."""
+        length = simd.LANES + rows
+        if rows * length > len(self._paths):
+            self._paths = np.empty(rows * length, np.int64)
+        self._program.state[step.PATHS], self._program.state[step.PATH_LENGTH] = _at(self._paths), length
+
+    def _provide_rotations(self, last: int) -> None:
+        """Cosines and sines of positions up to `last`, in a table that grows by doubling."""
+        if last >= len(self._rotations[0]):
+            cosines, sines = self._rotations = rope_table(self.config, np.arange(2 * last))
+            self._program.state[step.COSINES], self._program.state[step.SINES] = _at(cosines), _at(sines)
 
     def _write_program(self) -> NDArray[np.int64]:
         """The operations of one forward, in order."""
         c = self.config
-        ops = []
+        ops = self._embedding()
         for i in range(c.num_layers):
             layer = f"layers.{i}."
             ops += [
@@ -202,7 +229,28 @@ class NumbaBackend:
                 ),
             ]
         ops += self._linears([("output", None)], self._x, norm="norm")
+        ops.append(_row(step.FINISH, {step.F_TILES: len(self._matrices["output"].data), step.F_STRIDE: self._logit_stride}))
         return np.array(ops)
+
+    def _embedding(self) -> list[NDArray[np.int64]]:
+        """The rows of tokens, if there is a compiled decoder for their format."""
+        if self._decoder is None:
+            return []
+        format, features = self._embed.format, self.config.hidden_size
+        return [
+            _row(
+                step.EMBED,
+                {
+                    step.E_DECODER: self._decoder,
+                    step.E_DATA: _at(self._embed.data),
+                    step.E_ROW_BYTES: format.row_bytes(features),
+                    step.E_BLOCKS: features // format.block_size,
+                    step.E_FEATURES: features,
+                    step.E_OUT: _at(self._x),
+                    step.E_STRIDE: self._x.strides[0],
+                },
+            )
+        ]
 
     def _linears(
         self,
@@ -233,7 +281,7 @@ class NumbaBackend:
             step.P_F32: _at(self._inputs["f32"]) if "f32" in orders else 0,
             step.P_SELECT: logits,
         }
-        product = {step.L_TENSORS: len(matrices), step.L_SELECT: logits, step.L_FEATURES: features}
+        product = {step.L_TENSORS: len(matrices), step.L_VOCAB: self.config.vocab_size if logits else 0, step.L_FEATURES: features}
         for n, ((name, out), matrix, order) in enumerate(zip(outputs, matrices, orders, strict=True)):
             tensor = {
                 step.T_KERNEL: linear.linear_kernel(matrix.format.name, order),
@@ -245,7 +293,7 @@ class NumbaBackend:
                 step.T_BIAS: _at(self._vectors.get(name + "_bias")),
                 step.T_RESIDUAL: _at(out) if residual else 0,
                 step.T_OUT: _at(out),
-                step.T_STRIDE: out.strides[0] if out is not None else 4 * _round_up(self.config.vocab_size, TILE),
+                step.T_STRIDE: out.strides[0] if out is not None else self._logit_stride,
             }
             product |= {step.L_FIRST + n * step.TENSOR_COLUMNS + column: value for column, value in tensor.items()}
         return [_row(step.PREPARE, prepare), _row(step.LINEAR, product)]
@@ -295,39 +343,6 @@ class NumbaBackend:
                 step.A_LAYER: i,
             },
         )
-
-
-class _Places:
-    """Where each row of a batch goes in the cache, and what it attends to. Arrays are int64 [T], paths [T, length]."""
-
-    def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
-        counts = np.diff(batch.q_start)
-        prefix = np.repeat(cache.lengths[batch.slots].astype(np.int64), counts)
-        inside = np.arange(len(batch.tokens)) - np.repeat(batch.q_start[:-1], counts)
-        addresses = np.array([cache.storage(slot).ctypes.data for slot in batch.slots.tolist()], np.int64)
-        self.storage = np.repeat(addresses, counts)
-        self.cache_index = prefix + inside
-        self.length = self.straight = self.cache_index + 1
-        self.paths = np.zeros((len(batch.tokens), 0), np.int64)
-        if batch.parents is not None:
-            self._follow(batch.parents.tolist(), prefix)
-
-    def _follow(self, parents: list[int], prefix: NDArray[np.int64]) -> None:
-        """Tree rows: the prefix, then ancestors by depth. The last, partly filled block of the prefix is gathered with them."""
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        self.length = prefix + depths
-        # A row that sees all rows before it is a chain's, also in a tree.
-        self.straight = np.where(self.length == self.cache_index + 1, self.length, prefix // simd.LANES * simd.LANES)
-        self.paths = np.zeros((len(parents), int((self.length - self.straight).max())), np.int64)
-        for row in np.flatnonzero(self.straight < self.length).tolist():
-            path = self.paths[row, : self.length[row] - self.straight[row]]
-            path[: -depths[row]] = np.arange(self.straight[row], prefix[row])
-            at = row
-            for place in range(1, depths[row] + 1):
-                path[-place] = self.cache_index[at]
-                at = parents[at]
 
 
 def _row(operation: int, operands: dict[int, int]) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 The engine never learns how drafts are made or how a backend computes. Single-threaded: one caller at a time.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class Engine:
     """Runs requests over one target context with one proposer."""
 
     def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer) -> None:
-        self.levels: dict[str, LevelCounters] = {}  # totals over all requests, by proposer
+        self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)  # totals over all requests, by proposer
         self._context = context
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in levels_of(proposer))]
@@ -155,7 +156,7 @@ class Engine:
         request.meter.record_step(num_taken, num_forwards[0], read_bytes)
         for source, *counts in done.cycles:
             request.meter.record_round(source, *counts)
-            self.levels.setdefault(source, LevelCounters()).record(*counts)
+            self.levels[source].record(*counts)
 
     def _remove(self, request: _Request) -> None:
         self._scheduler.remove(request.seq)

@@ -153,6 +153,11 @@ _a, _i, _f = types.int64, types.int32, types.float32
 
 # Scalars at an address.
 peek_i64 = _operation((_a,), types.int64, lambda b, at: load(b, at, I64))
+peek_i32 = _operation((_a,), types.int64, lambda b, at: b.sext(load(b, at, I32), I64))
+peek_i8 = _operation((_a,), types.int64, lambda b, at: b.sext(load(b, at, I8), I64))
+peek_u8 = _operation((_a,), types.int64, lambda b, at: b.zext(load(b, at, I8), I64))
+peek_u16 = _operation((_a,), types.int64, lambda b, at: b.zext(load(b, at, I16), I64))
+peek_f16 = _operation((_a,), types.float32, lambda b, at: b.fpext(load(b, at, F16), F32))
 peek_f32 = _operation((_a,), types.float32, lambda b, at: load(b, at, F32))
 poke_i64 = _operation((_a, types.int64), types.int8, store)
 poke_i32 = _operation((_a, _i), types.int8, store)
@@ -170,6 +175,7 @@ inverse_or_zero = _operation(
     types.float32,
     lambda b, x: b.select(b.fcmp_ordered(">", x, ir.Constant(F32, 0.0)), b.fdiv(ir.Constant(F32, 1.0), x), ir.Constant(F32, 0.0)),
 )
+is_nan = _operation((_f,), types.boolean, lambda b, x: b.fcmp_unordered("uno", x, x))
 fma_f32 = _operation((_f, _f, _f), types.float32, lambda b, x, y, z: call(b, "llvm.fma.f32", F32, x, y, z))
 
 # Vectors at an address.
@@ -207,6 +213,14 @@ where_less = _operation(  # x < limit: the third, else the fourth
 )
 f16_bits = _operation((f32x16,), i32x16, lambda b, v: b.zext(b.bitcast(b.fptrunc(v, vector_of(F16)), vector_of(I16)), I32X16))
 rounded_to_f16 = _operation((f32x16,), f32x16, lambda b, v: b.fpext(b.fptrunc(v, vector_of(F16)), F32X16))
+
+
+def _first_equal(builder: Any, x: Any, y: Any) -> Any:
+    equal = builder.bitcast(builder.fcmp_ordered("==", x, y), I16)
+    return builder.zext(call(builder, "llvm.cttz.i16", I16, equal, ir.Constant(I1, 0)), I64)
+
+
+first_equal = _operation((f32x16, f32x16), types.int64, _first_equal)  # the first lane in which both are equal, 16 if none is
 
 
 def _first_lanes(builder: Any, values: Any, count: Any, other: Any) -> Any:

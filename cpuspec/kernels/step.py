@@ -32,39 +32,52 @@ from cpuspec.kernels.team import (
     publish,
 )
 
-PREPARE, LINEAR, ROTATE, ATTEND, KEEP = range(5)
+EMBED, PREPARE, LINEAR, ROTATE, ATTEND, KEEP, FINISH = range(7)
 
-# Per call, in the state block (index of an int64).
+# The state block (index of an int64). `enter` writes the first part for each call; addresses are of arrays that stay.
 (
     NUM_ROWS,
     NUM_LOGIT_ROWS,
-    LOGIT_ROWS,  # int64 rows to project
-    LOGITS,  # where their logits go
-    COSINES,  # [rows, D/2]
-    SINES,
-    STORAGE,  # int64 address of each row's cache slot
+    NUM_PICKED,  # rows of logits whose largest is looked for: all of a few, or none
+    NUM_SEQUENCES,
+    TOKENS,  # int32 [rows]
+    POSITIONS,  # int32 [rows]
+    LOGIT_ROWS,  # int32 rows to project
+    Q_START,  # int32 [sequences + 1]
+    SLOTS,  # int32 [sequences]
+    LENGTHS,  # int32 [slots]: how many tokens each cache slot holds; grows by the rows
+    LOGITS,  # where the logits go
+    KEPT,  # for each layer, where its output rows go, or 0; 0 where no layer is kept
+    STORAGE,  # int64 address of each row's cache slot; here `enter` writes rows
     CACHE_INDEX,  # int64 index in the cache at which each row is appended
     LENGTH,  # int64 number of positions each row attends to
     STRAIGHT,  # int64 first logical position of each row that `PATHS` places
     PATHS,  # int64 [rows, path length]
     PATH_LENGTH,
-    KEPT,  # for each layer, where its output rows go, or 0
+    COSINES,  # [positions, D/2]
+    SINES,
     KEY_BYTES,  # of one head of one layer in a cache slot
     VALUE_BYTES,
     SCRATCH,  # of all threads, one after another
     SCRATCH_BYTES,  # of one thread
+    PEAKS,  # f32 [ROWS, threads * CHUNKS]: the largest logit of each chunk of tiles
+    PICKED,  # int32 [ROWS]: the lowest id of a row's largest logit; -1 where that is no finite number
     STATE_LENGTH,
-) = range(18)
+) = range(27)
 
 # Operands, by operation. Column 0 is the operation. "_BITS" hold an f32 in their low half.
+E_DECODER, E_DATA, E_ROW_BYTES, E_BLOCKS, E_FEATURES, E_OUT, E_STRIDE = range(1, 8)
 P_KIND, P_ROWS, P_OTHER, P_STRIDE, P_WEIGHT, P_EPS_BITS, P_FEATURES, P_INT8, P_INT16, P_F32, P_SELECT = range(1, 12)
-L_TENSORS, L_SELECT, L_FEATURES, L_FIRST = 1, 2, 3, 4
+L_TENSORS, L_VOCAB, L_FEATURES, L_FIRST = 1, 2, 3, 4  # L_VOCAB: 0 unless these are the logits
 T_KERNEL, T_TILES, T_TILE_BYTES, T_NUM_TILES, T_INPUTS, T_ROW_BYTES, T_BIAS, T_RESIDUAL, T_OUT, T_STRIDE, TENSOR_COLUMNS = range(11)
 R_QUERIES, R_KEYS, R_VALUES, R_Q_STRIDE, R_K_STRIDE, R_V_STRIDE, R_Q_NORM, R_K_NORM, R_EPS_BITS, R_SCALE_BITS = range(1, 11)
 R_HEADS, R_KV_HEADS, R_DIMS, R_PADDED_DIMS, R_LAYER = range(11, 16)
 A_QUERIES, A_STRIDE, A_OUT, A_OUT_STRIDE, A_HEADS, A_KV_HEADS, A_DIMS, A_PADDED_DIMS, A_LAYER = range(1, 10)
 K_ROWS, K_STRIDE, K_LAYER, K_BYTES = range(1, 5)
+F_TILES, F_STRIDE = 1, 2
 COLUMNS = L_FIRST + 3 * TENSOR_COLUMNS
+
+CHUNKS = 16  # of tiles of one LINEAR for each thread, at most
 
 _INT8_BYTES, _INT16_BYTES = ORDERS["int8"], ORDERS["int16"]
 
@@ -80,10 +93,77 @@ def _call_linear(typingctx, address, a, b, c, d, e, f, g, h, i, j, k, m):
     return types.void(*[types.int64] * 13), codegen
 
 
+@intrinsic
+def _call_decoder(typingctx, address, data, blocks, out):
+    """Call a `row_decoder` by its address."""
+
+    def codegen(context, builder, sig, args):
+        simd.call_address(builder, args[0], args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
 @compiled
 def _take(counter, items, chunk):
     """The first item of the next chunk, or `items` when nothing is left."""
     return min(simd.fetch_add(counter, chunk), items)
+
+
+@compiled
+def enter(state, tokens, positions, parents, logit_rows, q_start, slots, lengths, storage, kept, logits):
+    """Write into the state block what a forward is about, where its rows go in the cache and what they attend to.
+
+    int32 arrays as in `ForwardBatch`, parents empty where every sequence is a chain; lengths of all cache slots; int64 addresses
+    of the sequences' slots and, for each layer, of where its rows are kept (empty for none); logits f32 [logit rows, stride].
+    """
+    state[NUM_ROWS], state[NUM_LOGIT_ROWS], state[NUM_SEQUENCES] = len(tokens), len(logit_rows), len(slots)
+    state[NUM_PICKED] = len(logit_rows) if len(logit_rows) <= ROWS else 0
+    state[TOKENS], state[POSITIONS], state[LOGIT_ROWS] = tokens.ctypes.data, positions.ctypes.data, logit_rows.ctypes.data
+    state[Q_START], state[SLOTS], state[LENGTHS] = q_start.ctypes.data, slots.ctypes.data, lengths.ctypes.data
+    state[LOGITS], state[KEPT] = logits.ctypes.data, kept.ctypes.data if len(kept) else 0
+    for b in range(len(slots)):
+        start, prefix = q_start[b], lengths[slots[b]]
+        for row in range(start, q_start[b + 1]):
+            depth = row - start + 1
+            if len(parents):
+                depth, node = 0, row
+                while node >= 0:
+                    depth, node = depth + 1, parents[node]
+            # A row that sees all rows before it is a chain's, also in a tree.
+            straight = prefix + depth if depth == row - start + 1 else prefix // simd.LANES * simd.LANES
+            simd.poke_i64(state[STORAGE] + 8 * row, storage[b])
+            simd.poke_i64(state[CACHE_INDEX] + 8 * row, prefix + row - start)
+            simd.poke_i64(state[LENGTH] + 8 * row, prefix + depth)
+            simd.poke_i64(state[STRAIGHT] + 8 * row, straight)
+            if straight < prefix + depth:
+                _write_path(state, row, parents, prefix - start, straight, prefix, prefix + depth)
+
+
+@compiled
+def _write_path(state, row, parents, offset, straight, prefix, length):
+    """Cache indices of a tree row's logical positions straight..length: the rest of the prefix, its ancestors by depth, itself."""
+    path = state[PATHS] + 8 * (row * state[PATH_LENGTH] - straight)
+    for index in range(straight, prefix):
+        simd.poke_i64(path + 8 * index, index)
+    node = row
+    for index in range(length - 1, prefix - 1, -1):
+        simd.poke_i64(path + 8 * index, node + offset)
+        node = parents[node]
+
+
+@compiled
+def _embed(op, state, counter):
+    """Rows of the embedding, padded with zeros."""
+    rows = state[NUM_ROWS]
+    while True:
+        row = _take(counter, rows, 1)
+        if row == rows:
+            return
+        token, out = simd.peek_i32(state[TOKENS] + 4 * row), op[E_OUT] + row * op[E_STRIDE]
+        _call_decoder(op[E_DECODER], op[E_DATA] + token * op[E_ROW_BYTES], op[E_BLOCKS], out)
+        for at in range(4 * op[E_FEATURES], op[E_STRIDE], 4):
+            simd.poke_f32(out + at, simd.to_float(0))
 
 
 @compiled
@@ -100,7 +180,7 @@ def _prepare(op, state, counter, threads):
         if item == rows * parts:
             return
         place, first = item // parts, item % parts * part
-        row = simd.peek_i64(state[LOGIT_ROWS] + 8 * place) if selected else place
+        row = simd.peek_i32(state[LOGIT_ROWS] + 4 * place) if selected else place
         source = op[P_ROWS] + row * op[P_STRIDE]
         block, block_rows = place // ROWS * ROWS, rows_of_block(place, rows)
         inputs = block * features // 32
@@ -115,23 +195,23 @@ def _prepare(op, state, counter, threads):
 @compiled
 def _linear(op, state, counter, threads):
     """Tiles of up to three matrices that read the same rows."""
-    selected = op[L_SELECT] != 0
-    rows = state[NUM_LOGIT_ROWS] if selected else state[NUM_ROWS]
+    vocab = op[L_VOCAB]
+    rows = state[NUM_LOGIT_ROWS] if vocab else state[NUM_ROWS]
     tensors = op[L_TENSORS]
     items = 0
     for t in range(tensors):
         items += op[L_FIRST + t * TENSOR_COLUMNS + T_NUM_TILES]
-    chunk = max(1, items // (threads * 8)) if threads > 1 else items
+    chunk = _chunk(items, threads)
     while True:
         first = _take(counter, items, chunk)
         if first == items:
             return
-        end = min(items, first + chunk)
+        start, end = first, min(items, first + chunk)
         for t in range(tensors):
             at = L_FIRST + t * TENSOR_COLUMNS
             tiles = op[at + T_NUM_TILES]
             if first < tiles and end > 0:
-                out = state[LOGITS] if selected else op[at + T_OUT]
+                out = state[LOGITS] if vocab else op[at + T_OUT]
                 _call_linear(
                     op[at + T_KERNEL],
                     op[at + T_TILES],
@@ -149,6 +229,73 @@ def _linear(op, state, counter, threads):
                 )
             first -= tiles
             end -= tiles
+        if vocab:
+            for row in range(state[NUM_PICKED]):
+                logits = state[LOGITS] + row * op[L_FIRST + T_STRIDE]
+                peak = _peak(logits, start, min(items, start + chunk), vocab)
+                simd.poke_f32(_peaks(state, row, threads) + 4 * (start // chunk), peak)
+
+
+@compiled
+def _chunk(tiles, threads):
+    """Tiles that a thread takes at a time, so that there are 8 to CHUNKS of them for each thread, or one."""
+    return max(1, tiles // (threads * 8)) if threads > 1 else tiles
+
+
+@compiled
+def _peaks(state, row, threads):
+    return state[PEAKS] + 4 * row * CHUNKS * threads
+
+
+@compiled
+def _peak(logits, first, end, vocab):
+    """The largest of a row's logits in some tiles; nan if there is one. Lanes beyond the vocabulary are not looked at."""
+    lowest = simd.splat_f32(-np.inf)
+    a, b, c, d = lowest, lowest, lowest, lowest
+    whole = min(end, vocab // simd.LANES)
+    tile = first
+    while tile + 4 <= whole:  # four at a time: each waits for the one before
+        at = logits + 64 * tile
+        a, b = simd.max_f32(a, simd.load_f32(at)), simd.max_f32(b, simd.load_f32(at + 64))
+        c, d = simd.max_f32(c, simd.load_f32(at + 128)), simd.max_f32(d, simd.load_f32(at + 192))
+        tile += 4
+    while tile < end:
+        x = simd.first_lanes(simd.load_f32(logits + 64 * tile), simd.int32(vocab - simd.LANES * tile), lowest)
+        a = simd.max_f32(a, x)
+        tile += 1
+    return simd.max_lanes(simd.max_f32(simd.max_f32(a, b), simd.max_f32(c, d)))
+
+
+@compiled
+def _finish(op, state, threads):
+    """Pick the lowest id of each row's largest logit; count the rows to what the cache holds."""
+    tiles = op[F_TILES]
+    chunk = _chunk(tiles, threads)
+    for row in range(state[NUM_PICKED]):
+        peaks, first = _peaks(state, row, threads), 0
+        peak = simd.peek_f32(peaks)
+        for start in range(chunk, tiles, chunk):
+            other = simd.peek_f32(peaks + 4 * (start // chunk))
+            if not (other <= peak or simd.is_nan(peak)):
+                peak, first = other, start
+        id = -1
+        if not simd.is_nan(peak - peak):  # finite
+            id = _find(state[LOGITS] + row * op[F_STRIDE], first, peak)
+        simd.poke_i32(state[PICKED] + 4 * row, simd.int32(id))
+    for b in range(state[NUM_SEQUENCES]):
+        start, end = simd.peek_i32(state[Q_START] + 4 * b), simd.peek_i32(state[Q_START] + 4 * b + 4)
+        length = state[LENGTHS] + 4 * simd.peek_i32(state[SLOTS] + 4 * b)
+        simd.poke_i32(length, simd.int32(simd.peek_i32(length) + end - start))
+
+
+@compiled
+def _find(logits, tile, value):
+    """The id of the first of a row's logits, from a tile on, that is `value`; there is one."""
+    while True:
+        lane = simd.first_equal(simd.load_f32(logits + 64 * tile), simd.splat_f32(value))
+        if lane < simd.LANES:
+            return simd.LANES * tile + lane
+        tile += 1
 
 
 @compiled
@@ -173,7 +320,8 @@ def _rotate(op, state, counter, threads):
             return
         for item in range(first, min(items, first + chunk)):
             row, head = item // per_row, item % per_row
-            cosines, sines = state[COSINES] + row * dims * 2, state[SINES] + row * dims * 2
+            turn = simd.peek_i32(state[POSITIONS] + 4 * row) * dims * 2
+            cosines, sines = state[COSINES] + turn, state[SINES] + turn
             if head < heads:
                 query = op[R_QUERIES] + row * op[R_Q_STRIDE] + head * dims * 4
                 rotate_head(query, dims, cosines, sines, op[R_Q_NORM], eps, scale)
@@ -229,7 +377,7 @@ def _attend(op, state, counter, threads, thread):
 @compiled
 def _keep(op, state):
     """Copy a layer's output rows to whoever asked for them."""
-    to = simd.peek_i64(state[KEPT] + 8 * op[K_LAYER])
+    to = simd.peek_i64(state[KEPT] + 8 * op[K_LAYER]) if state[KEPT] != 0 else 0
     if to != 0:
         for row in range(state[NUM_ROWS]):
             for at in range(0, op[K_BYTES], 4):
@@ -245,7 +393,9 @@ def run(control, threads, thread):
     counters = simd.peek_i64(control + COUNTERS)
     for i in range(operations):
         op, counter = program[i], counters + 8 * i
-        if op[0] == PREPARE:
+        if op[0] == EMBED:
+            _embed(op, state, counter)
+        elif op[0] == PREPARE:
             _prepare(op, state, counter, threads)
         elif op[0] == LINEAR:
             _linear(op, state, counter, threads)
@@ -253,9 +403,12 @@ def run(control, threads, thread):
             _rotate(op, state, counter, threads)
         elif op[0] == ATTEND:
             _attend(op, state, counter, threads, thread)
-        else:  # only reads rows that nobody writes before the next barrier
+        else:  # only reads what nobody writes before the next barrier
             if thread == 0:
-                _keep(op, state)
+                if op[0] == KEEP:
+                    _keep(op, state)
+                else:
+                    _finish(op, state, threads)
             continue
         barrier(control, threads)
 
@@ -288,10 +441,8 @@ class Program:
         self.state = np.zeros(STATE_LENGTH, np.int64)
         self.operations = np.ascontiguousarray(operations, np.int64)
         self.counters = aligned_bytes((8 * len(operations),))
-
-    def addresses(self) -> tuple[int, int, int, int]:
-        """Operations, their number, state and counters, as `team.publish` takes them."""
-        return self.operations.ctypes.data, len(self.operations), self.state.ctypes.data, self.counters.ctypes.data
+        # Operations, their number, state and counters, as `team.publish` takes them.
+        self.addresses = (self.operations.ctypes.data, len(operations), self.state.ctypes.data, self.counters.ctypes.data)
 
 
 class Team:
@@ -302,6 +453,7 @@ class Team:
         self.closed = False
         self._control = aligned_bytes((PARKED + 64 * threads,))
         self._control[:] = 0
+        self._address = self._control.ctypes.data
         self._wake = [threading.Event() for _ in range(threads)]
         self._compile()
         self._workers = [
@@ -314,7 +466,7 @@ class Team:
     def run(self, program: Program) -> None:
         """Run a program on its state, on all threads, and return when it is done. One caller at a time."""
         # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
-        if _lead(self._address, *program.addresses(), self.threads):
+        if _lead(self._address, *program.addresses, self.threads):
             self._wake_all()
             run(self._address, self.threads, 0)
 
@@ -323,15 +475,11 @@ class Team:
         self.closed = True
         atexit.unregister(self.close)
         self._control.view(np.int64)[QUIT // 8] = 1
-        publish(self._address, *_NOTHING.addresses(), self.threads)
+        publish(self._address, *_NOTHING.addresses, self.threads)
         self._wake_all()
         for worker in self._workers:
             worker.join()
         self._workers = []
-
-    @property
-    def _address(self) -> int:
-        return self._control.ctypes.data
 
     def _wake_all(self) -> None:
         for event in self._wake:
@@ -345,7 +493,7 @@ class Team:
 
     def _compile(self) -> None:
         """Have everything compiled before a thread waits for another: an empty program, and a worker that ends at once."""
-        _lead(self._address, *_NOTHING.addresses(), self.threads)
+        _lead(self._address, *_NOTHING.addresses, self.threads)
         control = self._control.view(np.int64)
         control[QUIT // 8] = control[GENERATION // 8] = 1
         _work(self._address, self.threads, 0, 0)

@@ -209,11 +209,16 @@ def _hang(feeds: list[_Feed], q_start: list[int], positions: list[int]) -> I32:
 
 
 def _part(output: ForwardOutput, rows: slice, scored: slice) -> ForwardOutput:
-    return ForwardOutput(output.logits[scored], tuple(layer[rows] for layer in output.hidden))
+    best = None if output.best is None else output.best[scored]
+    return ForwardOutput(output.logits[scored], tuple(layer[rows] for layer in output.hidden), best)
 
 
 def _join(parts: list[ForwardOutput]) -> ForwardOutput:
     if len(parts) == 1:
         return parts[0]
     layers = zip(*(part.hidden for part in parts), strict=True)
-    return ForwardOutput(np.concatenate([part.logits for part in parts]), tuple(np.concatenate(layer) for layer in layers))
+    return ForwardOutput(
+        np.concatenate([part.logits for part in parts]),
+        tuple(np.concatenate(layer) for layer in layers),
+        None if any(part.best is None for part in parts) else [id for part in parts for id in part.best or ()],
+    )

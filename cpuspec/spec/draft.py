@@ -43,7 +43,7 @@ class Draft:
     @staticmethod
     def chain(tokens: Sequence[int], source: str, probs: Probs | None = None, cycles: tuple[Cycle, ...] = ()) -> "Draft":
         """A draft in which each token follows the one before."""
-        return Draft(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32) - 1, probs, source, cycles)
+        return Draft(np.array(tokens, np.int32), np.array(range(-1, len(tokens) - 1), np.int32), probs, source, cycles)
 
     def first(self, num_tokens: int) -> "Draft":
         """Its first nodes only. Where tokens were drawn, the number must not depend on those that go."""

@@ -62,10 +62,13 @@ class NullProposer:
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """An empty draft for each sequence."""
-        return [Draft.chain([], self.name) for _ in seqs]
+        return [_NOTHING] * len(seqs)
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Nothing to learn."""
 
     def end(self, seq: Sequence) -> None:
         """Nothing to forget."""
+
+
+_NOTHING = Draft.chain([], NullProposer.name)

@@ -40,7 +40,7 @@ def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits
     _check(proposer, drafts, limits, context)
     rounds = []
     for seq, draft, scored in zip(seqs, drafts, context.score(seqs, drafts, proposer.hidden_layers), strict=True):
-        verdict, output = verify(seq, draft, scored.logits), scored
+        verdict, output = verify(seq, draft, scored.logits, scored.best), scored
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
             output = _along(verdict.path, scored)
@@ -50,10 +50,11 @@ def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits
     return rounds
 
 
-def verify(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
+def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None) -> Verdict:
     """Verify a draft against the target's rows [n+1, V], processed as the request asks with the path's own history.
 
     A block of drawn tokens is verified as one; greedy requests, point masses and trees go token by token.
+    best: the rows' argmax, as `ForwardOutput` has it.
     """
     params, history = seq.params, seq.history
     if not params.greedy:
@@ -68,7 +69,7 @@ def verify(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
         verdict = rule(draft, target_probs, seq.rng)
         return replace(verdict, probs=tuple(rows[row] for row in (0, *(verdict.path + 1).tolist())))
     if keeps_order(params):
-        return verify_greedy(draft, argmax(logits).__getitem__)
+        return verify_greedy(draft, argmax(logits, best).__getitem__)
     return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
 
 

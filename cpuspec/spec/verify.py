@@ -107,5 +107,5 @@ def _residual(target: NDArray[Any], draft_probs: NDArray[Any]) -> NDArray[Any]:
 
 
 def _verdict(draft: Draft, path: list[int], last: int) -> Verdict:
-    nodes = np.array(path, np.int32)
-    return Verdict([*draft.tokens[nodes].tolist(), last], nodes)
+    tokens = draft.tokens.tolist()
+    return Verdict([*(tokens[node] for node in path), last], np.array(path, np.int32))

@@ -1,5 +1,7 @@
 """One forward, two backends: the compiled one means what the reference means, and keeps its row-invariance promise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,9 @@ from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, packed
 from cpuspec.config import EngineConfig, RopeScaling
 from cpuspec.errors import BackendError, CacheError
-from cpuspec.formats import FORMATS
+from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.sampling import argmax
 from tests.backends.models import forward, tiny
 
 FAMILIES = {
@@ -233,6 +236,61 @@ def test_logits_and_hidden_states_are_those_asked_for(tmp_path_factory, name: st
     backend.close()
 
 
+def _with_logits(checkpoint: Checkpoint, values: np.ndarray) -> Checkpoint:
+    """A model whose logits after TOKENS[0] are near `values`, and the same bits where these are the same."""
+    weights = np.eye(len(values), checkpoint.config.hidden_size, dtype=np.float32)
+
+    def with_output(weights: np.ndarray) -> Checkpoint:
+        output = QuantTensor.encode(FORMATS["f32"], weights)
+        return replace(checkpoint, tensors={**checkpoint.tensors, "output": output})
+
+    backend = _backend(with_output(weights))
+    x = forward(backend, backend.new_cache(1, 1), {0: TOKENS[:1]}).logits[0, : checkpoint.config.hidden_size]
+    backend.close()
+    finite = np.isfinite(values)
+    weights = np.where(finite, values, 0)[:, None] * (x / (x @ x))
+    weights[~finite, 0] = values[~finite] * np.sign(x[0])
+    return with_output(weights.astype(np.float32))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    "peaks",
+    [
+        {},  # nothing is as large as the zeros that pad the vocabulary
+        {0: 3.0}, {300: 3.0}, {150: 3.0, 151: 3.0}, {300: 3.0, 17: 3.0, 200: 3.0},
+        {5: -np.inf, 7: 2.0}, {5: np.inf}, {300: np.inf, 5: np.nan}, {299: np.nan}, {0: np.nan, 5: 3.0},
+        dict.fromkeys(range(301), -np.inf),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_noted_best_ids_are_the_argmax(tmp_path_factory, threads: int, peaks: dict[int, float]) -> None:  # type: ignore[no-untyped-def]
+    values = -1 - np.random.default_rng(0).random(301, np.float32)
+    values[list(peaks)] = list(peaks.values())
+    odd = {**FAMILIES["odd sizes"], "tied": False, "num_layers": 1}
+    backend = _backend(_with_logits(tiny(tmp_path_factory, **odd), values), threads=threads)
+    logits, best = (output := forward(backend, backend.new_cache(1, 1), {0: TOKENS[:1]})).logits, output.best
+    backend.close()
+    try:
+        wanted = argmax(logits).tolist()
+    except BackendError:
+        wanted = [-1]
+        with pytest.raises(BackendError, match="NaN or infinite"):
+            argmax(logits, best)
+    assert best == wanted
+    assert (wanted == [-1]) == bool(np.isnan(values).any() or np.isinf(values.max()))
+    assert peaks or (logits < 0).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_best_ids_are_those_of_the_asked_rows_or_none(small, name: str) -> None:  # type: ignore[no-untyped-def]
+    backend = small[name]
+    for rows in ([44, 3, 3], list(range(16)), list(range(45)), []):
+        output = forward(backend, backend.new_cache(1, 64), {0: TOKENS}, logit_rows=rows)
+        assert output.best is None or output.best == argmax(output.logits).tolist()
+        assert name != "numba" or (output.best is not None) == (len(rows) <= 16)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(
     ("change", "error"),
@@ -255,6 +313,7 @@ def test_logits_and_hidden_states_are_those_asked_for(tmp_path_factory, name: st
         ({"parents": [-1]}, BackendError),
         ({"logit_rows": [2]}, BackendError),
         ({"logit_rows": [-1]}, BackendError),
+        ({"logit_rows": [1] * 65}, BackendError),
         ({"hidden_layers": (2,)}, BackendError),
         ({"tokens": [1] * 30, "q_start": [0, 30], "positions": [0] * 30}, CacheError),
     ],
