@@ -124,7 +124,7 @@ class Context:
         logits, missing = output.logits, self.vocab_size - output.logits.shape[1]
         if missing > 0:
             return replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
-        return replace(output, logits=logits[:, : self.vocab_size]) if missing else output
+        return replace(output, logits=logits[:, : self.vocab_size], best=None) if missing else output
 
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
         """Truncate the sequence's slot to what it shares with the wanted tokens."""

@@ -1,5 +1,7 @@
 """Truncate-and-feed: whatever happened before, a score is what a run from scratch would give."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,9 @@ from hypothesis import strategies as st
 
 from cpuspec.config import SamplingParams
 from cpuspec.errors import CacheError, ConfigError
+from cpuspec.model.batch import ForwardBatch, ForwardOutput
+from cpuspec.model.cache import KVCache
+from cpuspec.sampling import argmax
 from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
@@ -187,6 +192,26 @@ def test_what_was_accepted_of_a_tree_is_not_fed_again() -> None:
     (output,) = context.score([seq], [tree])
     assert model.num_rows - rows == 1 + 5
     np.testing.assert_array_equal(output.logits, expected_rows(model, seq.tokens, tree))
+
+
+def test_noted_best_ids_are_those_of_the_rows_as_they_are_cut_or_padded() -> None:
+    model, tokens = ToyBackend(1, max_rows=3), [0, 4, 5, 6, 7, 4, 5, 6]
+    whole = model.forward
+
+    def noting(batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        output = whole(batch, cache)
+        return replace(output, best=argmax(output.logits).tolist())
+
+    model.forward = noting  # type: ignore[method-assign]
+    noted = {}
+    for vocab_size in (8, 5, 11):
+        context, seq = Context(model, 1, 64, vocab_size), sequence(0, tokens[:1])
+        context.acquire(seq)
+        (output,) = context.score([seq], [Draft.chain(tokens[1:], "test")])
+        noted[vocab_size] = output.best
+        assert output.best in (None, argmax(output.logits).tolist())
+    assert max(noted[8] or ()) >= 5
+    assert noted[11] == noted[8]
 
 
 def test_an_interrupted_forward_leaves_the_context_usable() -> None:
