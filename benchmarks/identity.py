@@ -30,6 +30,9 @@ ARMS = (
     ("plain, 2 threads, 8 at once, prefill in chunks of 7", "none", 2, 7, 8),
     ("suffix:tree, 2 threads, 8 at once", "suffix:tree", 2, 256, 8),
     ("auto, 2 threads, one at a time", "auto", 2, 256, 1),
+    ("self:mxfp4, 2 threads, one at a time", "self:mxfp4", 2, 256, 1),
+    ("four levels, 1 thread, 8 at once", "ngram,skip:4@2,self:int3_g32_asym@4,self:mxfp4@6", 1, 256, 8),
+    ("a token source that a draft model continues, 2 threads, 8 at once", "ngram@3+self:int2_g32_asym@2", 2, 256, 8),
 )
 
 
@@ -69,7 +72,7 @@ def _run(
     checkpoint: Checkpoint, prompts: list[str], max_tokens: int, name: str, draft: str, threads: int, rows: int, at_once: int
 ) -> tuple[list[list[int]], int, int]:
     settings = EngineConfig(max_sequences=at_once, threads=threads, max_rows=rows, context_length=2048)
-    llm = LLM.from_backend(make_backend("numba", checkpoint, settings), make_tokenizer(checkpoint), draft, settings)
+    llm = LLM.from_backend(make_backend("numba", checkpoint, settings), make_tokenizer(checkpoint), draft, settings, checkpoint)
     params = SamplingParams(max_tokens=max_tokens)
     ids, accepted, drafted = [], 0, 0
     with llm:

@@ -1,5 +1,6 @@
 """The promises, on the real checkpoints: run with `python -m pytest -m real_model` (fetches 1.2 GB once, needs 10 GB of memory)."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -45,6 +46,12 @@ def plain_and_ngram(checkpoint: Checkpoint) -> Iterator[tuple[LLM, LLM]]:
         yield plain, ngram
 
 
+@pytest.fixture(scope="module")
+def chain(checkpoint: Checkpoint) -> Iterator[LLM]:
+    with LLM(checkpoint, "ngram,skip:4@2,self:mxfp4@6", threads=2) as llm:
+        yield llm
+
+
 def test_the_file_opens_with_the_recipes_architecture(recipe: Recipe, checkpoint: Checkpoint) -> None:
     assert checkpoint.config.architecture == recipe.architecture
 
@@ -65,16 +72,18 @@ def test_greedy_continuations_are_the_recorded_ones(recipe: Recipe, plain_and_ng
         assert tuple(answer.token_ids) == tuple(golden.token_ids)
 
 
-def test_drafts_and_threads_never_change_a_greedy_answer(plain_and_ngram: tuple[LLM, LLM]) -> None:
+def test_drafts_and_threads_never_change_a_greedy_answer(plain_and_ngram: tuple[LLM, LLM], chain: LLM) -> None:
     plain, ngram = plain_and_ngram
     params = SamplingParams(max_tokens=64)
-    accepted = 0
+    accepted: Counter[str] = Counter()
     for request in REQUESTS:
         conversation = [{"role": "user", "content": request}]
-        wanted, got = plain.chat(conversation, params), ngram.chat(conversation, params)
-        assert got.token_ids == wanted.token_ids
-        accepted += sum(level.num_accepted_tokens for level in got.stats.levels.values())
-    assert accepted > 0
+        wanted = plain.chat(conversation, params)
+        for drafting in (ngram, chain):
+            got = drafting.chat(conversation, params)
+            assert got.token_ids == wanted.token_ids
+            accepted.update({name: level.num_accepted_tokens for name, level in got.stats.levels.items()})
+    assert set(+accepted) == {"ngram", "skip:4", "self:mxfp4"}
 
 
 def test_seeded_samples_do_not_depend_on_company(plain_and_ngram: tuple[LLM, LLM]) -> None:

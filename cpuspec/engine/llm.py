@@ -83,13 +83,21 @@ class LLM:
 
     @classmethod
     def from_backend(
-        cls, backend: Backend, tokenizer: Tokenizer, spec: str | SpecConfig | None = None, settings: EngineConfig | None = None
+        cls,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        spec: str | SpecConfig | None = None,
+        settings: EngineConfig | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> "LLM":
-        """An LLM over a backend and a tokenizer that exist already, such as a user's own. `close` closes the backend."""
+        """An LLM over a backend and a tokenizer that exist already, such as a user's own. `close` closes the backend.
+
+        checkpoint: what the backend was made from, for drafts of the target's own weights.
+        """
         llm, spec, settings = cls.__new__(cls), _read_spec(spec), settings or EngineConfig()
         name = backend.name if backend.name in BACKENDS else BACKENDS[0]
         context_length = _capacity(backend.config, settings)
-        build = prepare(spec, Host(None, tokenizer, name, backend.config.vocab_size, context_length, settings))
+        build = prepare(spec, Host(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
         llm._start(backend, tokenizer, spec, settings, build(backend))
         return llm
 
