@@ -2,7 +2,8 @@
 
     python benchmarks/identity.py smollm2-135m-instruct HUMANEVAL.jsonl:prompt:20 MT_BENCH.jsonl:turns:20
 
-Each text argument is a JSON-lines file, the field that holds the prompt (of a list, the first), and how many lines to take.
+Each text argument is a JSON-lines file, the field that holds the prompt (of a list, the first), and how many lines to take;
+:chat after it makes what a user says of it.
 """
 
 import json
@@ -19,6 +20,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
+from cpuspec.evaluate.prompts import prompt_ids, read_prompts
 from cpuspec.tokenizer import make_tokenizer
 
 # Name, draft, threads, rows of a forward, prompts at once.
@@ -44,7 +46,8 @@ def main(
 ) -> None:
     """Generate with every arm and compare token ids with the first."""
     checkpoint = open_checkpoint(resolve_model(model))
-    prompts = [prompt for text in texts for prompt in _prompts(text)]
+    tokenizer = make_tokenizer(checkpoint)
+    prompts = [prompt_ids(tokenizer, prompt) for text in texts for prompt in read_prompts(text).prompts]
     wanted, arms = None, []
     rounds = Rounds(len(ARMS), max(threads for _, _, threads, _, _ in ARMS))
     for number in rounds:
@@ -61,15 +64,8 @@ def main(
         raise typer.Exit(1)
 
 
-def _prompts(text: str) -> list[str]:
-    path, field, count = text.rsplit(":", 2)
-    lines = Path(path).read_text(encoding="utf-8").splitlines()[: int(count)]
-    values = [json.loads(line)[field] for line in lines]
-    return [value if isinstance(value, str) else value[0] for value in values]
-
-
 def _run(
-    checkpoint: Checkpoint, prompts: list[str], max_tokens: int, name: str, draft: str, threads: int, rows: int, at_once: int
+    checkpoint: Checkpoint, prompts: list[list[int]], max_tokens: int, name: str, draft: str, threads: int, rows: int, at_once: int
 ) -> tuple[list[list[int]], int, int]:
     settings = EngineConfig(max_sequences=at_once, threads=threads, max_rows=rows, context_length=2048)
     llm = LLM.from_backend(make_backend("numba", checkpoint, settings), make_tokenizer(checkpoint), draft, settings, checkpoint)

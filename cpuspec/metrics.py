@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -37,6 +38,18 @@ class LevelCounters:
         positions.extend([0] * (num_positions - len(positions)))
         for position in range(num_accepted_tokens):
             positions[position] += 1
+
+    def __add__(self, other: "LevelCounters") -> "LevelCounters":
+        """The counts of both together."""
+        per_pos = zip_longest(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0)
+        return LevelCounters(
+            self.num_cycles + other.num_cycles,
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_evaluated_tokens + other.num_evaluated_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            [mine + theirs for mine, theirs in per_pos],
+        )
 
     @property
     def mu(self) -> float:

@@ -62,3 +62,13 @@ def test_figures_that_do_not_exist_are_none(num_steps: int) -> None:
     assert (stats.decode_s, stats.tpot_s, stats.tokens_per_s, stats.gb_per_s) == (None,) * 4
     assert (stats.ttft_s is None) == (num_steps == 0)
     assert stats.itl_s == stats.levels == {}
+
+
+def test_counts_of_two_add_up_to_those_of_all():
+    first, second, both = LevelCounters(), LevelCounters(), LevelCounters()
+    for counters, cycles in ((first, [(3, 2, 3), (0, 0, 0)]), (second, [(5, 5, 5), (2, 0, 2)])):
+        for cycle in cycles:
+            counters.record(*cycle)
+            both.record(*cycle)
+    assert first + second == second + first == both
+    assert first + LevelCounters() == first

@@ -125,6 +125,7 @@ def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
         ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
         ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
         ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
+        *(("chains", label, cell) for label, cell in _gains(results)),
         ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
     ]  # fmt: skip
 
@@ -168,6 +169,43 @@ def _every_engine(figure: str) -> Cell:
         others = [f"{engine} {_number(spread['median'])}" for engine, spread in engines.items() if engine != OWN]
         own = [_range(engines[OWN])] if OWN in engines else []
         return "; ".join(text for text in (*own, *others) if text) or None
+
+    return cell
+
+
+def _best(arms: Mapping[str, Any]) -> str | None:
+    """The fixed drafts that gain most."""
+    measured = {spec: one["over_plain"] for spec, one in arms.items() if spec not in ("none", "auto") and one["over_plain"]}
+    return max(measured, key=measured.__getitem__, default=None)
+
+
+_PICKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
+    "best drafts over plain decoding": _best,
+    "auto over plain decoding": lambda arms: "auto" if "auto" in arms else None,
+}
+
+
+def _gains(results: Mapping[str, Result]) -> list[tuple[str, Cell]]:
+    """(label, cell) of each set of prompts, target and pick."""
+    chains = [result for result in results.values() if result["benchmark"] == "chains"]
+    sets = sorted({(name, result["target_dtype"] or "") for result in chains for name in result["sets"]})
+    return [
+        (f"{name}{dtype and f', target in {dtype}'}: {what}", _gain(name, dtype, pick))
+        for name, dtype in sets
+        for what, pick in _PICKS.items()
+    ]
+
+
+def _gain(name: str, dtype: str, pick: Callable[[Mapping[str, Any]], str | None]) -> Cell:
+    """The ratio of a set's arm with its interval."""
+
+    def cell(result: Result) -> str | None:
+        arms = result["sets"].get(name, {})
+        spec = pick(arms) if (result["target_dtype"] or "") == dtype else None
+        if spec is None or arms[spec]["over_plain"] is None:
+            return None
+        low, high = arms[spec]["over_plain_interval"]
+        return f"{arms[spec]['over_plain']:.2f}x ({low:.2f} to {high:.2f})" + (f", {spec}" if spec != "auto" else "")
 
     return cell
 

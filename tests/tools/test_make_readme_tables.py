@@ -100,3 +100,20 @@ def test_a_benchmark_that_compares_engines_needs_no_row_of_its_own():
     text = with_tables(README, {"a": result("start", "one.gguf", figures=figures), "b": result("start", "two.gguf", figures={})})
     assert row(text, "second start to first token, s") == "1.5 (1.25 to 2); llama.cpp 5"
     assert "two" not in text.split("```")[0]
+
+
+def test_drafts_are_told_for_each_set_of_prompts_and_target():
+    def arm(ratio):
+        return {"over_plain": ratio, "over_plain_interval": [ratio - 0.25, ratio + 0.25]}
+
+    arms = {"none": arm(1.0), "ngram": arm(1.5), "ngram,self:mxfp4": arm(2.25), "auto": arm(2.0)}
+    plain = {"none": arm(1.0), "ngram": {"over_plain": None, "over_plain_interval": [None, None]}}
+    results = {
+        "a": result("chains", sets={"mbpp": arms, "words": plain}, target_dtype=None),
+        "b": result("chains", sets={"mbpp": {"none": arm(1.0), "ngram": arm(3.0)}}, target_dtype="bf16"),
+    }
+    text = with_tables(README, results)
+    assert row(text, "mbpp: best drafts over plain decoding") == "2.25x (2.00 to 2.50), ngram,self:mxfp4"
+    assert row(text, "mbpp: auto over plain decoding") == "2.00x (1.75 to 2.25)"
+    assert row(text, "mbpp, target in bf16: best drafts over plain decoding") == "3.00x (2.75 to 3.25), ngram"
+    assert "words" not in text

@@ -1,0 +1,173 @@
+"""What drafts gain: tokens/s over plain decoding, prompt by prompt, of draft specs and of auto. Exits 1 if an id differs.
+
+    python benchmarks/chains.py qwen2.5-coder-1.5b-instruct HUMANEVAL.jsonl:prompt:20:complete MBPP.jsonl:text:100 \
+        --quote WIKITEXT.txt:20 --random-words 10 --arm ngram --arm suffix,self:mxfp4
+
+Each text argument is FILE:FIELD:COUNT of a JSON-lines file: raw prompts, with :chat what a user says, with :complete a function
+that a user asks to complete.
+Every arm answers a prompt before the next prompt has its turn, greedily, and answers end where the model ends them. The ratio of a
+prompt is of tokens after the first step over the time they took. Means are geometric, intervals bootstrapped (95 %).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from record import Rounds, record, save, say
+
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.download import resolve_model
+from cpuspec.config import SamplingParams, SpecConfig
+from cpuspec.engine.llm import LLM, Completion
+from cpuspec.environment import usable_cores
+from cpuspec.errors import CpuspecError
+from cpuspec.evaluate.prompts import prompt_ids, random_words, read_prompts, read_quotes
+from cpuspec.evaluate.statistics import bootstrap_interval, geometric_mean
+from cpuspec.formats import get_format
+from cpuspec.metrics import LevelCounters
+from cpuspec.quantize.cast import cast
+from cpuspec.spec.levels import check_spec
+from cpuspec.tokenizer import make_tokenizer
+
+PLAIN = "none"
+_WARM_UP = "one two three one two three one two"
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Recipe name, GGUF file or Hugging Face directory.")],
+    texts: Annotated[list[str] | None, typer.Argument(help="FILE:FIELD:COUNT, with :chat or :complete for conversations.")] = None,
+    arm: Annotated[list[str] | None, typer.Option("--arm", metavar="SPEC", help="A draft spec to measure. Repeatable.")] = None,
+    auto: Annotated[bool, typer.Option(help="Whether auto is an arm.")] = True,
+    quote: Annotated[str | None, typer.Option("--quote", metavar="FILE:COUNT", help="Passages to summarize and quote.")] = None,
+    words: Annotated[int, typer.Option("--random-words", metavar="COUNT", min=0, help="Prompts of random letters.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=2)] = 128,
+    target_dtype: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="Decode the file to this format, as bf16, for target and self-casts."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
+) -> None:
+    """Measure every arm on every prompt and print a table for each set of prompts."""
+    specs = list(dict.fromkeys([PLAIN, *(arm or []), *(["auto"] if auto else [])]))
+    try:
+        for spec in specs:
+            check_spec(SpecConfig.parse(spec))
+        sets = [read_prompts(text) for text in texts or []]
+        sets += [read_quotes(quote)] if quote else []
+        sets += [random_words(words)] if words else []
+        checkpoint = open_checkpoint(resolve_model(model))
+        checkpoint = dequantized(checkpoint, target_dtype) if target_dtype else checkpoint
+    except CpuspecError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not sets:
+        raise typer.BadParameter("there are no prompts; give FILE:FIELD:COUNT, --quote or --random-words")
+    tokenizer = make_tokenizer(checkpoint)
+    questions = {one.name: [prompt_ids(tokenizer, prompt) for prompt in one.prompts] for one in sets}
+    warm_up = prompt_ids(tokenizer, _WARM_UP)
+    room = max(len(ids) for ids in chain([warm_up], *questions.values())) + max_tokens
+    room = min(room, checkpoint.config.context_length)
+    params, rounds = SamplingParams(max_tokens=max_tokens), Rounds(len(questions), threads or usable_cores())
+    rows: list[dict[str, Any]] = []
+    summaries: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        llms = {}
+        for spec in specs:
+            say(f"loading {spec}")
+            llms[spec] = stack.enter_context(LLM(checkpoint, spec, threads=threads, context_length=room, max_sequences=1))
+            llms[spec].generate(warm_up, params)
+        for number in rounds:
+            name, each = list(questions.items())[number]
+            answers = [_in_turn(llms, ids, params, first) for first, ids in enumerate(each)]
+            rows += [{"set": name, "prompt": i, "arms": _row(one)} for i, one in enumerate(answers)]
+            summaries[name] = {spec: summarize([one[spec] for one in answers], [one[PLAIN] for one in answers]) for spec in specs}
+            print(table(name, summaries[name]), flush=True)
+        memory = {spec: [asdict(level) for level in llm.memory()] for spec, llm in llms.items()}
+    head = record("chains", checkpoint.path.name, rounds) | {"target_dtype": target_dtype, "max_tokens": max_tokens}
+    save(head | {"sets": summaries, "memory": memory, "prompts": rows}, json_file)
+    if any(one["num_identical"] < one["num_prompts"] for arms in summaries.values() for one in arms.values()):
+        raise typer.Exit(1)
+
+
+def dequantized(checkpoint: Checkpoint, format_name: str) -> Checkpoint:
+    """The checkpoint with every matrix, embedding and head included, as its values in another format. Raises FormatError."""
+    format = get_format(format_name)
+    tensors = {name: cast(one, format) if len(one.shape) == 2 else one for name, one in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors)
+
+
+def summarize(answers: Sequence[Completion], plain: Sequence[Completion]) -> dict[str, Any]:
+    """An arm's figures over the prompts of a set; ratios of those prompts that took both arms more than a step."""
+    ratios = [ratio for one, other in zip(answers, plain, strict=True) if (ratio := _over(one, other)) is not None]
+    rates = [one.stats.tokens_per_s for one in answers if one.stats.tokens_per_s is not None]
+    num_tokens = sum(one.stats.num_new_tokens for one in answers)
+    low, high = bootstrap_interval(ratios) if ratios else (None, None)
+    return {
+        "num_prompts": len(answers),
+        "num_identical": sum(one.token_ids == other.token_ids for one, other in zip(answers, plain, strict=True)),
+        "tokens_per_s": geometric_mean(rates) if rates else None,
+        "over_plain": geometric_mean(ratios) if ratios else None,
+        "over_plain_interval": [low, high],
+        "num_tokens": num_tokens,
+        "tokens_per_forward": num_tokens / (num_tokens - sum(one.stats.num_forwards_saved for one in answers)),
+        "levels": {name: level.as_dict() for name, level in _levels(answers).items()},
+    }
+
+
+def table(name: str, arms: Mapping[str, Mapping[str, Any]]) -> str:
+    """A set's arms as Markdown."""
+    columns = ("drafts", "tokens/s", "over plain", "95 %", "tokens per forward", "identical", "accepted of drafted")
+    lines = [f"\n{name}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for spec, one in arms.items():
+        low, high = one["over_plain_interval"]
+        accepted = "; ".join(f"{level} {counts['accepted_per_proposed']:.0%}" for level, counts in one["levels"].items())
+        speed = f"{one['tokens_per_s']:.1f} | {one['over_plain']:.2f}x | {low:.2f} to {high:.2f}" if one["over_plain"] else " | | "
+        same = f"{one['num_identical']} of {one['num_prompts']}"
+        lines.append(f"| {spec} | {speed} | {one['tokens_per_forward']:.2f} | {same} | {accepted} |")
+    return "\n".join(lines)
+
+
+def _in_turn(llms: Mapping[str, LLM], ids: list[int], params: SamplingParams, first: int) -> dict[str, Completion]:
+    """Every arm's answer; who begins changes from prompt to prompt."""
+    specs = list(llms)
+    order = specs[first % len(specs) :] + specs[: first % len(specs)]
+    answers = {spec: llms[spec].generate(ids, params)[0] for spec in order}
+    return {spec: answers[spec] for spec in specs}
+
+
+def _row(answers: Mapping[str, Completion]) -> dict[str, Any]:
+    """The figures of a prompt, by arm."""
+    return {
+        spec: {
+            "identical": one.token_ids == answers[PLAIN].token_ids,
+            "over_plain": _over(one, answers[PLAIN]),
+            "tokens_per_s": one.stats.tokens_per_s,
+            "num_tokens": one.stats.num_new_tokens,
+            "num_forwards_saved": one.stats.num_forwards_saved,
+            "levels": {name: asdict(level) for name, level in one.stats.levels.items()},
+        }
+        for spec, one in answers.items()
+    }
+
+
+def _over(one: Completion, plain: Completion) -> float | None:
+    if one.stats.tokens_per_s is None or plain.stats.tokens_per_s is None:
+        return None
+    return one.stats.tokens_per_s / plain.stats.tokens_per_s
+
+
+def _levels(answers: Iterable[Completion]) -> dict[str, LevelCounters]:
+    """The counts of all answers together, by level."""
+    totals: dict[str, LevelCounters] = {}
+    for answer in answers:
+        for name, level in answer.stats.levels.items():
+            totals[name] = totals.get(name, LevelCounters()) + level
+    return totals
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,118 @@
+"""The benchmark of drafts compares every arm with plain decoding on every prompt, and says when an id differs."""
+
+import json
+
+import chains
+import numpy as np
+import pytest
+import record
+from typer import Typer
+from typer.testing import CliRunner
+
+from cpuspec import LLM
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.formats import FORMATS
+from tools.make_tiny_model import make_tiny_gguf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Memory whose speed is known without measuring it, and the backend that needs no compiling."""
+    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+
+    def plain_numpy(checkpoint, spec, **settings):
+        return LLM(checkpoint, spec, "numpy", **settings)
+
+    monkeypatch.setattr(chains, "LLM", plain_numpy)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tied=False, **SMALL)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"text": "one two one two"}\n{"text": "three four"}\n', "utf-8")
+    return path
+
+
+def run(*arguments):
+    app = Typer()
+    app.command()(chains.main)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def measured(path, *arguments):
+    result = run(*arguments, "--max-tokens", "12", "--threads", "1", "--json", path)
+    assert result.exit_code == 0, result.output
+    return json.loads(path.read_text("utf-8")), result.output
+
+
+def test_every_arm_answers_every_prompt_as_plain_decoding_does(model, prompts, tmp_path):
+    options = ("--arm", "ngram", "--arm", "ngram,self:q4_0", "--no-auto", "--random-words", "1")
+    saved, shown = measured(tmp_path / "chains.json", model, f"{prompts}:text:2", f"{prompts}:text:1:chat", *options)
+    specs = ["none", "ngram", "ngram,self:q4_0"]
+    assert {name: list(arms) for name, arms in saved["sets"].items()} == dict.fromkeys(
+        ["tasks", "tasks:chat", "random words"], specs
+    )
+    assert [(one["set"], one["prompt"], list(one["arms"])) for one in saved["prompts"]] == [
+        ("tasks", 0, specs),
+        ("tasks", 1, specs),
+        ("tasks:chat", 0, specs),
+        ("random words", 0, specs),
+    ]
+    for arms in saved["sets"].values():
+        assert all(one["num_identical"] == one["num_prompts"] for one in arms.values())
+        assert (arms["none"]["over_plain"], arms["none"]["tokens_per_forward"], arms["none"]["levels"]) == (1, 1, {})
+        level = arms["ngram,self:q4_0"]["levels"]["self:q4_0"]
+        assert level["num_accepted_tokens"] == sum(level["num_accepted_tokens_per_pos"]) > 0
+        assert arms["ngram,self:q4_0"]["tokens_per_forward"] > 1
+        low, high = arms["ngram"]["over_plain_interval"]
+        assert low <= arms["ngram"]["over_plain"] * 1.000001
+        assert high >= arms["ngram"]["over_plain"] * 0.999999
+    assert "| ngram,self:q4_0 |" in shown
+
+
+def test_an_arm_with_another_id_fails(model, prompts, monkeypatch):
+    class Wrong(LLM):
+        def generate(self, prompts, params=None):
+            answers = super().generate(prompts, params)
+            if self.spec.levels:
+                answers[0].token_ids[-1] += 1
+            return answers
+
+    monkeypatch.setattr(chains, "LLM", lambda checkpoint, spec, **settings: Wrong(checkpoint, spec, "numpy", **settings))
+    result = run(model, f"{prompts}:text:1", "--arm", "ngram", "--no-auto", "--max-tokens", "6", "--threads", "1")
+    assert result.exit_code == 1
+    assert "0 of 1" in result.output
+
+
+def test_a_target_in_bf16_has_every_matrix_in_bf16_with_the_values_of_the_file(model):
+    checkpoint = open_checkpoint(model)
+    cast = chains.dequantized(checkpoint, "bf16")
+    for name, tensor in checkpoint.tensors.items():
+        if len(tensor.shape) == 2:
+            assert cast.tensors[name].format is FORMATS["bf16"]
+            np.testing.assert_allclose(cast.tensors[name].dequantize(), tensor.dequantize(), rtol=2**-8)
+        else:
+            assert cast.tensors[name] is tensor
+    assert {"embed", "output"} <= cast.tensors.keys()
+
+
+WRONG = {
+    "no prompts": (),
+    "no file": ("gone.jsonl:text:1",),
+    "no format": ("--target-dtype", "q9", "--random-words", "1"),
+    "no drafter": ("--arm", "psychic", "--random-words", "1"),
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG.values(), ids=WRONG)
+def test_what_cannot_be_measured_is_refused(model, arguments):
+    result = run(model, *arguments)
+    assert result.exit_code == 2
+    assert "Invalid value" in result.output
