@@ -19,6 +19,8 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             legacy.Q5_0,
             legacy.Q5_1,
             legacy.Q8_0,
+            kquants.Q2_K,
+            kquants.Q3_K,
             kquants.Q4_K,
             kquants.Q5_K,
             kquants.Q6_K,

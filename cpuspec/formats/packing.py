@@ -261,19 +261,23 @@ def _k(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], P
     return Packing((*planes, *scales), split, join)
 
 
-def _split_q6_k(data: U8) -> Parts:
-    fields = data.view(kquants.Q6_K_LAYOUT)
-    codes = kquants.codes_q6_k(fields)
-    return {"codes": codes.reshape(len(data), -1), "scales": fields["scales"].reshape(len(data), -1), "d": fields["d"]}
+def _superblocks(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
+    """Superblocks of 256 whose scales stay as the file has them; `codes` reads codes, `encode` gives their fields back."""
+    others = [name for name in ("scales", "d", "dmin") if name in (layout.names or ())]
 
+    def split(data: U8) -> Parts:
+        fields = data.view(layout)
+        return {"codes": codes(fields).reshape(len(data), -1)} | {name: fields[name].reshape(len(data), -1) for name in others}
 
-def _join_q6_k(parts: Parts) -> U8:
-    rows = len(parts["codes"])
-    fields = np.empty(parts["d"].shape, kquants.Q6_K_LAYOUT)
-    fields["d"], fields["scales"] = parts["d"], parts["scales"].reshape(*fields.shape, 16)
-    for name, values in kquants.fields_q6_k(parts["codes"].reshape(-1, kquants.SUPERBLOCK)).items():
-        fields[name] = values.reshape(fields[name].shape)
-    return fields.view(np.uint8).reshape(rows, -1)
+    def join(parts: Parts) -> U8:
+        rows = len(parts["codes"])
+        fields = np.empty(parts["d"].shape, layout)
+        codes_fields = encode(parts["codes"].reshape(-1, kquants.SUPERBLOCK))
+        for name, values in (codes_fields | {name: parts[name] for name in others}).items():
+            fields[name] = values.reshape(fields[name].shape)
+        return fields.view(np.uint8).reshape(rows, -1)
+
+    return Packing((*planes, *(_lanes(name, "<f2", 256) for name in others[1:])), split, join)
 
 
 def _numbers(dtype: str) -> Packing:
@@ -302,9 +306,22 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
             lambda codes: {"codes": (codes ^ 0x80).view(np.int8)},
             _BYTES,
         ),
+        "q2_k": _superblocks(
+            kquants.Q2_K_LAYOUT, kquants.codes_q2_k, kquants.fields_q2_k, _two_bits(0), _lanes("scales", "u1", 16)
+        ),
+        "q3_k": _superblocks(
+            kquants.Q3_K_LAYOUT,
+            kquants.codes_q3_k,
+            kquants.fields_q3_k,
+            _two_bits(0),
+            _bit(2),
+            Plane("scales", 96 / 256, _lay_words, _lift_words),
+        ),
         "q4_k": _k(kquants.Q4_K_LAYOUT, kquants.codes_q4_k, kquants.fields_q4_k, _NIBBLES),
         "q5_k": _k(kquants.Q5_K_LAYOUT, kquants.codes_q5_k, kquants.fields_q5_k, _NIBBLES, _bit(4)),
-        "q6_k": Packing((_NIBBLES, _two_bits(4), _lanes("scales", "i1", 16), _lanes("d", "<f2", 256)), _split_q6_k, _join_q6_k),
+        "q6_k": _superblocks(
+            kquants.Q6_K_LAYOUT, kquants.codes_q6_k, kquants.fields_q6_k, _NIBBLES, _two_bits(4), _lanes("scales", "i1", 16)
+        ),
         "mxfp4": _blocks(mx.MXFP4_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
         **{name: _blocks(layout, int4.codes_in_order, int4.fields_in_order, _NIBBLES) for name, layout in int4.LAYOUTS.items()},
         **{

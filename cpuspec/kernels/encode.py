@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from cpuspec.formats import Format, lowbit
+from cpuspec.formats import Format, lowbit, search
 from cpuspec.formats.legacy import BLOCK
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.kernels import kept_machine_code, simd
@@ -94,8 +94,8 @@ def _lowbit(layout: np.dtype[Any]) -> Encoder:
     fields: Any = layout.fields
     zero_at, codes_at, high_at = (fields[name][1] if name in fields else 0 for name in ("zero", "codes", "high"))
     count, largest_code = np.float32(size), np.float32(2**bits - 1)
-    shares = tuple(np.float32(share / largest_code) for share, _ in lowbit.STARTS)
-    moves = tuple(np.float32(move - largest_code / 2) for _, move in lowbit.STARTS)
+    shares = tuple(np.float32(share / largest_code) for share, _ in search.FEW_CODES)
+    moves = tuple(np.float32(move - largest_code / 2) for _, move in search.FEW_CODES)
     one_over_count, one_over_largest = 1 / count, 1 / largest_code
     steps, one_over_steps = np.float32(lowbit.ZERO_STEPS), np.float32(1 / lowbit.ZERO_STEPS)
 
@@ -114,7 +114,8 @@ def _lowbit(layout: np.dtype[Any]) -> Encoder:
                 value = simd.load_f32(x + 64 * i)
                 low, high, total = _smaller(value, low), _larger(value, high), total + value
             span, middle = high - low, (low + high) * _all(_HALF)
-            best_d, best_zero = simd.rounded_to_f16(span * _all(one_over_largest)), _all(_ZERO)
+            best_d = simd.rounded_to_f16(span * _all(one_over_largest))
+            best_zero = _rounded(low * _all(-steps) * _inverse(best_d), _all(_LARGEST_BYTE)) * _all(one_over_steps)
             best_error = _all(_INFINITY)
             for n in range(len(shares)):
                 step = span * _all(shares[n])

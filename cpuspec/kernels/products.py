@@ -15,7 +15,7 @@ from typing import Any
 
 from cpuspec.kernels import simd
 from cpuspec.kernels.readers import Group, Ops
-from cpuspec.kernels.simd import i32x16
+from cpuspec.kernels.simd import f32x16, i32x16
 
 ROWS = 16  # rows of a block of activations
 SCALE, SHIFT, VALUE_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 64, 4)
@@ -35,7 +35,8 @@ def _halves(group: Group) -> list[tuple[Any, list[Any]]]:
 
 
 def sum_of_weights(o: Ops, group: Group) -> Any:
-    """Sum over the group of scale * (code - zero), for each row of the tile: what a shift of the inputs is multiplied with."""
+    """Sum over the group of scale * (code - zero), and of minima of its halves, for each row of the tile: what a shift of the
+    inputs is multiplied with."""
     ones = simd.constant(o.b, 0x01010101, i32x16)
     weights = None
     for scale, vectors in _halves(group):
@@ -45,6 +46,8 @@ def sum_of_weights(o: Ops, group: Group) -> Any:
             total = simd.dot_bytes(o.b, total, vector, ones)
         number = o.b.sitofp(total, simd.F32X16)
         weights = o.b.fmul(number, scale) if weights is None else o.fma(number, scale, weights)
+    if len(group.minima) == 2:
+        weights = o.fma(o.b.fadd(*group.minima), simd.constant(o.b, 16.0, f32x16), weights)
     return weights
 
 
@@ -64,18 +67,22 @@ def add_group(o: Ops, group: Group, shifted: Any, record: Any, total: Any) -> An
             dots.append(o.b.add(o.left(high, 8), o.dot(start, vectors, o.at(record, LOW_BYTES + first))))
         else:
             dots.append(o.dot(start, vectors, o.at(record, first)))
-    return add_dots(o, dots, group.scales, shifted, group.minimum, record, total)
+    return add_dots(o, dots, group.scales, shifted, group.minima, record, total)
 
 
-def add_dots(o: Ops, dots: list[Any], scales: list[Any], shifted: Any, minimum: Any, record: Any, total: Any) -> Any:
+def add_dots(o: Ops, dots: list[Any], scales: list[Any], shifted: Any, minima: tuple[Any, ...], record: Any, total: Any) -> Any:
     """`add_group` where the integer dot for each scale is known, zero points taken off."""
     scaled = None
     for scale, dot in zip(scales, dots, strict=True):
         number = o.b.sitofp(dot, simd.F32X16)
         scaled = o.b.fmul(number, scale) if scaled is None else o.fma(number, scale, scaled)
+    if len(minima) == 2:
+        for minimum, field in zip(minima, _STARTS[32], strict=True):
+            share = o.b.fmul(minimum, simd.constant(o.b, -1 / 32, f32x16))
+            scaled = o.fma(o.b.sitofp(o.every(o.at(record, field), simd.I32), simd.F32X16), share, scaled)
     total = o.fma(scaled, o.every(o.at(record, SCALE), simd.F32), total)
     if shifted is not None:
         total = o.fma(shifted, o.every(o.at(record, SHIFT), simd.F32), total)
-    if minimum is not None:
-        total = o.fma(minimum, o.every(o.at(record, VALUE_SUM), simd.F32), total)
+    if len(minima) == 1:
+        total = o.fma(minima[0], o.every(o.at(record, VALUE_SUM), simd.F32), total)
     return total

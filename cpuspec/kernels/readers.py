@@ -41,8 +41,11 @@ class Ops:
         wide = self.b.zext(simd.load(self.b, address, simd.vector_of(simd.I16)), simd.I32X16)
         return self.b.bitcast(self.b.shl(wide, simd.constant(self.b, 16, i32x16)), simd.F32X16)
 
+    def u8_codes(self, address: Any) -> Any:
+        return self.b.zext(simd.load(self.b, address, simd.vector_of(simd.I8)), simd.I32X16)
+
     def u8(self, address: Any) -> Any:
-        return self.b.uitofp(self.b.zext(simd.load(self.b, address, simd.vector_of(simd.I8)), simd.I32X16), simd.F32X16)
+        return self.b.uitofp(self.u8_codes(address), simd.F32X16)
 
     def i8(self, address: Any) -> Any:
         return self.b.sitofp(self.b.sext(simd.load(self.b, address, simd.vector_of(simd.I8)), simd.I32X16), simd.F32X16)
@@ -129,6 +132,27 @@ class Ops:
         words = [self.i32(self.at(address, 64 * h)) for h in range(2)]
         return [self.mask(self.left(words[v // 4], at - 2 * (v % 4)), 0x03030303 << at) for v in range(8)]
 
+    def signed_6_bits(self, scales: Any, group: Any) -> list[Any]:
+        """The two scales of a group of a q3_k superblock, whose twelve bytes are three words of each row."""
+        even = self.b.and_(group, ir.Constant(simd.I64, 1))  # of a word of four scales, the first or the last two
+        word = self.b.and_(self.b.lshr(group, ir.Constant(simd.I64, 1)), ir.Constant(simd.I64, 1))
+        half = self.b.lshr(group, ir.Constant(simd.I64, 2))
+        low = self.i32(self.b.add(scales, self.times(word, 64)))
+        top = self.i32(self.at(scales, 128))
+        found = []
+        for n in range(2):
+            byte = self.b.add(self.times(even, 16), ir.Constant(simd.I64, 8 * n))
+            low_code = self.mask(self.b.lshr(low, self.splat(self.b.add(byte, self.times(half, 4)))), 15)
+            place = self.b.add(byte, self.times(self.b.lshr(group, ir.Constant(simd.I64, 1)), 2))
+            top_code = self.left(self.mask(self.b.lshr(top, self.splat(place)), 3), 4)
+            code = self.b.sub(self.b.or_(low_code, top_code), simd.constant(self.b, 32, i32x16))
+            found.append(self.b.sitofp(code, simd.F32X16))
+        return found
+
+    def splat(self, shift: Any) -> Any:
+        """A small integer in every lane."""
+        return simd.splat(self.b, self.b.trunc(shift, simd.I32))
+
     def both(self, some: list[Any], others: list[Any]) -> list[Any]:
         """The bits of both, vector by vector."""
         return [self.b.or_(x, y) for x, y in zip(some, others, strict=True)]
@@ -142,7 +166,7 @@ class Group:
     codes: list[Any]  # eight vectors of unsigned bytes, four inputs each
     scales: list[Any]  # one for the group, or one for each half of it
     zero: int = 0  # zero point of the codes
-    minimum: Any = None  # added to every weight
+    minima: tuple[Any, ...] = ()  # added to every weight of the group, or of each half of it
 
 
 Reader = Callable[[Ops, Any, Any, Any], Group]  # (ops, address of a stretch, its groups, one of them) -> Group
@@ -162,7 +186,7 @@ def _legacy(offset: int, zero: int, top_bit: bool = False) -> Reader:
         scale = _scale_of_32(o, o.b.add(at, o.times(groups, offset)), group)
         if zero:
             return Group(4 + top_bit, codes, [scale], zero)
-        return Group(4 + top_bit, codes, [scale], 0, _scale_of_32(o, o.b.add(at, o.times(groups, offset + 32)), group))
+        return Group(4 + top_bit, codes, [scale], 0, (_scale_of_32(o, o.b.add(at, o.times(groups, offset + 32)), group),))
 
     return read
 
@@ -191,7 +215,7 @@ def _int4(size: int, asymmetric: bool) -> Reader:
         if not asymmetric:
             return Group(4, codes, [scale], 8)
         zeros = o.b.add(scales, o.times(o.b.lshr(groups, shift), 32))
-        return Group(4, codes, [scale], 0, o.b.fneg(o.b.fmul(scale, o.u8(o.b.add(zeros, o.times(here, 16))))))
+        return Group(4, codes, [scale], 0, (o.b.fneg(o.b.fmul(scale, o.u8(o.b.add(zeros, o.times(here, 16))))),))
 
     return read
 
@@ -208,7 +232,7 @@ def _lowbit(bits: int, size: int) -> Reader:
         zeros = o.b.add(scales, o.times(o.b.lshr(groups, shift), 32))
         scale, zero = o.f16(o.b.add(scales, o.times(here, 32))), o.u8(o.b.add(zeros, o.times(here, 16)))
         zero = o.b.fmul(zero, simd.constant(o.b, 1 / lowbit.ZERO_STEPS, simd.f32x16))
-        return Group(bits, codes, [scale], 0, o.b.fneg(o.b.fmul(scale, zero)))
+        return Group(bits, codes, [scale], 0, (o.b.fneg(o.b.fmul(scale, zero)),))
 
     return read
 
@@ -230,9 +254,30 @@ def _k(offset: int, top_bit: bool) -> Reader:
         scale = o.b.fmul(_superblock(o, d, group), o.u8(here))
         # d is 32 bytes a superblock, 4 a group
         minimum = o.b.fmul(_superblock(o, o.b.add(d, o.times(groups, 4)), group), o.u8(o.b.add(here, o.times(groups, 16))))
-        return Group(4 + top_bit, codes, [scale], 0, o.b.fneg(minimum))
+        return Group(4 + top_bit, codes, [scale], 0, (o.b.fneg(minimum),))
 
     return read
+
+
+def _q2_k(o: Ops, at: Any, groups: Any, group: Any) -> Group:
+    """Planes codes, bytes of a scale (low half) and a minimum (high half) for 16 inputs, d, dmin."""
+    scales = o.b.add(at, o.times(groups, 128))
+    d = o.b.add(scales, o.times(groups, 32))
+    scale, minimum = _superblock(o, d, group), o.b.fneg(_superblock(o, o.b.add(d, o.times(groups, 4)), group))
+    packed = [o.u8_codes(o.at(o.b.add(scales, o.times(group, 32)), 16 * half)) for half in range(2)]
+    halves = [o.b.fmul(scale, o.b.uitofp(o.mask(two, 15), simd.F32X16)) for two in packed]
+    minima = tuple(o.b.fmul(minimum, o.b.uitofp(o.left(two, -4), simd.F32X16)) for two in packed)
+    return Group(2, o.two_bits(o.b.add(at, o.times(group, 128)), 0), halves, 0, minima)
+
+
+def _q3_k(o: Ops, at: Any, groups: Any, group: Any) -> Group:
+    """Planes low bits, third bits, the twelve bytes of scales, d. Eight times the codes have the zero point of q6_k."""
+    codes = o.both(
+        o.two_bits(o.b.add(at, o.times(group, 128)), 3), o.bit(o.b.add(o.b.add(at, o.times(groups, 128)), o.times(group, 64)), 5)
+    )
+    scales = o.b.add(at, o.times(groups, 192))
+    d = o.b.fmul(_superblock(o, o.b.add(scales, o.times(groups, 24)), group), simd.constant(o.b, 1 / 8, simd.f32x16))
+    return Group(6, codes, [o.b.fmul(d, scale) for scale in o.signed_6_bits(scales, group)], 32)
 
 
 def _q6_k(o: Ops, at: Any, groups: Any, group: Any) -> Group:
@@ -252,6 +297,8 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         "q5_0": _legacy(320, 16, top_bit=True),
         "q5_1": _legacy(320, 0, top_bit=True),
         "q8_0": _q8_0,
+        "q2_k": _q2_k,
+        "q3_k": _q3_k,
         "q4_k": _k(256, top_bit=False),
         "q5_k": _k(320, top_bit=True),
         "q6_k": _q6_k,
@@ -264,4 +311,4 @@ READERS: Mapping[str, Reader] = MappingProxyType(
 )
 NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType({"f32": (64, "f32"), "f16": (32, "f16"), "bf16": (32, "bf16")})
 # Scales that a group has, where it is not one.
-NUM_SCALES: Mapping[str, int] = MappingProxyType({"q6_k": 2})
+NUM_SCALES: Mapping[str, int] = MappingProxyType({"q2_k": 2, "q3_k": 2, "q6_k": 2})

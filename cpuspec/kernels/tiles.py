@@ -37,21 +37,21 @@ class _Stack:
         self._halves = (0,) if order == "int8" else (0, LOW_BYTES)
         self._dots = self._scales * len(self._halves)  # of a group and row
         self.groups = _GROUPS // self._dots  # whose dots stay in the nearest cache
-        self._code_bytes, self._factor_bytes, self._dot_bytes = GROUP * TILE, 64 * (self._scales + 2), 64 * ROWS * self._dots
+        self._code_bytes, self._factor_bytes, self._dot_bytes = GROUP * TILE, 64 * (self._scales + 3), 64 * ROWS * self._dots
         self._codes, self._factors, self._found = (
             o.room(size * self.groups) for size in (self._code_bytes, self._factor_bytes, self._dot_bytes)
         )
-        self._has_minimum = False
+        self._minima = 0
 
     def put(self, place: Any, group: Group) -> None:
-        """Keep a group: its codes less their zero point, its scales, what shifts are multiplied with, its minimum."""
+        """Keep a group: its codes less their zero point, its scales, what shifts are multiplied with, its minima."""
         o = self._o
         to = self._at(self._codes, place, self._code_bytes)
         for v, codes in enumerate(group.codes):
             simd.store(o.b, o.at(to, 64 * v), o.minus_bytes(codes, group.zero) if group.zero else codes)
         to = self._at(self._factors, place, self._factor_bytes)
-        self._has_minimum = group.minimum is not None
-        for n, value in enumerate([*group.scales, sum_of_weights(o, group) if self._order == "int8" else None, group.minimum]):
+        self._minima = len(group.minima)
+        for n, value in enumerate([*group.scales, sum_of_weights(o, group) if self._order == "int8" else None, *group.minima]):
             if value is not None:
                 simd.store(o.b, o.at(to, 64 * n), value)
 
@@ -71,15 +71,15 @@ class _Stack:
         """Add a group's products with as many rows as there are totals. records: of the first, which is the block's `row`th."""
         o = self._o
         at = self._at(self._factors, place, self._factor_bytes)
-        *scales, shifted, minimum = (o.f32(o.at(at, 64 * n)) for n in range(self._scales + 2))
+        factors = [o.f32(o.at(at, 64 * n)) for n in range(self._scales + 1 + self._minima)]
+        scales, shifted, minima = factors[: self._scales], factors[self._scales], tuple(factors[self._scales + 1 :])
         found = o.b.add(self._at(self._found, place, self._dot_bytes), o.times(row, 64))
         for n, total in enumerate(totals):
             dots = [o.i32(o.at(found, 64 * (ROWS * number + n))) for number in range(self._dots)]
             if self._order == "int16":
                 dots = [o.b.add(o.left(high, 8), low) for high, low in zip(dots[::2], dots[1::2], strict=True)]
             record = o.at(records, n * ORDERS[self._order])
-            factors = shifted if self._order == "int8" else None, minimum if self._has_minimum else None
-            o.b.store(add_dots(o, dots, scales, *factors, record, o.b.load(total)), total)
+            o.b.store(add_dots(o, dots, scales, shifted if self._order == "int8" else None, minima, record, o.b.load(total)), total)
 
     def _at(self, base: Any, place: Any, size: int) -> Any:
         return self._o.b.add(base, self._o.times(place, size))

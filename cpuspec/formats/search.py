@@ -1,0 +1,69 @@
+"""The search for the scale and zero point of a group that leave the least squared error, which encoders have in common.
+
+Numbers lie as [values of a group, groups], and sums go value by value: numpy's own take an order that depends on the shape, and
+the compiled twin in `kernels.encode` must give the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cpuspec.formats.tensor import F32
+
+# Where formats of two and three bits start: outliers are worth cutting for the sake of the others, and grids worth moving. On real
+# weights the error that remains is within 1 % of the least there is, without moves within 1 to 4 %.
+FEW_CODES = ((1.0, 0.0), *((share, move) for share in (0.95, 0.8, 0.65) for move in (-0.3, 0.0, 0.3)))
+
+# From a scale and the value of code 0 to a scale and a zero point as a format can hold them.
+Store = Callable[[F32, F32], tuple[F32, F32]]
+
+
+def fit(x: F32, largest: int, starts: Sequence[tuple[float, float]], store: Store) -> tuple[F32, F32]:
+    """Scales d and zero points z [n] for which d * (code - z), codes 0..largest, comes closest to x [k, n] in squared error.
+
+    starts: the grids to search from: what share of the range of a group and zero they span, and by how many codes they are moved.
+    A grid gives codes, the line of least squares through (code, value) a scale and a value of code 0, and these as stored give the
+    error that counts. Scales that are stored as infinite stay so: no error is less than theirs.
+    """
+    count, last = np.float32(len(x)), np.float32(largest)
+    low, high, total = np.minimum(x.min(axis=0), 0), np.maximum(x.max(axis=0), 0), _sum(x)
+    span, middle = high - low, (low + high) * np.float32(0.5)
+    best_d, best_zero = store(span * (1 / last), low)
+    best_error = np.full_like(span, np.inf)
+    for share, move in starts:
+        d = span * np.float32(share / last)
+        start = middle + d * np.float32(move - last / 2)
+        codes = rounded((x - start) * inverse(d), last)
+        codes_total = _sum(codes)
+        slope = count * _sum(codes * x) - codes_total * total
+        slope = slope * inverse(count * _sum(codes * codes) - codes_total * codes_total)
+        start = np.where(slope > 0, (total - slope * codes_total) * (1 / count), start)
+        d, zero = store(np.where(slope > 0, slope, d), start)
+        error = _sum(np.square(d * (nearest(x, d, zero, largest) - zero) - x))
+        better = error < best_error
+        best_d, best_zero = np.where(better, d, best_d), np.where(better, zero, best_zero)
+        best_error = np.where(better, error, best_error)
+    return best_d, best_zero
+
+
+def nearest(x: F32, d: F32, zero: F32, largest: int) -> F32:
+    """The codes that come nearest to x."""
+    return rounded(x * inverse(d) + zero, np.float32(largest))
+
+
+def rounded(values: F32, largest: np.float32) -> F32:
+    """To the nearest of 0 to `largest`."""
+    return np.clip(np.rint(values), 0, largest)
+
+
+def inverse(values: F32) -> F32:
+    """1 / values, and 0 where that is not finite."""
+    inverted = np.float32(1) / values
+    return np.where(np.isfinite(inverted), inverted, np.float32(0))
+
+
+def _sum(values: F32) -> F32:
+    total = values[0].copy()
+    for row in values[1:]:
+        total += row
+    return total
