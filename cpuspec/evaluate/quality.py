@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from cpuspec.backends import Backend
 from cpuspec.errors import ConfigError
-from cpuspec.model.batch import F32, ForwardBatch
+from cpuspec.model.batch import F32, I32, ForwardBatch
+from cpuspec.sampling import argmax
 
 F64 = NDArray[np.float64]
 
@@ -86,6 +87,11 @@ def logits_of(backend: Backend, tokens: Sequence[int], chunk: int) -> Iterator[F
             ),
             cache,
         ).logits
+
+
+def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:
+    """The most likely token after each of `tokens`, which are fed to an empty cache: what a greedy draft would propose there."""
+    return np.concatenate([argmax(logits) for logits in logits_of(backend, tokens, backend.max_rows)])
 
 
 def log_softmax(logits: F32) -> F64:
