@@ -178,7 +178,7 @@ def certify(
     plain = make_backend(backend, checkpoint, EngineConfig(_AT_ONCE, room, threads=threads))
     try:
         rows = plain_rows(plain, prompt)
-        liar = Liar(plain.config.vocab_size, {path: _likeliest(row) for path, row in rows.items()})
+        liar = Liar(plain.config.vocab_size, rows)
         context = Context(plain, _AT_ONCE, room)
         control = check_sampled(lambda each: _answers(Engine(context, liar, tokenizer), prompt, each), rows, num_samples)
     finally:
@@ -273,24 +273,24 @@ def check_sampled(
 
 
 class Liar(NullProposer):
-    """Draws each token evenly from a few likely ones and declares that it drew from the whole vocabulary.
+    """Draws each token evenly from the less likely half of what can be sampled, and declares the whole vocabulary.
 
-    likely: by what was generated so far. Verified honestly, its tokens would be accepted seldom; so, they are nearly always.
+    rows: as of `plain_rows`. Declared honestly its tokens would be accepted seldom; like this they nearly always are.
     """
 
     name = "liar"
 
-    def __init__(self, vocab_size: int, likely: Mapping[Path, list[int]]) -> None:
+    def __init__(self, vocab_size: int, rows: Mapping[Path, F32]) -> None:
         self._declared = np.full(vocab_size, 1 / vocab_size)
-        self._likely = likely
+        self._less_likely = {path: _likeliest(row)[_TOP_K // 2 :] for path, row in rows.items()}
 
     def propose(self, seqs: list[Tokens], limits: list[int]) -> list[Draft]:
         """Up to `limits[i]` tokens for each sequence, while something is known about it."""
         drafts = []
         for seq, limit in zip(seqs, limits, strict=True):
             path, known = tuple(seq.output), seq.num_output_tokens
-            while len(path) - known < limit and path in self._likely:
-                tokens = self._likely[path]
+            while len(path) - known < limit and path in self._less_likely:
+                tokens = self._less_likely[path]
                 path = (*path, tokens[int(seq.rng.random() * len(tokens))])
             drafted = path[known:]
             drafts.append(Draft.chain(drafted, self.name, (self._declared,) * len(drafted)))

@@ -102,8 +102,7 @@ def test_honest_proposers_follow_the_distribution(checkpoint, plain, rows, hones
 
 
 def test_a_liar_is_seen_at_every_temperature(checkpoint, plain, rows):
-    liar = module.Liar(VOCAB, {path: module._likeliest(row) for path, row in rows.items()})
-    found = sampled(checkpoint, plain, rows, liar)
+    found = sampled(checkpoint, plain, rows, module.Liar(VOCAB, rows))
     assert found.rejected_at() == set(TEMPERATURES)
     assert found.num_accepted_tokens > found.num_draft_tokens / 2
 
