@@ -65,7 +65,7 @@ class NumbaBackend:
         if c.tied_embeddings:
             tensors["output"] = self._embed
         matrices: dict[str, Matrix] = {
-            name: Cast(t, casts[name], encode.encode) if name in casts else t
+            name: Cast(t, casts[name], encode.recode) if name in casts else t
             for name, t in tensors.items()
             if len(t.shape) == 2 and name != "embed"
         }

@@ -19,7 +19,7 @@ from cpuspec.formats.tensor import F32, U8, Format
 
 ZERO_STEPS = 16  # of a zero point, to a code
 
-_PAIRS = np.array([0, 2, 4, 6], np.uint8)
+_SHIFTS = [np.uint8(shift) for shift in (0, 2, 4, 6)]
 
 
 def _layout(bits: int, group: int) -> np.dtype:
@@ -64,12 +64,13 @@ def encode(layout: np.dtype, values: F32) -> U8:
 
 def codes_2_bits(fields: NDArray) -> NDArray:
     """Codes 0..3, U8 [n, group], of blocks [n] or [n, 1]."""
-    return (fields["codes"].reshape(fields.size, -1, 1) >> _PAIRS & 3).reshape(fields.size, -1)
+    packed = fields["codes"].reshape(fields.size, -1)
+    return np.stack([packed >> shift & 3 for shift in _SHIFTS], axis=2).reshape(fields.size, -1)
 
 
 def fields_2_bits(codes: NDArray) -> dict[str, NDArray]:
     """The fields that hold the low two bits of codes [n, group]."""
-    return {"codes": np.bitwise_or.reduce((codes & 3).reshape(len(codes), -1, 4) << _PAIRS, axis=2)}
+    return {"codes": np.bitwise_or.reduce([(codes[:, i::4] & 3) << shift for i, shift in enumerate(_SHIFTS)])}
 
 
 def codes_3_bits(fields: NDArray) -> NDArray:

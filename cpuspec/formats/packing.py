@@ -28,6 +28,8 @@ TILE = 16
 GROUP = 32
 STRETCH = 256
 
+_U32 = np.dtype("<u4")
+
 Parts = dict[str, NDArray[Any]]
 
 
@@ -148,57 +150,23 @@ def _from_lanes(plane: NDArray[Any]) -> NDArray[Any]:
     return plane.reshape(len(plane), -1, TILE).transpose(0, 2, 1).reshape(len(plane) * TILE, -1)
 
 
-def _lay_words(four_bytes: NDArray[Any]) -> NDArray[Any]:
-    """Bytes [16n, 4 * steps] as words [n, steps, 16]."""
-    return _to_lanes(np.ascontiguousarray(four_bytes).view(np.uint32))
-
-
-def _lift_words(plane: U8) -> U8:
-    return np.ascontiguousarray(_from_lanes(plane.view(np.uint32))).view(np.uint8)
-
-
-def _lay_nibbles(codes: U8) -> NDArray[Any]:
-    halves = codes.reshape(len(codes), -1, 2, 4)
-    return _lay_words(((halves[:, :, 0] & 15) | halves[:, :, 1] << 4).reshape(len(codes), -1))
-
-
-def _lift_nibbles(plane: U8) -> U8:
-    pairs = _lift_words(plane)
-    pairs = pairs.reshape(len(pairs), -1, 4)
-    return np.stack([pairs & 15, pairs >> 4], axis=2).reshape(len(pairs), -1)
-
-
-def _bit(at: int) -> Plane:
-    """Bit `at` of the codes."""
+def _bits(bits: int, at: int = 0) -> Plane:
+    """So many bits of the codes, from bit `at` on: 8 / bits words of four codes become one."""
+    mask, shifts = np.uint32(0x01010101 * (2**bits - 1)), [np.uint32(shift) for shift in range(0, 8, bits)]
 
     def lay(codes: U8) -> NDArray[Any]:
-        bits = (codes >> at & 1).reshape(len(codes), -1, 8, 4)
-        return _lay_words(np.packbits(bits, axis=2, bitorder="little").reshape(len(codes), -1))
+        words = np.ascontiguousarray(codes).view(_U32).reshape(len(codes), -1, len(shifts))
+        laid = words[:, :, 0] >> np.uint32(at) & mask
+        for v, shift in enumerate(shifts[1:], 1):
+            laid |= (words[:, :, v] >> np.uint32(at) & mask) << shift
+        return _to_lanes(laid)
 
     def lift(plane: U8) -> NDArray[Any]:
-        packed = _lift_words(plane)
-        bits = np.unpackbits(packed.reshape(len(packed), -1, 1, 4), axis=2, bitorder="little")
-        return bits.reshape(len(packed), -1) << at
+        laid = _from_lanes(plane.view(_U32))
+        words = np.stack([(laid >> shift & mask) << np.uint32(at) for shift in shifts], axis=2)
+        return words.view(np.uint8).reshape(len(laid), -1)
 
-    return Plane("codes", 1, lay, lift)
-
-
-_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
-
-
-def _two_bits(at: int) -> Plane:
-    """Bits `at` and `at` + 1 of the codes."""
-
-    def lay(codes: U8) -> NDArray[Any]:
-        pairs = (codes >> at & 3).reshape(len(codes), -1, 4, 4) << _PAIRS
-        return _lay_words(np.bitwise_or.reduce(pairs, axis=2).reshape(len(codes), -1))
-
-    def lift(plane: U8) -> NDArray[Any]:
-        packed = _lift_words(plane)
-        pairs = packed.reshape(len(packed), -1, 1, 4) >> _PAIRS & 3
-        return pairs.reshape(len(packed), -1) << at
-
-    return Plane("codes", 2, lay, lift)
+    return Plane("codes", bits, lay, lift)
 
 
 def _lanes(part: str, dtype: str, inputs: int) -> Plane:
@@ -207,9 +175,17 @@ def _lanes(part: str, dtype: str, inputs: int) -> Plane:
     return Plane(part, typ.itemsize * 8 / inputs, _to_lanes, lambda plane: _from_lanes(plane.view(typ)))
 
 
-_NIBBLES = Plane("codes", 4, _lay_nibbles, _lift_nibbles)
-_BYTES = Plane("codes", 8, _lay_words, _lift_words)
-_FEW_BITS = {2: (_two_bits(0),), 3: (_two_bits(0), _bit(2))}
+def _words(part: str, bits: float) -> Plane:
+    """A plane of bytes as they are, four of a row side by side."""
+
+    def lift(plane: U8) -> U8:
+        return np.ascontiguousarray(_from_lanes(plane.view(_U32))).view(np.uint8)
+
+    return Plane(part, bits, lambda data: _to_lanes(data.view(_U32)), lift)
+
+
+_NIBBLES, _BYTES = _bits(4), _bits(8)
+_FEW_BITS = {2: (_bits(2),), 3: (_bits(2), _bits(1, at=2))}
 
 
 def _blocks(layout: np.dtype[Any], codes: Callable[..., U8], encode: Callable[[U8], Parts], *planes: Plane) -> Packing:
@@ -297,8 +273,8 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
         "bf16": _numbers("<u2"),
         "q4_0": _blocks(legacy.Q4_0_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
         "q4_1": _blocks(legacy.Q4_1_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
-        "q5_0": _blocks(legacy.Q5_0_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _bit(4)),
-        "q5_1": _blocks(legacy.Q5_1_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _bit(4)),
+        "q5_0": _blocks(legacy.Q5_0_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _bits(1, at=4)),
+        "q5_1": _blocks(legacy.Q5_1_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _bits(1, at=4)),
         # Codes move by 128 so that they are unsigned, as the dot product of bytes wants one side.
         "q8_0": _blocks(
             legacy.Q8_0_LAYOUT,
@@ -306,21 +282,19 @@ PACKINGS: Mapping[str, Packing] = MappingProxyType(
             lambda codes: {"codes": (codes ^ 0x80).view(np.int8)},
             _BYTES,
         ),
-        "q2_k": _superblocks(
-            kquants.Q2_K_LAYOUT, kquants.codes_q2_k, kquants.fields_q2_k, _two_bits(0), _lanes("scales", "u1", 16)
-        ),
+        "q2_k": _superblocks(kquants.Q2_K_LAYOUT, kquants.codes_q2_k, kquants.fields_q2_k, _bits(2), _lanes("scales", "u1", 16)),
         "q3_k": _superblocks(
             kquants.Q3_K_LAYOUT,
             kquants.codes_q3_k,
             kquants.fields_q3_k,
-            _two_bits(0),
-            _bit(2),
-            Plane("scales", 96 / 256, _lay_words, _lift_words),
+            _bits(2),
+            _bits(1, at=2),
+            _words("scales", 96 / 256),
         ),
         "q4_k": _k(kquants.Q4_K_LAYOUT, kquants.codes_q4_k, kquants.fields_q4_k, _NIBBLES),
-        "q5_k": _k(kquants.Q5_K_LAYOUT, kquants.codes_q5_k, kquants.fields_q5_k, _NIBBLES, _bit(4)),
+        "q5_k": _k(kquants.Q5_K_LAYOUT, kquants.codes_q5_k, kquants.fields_q5_k, _NIBBLES, _bits(1, at=4)),
         "q6_k": _superblocks(
-            kquants.Q6_K_LAYOUT, kquants.codes_q6_k, kquants.fields_q6_k, _NIBBLES, _two_bits(4), _lanes("scales", "i1", 16)
+            kquants.Q6_K_LAYOUT, kquants.codes_q6_k, kquants.fields_q6_k, _NIBBLES, _bits(2, at=4), _lanes("scales", "i1", 16)
         ),
         "mxfp4": _blocks(mx.MXFP4_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
         **{name: _blocks(layout, int4.codes_in_order, int4.fields_in_order, _NIBBLES) for name, layout in int4.LAYOUTS.items()},

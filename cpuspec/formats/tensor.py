@@ -158,16 +158,20 @@ class QuantTensor:
         return index.astype(np.intp)
 
 
+def _recode(data: U8, source: Format, to: Format) -> U8:
+    return to.encode(source.decode(data))
+
+
 @dataclass(frozen=True, eq=False)
 class Cast:
-    """A tensor in another format, made when it is asked for. `encode` is `Format.encode`, or what gives the same bytes faster.
+    """A tensor in another format, made when it is asked for. recode: (bytes of rows, their format, the other) -> bytes in that.
 
     Always from the values, never from the source's own codes: 4-bit weights are cast as the same values in bf16 would be.
     """
 
     source: QuantTensor
     format: Format
-    encode: Callable[[Format, F32], U8] = Format.encode
+    recode: Callable[[U8, Format, Format], U8] = _recode
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -185,7 +189,7 @@ class Cast:
         data = np.empty((len(rows), self.format.row_bytes(columns)), np.uint8)
         step = max(1, _CHUNK_VALUES // columns)
         for start in range(0, len(rows), step):
-            data[start : start + step] = self.encode(self.format, self.source.format.decode(rows[start : start + step]))
+            data[start : start + step] = self.recode(rows[start : start + step], self.source.format, self.format)
         return QuantTensor(self.format, self.shape, data.reshape(*self.shape[:-1], -1))
 
     def dequantize(self) -> F32:

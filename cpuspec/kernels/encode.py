@@ -17,6 +17,7 @@ from cpuspec.formats import Format, lowbit, search
 from cpuspec.formats.legacy import BLOCK
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.kernels import kept_machine_code, simd
+from cpuspec.kernels.embed import row_decoder
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.simd import LANES
 
@@ -215,3 +216,20 @@ def encode(format: Format, values: F32) -> U8:
     data = np.empty((*source.shape[:-1], format.row_bytes(source.shape[-1])), np.uint8)
     refused = _compiled(format.name)(source.ctypes.data, source.size // format.block_size, data.ctypes.data)
     return format.encode(values) if refused else data
+
+
+def recode(data: U8, source: Format, to: Format) -> U8:
+    """`to.encode(source.decode(data))`, compiled as far as there are decoders and encoders. data: U8 [rows, bytes of a row]."""
+    decoder = _compiled_decoder(source.name)
+    if decoder is None:
+        return encode(to, source.decode(data))
+    rows = np.ascontiguousarray(data)
+    values = np.empty((len(rows), rows.shape[1] // source.block_bytes * source.block_size), np.float32)
+    decoder(rows.ctypes.data, rows.size // source.block_bytes, values.ctypes.data)
+    return encode(to, values)
+
+
+@cache
+def _compiled_decoder(format_name: str) -> Callable[[int, int, int], None] | None:
+    address = row_decoder(format_name)
+    return None if address is None else ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(address)

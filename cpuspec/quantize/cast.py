@@ -9,7 +9,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.environment import usable_cores
 from cpuspec.errors import FormatError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
-from cpuspec.kernels.encode import encode
+from cpuspec.kernels.encode import recode
 
 OnProgress = Callable[[int, int], None]  # (weights cast, weights to cast)
 
@@ -20,7 +20,7 @@ _OUTPUT = FORMATS["q8_0"]
 
 def cast(tensor: QuantTensor, format: Format) -> QuantTensor:
     """The tensor's values in another format. Raises FormatError as `Format.encode` does."""
-    return Cast(tensor, format, encode).made()
+    return Cast(tensor, format, recode).made()
 
 
 def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:

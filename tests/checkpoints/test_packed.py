@@ -97,15 +97,15 @@ def test_a_model_that_has_moved_is_known_again(model: Path, packs: list[str]) ->
 
 
 def test_a_cast_is_made_once_and_kept_apart_from_casts_of_other_tensors(packs: list[str]) -> None:
-    def encode(format: Format, values: np.ndarray) -> np.ndarray:
-        made.append(format.name)
-        return format.encode(values)
+    def recode(data: np.ndarray, source: Format, to: Format) -> np.ndarray:
+        made.append(to.name)
+        return to.encode(source.decode(data))
 
     made: list[str] = []
     values = np.random.default_rng(2).standard_normal(SHAPE).astype(np.float32)
     for source in ("q8_0", "q4_0", "q8_0", "q4_0"):
         tensor = QuantTensor.encode(FORMATS[source], values)
-        matrices = packed_matrices("A model", {name: Cast(tensor, FORMATS[name], encode) for name in ("mxfp4", "q4_0")}, 2)
+        matrices = packed_matrices("A model", {name: Cast(tensor, FORMATS[name], recode) for name in ("mxfp4", "q4_0")}, 2)
         for name in ("mxfp4", "q4_0"):
             assert np.array_equal(matrices[name].data, pack(QuantTensor.encode(FORMATS[name], tensor.dequantize())).data)
     assert sorted(made) == sorted(packs) == sorted(["mxfp4", "q4_0"] * 2)

@@ -5,7 +5,7 @@ import pytest
 
 from cpuspec.errors import FormatError
 from cpuspec.formats import FORMATS
-from cpuspec.kernels.encode import _ENCODERS, encode
+from cpuspec.kernels.encode import _ENCODERS, encode, recode
 from tests.formats.test_formats import weights
 
 compiled = pytest.mark.parametrize("name", _ENCODERS)
@@ -60,3 +60,12 @@ def test_a_format_without_a_compiled_encoder_encodes_itself(name: str) -> None:
 def test_rows_that_do_not_fill_blocks_are_refused() -> None:
     with pytest.raises(FormatError, match="divisible by 32, got 100"):
         encode(FORMATS["mxfp4"], np.zeros((2, 100), np.float32))
+
+
+@pytest.mark.parametrize("source", ["f32", "bf16", "q4_0", "q6_k", "q2_k", "int3_g64_asym"])
+@pytest.mark.parametrize("to", ["mxfp4", "int2_g32_asym", "q8_0"])
+def test_recoding_decodes_and_encodes(source: str, to: str) -> None:
+    data = FORMATS[source].encode(weights(6))
+    wanted = FORMATS[to].encode(FORMATS[source].decode(data))
+    assert np.array_equal(recode(data, FORMATS[source], FORMATS[to]), wanted)
+    assert np.array_equal(recode(data[3:4], FORMATS[source], FORMATS[to]), wanted[3:4])
