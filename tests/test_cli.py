@@ -928,7 +928,7 @@ def test_info_says_what_was_chosen_and_why(cache: Path) -> None:
 
 @pytest.mark.usefixtures("bandwidth")
 def test_info_sees_compiled_kernels_and_fetched_models(recipe: SimpleNamespace) -> None:
-    made = kernels.kernel_directory() / "kernels_0" / "step.run-1.py311.1.nbc"
+    made = kernels.kernel_directory() / "run.o"
     made.parent.mkdir(parents=True)
     made.write_bytes(b"12345")
     ok("pull", "tiny")

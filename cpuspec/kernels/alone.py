@@ -1,12 +1,10 @@
 """One linear kernel called from Python, for tests and for `benchmarks/kernels.py`: a forward calls it from compiled code."""
 
-import ctypes
-
 import numpy as np
 
 from cpuspec.formats.packing import TILE, PackedTensor
 from cpuspec.formats.tensor import F32, U8
-from cpuspec.kernels import pointwise
+from cpuspec.kernels import machine_code, pointwise
 from cpuspec.kernels.linear import linear_kernel
 from cpuspec.kernels.products import ORDERS, ROWS
 
@@ -35,7 +33,7 @@ def multiply(
 
     bias [N rounded up] and residual (like out) are added. Other threads run meanwhile.
     """
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 12)(linear_kernel(packed.format.name, order))
+    function = machine_code.function(linear_kernel(packed.format.name, order), 12)
     assert out.shape[1] == len(packed.data) * TILE, "outputs are whole tiles"
     first, end = tiles or (0, len(packed.data))
     function(

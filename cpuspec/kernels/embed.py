@@ -3,13 +3,10 @@
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any
-
-from numba import cfunc, types
 
 from cpuspec.formats import int4
 from cpuspec.formats.mx import E2M1_DOUBLED
-from cpuspec.kernels import kept_machine_code, simd
+from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.options import compiled
 
 Decoder = Callable[[int, int, int], None]  # (address of the first block, blocks, address of the values) -> None
@@ -153,7 +150,4 @@ def row_decoder(format_name: str) -> int | None:
     """Address of the compiled (address of blocks, number of blocks, address of f32 values), or None where there is none."""
     if format_name not in _DECODERS:
         return None
-    with kept_machine_code():
-        decode: Any = cfunc(types.void(types.int64, types.int64, types.int64), cache=True)(_DECODERS[format_name])
-    address: int = decode.address
-    return address
+    return machine_code.address(f"decode-{format_name}", 3, lambda: _DECODERS[format_name])

@@ -4,19 +4,17 @@ Sixteen blocks at a time, one in each lane; sums go value by value, as in the nu
 them, with what is so large that a sum might overflow.
 """
 
-import ctypes
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
 
 from cpuspec.formats import Format, lowbit, search
 from cpuspec.formats.legacy import BLOCK
 from cpuspec.formats.tensor import F32, U8
-from cpuspec.kernels import kept_machine_code, simd
+from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.embed import row_decoder
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.simd import LANES
@@ -203,9 +201,8 @@ _ENCODERS: Mapping[str, Encoder] = MappingProxyType(
 
 @cache
 def _compiled(format_name: str) -> Encoder:
-    with kept_machine_code():
-        kernel: Any = cfunc(types.int64(types.int64, types.int64, types.int64), cache=True)(_ENCODERS[format_name])
-    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(kernel.address)
+    address = machine_code.address(f"encode-{format_name}", 3, lambda: _ENCODERS[format_name], returns=True)
+    return machine_code.function(address, 3, returns=True)
 
 
 def encode(format: Format, values: F32) -> U8:
@@ -232,4 +229,4 @@ def recode(data: U8, source: Format, to: Format) -> U8:
 @cache
 def _compiled_decoder(format_name: str) -> Callable[[int, int, int], None] | None:
     address = row_decoder(format_name)
-    return None if address is None else ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(address)
+    return None if address is None else machine_code.function(address, 3)

@@ -71,6 +71,12 @@ def _processor() -> str:
     return _config.CPU_NAME or binding.get_host_cpu_name()
 
 
+def target() -> tuple[str, str]:
+    """The processor's name and features as LLVM's target machines take them."""
+    text = _config.CPU_FEATURES
+    return _processor(), binding.get_host_cpu_features().flatten() if text is None else text
+
+
 def describe() -> str:
     """The choice in words, for `cpuspec inspect` and error reports."""
     return f"{_processor()}, {dot_isa()}{', amx' if has_tiles() else ''}"

@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
-from cpuspec.kernels import isa, kept_machine_code, simd, tiles
+from cpuspec.kernels import isa, machine_code, simd, tiles
 from cpuspec.kernels.products import ORDERS, ROWS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, READERS, Ops
 from cpuspec.kernels.simd import f32x16
@@ -141,18 +141,16 @@ def linear_kernel(format_name: str, order: str) -> int:
 
     all int64, addresses and byte counts. Writes out[row * stride + 64 * tile] for tiles first..end and all rows.
     """
-    with kept_machine_code():
-        return _linear(format_name, order, 4 if order == "f32" else ORDERS[order]).address
+    step = 4 if order == "f32" else ORDERS[order]
+    return machine_code.address(f"linear-{format_name}-{order}", 12, lambda: _linear(format_name, order, step))
 
 
-def _linear(name: str, order: str, step: int) -> Any:
-    """The kernel of a format, compiled or from the disk. step: bytes from a row of activations to the next in a block."""
+def _linear(name: str, order: str, step: int) -> Callable[..., None]:
+    """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
     p16, p8, p4, p3, p2, p1 = _PASSES
     in_tiles = isa.has_tiles() and name in READERS
-    # Numba names machine code on the disk after what a function closes over: numbers and texts only, or it is never found again.
     least, many, near = tiles.LEAST, tiles.MANY, _NEAR
 
-    @cfunc(types.void(*[types.int64] * 12), cache=True)
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         if in_tiles and rows >= least:
             tiles.shape(name)

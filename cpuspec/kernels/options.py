@@ -1,4 +1,4 @@
-"""The one set of Numba options that kernels are compiled with."""
+"""The one set of Numba options that kernels are compiled with, functions as here and entry points as in `machine_code`."""
 
 from typing import Any
 
@@ -6,4 +6,6 @@ from numba import njit
 
 # No fastmath: reassociation or contraction would make bits depend on how a loop was vectorised. Division by zero gives inf, as
 # in numpy: a check would be a branch, and a Python exception in a thread without the GIL.
-compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
+OPTIONS: dict[str, Any] = {"error_model": "numpy"}
+
+compiled: Any = njit(nogil=True, **OPTIONS)

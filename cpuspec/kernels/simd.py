@@ -143,6 +143,11 @@ def call_address(builder: Any, address: Any, values: Any) -> Any:
     return builder.call(builder.inttoptr(address, function_type.as_pointer()), values)
 
 
+def _call_address(builder: Any, address: Any, *values: Any) -> Any:
+    call_address(builder, address, values)
+    return ir.Constant(I8, 0)
+
+
 def vector_of(element: Any) -> Any:
     """LLVM's type of sixteen such elements."""
     return ir.VectorType(element, LANES)
@@ -153,7 +158,6 @@ _a, _i, _f = types.int64, types.int32, types.float32
 
 # Scalars at an address.
 peek_i64 = _operation((_a,), types.int64, lambda b, at: load(b, at, I64))
-peek_i32 = _operation((_a,), types.int64, lambda b, at: b.sext(load(b, at, I32), I64))
 peek_i8 = _operation((_a,), types.int64, lambda b, at: b.sext(load(b, at, I8), I64))
 peek_u8 = _operation((_a,), types.int64, lambda b, at: b.zext(load(b, at, I8), I64))
 peek_u16 = _operation((_a,), types.int64, lambda b, at: b.zext(load(b, at, I16), I64))
@@ -177,6 +181,8 @@ inverse_or_zero = _operation(
 )
 is_nan = _operation((_f,), types.boolean, lambda b, x: b.fcmp_unordered("uno", x, x))
 fma_f32 = _operation((_f, _f, _f), types.float32, lambda b, x, y, z: call(b, "llvm.fma.f32", F32, x, y, z))
+
+call_3 = _operation((_a, _a, _a, _a), types.int8, _call_address)  # a C function of three int64s that returns nothing
 
 # Vectors at an address.
 load_f32 = _operation((_a,), f32x16, lambda b, at: load(b, at, F32X16))

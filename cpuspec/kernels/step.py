@@ -7,6 +7,10 @@ only its chunk; who computes what never changes a result.
 
 import atexit
 import threading
+from collections.abc import Callable
+from ctypes import c_int64
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numba import carray, types
@@ -14,14 +18,13 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cpuspec.formats.packing import aligned_bytes
-from cpuspec.kernels import simd
+from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.attention import QUERIES, append_key_value, attend, put_query
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import prepare_row, rotate_head, rows_of_block
 from cpuspec.kernels.products import ORDERS, ROWS
 from cpuspec.kernels.team import (
     COUNTERS,
-    GENERATION,
     NUM_OPERATIONS,
     OPERATIONS,
     PARKED,
@@ -31,6 +34,8 @@ from cpuspec.kernels.team import (
     barrier,
     publish,
 )
+
+_Array = NDArray[Any]
 
 EMBED, PREPARE, LINEAR, ROTATE, ATTEND, KEEP, FINISH = range(7)
 
@@ -77,7 +82,12 @@ K_ROWS, K_STRIDE, K_LAYER, K_BYTES = range(1, 5)
 F_TILES, F_STRIDE = 1, 2
 COLUMNS = L_FIRST + 3 * TENSOR_COLUMNS
 
+_NUMBERS = np.zeros(1)  # any array
+
 CHUNKS = 16  # of tiles of one LINEAR for each thread, at most
+
+# In an array object of numpy, the address of its numbers: to ask for it in Python takes longer than all else about an array.
+_DATA_AT = next(at for at in range(0, 128, 8) if c_int64.from_address(id(_NUMBERS) + at).value == _NUMBERS.ctypes.data)
 
 _INT8_BYTES, _INT16_BYTES = ORDERS["int8"], ORDERS["int16"]
 
@@ -93,51 +103,62 @@ def _call_linear(typingctx, address, a, b, c, d, e, f, g, h, i, j, k, m):
     return types.void(*[types.int64] * 13), codegen
 
 
-@intrinsic
-def _call_decoder(typingctx, address, data, blocks, out):
-    """Call a `row_decoder` by its address."""
-
-    def codegen(context, builder, sig, args):
-        simd.call_address(builder, args[0], args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
-
-
 @compiled
 def _take(counter, items, chunk):
     """The first item of the next chunk, or `items` when nothing is left."""
     return min(simd.fetch_add(counter, chunk), items)
 
 
-@compiled
-def enter(state, tokens, positions, parents, logit_rows, q_start, slots, lengths, storage, kept, logits):
+def enter(
+    state: _Array, tokens: _Array, positions: _Array, parents: _Array, logit_rows: _Array, q_start: _Array, slots: _Array,
+    lengths: _Array, storage: _Array, kept: _Array, logits: _Array,
+) -> None:  # fmt: skip
     """Write into the state block what a forward is about, where its rows go in the cache and what they attend to.
 
-    int32 arrays as in `ForwardBatch`, parents empty where every sequence is a chain; lengths of all cache slots; int64 addresses
-    of the sequences' slots and, for each layer, of where its rows are kept (empty for none); logits f32 [logit rows, stride].
+    Contiguous arrays, int32 as in `ForwardBatch`, parents empty where every sequence is a chain; lengths of all cache slots; int64
+    addresses of the sequences' slots and, for each layer, of where its rows are kept (empty for none); logits f32
+    [logit rows, stride].
     """
-    state[NUM_ROWS], state[NUM_LOGIT_ROWS], state[NUM_SEQUENCES] = len(tokens), len(logit_rows), len(slots)
-    state[NUM_PICKED] = len(logit_rows) if len(logit_rows) <= ROWS else 0
-    state[TOKENS], state[POSITIONS], state[LOGIT_ROWS] = tokens.ctypes.data, positions.ctypes.data, logit_rows.ctypes.data
-    state[Q_START], state[SLOTS], state[LENGTHS] = q_start.ctypes.data, slots.ctypes.data, lengths.ctypes.data
-    state[LOGITS], state[KEPT] = logits.ctypes.data, kept.ctypes.data if len(kept) else 0
-    for b in range(len(slots)):
-        start, prefix = q_start[b], lengths[slots[b]]
-        for row in range(start, q_start[b + 1]):
+    _function("enter")(
+        id(state), id(tokens), id(positions), id(parents), id(logit_rows), id(q_start), id(slots), id(lengths), id(storage),
+        id(kept), id(logits), len(tokens), len(parents), len(logit_rows), len(slots), len(kept),
+    )  # fmt: skip
+
+
+def _enter(
+    state_array, tokens, positions, parents, logit_rows, q_start, slots, lengths, storage, kept, logits, num_rows, num_parents,
+    num_logit_rows, num_slots, num_kept,
+):  # fmt: skip
+    """`enter` with array objects by their addresses, and their lengths."""
+    state = carray(simd.words(_data(state_array)), STATE_LENGTH)
+    state[NUM_ROWS], state[NUM_LOGIT_ROWS], state[NUM_SEQUENCES] = num_rows, num_logit_rows, num_slots
+    state[NUM_PICKED] = num_logit_rows if num_logit_rows <= ROWS else 0
+    state[TOKENS], state[POSITIONS], state[LOGIT_ROWS] = _data(tokens), _data(positions), _data(logit_rows)
+    state[Q_START], state[SLOTS], state[LENGTHS] = _data(q_start), _data(slots), _data(lengths)
+    state[LOGITS], state[KEPT] = _data(logits), _data(kept) if num_kept > 0 else 0
+    for b in range(num_slots):
+        start, end = simd.peek_i32(state[Q_START] + 4 * b), simd.peek_i32(state[Q_START] + 4 * b + 4)
+        prefix = simd.peek_i32(state[LENGTHS] + 4 * simd.peek_i32(state[SLOTS] + 4 * b))
+        for row in range(start, end):
             depth = row - start + 1
-            if len(parents):
+            if num_parents > 0:
                 depth, node = 0, row
                 while node >= 0:
-                    depth, node = depth + 1, parents[node]
+                    depth, node = depth + 1, simd.peek_i32(_data(parents) + 4 * node)
             # A row that sees all rows before it is a chain's, also in a tree.
             straight = prefix + depth if depth == row - start + 1 else prefix // simd.LANES * simd.LANES
-            simd.poke_i64(state[STORAGE] + 8 * row, storage[b])
+            simd.poke_i64(state[STORAGE] + 8 * row, simd.peek_i64(_data(storage) + 8 * b))
             simd.poke_i64(state[CACHE_INDEX] + 8 * row, prefix + row - start)
             simd.poke_i64(state[LENGTH] + 8 * row, prefix + depth)
             simd.poke_i64(state[STRAIGHT] + 8 * row, straight)
             if straight < prefix + depth:
-                _write_path(state, row, parents, prefix - start, straight, prefix, prefix + depth)
+                _write_path(state, row, _data(parents), prefix - start, straight, prefix, prefix + depth)
+
+
+@compiled
+def _data(array):
+    """Where the numbers of a numpy array are, from the address of the array object."""
+    return simd.peek_i64(array + _DATA_AT)
 
 
 @compiled
@@ -149,7 +170,7 @@ def _write_path(state, row, parents, offset, straight, prefix, length):
     node = row
     for index in range(length - 1, prefix - 1, -1):
         simd.poke_i64(path + 8 * index, node + offset)
-        node = parents[node]
+        node = simd.peek_i32(parents + 4 * node)
 
 
 @compiled
@@ -161,7 +182,7 @@ def _embed(op, state, counter):
         if row == rows:
             return
         token, out = simd.peek_i32(state[TOKENS] + 4 * row), op[E_OUT] + row * op[E_STRIDE]
-        _call_decoder(op[E_DECODER], op[E_DATA] + token * op[E_ROW_BYTES], op[E_BLOCKS], out)
+        simd.call_3(op[E_DECODER], op[E_DATA] + token * op[E_ROW_BYTES], op[E_BLOCKS], out)
         for at in range(4 * op[E_FEATURES], op[E_STRIDE], 4):
             simd.poke_f32(out + at, simd.to_float(0))
 
@@ -384,8 +405,7 @@ def _keep(op, state):
                 simd.poke_f32(to + row * op[K_BYTES] + at, simd.peek_f32(op[K_ROWS] + row * op[K_STRIDE] + at))
 
 
-@compiled
-def run(control, threads, thread):
+def _run(control, threads, thread):
     """One thread's part of the published forward."""
     operations = simd.peek_i64(control + NUM_OPERATIONS)
     program = carray(simd.words(simd.peek_i64(control + OPERATIONS)), (operations, COLUMNS))
@@ -413,24 +433,46 @@ def run(control, threads, thread):
         barrier(control, threads)
 
 
-@compiled
-def _lead(control, operations, num_operations, state, counters, threads):
-    """Publish a forward and run the caller's part of it; returns whether a worker sleeps, and then has only published."""
-    if publish(control, operations, num_operations, state, counters, threads) != 0:
-        return True
-    run(control, threads, 0)
-    return False
+def _lead(control, operations, num_operations, state, counters, threads, run):
+    """Publish a forward and run the caller's part of it; returns how many workers sleep, and if any has only published."""
+    asleep = publish(control, operations, num_operations, state, counters, threads)
+    if asleep == 0:
+        simd.call_3(run, control, threads, 0)
+    return asleep
 
 
-@compiled
-def _work(control, threads, thread, seen):
+def _work(control, threads, thread, seen, run):
     """Run every published forward until told to end (-1) or until it is time to sleep (the last generation seen)."""
     while True:
         now = await_work(control, seen, control + PARKED + 64 * thread)
         if now < 0 or now == seen:
             return now
-        run(control, threads, thread)
+        simd.call_3(run, control, threads, thread)
         seen = now
+
+
+# By name: the Python function, its number of arguments, whether it returns something.
+_ENTRIES = {
+    "enter": (_enter, 16, False),
+    "run": (_run, 3, False),
+    "lead": (_lead, 7, True),
+    "work": (_work, 5, True),
+    "publish": (publish.py_func, 6, True),
+}
+
+
+@cache
+def _entry(name: str) -> int:
+    """Address of one of _ENTRIES."""
+    python, num_arguments, returns = _ENTRIES[name]
+    return machine_code.address(name, num_arguments, lambda: python, returns)
+
+
+@cache
+def _function(name: str) -> Callable[..., Any]:
+    """One of _ENTRIES, for Python."""
+    _, num_arguments, returns = _ENTRIES[name]
+    return machine_code.function(_entry(name), num_arguments, returns)
 
 
 class Program:
@@ -455,7 +497,8 @@ class Team:
         self._control[:] = 0
         self._address = self._control.ctypes.data
         self._wake = [threading.Event() for _ in range(threads)]
-        self._compile()
+        # All of it is compiled before a thread waits for another.
+        self._lead, self._work, self._run, self._publish = map(_function, ("lead", "work", "run", "publish"))
         self._workers = [
             threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"cpuspec-{i}") for i in range(1, threads)
         ]
@@ -466,16 +509,16 @@ class Team:
     def run(self, program: Program) -> None:
         """Run a program on its state, on all threads, and return when it is done. One caller at a time."""
         # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
-        if _lead(self._address, *program.addresses, self.threads):
+        if self._lead(self._address, *program.addresses, self.threads, _entry("run")):
             self._wake_all()
-            run(self._address, self.threads, 0)
+            self._run(self._address, self.threads, 0)
 
     def close(self) -> None:
         """End the workers. A closed team cannot run; closing twice does nothing."""
         self.closed = True
         atexit.unregister(self.close)
         self._control.view(np.int64)[QUIT // 8] = 1
-        publish(self._address, *_NOTHING.addresses, self.threads)
+        self._publish(self._address, *_NOTHING.addresses, self.threads)
         self._wake_all()
         for worker in self._workers:
             worker.join()
@@ -487,17 +530,9 @@ class Team:
 
     def _serve(self, thread: int) -> None:
         seen = 0
-        while (seen := _work(self._address, self.threads, thread, seen)) >= 0:
+        while (seen := self._work(self._address, self.threads, thread, seen, _entry("run"))) >= 0:
             self._wake[thread].wait()
             self._wake[thread].clear()
-
-    def _compile(self) -> None:
-        """Have everything compiled before a thread waits for another: an empty program, and a worker that ends at once."""
-        _lead(self._address, *_NOTHING.addresses, self.threads)
-        control = self._control.view(np.int64)
-        control[QUIT // 8] = control[GENERATION // 8] = 1
-        _work(self._address, self.threads, 0, 0)
-        control[QUIT // 8] = control[GENERATION // 8] = 0
 
 
 _NOTHING = Program(np.zeros((0, COLUMNS), np.int64))

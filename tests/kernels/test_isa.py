@@ -55,17 +55,6 @@ def test_every_instruction_set_gives_the_same_bits(model: Path, name: str, tmp_p
     assert done.stdout.split() == [name, own], done.stderr
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    code = "from cpuspec.kernels.linear import linear_kernel; linear_kernel('q4_k', 'int8')"
-    files = []
-    for _ in range(2):
-        environment = {**os.environ, "CPUSPEC_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-        files.append({path: path.stat().st_mtime_ns for path in (tmp_path / "kernels").rglob("*") if path.is_file()})
-    assert files[0]
-    assert files[1] == files[0]
-
-
 def test_a_processor_that_is_too_old_is_a_clear_error(model: Path, tmp_path: Path) -> None:
     done = _in_child(model, ("avx", "sse4.2"), tmp_path)
     assert "BackendError: the numba backend needs a processor with avx2, fma, f16c" in done.stderr

@@ -1,0 +1,141 @@
+"""Kernels as machine code: C functions of int64s that Numba compiles once, and LLVM's linker alone loads at every later start.
+
+Numba has a disk cache of its own. To read it, it prepares a whole compiler, which takes longer than all else at a start; and it
+would miss a change in another file's intrinsic. So machine code is kept here, in a directory named after all that it is made
+from: the sources of this package and of the formats, Numba's and LLVM's versions, and the processor's features.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from llvmlite import binding
+from numba import cfunc, types
+
+from cpuspec import formats
+from cpuspec.environment import cache_dir, sources_digest
+from cpuspec.kernels import isa
+from cpuspec.kernels.options import OPTIONS
+
+
+def _fingerprint() -> str:
+    sources = [sources_digest(Path(file).parent) for file in (__file__, formats.__file__)]
+    facts = (sources, sys.version, numba.__version__, binding.llvm_version_info, isa.describe(), sorted(isa.features()))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+_one_at_a_time = threading.RLock()
+
+# Taken once: sources edited under a running process must not get its machine code.
+_FINGERPRINT = _fingerprint()
+
+
+def kernel_directory() -> Path:
+    """Where machine code for these sources and this processor is kept."""
+    return cache_dir() / "kernels" / _FINGERPRINT
+
+
+def compiled_before() -> bool:
+    """Whether a start finds machine code on the disk; if not it compiles for some seconds."""
+    return _path("run").exists()
+
+
+def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]], returns: bool = False) -> int:
+    """Address of a C function of so many int64s that returns an int64 or nothing, compiled unless it is on the disk.
+
+    name: tells it from every other kernel. make: gives the Python function that Numba compiles.
+    A directory that cannot be written costs a compilation at every start and nothing else.
+    """
+    path = _path(name)
+    with _one_at_a_time:
+        found = _load(path)
+        if found is None:
+            compiled = _compile(make(), num_arguments, returns)
+            found = int(compiled.address)
+            with suppress(OSError):
+                _keep(compiled, path)
+    return found
+
+
+def function(address: int, num_arguments: int, returns: bool = False) -> Callable[..., Any]:
+    """A C function of `address` for Python. Other threads run while it does."""
+    return ctypes.CFUNCTYPE(ctypes.c_int64 if returns else None, *[ctypes.c_int64] * num_arguments)(address)
+
+
+def _path(name: str) -> Path:
+    return kernel_directory() / f"{name}.o"
+
+
+def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> Any:
+    result = types.int64 if returns else types.void
+    return cfunc(result(*[types.int64] * num_arguments), **OPTIONS)(python)
+
+
+def _keep(compiled: Any, path: Path) -> None:
+    """Write the object file of a compiled function: a checksum, what it is called and what it calls, and the code."""
+    module = binding.parse_assembly(compiled.inspect_llvm())
+    calls = []
+    for value in (*module.functions, *module.global_variables):
+        if value.is_declaration:
+            calls.append(value.name)
+        elif value.name != compiled.native_name:
+            value.linkage = "internal"
+    head = json.dumps([compiled.native_name, calls]).encode() + b"\n"
+    body = head + _target_machine().emit_object(module)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        unfinished.write_bytes(hashlib.sha256(body).digest() + body)
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _load(path: Path) -> int | None:
+    """The address of a function that was kept; None if there is none, or its file is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, body = content[:32], content[32:]
+    if hashlib.sha256(body).digest() != digest:
+        return None
+    head, _, code = body.partition(b"\n")
+    name, calls = json.loads(head)
+    engine = _engine()
+    _provide(calls)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine.get_function_address(name)
+
+
+def _provide(names: Sequence[str]) -> None:
+    """Let the linker find what code calls. Numba's own functions, which only a Python exception would need, end the process."""
+    for name in names:
+        if not name.startswith("llvm.") and binding.address_of_symbol(name) is None:
+            binding.add_symbol(name, ctypes.cast(ctypes.pythonapi.Py_FatalError, ctypes.c_void_p).value)
+
+
+@cache
+def _target_machine() -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_triple(binding.get_process_triple())
+    processor, features = isa.target()
+    return target.create_target_machine(processor, features, opt=3, reloc="default", codemodel="jitdefault", jit=True)
+
+
+@cache
+def _engine() -> Any:
+    """Everything that was loaded lives in it, until the process ends."""
+    return binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
