@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from cpuspec.config import AUTO, SpecConfig
@@ -79,6 +80,7 @@ class Recipe:
     chat_template_note: str
     sources: tuple[Source, ...]
     golden: tuple[Golden, ...]
+    layer_skip: Mapping[int, tuple[int, ...]]  # by how many, the layers that a draft can best do without
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,15 @@ def find_recipe(name: str) -> Recipe:
     if (recipe := recipes.get(name.strip().lower())) is not None:
         return recipe
     raise ConfigError(f"no model is called {name!r}{did_you_mean(name, recipes)}; known: {', '.join(recipes)}")
+
+
+def recipe_of(path: Path) -> Recipe | None:
+    """The recipe whose file this seems to be, by its name and its size. Raises ConfigError if any recipe cannot be read."""
+    try:
+        name, num_bytes = path.resolve().name, path.stat().st_size
+    except OSError:
+        return None
+    return next((one for one in load_recipes().values() if (one.file, one.num_bytes) == (name, num_bytes)), None)
 
 
 def did_you_mean(name: str, recipes: Mapping[str, Recipe]) -> str:
@@ -195,6 +206,7 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
         chat_template_note=table.text("chat_template_note", default=""),
         sources=table.rows("sources", _read_source),
         golden=table.rows("golden", _read_golden) if "golden" in raw else (),
+        layer_skip=_read_layer_skip(table),
     )
     table.refuse_the_rest()
     if not recipe.sources:
@@ -240,10 +252,10 @@ class _Table:
             raise ConfigError(f"{self.where}: {key} is {value!r}; wanted {wanted}")
         return value
 
-    def numbers(self, key: str) -> tuple[int, ...]:
-        value = self._take(key, None, "an array of token ids")
+    def numbers(self, key: str, wanted: str) -> tuple[int, ...]:
+        value = self._take(key, None, wanted)
         if not isinstance(value, list) or not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value):
-            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted an array of token ids")
+            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted {wanted}")
         return tuple(value)
 
     def rows(self, key: str, read: Callable[["_Table"], _T]) -> tuple[_T, ...]:
@@ -293,7 +305,19 @@ def _read_part(table: _Table) -> PackagePart:
 
 
 def _read_golden(table: _Table) -> Golden:
-    return Golden(prompt=table.text("prompt"), token_ids=table.numbers("token_ids"))
+    return Golden(prompt=table.text("prompt"), token_ids=table.numbers("token_ids", "an array of token ids"))
+
+
+def _read_layer_skip(table: _Table) -> Mapping[int, tuple[int, ...]]:
+    """Sets of layers, each under its length: what `tools/search_layer_skip.py` found."""
+    inner = _Table(f"{table.where}: layer_skip", table.values.pop("layer_skip", {}))
+    found = {}
+    for key in list(inner.values):
+        layers = inner.numbers(key, "an array of layers")
+        if len(set(layers)) != len(layers) or key != str(len(layers)) or not layers:
+            raise ConfigError(f"{inner.where}: {key} is {list(layers)}; wanted as many different layers as the key says")
+        found[len(layers)] = tuple(sorted(layers))
+    return MappingProxyType(found)
 
 
 def _shipped() -> Path:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.recipes import recipe_of
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
 from cpuspec.formats import get_format
@@ -33,14 +34,17 @@ def make_skip_draft(target: Backend, checkpoint: Checkpoint, skipped: str, engin
 
 
 def read_skipped(text: str, checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The layers that `text` leaves out: how many ("4"), chosen evenly, or which ("3/7/11"), counted from 0.
+    """The layers that `text` leaves out: how many ("4"), or which ("3/7/11"), counted from 0. So many layers are those that the
+    model's recipe names, or else chosen evenly.
 
     Raises ConfigError for anything else, and unless at least one layer remains.
     """
     num_layers = checkpoint.config.num_layers
     numbers = [int(part) if part.isascii() and part.isdigit() and len(part) < 6 else -1 for part in text.split("/")]
     if len(numbers) == 1 and 0 < numbers[0] < num_layers:
-        return spread(numbers[0], num_layers)
+        recipe = recipe_of(checkpoint.path)
+        named = recipe.layer_skip.get(numbers[0]) if recipe else None
+        return _checked(named, num_layers) if named else spread(numbers[0], num_layers)
     if len(numbers) > 1:
         return _checked(numbers, num_layers)
     raise ConfigError(

@@ -11,6 +11,7 @@ from cpuspec.checkpoints.recipes import (
     load_recipes,
     model_and_spec,
     read_recipe,
+    recipe_of,
 )
 from cpuspec.config import LevelSpec, SpecConfig
 from cpuspec.environment import cache_dir
@@ -41,6 +42,10 @@ parts = [
 [[golden]]
 prompt = "Once"
 token_ids = [1, 2, 3]
+
+[layer_skip]
+1 = [7]
+2 = [7, 4]
 """
 
 
@@ -74,6 +79,7 @@ def test_a_recipe_says_everything_that_its_file_says(tmp_path: Path) -> None:
     assert isinstance(packages, PackageSource)
     assert [(part.package, part.num_bytes) for part in packages.parts] == [("tiny-part1", 20), ("tiny-part2", 10)]
     assert recipe.golden[0].token_ids == (1, 2, 3)
+    assert recipe.layer_skip == {1: (7,), 2: (4, 7)}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +109,12 @@ def test_a_recipe_says_everything_that_its_file_says(tmp_path: Path) -> None:
         ("[1, 2, 3]", "[1, -2]", "token_ids"),
         ("[1, 2, 3]", '"1 2"', "token_ids"),
         ("[[golden]]", "[golden]", "golden"),
+        ("2 = [7, 4]", "2 = [7]", "layer_skip: 2"),
+        ("2 = [7, 4]", "2 = [7, 7]", "layer_skip: 2"),
+        ("2 = [7, 4]", "02 = [7, 4]", "layer_skip: 02"),
+        ("2 = [7, 4]", "two = [7, 4]", "layer_skip: two"),
+        ("2 = [7, 4]", '2 = ["7", "4"]', "layer_skip: 2"),
+        ("[layer_skip]", "[[layer_skip]]", "layer_skip"),
         ("[[sources]]", "[[source]]", "sources"),
     ],
 )
@@ -113,6 +125,17 @@ def test_a_wrong_key_is_named_with_file_and_value(tmp_path: Path, old: str, new:
         read_recipe(path)
     assert str(path) in str(caught.value)
     assert named in str(caught.value)
+
+
+def test_a_file_is_known_by_its_name_and_size(tmp_path: Path, cache: Path) -> None:
+    write(cache / "recipes" / "tiny.toml", GOOD)
+    file = write(tmp_path / "elsewhere" / "tiny.gguf", "x" * 30)
+    found = recipe_of(file)
+    assert found is not None
+    assert found.name == "tiny"
+    assert recipe_of(write(tmp_path / "other.gguf", "x" * 30)) is None
+    assert recipe_of(write(file, "x" * 31)) is None
+    assert recipe_of(tmp_path / "nothing.gguf") is None
 
 
 @pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe", b"\x00"])

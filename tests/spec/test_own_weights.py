@@ -92,6 +92,35 @@ def test_layers_are_read_by_number_or_by_name(model: Checkpoint) -> None:
     assert read_skipped("4/0/2", model) == (0, 2, 4)
 
 
+def test_so_many_layers_are_those_that_the_recipe_names(model: Checkpoint, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    recipe = f"""
+name = "tiny"
+description = "a test"
+architecture = "llama"
+parameters = 10
+file = "{model.path.name}"
+bytes = {model.path.stat().st_size}
+sha256 = "{"ab" * 32}"
+licence = "MIT"
+
+[[sources]]
+kind = "huggingface"
+repository = "someone/tiny"
+file = "{model.path.name}"
+
+[layer_skip]
+2 = [3, 1]
+3 = [1, 2, 9]
+"""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "tiny.toml").write_text(recipe)
+    assert read_skipped("2", model) == (1, 3)
+    assert read_skipped("1", model) == spread(1, 5)
+    with pytest.raises(ConfigError, match="cannot skip layers 1/2/9 of 5"):
+        read_skipped("3", model)
+
+
 @pytest.mark.parametrize("text", ["", "0", "5", "-1", "1/1", "1/5", "0/1/2/3/4", "1/", "a", "1,2", "1/b", "²", "9" * 5000])
 def test_what_names_no_layers_is_refused(model: Checkpoint, text: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot skip .* of 5"):
