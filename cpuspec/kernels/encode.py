@@ -22,7 +22,8 @@ from cpuspec.kernels.simd import LANES
 _ZERO, _HALF, _ONE, _TWO, _FOUR, _SEVEN, _EIGHT = (np.float32(x) for x in (0, 0.5, 1, 2, 4, 7, 8))
 _INFINITY, _LARGEST_BYTE = np.float32(np.inf), np.float32(255)
 
-Encoder = Callable[[int, int, int], int]  # (address of f32 values, blocks, address of their bytes) -> blocks refused
+# Kernels have no allocator, so whoever calls one brings room.
+Encoder = Callable[[int, int, int, int], int]  # (f32 values, blocks, their bytes, room for 17 blocks: addresses) -> blocks refused
 
 
 @compiled
@@ -98,9 +99,7 @@ def _lowbit(layout: np.dtype[Any]) -> Encoder:
     one_over_count, one_over_largest = 1 / count, 1 / largest_code
     steps, one_over_steps = np.float32(lowbit.ZERO_STEPS), np.float32(1 / lowbit.ZERO_STEPS)
 
-    def encode(values, blocks, out):
-        memory = np.empty(LANES * (size + 1), np.float32)
-        x = memory.ctypes.data
+    def encode(values, blocks, out, x):
         room = x + 64 * size
         refused = _ZERO
         largest = _all(largest_code)
@@ -158,10 +157,8 @@ def _lowbit(layout: np.dtype[Any]) -> Encoder:
     return encode
 
 
-def _mxfp4(values, blocks, out):
+def _mxfp4(values, blocks, out, x):
     """As `mx.encode_mxfp4`."""
-    memory = np.empty(LANES * (BLOCK + 1), np.float32)
-    x = memory.ctypes.data
     room, stride, codes_at = x + 64 * BLOCK, BLOCK // 2 + 1, 1
     refused = _ZERO
     nothing = simd.truncate_i32(_all(_ZERO))
@@ -201,8 +198,8 @@ _ENCODERS: Mapping[str, Encoder] = MappingProxyType(
 
 @cache
 def _compiled(format_name: str) -> Encoder:
-    address = machine_code.address(f"encode-{format_name}", 3, lambda: _ENCODERS[format_name], returns=True)
-    return machine_code.function(address, 3, returns=True)
+    address = machine_code.address(f"encode-{format_name}", 4, lambda: _ENCODERS[format_name], returns=True)
+    return machine_code.function(address, 4, returns=True)
 
 
 def encode(format: Format, values: F32) -> U8:
@@ -211,7 +208,8 @@ def encode(format: Format, values: F32) -> U8:
         return format.encode(values)
     source = np.ascontiguousarray(values, np.float32)
     data = np.empty((*source.shape[:-1], format.row_bytes(source.shape[-1])), np.uint8)
-    refused = _compiled(format.name)(source.ctypes.data, source.size // format.block_size, data.ctypes.data)
+    room = np.empty((LANES + 1) * format.block_size, np.float32)
+    refused = _compiled(format.name)(source.ctypes.data, source.size // format.block_size, data.ctypes.data, room.ctypes.data)
     return format.encode(values) if refused else data
 
 
