@@ -276,13 +276,18 @@ def _read_drafter(text: str, level: str) -> LevelSpec:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads, disk."""
+    """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads, disk, KV format.
+
+    The KV format's name is checked where formats are known (`cpuspec.formats.kv`).
+    """
 
     max_sequences: int = 16
     context_length: int | None = None  # None: what the model was trained for
     max_rows: int = 256  # rows of one forward; longer prefills go in chunks of this
     threads: int | None = None  # None: physical cores that this process may use
     keep_packed: bool = True  # whether weights in the order of the kernels are kept on the disk for the next start
+    # Keys and values: f16 halves what f32 reads at depth and costs nothing that can be measured (benchmarks/LOG.md).
+    kv_format: str = "f16"
 
     def __post_init__(self) -> None:
         for name, limit in (("max_sequences", 4096), ("max_rows", 8192)):

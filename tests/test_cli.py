@@ -34,6 +34,7 @@ from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
 from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
+from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.spec.levels import MODELS, SOURCES
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -98,15 +99,15 @@ def test_the_spellings_that_scripts_rely_on_exist() -> None:
     wanted = (
         "--file -f --model -m --draft --temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty "
         "--frequency-penalty --logit-bias --stop --stop-token-id --logprobs --max-tokens --seed --threads --backend "
-        "--context-length --system --raw --ignore-eos --json --verify-exact"
+        "--kv-format --context-length --system --raw --ignore-eos --json --verify-exact"
     )
     options = {spelling for parameter in commands()["generate"].params for spelling in parameter.opts}
     assert set(wanted.split()) <= options
 
 
-def test_help_names_every_backend_and_proposer() -> None:
+def test_help_names_every_backend_proposer_and_kv_format() -> None:
     shown = ok("generate", "--help")
-    assert all(name in shown for name in (*BACKENDS, *SOURCES, *MODELS))
+    assert all(name in shown for name in (*BACKENDS, *SOURCES, *MODELS, *KV_FORMATS))
 
 
 def test_version() -> None:
@@ -246,6 +247,13 @@ def test_an_answer_that_drafts_changed_fails_only_where_it_is_greedy(
     assert ("certify" in result.stderr) == (exit_code == 0)
 
 
+def test_the_kv_format_reaches_the_cache(model: str) -> None:
+    options = ("hello hello hello", "-m", model, *NUMPY, "--max-tokens", "4", "--json", "--logprobs", "0")
+    shown = [json.loads(ok("generate", *options, "--kv-format", name)) for name in KV_FORMATS]
+    assert shown[1]["logprobs"] == json.loads(ok("generate", *options))["logprobs"]
+    assert len({json.dumps(one["logprobs"]) for one in shown}) == len(KV_FORMATS)
+
+
 def test_the_models_end_token_ends_the_answer_unless_it_is_ignored(model: str) -> None:
     options = ("-m", model, "--backend", "numpy", "--max-tokens", "3", "--logit-bias", "378=1000", "--json")
     shown = json.loads(ok("generate", "hello", *options))
@@ -351,6 +359,7 @@ def test_nothing_is_certified_that_proves_nothing(model: str, options: tuple[str
         (("--top-p", "0"), "top_p must be"),
         (("--threads", "0"), "--threads"),
         (("--backend", "abacus"), "numba"),
+        (("--kv-format", "q4_0"), "f32, f16, bf16, int8"),
         (("--draft", "telepathy"), "ngram"),
         (("--draft", "ngram:8"), "ngram@8"),
         (("--draft", "ngram@"), "cannot read 'ngram@'"),
@@ -785,7 +794,7 @@ def test_inspect_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: 
     embed = next(t["bytes"] for t in tensors if t["name"] == "embed")
     assert report["read_bytes_per_token"] == report["bytes"] - (0 if tied else embed)
     assert report["bound_tokens_per_s"] == pytest.approx(3e9 / report["read_bytes_per_token"])
-    assert report["kv_bytes_per_token"] == 2 * 1 * 1 * 32 * 4
+    assert report["kv_bytes_per_token"] == 2 * 1 * 1 * 32 * 2
     shown = ok("inspect", str(path), "--tensors")
     assert all(text in shown for text in ("qwen3", "q8_0", "layers.0.down", "tokens/s", "4.50"))
     assert "layers.0.down" not in ok("inspect", str(path))
@@ -830,6 +839,7 @@ def test_bench_as_json_is_what_scripts_rely_on(model: str) -> None:
     assert [one["name"] for one in shown["deeper"]] == ["pp9 @ d5", "tg2 @ d5"]
     assert (shown["model"], shown["backend"], shown["threads"], shown["repetitions"]) == (model, "numpy", 1, 2)
     assert shown["read_bytes_per_s"] == 1e9
+    assert shown["kv_format"] == "f16"
     assert "round 2 of 2" in result.stderr
     assert not CONTROL.search(result.stderr)
     assert json.loads(ok("bench", model, *SHORT, *options, "-o", "json")).keys() == shown.keys()

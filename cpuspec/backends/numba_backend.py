@@ -18,6 +18,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.formats.packing import TILE, U8, PackedTensor, aligned_bytes
 from cpuspec.kernels import attention, embed, encode, isa, linear, pointwise, simd, step
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
@@ -88,32 +89,42 @@ class NumbaBackend:
         self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
         self._placed = np.empty((4, rows), np.int64)
         self._peaks, self._picked = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32), np.empty(linear.ROWS, np.int32)
-        self._paths, self._scratch, self._capacity = np.empty(0, np.int64), aligned_bytes((0,)), 0
+        self._paths = np.empty(0, np.int64)
         self._all_rows = np.arange(rows, dtype=np.int32)
+        self._kv_format = get_kv_format(engine.kv_format)
+        self._record_bytes = attention.record_bytes(self._kv_format.name, c.head_dim)
+        self._records_at = attention.records_offset(self._kv_format.name, c.head_dim)
+        queries = attention.QUERIES + max(step.BLOCK_QUERIES, c.num_heads // c.num_kv_heads)
+        self._scratch = aligned_bytes((self.threads, self._records_at + queries * self._record_bytes))
+        self._records = aligned_bytes((0,))
+        self._blocks = np.empty((rows, step.BLOCK_COLUMNS), np.int64)
+        self._walked = np.zeros((rows, c.num_kv_heads), np.int64)
         self._program = step.Program(self._write_program())
         state = self._program.state
         state[[step.STORAGE, step.CACHE_INDEX, step.LENGTH, step.STRAIGHT]] = [_at(row) for row in self._placed]
         state[step.PEAKS], state[step.PICKED] = _at(self._peaks), _at(self._picked)
+        state[step.HEADS], state[step.KV_HEADS], state[step.THREADS] = c.num_heads, c.num_kv_heads, self.threads
+        state[step.BLOCKS], state[step.WALKED] = _at(self._blocks), _at(self._walked)
+        state[step.SCRATCH], state[step.SCRATCH_BYTES] = _at(self._scratch), self._scratch.strides[0]
         self._rotations: tuple[F32, F32] = rope_table(c, np.arange(0))
         self._provide_rotations(255)
         self._team: step.Team = share._team if share else step.Team(self.threads)
         self._owns_team = share is None
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
-        """An empty cache for this model: f32 keys and values, in the order that `kernels.attention` reads."""
-        size = sum(self._head_bytes(capacity)) * self.config.num_layers * self.config.num_kv_heads
+        """An empty cache for this model, in the order that `kernels.attention` reads."""
+        dims, heads = self.config.head_dim, self.config.num_layers * self.config.num_kv_heads
+        size = attention.head_bytes(self._kv_format.name, dims, capacity)
 
         def new_storage() -> _Storage:
-            memory = aligned_bytes((size,))
+            memory = aligned_bytes((heads, size))
             return _Storage(memory, _at(memory))
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
-            keys, values = self._cached(storage.memory, capacity)
-            to = np.arange(first, first + len(rows))
-            keys[:, :, to // simd.LANES, :, to % simd.LANES] = keys[:, :, rows // simd.LANES, :, rows % simd.LANES]
-            values[:, :, to] = values[:, :, rows]
+            attention.copy_rows(self._kv_format.name, dims, storage.memory, rows, first)
 
-        return KVCache(num_slots, capacity, new_storage, copy_rows, size // capacity)
+        per_token = heads * 2 * stored_bytes(self._kv_format, dims)
+        return KVCache(num_slots, capacity, new_storage, copy_rows, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -124,7 +135,7 @@ class NumbaBackend:
         if batch.parents is not None:
             self._provide_paths(len(batch.tokens))
         self._provide_rotations(max(batch.positions.tolist()))
-        self._provide_scratch(cache.capacity)
+        self._program.state[step.HEAD_BYTES] = attention.head_bytes(self._kv_format.name, c.head_dim, cache.capacity)
         if self._decoder is None:
             self._x[: len(batch.tokens), : c.hidden_size] = self._embed.rows(batch.tokens)
             self._x[: len(batch.tokens), c.hidden_size :] = 0
@@ -135,7 +146,7 @@ class NumbaBackend:
             kept = np.zeros(c.num_layers, np.int64)
             hidden = {layer: np.empty((len(batch.tokens), c.hidden_size), np.float32) for layer in batch.hidden_layers}
             kept[list(hidden)] = [_at(array) for array in hidden.values()]
-        step.enter(
+        num_records = step.enter(
             self._program.state,
             batch.tokens,
             batch.positions,
@@ -148,6 +159,7 @@ class NumbaBackend:
             kept,
             logits,
         )
+        self._provide_records(num_records)
         self._team.run(self._program)
         best = self._picked.tolist()[: len(logits)] if len(logits) <= len(self._picked) else None
         return ForwardOutput(logits[:, : c.vocab_size], tuple(hidden[layer] for layer in batch.hidden_layers), best)
@@ -163,32 +175,11 @@ class NumbaBackend:
         room[:] = 0
         return room
 
-    def _head_bytes(self, capacity: int) -> tuple[int, int]:
-        """Bytes of the keys and of the values of one head of one layer in a cache slot."""
-        positions, dims = _round_up(capacity, simd.LANES), self.config.head_dim
-        return 4 * positions * dims, 4 * positions * _round_up(dims, simd.LANES)
-
-    def _cached(self, storage: U8, capacity: int) -> tuple[F32, F32]:
-        """Views of a cache slot: keys [L, G, block, D, position in the block], values [L, G, position, D padded]."""
-        layers, heads, (key_bytes, _) = self.config.num_layers, self.config.num_kv_heads, self._head_bytes(capacity)
-        keys, values = np.split(storage.reshape(layers, -1), [heads * key_bytes], axis=1)
-        blocks, dims = _round_up(capacity, simd.LANES) // simd.LANES, self.config.head_dim
-        return (
-            keys.view(np.float32).reshape(layers, heads, blocks, dims, simd.LANES),
-            values.view(np.float32).reshape(layers, heads, blocks * simd.LANES, -1),
-        )
-
-    def _provide_scratch(self, capacity: int) -> None:
-        """Tell of a cache's shape, and have room to work on it."""
-        if capacity == self._capacity:
-            return
-        size = attention.scratch_bytes(self.config.head_dim, capacity)
-        if size * self.threads > len(self._scratch):
-            self._scratch = aligned_bytes((size * self.threads,))
-        state = self._program.state
-        state[step.SCRATCH], state[step.SCRATCH_BYTES] = _at(self._scratch), size
-        state[step.KEY_BYTES], state[step.VALUE_BYTES] = self._head_bytes(capacity)
-        self._capacity = capacity
+    def _provide_records(self, number: int) -> None:
+        """Room for the records of attention that several threads make."""
+        if number * self._record_bytes > len(self._records):
+            self._records = aligned_bytes((2 * number * self._record_bytes,))
+            self._program.state[step.RECORDS] = _at(self._records)
 
     def _provide_paths(self, rows: int) -> None:
         """Room for the paths of tree rows: what is left of the prefix after whole vectors, and up to all rows."""
@@ -322,8 +313,8 @@ class NumbaBackend:
                 step.R_HEADS: c.num_heads,
                 step.R_KV_HEADS: c.num_kv_heads,
                 step.R_DIMS: c.head_dim,
-                step.R_PADDED_DIMS: _round_up(c.head_dim, simd.LANES),
                 step.R_LAYER: i,
+                step.R_APPEND: attention.append_kernel(self._kv_format.name),
             },
         )
 
@@ -339,8 +330,10 @@ class NumbaBackend:
                 step.A_HEADS: c.num_heads,
                 step.A_KV_HEADS: c.num_kv_heads,
                 step.A_DIMS: c.head_dim,
-                step.A_PADDED_DIMS: _round_up(c.head_dim, simd.LANES),
                 step.A_LAYER: i,
+                step.A_KERNEL: attention.attend_kernel(self._kv_format.name),
+                step.A_RECORDS_AT: self._records_at,
+                step.A_RECORD_BYTES: self._record_bytes,
             },
         )
 

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
@@ -50,6 +51,7 @@ class NumpyBackend:
         self.max_rows = engine.max_rows
         self.threads = 1
         self._dtype = np.dtype(dtype)
+        self._kv_format = get_kv_format(engine.kv_format)
         self._embed = checkpoint.tensors["embed"]
         tensors = {name: t for name, t in checkpoint.tensors.items() if name != "embed"}
         if self.config.tied_embeddings:
@@ -65,7 +67,7 @@ class NumpyBackend:
         self.shared_bytes = sum(self._weights[name].nbytes for name, t in weights.items() if t in shared)
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
-        """An empty cache for this model."""
+        """An empty cache for this model: decoded keys and values, rounded as the KV format rounds them."""
         c = self.config
         shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * self._dtype.itemsize
@@ -123,7 +125,8 @@ class NumpyBackend:
         for b, slot in enumerate(batch.slots):
             rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), cache.lengths[slot]
             storage, end = cache.storage(slot), prefix + rows.stop - rows.start
-            storage.keys[layer, prefix:end], storage.values[layer, prefix:end] = k[rows], v[rows]
+            for held, new in ((storage.keys, k), (storage.values, v)):
+                held[layer, prefix:end] = rounded(self._kv_format, new[rows].astype(np.float32, copy=False))
             keys = storage.keys[layer, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
             values = storage.values[layer, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)
             scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) / self._number(np.sqrt(c.head_dim))  # [H, T, S]

@@ -121,6 +121,7 @@ def generate(
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
+    kv_format: options.KVFormat = EngineConfig.kv_format,
 ) -> None:
     """Answer one prompt. The text goes to stdout, everything else to stderr.
 
@@ -158,7 +159,7 @@ def generate(
     from cpuspec.cli.answer import collect, compare, explanation, figures, keep_quiet, memory
 
     question = text if raw else messages
-    with _load(model, draft, backend, threads, context_length) as llm:
+    with _load(model, draft, backend, threads, context_length, kv_format) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
         answer = collect(llm, question, params, keep_quiet if as_json else emit)
@@ -181,7 +182,7 @@ def generate(
     check = None
     if verify_exact and answer.finish_reason != "aborted":
         # A model loaded anew, so that nothing of the first answer can help the second.
-        with _load(model, "none", backend, threads, context_length) as llm:
+        with _load(model, "none", backend, threads, context_length, kv_format) as llm:
             check = compare(answer, collect(llm, question, params, keep_quiet), params)
     if as_json:
         _emit_json(shown | {"verify_exact": check and asdict(check)})
@@ -220,6 +221,7 @@ def chat(
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
+    kv_format: options.KVFormat = EngineConfig.kv_format,
 ) -> None:
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."""
     with options.usage_errors():
@@ -242,7 +244,7 @@ def chat(
 
     from cpuspec.cli.chat import Chat, converse
 
-    with _load(model, draft, backend, threads, context_length) as llm:
+    with _load(model, draft, backend, threads, context_length, kv_format) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
         converse(Chat(llm, model, params, system))
@@ -324,6 +326,7 @@ def bench(
     ] = 5,
     backend: options.Backend = "numba",
     threads: options.Threads = None,
+    kv_format: options.KVFormat = EngineConfig.kv_format,
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FORMAT", callback=_known_output, help="md, csv or json; md by default."),
@@ -345,14 +348,14 @@ def bench(
             rows_depth=rows_depth,
             repetitions=repetitions,
         )
-    checkpoint, settings = _open(model), EngineConfig(threads=threads)
+    checkpoint, settings = _open(model), EngineConfig(threads=threads, kv_format=kv_format)
     plan.check(checkpoint.config, settings.max_rows)
     with _loading(model, backend):
         loaded = make_backend(backend, checkpoint, settings)
     try:
         # Lines and no spinner: it would take turns with the measured threads.
         report = measure_speed(loaded, plan, note)
-        OUTPUTS["json" if as_json else output or "md"](describe_run(model, loaded, plan), report)
+        OUTPUTS["json" if as_json else output or "md"](describe_run(model, loaded, kv_format, plan), report)
     finally:
         loaded.close()
 
@@ -430,12 +433,14 @@ def _open_with_drafts(model: str, draft: str | None) -> tuple[Checkpoint, SpecCo
 
 
 @contextmanager
-def _load(model: str, draft: str | None, backend: str, threads: int | None, context_length: int | None) -> "Iterator[LLM]":
+def _load(
+    model: str, draft: str | None, backend: str, threads: int | None, context_length: int | None, kv_format: str
+) -> "Iterator[LLM]":
     checkpoint, spec = _open_with_drafts(model, draft)
     with _loading(model, backend):
         from cpuspec.engine.llm import LLM
 
-        llm = LLM(checkpoint, spec, backend, threads, context_length=context_length, max_sequences=1)
+        llm = LLM(checkpoint, spec, backend, threads, context_length=context_length, max_sequences=1, kv_format=kv_format)
     with llm:
         yield llm
 

@@ -14,7 +14,7 @@ from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport
 Setting = dict[str, Any]
 
 
-def describe_run(model: str, backend: Backend, plan: Plan) -> Setting:
+def describe_run(model: str, backend: Backend, kv_format: str, plan: Plan) -> Setting:
     """What was measured, and on what."""
     from cpuspec.kernels import isa  # imports numba
 
@@ -22,6 +22,7 @@ def describe_run(model: str, backend: Backend, plan: Plan) -> Setting:
         "model": model,
         "backend": backend.name,
         "threads": backend.threads,
+        "kv_format": kv_format,
         "processor": isa.describe(),
         "weight_bytes": backend.weight_bytes,
         "repetitions": plan.repetitions,
@@ -48,8 +49,8 @@ def show_markdown(setting: Setting, report: SpeedReport) -> None:
     """A line about the setting, then a table of rates and a table of forwards, as far as they were measured."""
     emit(
         f"{setting['model']}: {size(setting['weight_bytes'])} of weights to read for a token, {setting['backend']} backend, "
-        f"{setting['threads']} thread{'s' * (setting['threads'] > 1)}, {setting['processor']}, "
-        f"memory reads {report.read_bytes_per_s / 1e9:.1f} GB/s\n"
+        f"{setting['kv_format']} keys and values, {setting['threads']} thread{'s' * (setting['threads'] > 1)}, "
+        f"{setting['processor']}, memory reads {report.read_bytes_per_s / 1e9:.1f} GB/s\n"
     )
     if rated := [*report.prefill, *report.decode]:
         emit("\n" + _table(("test", "tokens/s", "median", "GB/s", "of memory"), [_rate_cells(speed) for speed in rated]))

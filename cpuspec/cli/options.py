@@ -10,7 +10,8 @@ import typer
 
 from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.config import SpecConfig
-from cpuspec.errors import BackendError, ConfigError
+from cpuspec.errors import BackendError, ConfigError, FormatError
+from cpuspec.formats.kv import KV_FORMATS, get_kv_format
 from cpuspec.spec.levels import MODELS, SOURCES, check_spec
 
 MAX_PROMPT_BYTES = 64 << 20
@@ -21,7 +22,7 @@ def usage_errors() -> Iterator[None]:
     """Settings that cannot be are wrong usage."""
     try:
         yield
-    except (ConfigError, BackendError) as error:
+    except (ConfigError, BackendError, FormatError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -35,6 +36,12 @@ def _known_draft(text: str | None) -> str | None:
 def _known_backend(name: str) -> str:
     with usage_errors():
         check_backend(name)
+    return name
+
+
+def _known_kv_format(name: str) -> str:
+    with usage_errors():
+        get_kv_format(name)
     return name
 
 
@@ -69,6 +76,16 @@ Threads = Annotated[
         max=1024,
         rich_help_panel=_RUNNING,
         help="Threads to compute with; by default every usable core.",
+    ),
+]
+KVFormat = Annotated[
+    str,
+    typer.Option(
+        "--kv-format",
+        metavar="F",
+        callback=_known_kv_format,
+        rich_help_panel=_RUNNING,
+        help=f"What keys and values are kept in, one of {', '.join(KV_FORMATS)}. Fewer bits are faster in a long context.",
     ),
 ]
 ContextLength = Annotated[

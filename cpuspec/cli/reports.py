@@ -8,11 +8,12 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.download import is_fetched, model_path
 from cpuspec.checkpoints.recipes import load_chains, load_recipes
 from cpuspec.cli.console import emit, print_table, size
+from cpuspec.config import EngineConfig
 from cpuspec.formats import QuantTensor
+from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.metrics import read_bandwidth
 
 Row = dict[str, Any]
-_CACHE_BYTES = 4  # of a cached key's or value's number: f32
 
 
 def known_models() -> list[Row]:
@@ -67,7 +68,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
     """
     from cpuspec.kernels import isa  # imports numba
 
-    config, tensors = checkpoint.config, checkpoint.tensors
+    config, tensors, kv_format = checkpoint.config, checkpoint.tensors, get_kv_format(EngineConfig.kv_format)
     read_bytes = sum(t.num_bytes for name, t in tensors.items() if name != "embed" or config.tied_embeddings)
     bandwidth = read_bandwidth(threads)
     report = {
@@ -79,7 +80,8 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
             name: _totals(t for t in tensors.values() if t.format.name == name)
             for name in sorted({t.format.name for t in tensors.values()})
         },
-        "kv_bytes_per_token": 2 * config.num_layers * config.num_kv_heads * config.head_dim * _CACHE_BYTES,
+        "kv_format": kv_format.name,
+        "kv_bytes_per_token": 2 * config.num_layers * config.num_kv_heads * stored_bytes(kv_format, config.head_dim),
         "read_bytes_per_token": read_bytes,
         "processor": isa.describe(),
         "threads": threads,
@@ -122,7 +124,7 @@ def show_model(report: Row) -> None:
         ("rotary base", f"{config['rope_base']:,.0f}{scaling}"),
         ("weights", f"{report['num_weights']:,} in {report['num_tensors']} tensors"),
         ("size", f"{size(report['bytes'])}, {report['bits_per_weight']:.2f} bits per weight"),
-        ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context"),
+        ("keys and values", f"{size(report['kv_bytes_per_token'])} per token of context, in {report['kv_format']}"),
         ("processor", report["processor"]),
         ("memory", f"reads {per_second} with {report['threads']} threads (estimated in about a second)"),
         (

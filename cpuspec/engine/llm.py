@@ -15,6 +15,7 @@ from cpuspec.checkpoints.recipes import model_and_spec
 from cpuspec.config import AUTO, EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelMemory, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.spec.context import Context
@@ -51,6 +52,7 @@ class LLM:
     context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
     max_sequences: how many run at once; more wait their turn.
     keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
+    kv_format: what the cache keeps keys and values in, of `cpuspec.formats.kv.KV_FORMATS`: f32, f16, bf16 or int8.
     """
 
     def __init__(
@@ -63,14 +65,17 @@ class LLM:
         context_length: int | None = None,
         max_sequences: int = 16,
         keep_packed: bool = True,
+        kv_format: str = EngineConfig.kv_format,
     ) -> None:
-        settings = EngineConfig(max_sequences, context_length, threads=threads, keep_packed=keep_packed)
+        settings = EngineConfig(max_sequences, context_length, threads=threads, keep_packed=keep_packed, kv_format=kv_format)
         if isinstance(model, Checkpoint):
             spec = _read_spec(spec)
         else:
             model, spec = model_and_spec(str(model), spec)
-        check_spec(spec)  # a bad spec or backend fails before gigabytes are loaded, and so does a draft that does not fit
+        # A bad setting fails before gigabytes are loaded, and so does a draft that does not fit.
+        check_spec(spec)
         check_backend(backend)
+        get_kv_format(kv_format)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model))
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
         build = prepare(spec, Host(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))

@@ -1,123 +1,477 @@
-"""Attention of a few queries over one head's cache: decode, verify, tree and prefill rows are the same call.
+"""Attention of a few queries over a chunk of one head's cache: decode, verify, tree and prefill rows are the same call.
 
-Up to QUERIES queries (rows of one sequence, and the query heads that share a key head) go over the cache together, so that keys
-and values are read once for all of them. Keys lie in blocks of 16 positions, [block][dimension][16 positions], so that 16 scores
-are sixteen lanes and no sum crosses lanes; values lie [position][dimensions, padded to 16]. A query's sums run over its logical
-positions in order, in blocks that start at multiples of 16, whoever shares the call: its bits do not depend on its company.
+A query's positions are taken in chunks of CHUNK, counted from its sequence's start. Each chunk gives a record: its largest score,
+the sum of its weights exp(score - largest), and the values' sum under these weights. Records are folded together in the order of
+the chunks. So the order of every sum depends on the query's own positions alone, while chunks may go to several threads, and
+up to QUERIES queries (rows of one sequence, and the query heads that share a key head) walk over a chunk together.
+
+A head's cache is a row of chunks: all keys of a chunk, then all its values. Keys lie in blocks of 16 positions, [group of
+dimensions][16 scales, 16 shifts][dimension][16 positions], so that 16 scores are sixteen lanes and no sum crosses lanes. Values lie
+as rows [group of dimensions][scale, shift][dimension]. Only int8 has groups with scales and shifts; other rows are plain numbers.
 
 Tree rows see the cached prefix and then their ancestors, which lie anywhere after it. `path` lists the cache index of logical
-positions from `straight` on (a multiple of 16, at or below the prefix); such a row goes alone. A chain has straight = its length.
+positions from `straight` on (a multiple of 16, at or below the prefix). A chain has straight = its length.
 
-What a call is told about its queries lies in a table in the thread's scratch: addresses of queries and of outputs, lengths.
+What a call is told about its queries lies in a table in the thread's scratch: addresses of queries and of records, lengths.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
-from cpuspec.kernels import simd
+from cpuspec.formats.kv import GROUP, get_kv_format, stored_bytes, stored_dims
+from cpuspec.formats.tensor import U8
+from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import exp_f32
+from cpuspec.kernels.readers import Ops
 
 LANES = simd.LANES
-QUERIES = 8  # that share one walk over the cache: their sums, with what they are made of, fill the registers
+CHUNK = 256  # positions of a record
+QUERIES = 8  # that share one walk over a chunk: their sums, with what they are made of, fill the registers
 
-# The scratch of a thread: the table, sums of each query for 64 dimensions, a gathered block of keys, scores of each query.
-_OUTS, _LENGTHS, _SCALES, _SUMS = 64, 128, 192, 256
-_BLOCK = _SUMS + 256 * QUERIES
+# Positions whose values are read once for all dimensions, before the next: they stay in the nearest cache. What is next, of values
+# and of keys, is asked for meanwhile.
+_POSITIONS = 32
+
+# The scratch of a thread: the table, scores of each query, a gathered chunk, records.
+_RECORDS, _LENGTHS, _SCORES = 64, 128, 192
+_SCORES_STRIDE = 4 * CHUNK
+_GATHERED = _SCORES + QUERIES * _SCORES_STRIDE
+
+
+@dataclass(frozen=True)
+class _Coding:
+    """How kernels read and write sixteen numbers of a KV format."""
+
+    size: int  # bytes of a number
+    scaled: bool  # whether a group of GROUP dimensions has a scale and a shift (f16)
+    read: Callable[[Ops, Any], Any]  # (ops, address) -> f32x16
+    write: Callable[[Ops, Any], Any]  # (ops, f32x16) -> sixteen elements; the numbers of a scaled group are codes already
+
+
+def _to_bf16(o: Ops, values: Any) -> Any:
+    """To nearest even; a nan keeps its upper half and becomes quiet."""
+    bits = o.b.bitcast(values, simd.I32X16)
+    odd = o.mask(o.left(bits, -16), 1)
+    near = o.left(o.b.add(o.b.add(bits, simd.constant(o.b, 0x7FFF, simd.i32x16)), odd), -16)
+    quiet = o.b.or_(o.left(bits, -16), simd.constant(o.b, 0x40, simd.i32x16))
+    return o.b.trunc(o.b.select(o.b.fcmp_unordered("uno", values, values), quiet, near), simd.vector_of(simd.I16))
+
+
+def _to_i8(o: Ops, values: Any) -> Any:
+    return o.b.trunc(simd.call(o.b, "llvm.fptosi.sat.v16i32.v16f32", simd.I32X16, values), simd.vector_of(simd.I8))
+
+
+_CODINGS: Mapping[str, _Coding] = MappingProxyType(
+    {
+        "f32": _Coding(4, False, Ops.f32, lambda o, values: values),
+        "f16": _Coding(2, False, Ops.f16, lambda o, values: o.b.fptrunc(values, simd.vector_of(simd.F16))),
+        "bf16": _Coding(2, False, Ops.bf16, _to_bf16),
+        "int8": _Coding(1, True, Ops.i8, _to_i8),
+    }
+)
+
+
+def head_bytes(format_name: str, dims: int, capacity: int) -> int:
+    """Bytes of one head's cache of `capacity` positions."""
+    return -(-capacity // CHUNK) * 2 * CHUNK * stored_bytes(get_kv_format(format_name), dims)
+
+
+def record_bytes(format_name: str, dims: int) -> int:
+    """Bytes of a record: the sum of each dimension, then sixteen times the sum of weights, then sixteen times the largest score."""
+    return 4 * stored_dims(get_kv_format(format_name), dims) + 2 * 64
+
+
+def records_offset(format_name: str, dims: int) -> int:
+    """Where in a thread's scratch its records begin: QUERIES of a walk, then those of a block of queries."""
+    return _GATHERED + head_bytes(format_name, dims, CHUNK)
 
 
 @compiled
-def key_address(keys, dims, index):
-    """Where the first dimension of a cached key lies; the next ones follow 64 bytes apart."""
-    return keys + index // LANES * dims * 64 + index % LANES * 4
+def put_query(scratch, number, query, record, length):
+    """Enter one query in a call's table: where it is, where its record goes, and how many positions it sees."""
+    simd.poke_i64(scratch + 8 * number, query)
+    simd.poke_i64(scratch + _RECORDS + 8 * number, record)
+    simd.poke_i64(scratch + _LENGTHS + 8 * number, length)
 
 
 @compiled
-def append_key_value(keys, values, dims, padded_dims, index, key, value):
-    """Put a key and a value of one head at a cache index."""
-    to = key_address(keys, dims, index)
-    for i in range(dims):
-        simd.poke_f32(to + 64 * i, simd.peek_f32(key + 4 * i))
-    row = values + index * padded_dims * 4
-    for i in range(dims):
-        simd.poke_f32(row + 4 * i, simd.peek_f32(value + 4 * i))
-    for i in range(dims, padded_dims):
-        simd.poke_f32(row + 4 * i, simd.to_float(0))
+def fold(record, later, size):
+    """Fold the record of a later chunk into that of all earlier ones."""
+    largest, other = simd.load_f32(record + size - 64), simd.load_f32(later + size - 64)
+    both = simd.max_f32(largest, other)
+    largest, other = exp_f32(largest - both), exp_f32(other - both)
+    for at in range(0, size - 64, 64):
+        simd.store_f32(record + at, simd.fma(simd.load_f32(later + at), other, simd.load_f32(record + at) * largest))
+    simd.store_f32(record + size - 64, both)
+
+
+@compiled
+def finish(record, size, dims, out):
+    """out[dims] = the record's sums over its sum of weights."""
+    scale = simd.splat_f32(1.0) / simd.load_f32(record + size - 128)
+    for dim in range(0, dims, LANES):
+        value = simd.load_f32(record + 4 * dim) * scale
+        if dims - dim >= LANES:
+            simd.store_f32(out + 4 * dim, value)
+        else:
+            simd.scatter_f32(out + 4 * dim, 4, dims - dim, value)
+
+
+@cache
+def append_kernel(format_name: str) -> int:
+    """Address of (head's cache, dims, index, key, value): put a key and a value, `dims` f32 each, at a cache index."""
+    return machine_code.address(f"append-{format_name}", 5, lambda: _append(format_name, *_shape(format_name)))
+
+
+@cache
+def attend_kernel(format_name: str) -> int:
+    """Address of (count, head's cache, dims, first position, straight, path, scratch): records of a chunk for `count` queries of
+    the table, whose positions from `first position` (a multiple of CHUNK, below every length) on the chunk holds.
+
+    Queries carry their 1/sqrt(D). With tree rows (straight below a length) all queries are of one row.
+    """
+    return machine_code.address(f"attend-{format_name}", 7, lambda: _attend(format_name, *_shape(format_name)))
+
+
+def copy_rows(format_name: str, dims: int, heads: U8, rows: NDArray[np.int32], first: int) -> None:
+    """In each head's cache, U8 [heads, head_bytes], copy keys and values from rising indices `rows` to `first` and following."""
+    assert (rows >= np.arange(first, first + len(rows))).all(), "rows move towards the front"
+    indices = rows.astype(np.int64)
+    _copy_rows_function()(*_shape(format_name), dims, heads.ctypes.data, *heads.shape, indices.ctypes.data, len(indices), first)
+
+
+@cache
+def _copy_rows_function() -> Callable[..., None]:
+    return machine_code.function(machine_code.address("copy_rows", 10, lambda: _copy_rows), 10)
+
+
+def _copy_rows(size, header, unit, dims, heads, num_heads, head_size, rows, num_rows, first):
+    stored, row_bytes = _stored(unit, dims), _row_bytes(size, header, unit, dims)
+    for head in range(heads, heads + num_heads * head_size, head_size):
+        for i in range(num_rows):
+            _copy_position(size, header, row_bytes, stored, head, first + i, head, simd.peek_i64(rows + 8 * i))
+
+
+def _shape(format_name: str) -> tuple[int, int, int]:
+    """Bytes of a number, bytes before each group of GROUP dimensions, and what dimensions are padded to."""
+    coding = _CODINGS[format_name]
+    return coding.size, 4 * coding.scaled, get_kv_format(format_name).block_size if coding.scaled else LANES
+
+
+@compiled
+def _stored(unit, dims):
+    return (dims + unit - 1) // unit * unit
+
+
+@compiled
+def _row_bytes(size, header, unit, dims):
+    return _stored(unit, dims) * (GROUP * size + header) // GROUP
+
+
+@compiled
+def _offset(size, header, dim):
+    """Where a dimension lies in a row; sixteen times that in a block of keys. The header of its group lies before the group."""
+    return dim * size + (dim // GROUP + 1) * header
+
+
+def _append(name: str, size: int, header: int, unit: int) -> Callable[..., None]:
+    def append(head, dims, index, key, value):
+        row_bytes = _row_bytes(size, header, unit, dims)
+        chunk, place = head + index // CHUNK * (2 * CHUNK * row_bytes), index % CHUNK
+        block = chunk + place // LANES * (LANES * row_bytes)
+        lane, row = place % LANES, chunk + (CHUNK + place) * row_bytes
+        for first in range(0, dims, unit):
+            k, v = key + 4 * first, value + 4 * first
+            count, at = dims - first, _offset(size, header, first)
+            key_at, key_stride = block + LANES * at + lane * size, LANES * size
+            if header > 0:
+                _write_group(k, count, key_at, key_stride, block + LANES * (at - header) + 2 * lane, 2 * LANES)
+                _write_group(v, count, row + at, size, row + at - header, 2)
+            else:
+                _write_numbers(name, _load_part(k, count), key_at, key_stride)
+                _write_numbers(name, _load_part(v, count), row + at, size)
+
+    return append
+
+
+@compiled
+def _write_group(source, count, to, stride, header, shift_after):
+    """Write up to GROUP numbers as "int8" of `formats.kv` does: its codes `stride` apart, and its scale and shift at `header`."""
+    low, high = _load_part(source, count), _load_part(source + 64, count - LANES)
+    largest, smallest = simd.max_lanes(simd.max_f32(low, high)), simd.min_lanes(simd.min_f32(low, high))
+    shift = _as_f16(smallest * simd.half() + largest * simd.half())
+    _poke_f16(header + shift_after, shift)
+    low, high = low - simd.splat_f32(shift), high - simd.splat_f32(shift)
+    scale = _as_f16(simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high))) / simd.to_float(127))
+    _poke_f16(header, scale)
+    inverse, limit = simd.splat_f32(simd.inverse_or_zero(scale)), simd.splat_f32(127.0)
+    for half in range(2):
+        codes = simd.round_f32((low if half == 0 else high) * inverse)
+        codes = simd.min_f32(simd.max_f32(codes, simd.splat_f32(-127.0)), limit)
+        _write_numbers("int8", codes, to + half * LANES * stride, stride)
+
+
+def _load_masked(builder: Any, address: Any, count: Any) -> Any:
+    """The first `count` numbers at an address, then zeros; nothing beyond them is read."""
+    index = ir.Constant(simd.vector_of(simd.I64), list(range(LANES)))
+    mask = builder.icmp_signed("<", index, simd.splat(builder, count))
+    zero, align = simd.constant(builder, 0.0, simd.f32x16), ir.Constant(simd.I32, 4)
+    return simd.call(builder, "llvm.masked.load.v16f32.p0", simd.F32X16, simd.pointer(builder, address), align, mask, zero)
+
+
+_a = types.int64
+_load_part = simd._operation((_a, _a), simd.f32x16, _load_masked)
+_as_f16 = simd._operation((types.float32,), types.float32, lambda b, x: b.fpext(b.fptrunc(x, simd.F16), simd.F32))
+_poke_f16 = simd._operation((_a, types.float32), types.int8, lambda b, at, x: simd.store(b, at, b.fptrunc(x, simd.F16)))
+
+
+@intrinsic(prefer_literal=True)
+def _write_numbers(typingctx, name, values, to, stride):
+    """Write sixteen numbers, encoded, `stride` bytes apart."""
+
+    def codegen(context, builder, sig, args):
+        _, values, to, stride = args
+        elements = _CODINGS[name.literal_value].write(Ops(builder), values)
+        for lane in range(LANES):
+            index = builder.mul(stride, ir.Constant(simd.I64, lane))
+            simd.store(builder, builder.add(to, index), builder.extract_element(elements, ir.Constant(simd.I32, lane)))
+        return context.get_dummy_value()
+
+    return types.void(name, simd.f32x16, _a, _a), codegen
 
 
 @intrinsic
-def _score_block(typingctx, count, queries, block, dims, to, stride):
-    """Scores of `count` queries (their addresses at `queries`) against 16 keys, at to + query * stride.
+def _copy(typingctx, to, source, size):
+    def codegen(context, builder, sig, args):
+        to, source = (simd.pointer(builder, address) for address in args[:2])
+        simd.call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), to, source, args[2], ir.Constant(simd.I1, 0))
+        return context.get_dummy_value()
 
-    Two sums, over even and odd dimensions, then together.
+    return types.void(_a, _a, _a), codegen
+
+
+def _attend(name: str, size: int, header: int, unit: int) -> Callable[..., None]:
+    def attend(count, head, dims, first, straight, path, scratch):
+        stored, row_bytes = _stored(unit, dims), _row_bytes(size, header, unit, dims)
+        chunk, gathered, scores = head + first * (2 * row_bytes), scratch + _GATHERED, scratch + _SCORES
+        shortest = longest = _seen(scratch, 0, first)
+        for number in range(count):
+            length = _seen(scratch, number, first)
+            shortest, longest = min(shortest, length), max(longest, length)
+        inside = max(0, min(straight - first, longest))
+        tree = inside < longest
+        if tree:
+            for place in range(inside, longest):
+                index = simd.peek_i64(path + 8 * (first + place - straight))
+                _copy_position(size, header, row_bytes, stored, gathered, place, head, index)
+        for piece in range(1 + tree):
+            keys, begin, end = (gathered, inside, longest) if piece else (chunk, 0, inside)
+            blocks = (end - begin + LANES - 1) // LANES
+            _score(name, count, scratch, keys + begin * row_bytes, row_bytes, dims, blocks, scores + 4 * begin)
+        for number in range(count):
+            record = simd.peek_i64(scratch + _RECORDS + 8 * number)
+            _weights(scores + number * _SCORES_STRIDE, _seen(scratch, number, first), record, stored)
+        # First the positions that all queries see. Then the ancestors of a tree row, or what each query of a chain sees more.
+        together = min(shortest, inside)
+        for piece in range(2 if tree else 1 + count):
+            number, many, values, begin, end = 0, count, chunk, 0, together
+            if piece and tree:
+                values, begin, end = gathered, inside, longest
+            elif piece:
+                number, many, begin, end = piece - 1, 1, together, _seen(scratch, piece - 1, first)
+            for start in range(begin, end, _POSITIONS):
+                row = values + (CHUNK + start) * row_bytes
+                weights = scores + number * _SCORES_STRIDE + 4 * start
+                _weigh(name, many, scratch + 8 * number, weights, row, row_bytes, stored, min(_POSITIONS, end - start))
+
+    return attend
+
+
+@compiled
+def _seen(scratch, number, first):
+    """How many positions of the chunk a query sees."""
+    return min(CHUNK, simd.peek_i64(scratch + _LENGTHS + 8 * number) - first)
+
+
+@compiled
+def _copy_position(size, header, row_bytes, stored, to, index, source, source_index):
+    """Copy a key and a value, bit for bit, from an index of one head's cache to an index of another's."""
+    chunk, place = to + index // CHUNK * (2 * CHUNK * row_bytes), index % CHUNK
+    source_chunk, source_place = source + source_index // CHUNK * (2 * CHUNK * row_bytes), source_index % CHUNK
+    _copy(chunk + (CHUNK + place) * row_bytes, source_chunk + (CHUNK + source_place) * row_bytes, row_bytes)
+    block = chunk + place // LANES * (LANES * row_bytes)
+    source_block = source_chunk + source_place // LANES * (LANES * row_bytes)
+    lane, source_lane = place % LANES, source_place % LANES
+    for dim in range(stored):
+        at = LANES * _offset(size, header, dim)
+        _copy(block + at + lane * size, source_block + at + source_lane * size, size)
+        if header > 0 and dim % GROUP == 0:
+            for part in range(at - LANES * header, at, 2 * LANES):
+                _copy(block + part + 2 * lane, source_block + part + 2 * source_lane, 2)
+
+
+@compiled
+def _weights(scores, length, record, stored):
+    """Scores 0..length to exp(score - largest) in place, zeros after them; begins the record: no sums yet, the rest complete."""
+    whole, rest = length // LANES * LANES, simd.int32(length % LANES)
+    largest = lowest = simd.splat_f32(-3.4028234e38)
+    for start in range(0, whole, LANES):
+        score = simd.load_f32(scores + 4 * start)
+        largest = simd.where_less(largest, score, score, largest)
+    if whole < length:
+        score = simd.first_lanes(simd.load_f32(scores + 4 * whole), rest, lowest)
+        largest = simd.where_less(largest, score, score, largest)
+    top = simd.splat_f32(simd.max_lanes(largest))
+    zero = total = simd.splat_f32(0.0)
+    for start in range(0, whole, LANES):
+        weight = exp_f32(simd.load_f32(scores + 4 * start) - top)
+        total = total + weight
+        simd.store_f32(scores + 4 * start, weight)
+    if whole < length:
+        weight = simd.first_lanes(exp_f32(simd.load_f32(scores + 4 * whole) - top), rest, zero)
+        total = total + weight
+        simd.store_f32(scores + 4 * whole, weight)
+    for dim in range(0, stored, LANES):
+        simd.store_f32(record + 4 * dim, zero)
+    simd.store_f32(record + 4 * stored, simd.splat_f32(simd.sum_lanes(total)))
+    simd.store_f32(record + 4 * stored + 64, top)
+
+
+@intrinsic(prefer_literal=True)
+def _score(typingctx, name, count, table, keys, row_bytes, dims, blocks, to):
+    """Scores of `count` queries against `blocks` blocks of 16 keys, at to + query * _SCORES_STRIDE.
+
+    A score is one sum, in the order of the dimensions.
     """
+    coding = _CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
-        count, queries, block, dims, to, stride = args
+        _, count, table, keys, row_bytes, dims, blocks, to = args
+        o = Ops(builder)
+        block_bytes = o.times(row_bytes, LANES)
+
+        def some(queries: list[Any], first: Any, together: int) -> None:
+            """Against `together` blocks from `first` on."""
+            here = [builder.add(keys, builder.mul(o.at(first, n), block_bytes)) for n in range(together)]
+            zero = simd.constant(builder, 0.0, simd.f32x16)
+            sums = [[cgutils.alloca_once_value(builder, zero) for _ in here] for _ in queries]
+
+            def add_dims(at: Any, first_dim: Any, number: Any, scales: list[Any]) -> None:
+                with cgutils.for_range(builder, number) as loop:
+                    offset = builder.add(at, o.times(loop.index, LANES * coding.size))
+                    found = []
+                    for block, scale in zip(here, scales, strict=True):
+                        address = builder.add(block, offset)
+                        o.fetch(builder.add(address, o.times(block_bytes, together)), 0, LANES * coding.size)
+                        key = coding.read(o, address)
+                        found.append(o.fma(key, *scale) if scale else key)
+                    dim = builder.add(first_dim, loop.index)
+                    for query, totals in zip(queries, sums, strict=True):
+                        number_of_query = o.every(builder.add(query, o.times(dim, 4)), simd.F32)
+                        for key, total in zip(found, totals, strict=True):
+                            builder.store(o.fma(number_of_query, key, builder.load(total)), total)
+
+            if coding.scaled:
+                with cgutils.for_range(builder, o.rounded_up(dims, GROUP)) as groups:
+                    first_dim = o.times(groups.index, GROUP)
+                    at = o.times(groups.index, LANES * (4 + GROUP * coding.size))
+                    scales = [(o.f16(builder.add(block, at)), o.f16(o.at(builder.add(block, at), 2 * LANES))) for block in here]
+                    left = o.smaller(builder.sub(dims, first_dim), ir.Constant(simd.I64, GROUP))
+                    add_dims(o.at(at, 4 * LANES), first_dim, left, scales)
+            else:
+                none = ir.Constant(simd.I64, 0)
+                add_dims(none, none, dims, [()] * together)
+            for r, totals in enumerate(sums):
+                row = o.at(builder.add(to, o.times(first, 64)), r * _SCORES_STRIDE)
+                for n, total in enumerate(totals):
+                    simd.store(builder, o.at(row, 64 * n), builder.load(total))
 
         def body(number: int) -> None:
-            zero = simd.constant(builder, 0.0, simd.f32x16)
-            starts = [simd.load(builder, _plus(builder, queries, 8 * r), simd.I64) for r in range(number)]
-            sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(2)] for _ in range(number)]
-            with cgutils.for_range(builder, builder.lshr(dims, ir.Constant(simd.I64, 1))) as loop:
-                for parity in range(2):
-                    at = builder.add(builder.mul(loop.index, ir.Constant(simd.I64, 8)), ir.Constant(simd.I64, 4 * parity))
-                    keys = simd.load(builder, builder.add(block, builder.mul(at, ir.Constant(simd.I64, 16))), simd.F32X16)
-                    for start, total in zip(starts, sums, strict=True):
-                        query = simd.splat(builder, simd.load(builder, builder.add(start, at), simd.F32))
-                        _add_product(builder, query, keys, total[parity])
-            for r, (even, odd) in enumerate(sums):
-                score = builder.fadd(builder.load(even), builder.load(odd))
-                simd.store(builder, builder.add(to, builder.mul(stride, ir.Constant(simd.I64, r))), score)
+            queries = [simd.load(builder, o.at(table, 8 * r), simd.I64) for r in range(number)]
+            _in_steps(builder, blocks, (4, 1) if number <= QUERIES // 2 else (2, 1), lambda first, n: some(queries, first, n))
 
         _for_count(builder, count, body)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), codegen
+    return types.void(name, *[_a] * 7), codegen
 
 
-def _weigher(width: int) -> Any:
-    """An intrinsic for `width` vectors of dimensions at a time."""
+@intrinsic(prefer_literal=True)
+def _weigh(typingctx, name, count, table, weights, rows, row_bytes, stored, positions):
+    """Add weight * value over `positions` positions to the records of `count` queries, in the order of the positions."""
+    coding = _CODINGS[name.literal_value]
+    widths = (4, 2) if coding.scaled else (4, 2, 1)
 
-    @intrinsic
-    def weigh(typingctx, count, weights, weight_stride, values, value_stride, positions, to):
-        """Sums over 0..positions of weight * value for `count` queries, at to + query * 256."""
+    def codegen(context, builder, sig, args):
+        _, count, table, weights, rows, row_bytes, stored, positions = args
+        o = Ops(builder)
 
-        def codegen(context, builder, sig, args):
-            count, weights, weight_stride, values, value_stride, positions, to = args
-
-            def body(number: int) -> None:
-                zero = simd.constant(builder, 0.0, simd.f32x16)
-                starts = [builder.add(weights, builder.mul(weight_stride, ir.Constant(simd.I64, r))) for r in range(number)]
-                sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(width)] for _ in range(number)]
-                with cgutils.for_range(builder, positions) as loop:
-                    row = builder.add(values, builder.mul(loop.index, value_stride))
-                    parts = [simd.load(builder, _plus(builder, row, 64 * w), simd.F32X16) for w in range(width)]
-                    offset = builder.mul(loop.index, ir.Constant(simd.I64, 4))
-                    for start, totals in zip(starts, sums, strict=True):
-                        weight = simd.splat(builder, simd.load(builder, builder.add(start, offset), simd.F32))
-                        for part, total in zip(parts, totals, strict=True):
-                            _add_product(builder, weight, part, total)
+        def some(records: list[Any], first: Any, width: int) -> None:
+            """For `width` vectors of dimensions from `first` on."""
+            at = builder.add(rows, o.times(first, coding.size))
+            if coding.scaled:
+                at = builder.add(at, o.times(o.rounded_up(o.at(first, 1), GROUP), 4))
+            sums = []
+            for record in records:
+                here = builder.add(record, o.times(first, 4))
+                sums.append([cgutils.alloca_once_value(builder, o.f32(o.at(here, 64 * w))) for w in range(width)])
+            with cgutils.for_range(builder, positions) as loop:
+                row = builder.add(at, builder.mul(loop.index, row_bytes))
+                o.fetch(builder.add(row, o.times(row_bytes, _POSITIONS)), 0, width * LANES * coding.size)
+                values = [_value(o, coding, row, w) for w in range(width)]
                 for r, totals in enumerate(sums):
-                    for w, total in enumerate(totals):
-                        simd.store(builder, _plus(builder, to, 256 * r + 64 * w), builder.load(total))
+                    weight = o.every(o.at(builder.add(weights, o.times(loop.index, 4)), r * _SCORES_STRIDE), simd.F32)
+                    for value, total in zip(values, totals, strict=True):
+                        builder.store(o.fma(weight, value, builder.load(total)), total)
+            for record, totals in zip(records, sums, strict=True):
+                here = builder.add(record, o.times(first, 4))
+                for w, total in enumerate(totals):
+                    simd.store(builder, o.at(here, 64 * w), builder.load(total))
 
-            _for_count(builder, count, body)
-            return context.get_dummy_value()
+        def body(number: int) -> None:
+            records = [simd.load(builder, o.at(table, _RECORDS + 8 * r), simd.I64) for r in range(number)]
+            vectors, here = builder.udiv(stored, ir.Constant(simd.I64, LANES)), widths if number <= QUERIES // 2 else widths[1:]
+            _in_steps(builder, vectors, here, lambda first, n: some(records, o.times(first, LANES), n))
 
-        return types.void(*[types.int64] * 7), codegen
+        _for_count(builder, count, body)
+        return context.get_dummy_value()
 
-    return weigh
-
-
-_weigh_1, _weigh_2, _weigh_4 = _weigher(1), _weigher(2), _weigher(4)
+    return types.void(name, *[_a] * 7), codegen
 
 
-def _for_count(builder: Any, count: Any, body: Any) -> None:
+def _value(o: Ops, coding: _Coding, row: Any, vector: int) -> Any:
+    """Sixteen dimensions of a value, the first group's numbers beginning at `row`."""
+    if not coding.scaled:
+        return coding.read(o, o.at(row, vector * LANES * coding.size))
+    group, inside = divmod(vector * LANES, GROUP)
+    at = group * (4 + GROUP * coding.size)
+    scale, shift = (simd.splat(o.b, o.b.fpext(simd.load(o.b, o.at(row, at - back), simd.F16), simd.F32)) for back in (4, 2))
+    return o.fma(coding.read(o, o.at(row, at + inside * coding.size)), scale, shift)
+
+
+def _in_steps(builder: Any, total: Any, steps: tuple[int, ...], body: Callable[[Any, int], None]) -> None:
+    """`body(first, n)` over all of `total`, in steps of the first n as long as they fit, then of the next."""
+    done = ir.Constant(simd.I64, 0)
+    for step in steps:
+        size = ir.Constant(simd.I64, step)
+        times = builder.udiv(builder.sub(total, done), size)
+        with cgutils.for_range(builder, times) as loop:
+            body(builder.add(done, builder.mul(loop.index, size)), step)
+        done = builder.add(done, builder.mul(times, size))
+
+
+def _for_count(builder: Any, count: Any, body: Callable[[int], None]) -> None:
     """`body(n)` for the n of 1..QUERIES that `count` is."""
     done = builder.append_basic_block("done")
     switch = builder.switch(count, done)
@@ -128,105 +482,3 @@ def _for_count(builder: Any, count: Any, body: Any) -> None:
         body(number)
         builder.branch(done)
     builder.position_at_end(done)
-
-
-def _plus(builder: Any, address: Any, offset: int) -> Any:
-    return builder.add(address, ir.Constant(simd.I64, offset))
-
-
-def _add_product(builder: Any, x: Any, y: Any, total: Any) -> None:
-    builder.store(simd.call(builder, "llvm.fma.v16f32", simd.F32X16, x, y, builder.load(total)), total)
-
-
-@compiled
-def _gather_block(keys, dims, path, straight, start, length, block):
-    """Copy the keys of logical positions start..start + 16 (those below length) into one block."""
-    for lane in range(min(LANES, length - start)):
-        source = key_address(keys, dims, simd.peek_i64(path + 8 * (start + lane - straight)))
-        for i in range(dims):
-            simd.poke_f32(block + 64 * i + 4 * lane, simd.peek_f32(source + 64 * i))
-
-
-@compiled
-def put_query(scratch, number, query, out, length):
-    """Enter one query in a call's table: where it is, where its result goes, and how many positions it sees."""
-    simd.poke_i64(scratch + 8 * number, query)
-    simd.poke_i64(scratch + _OUTS + 8 * number, out)
-    simd.poke_i64(scratch + _LENGTHS + 8 * number, length)
-
-
-@compiled
-def attend(count, keys, values, dims, padded_dims, straight, path, scratch):
-    """out[dims] = softmax(query . keys) values for the `count` queries of the table. Queries carry their 1/sqrt(D).
-
-    With more than one query, all positions are straight. scratch: `scratch_bytes` of this thread.
-    """
-    shortest = longest = simd.peek_i64(scratch + _LENGTHS)
-    for number in range(1, count):
-        length = simd.peek_i64(scratch + _LENGTHS + 8 * number)
-        shortest, longest = min(shortest, length), max(longest, length)
-    block = scratch + _BLOCK
-    scores = block + 64 * dims
-    stride = (longest + 15) // 16 * 64
-    for start in range(0, longest, LANES):
-        here = keys + start * dims * 4
-        if start >= straight:
-            _gather_block(keys, dims, path, straight, start, longest, block)
-            here = block
-        _score_block(count, scratch, here, dims, scores + 4 * start, stride)
-    for number in range(count):
-        length = simd.peek_i64(scratch + _LENGTHS + 8 * number)
-        simd.poke_f32(scratch + _SCALES + 4 * number, _softmax(scores + number * stride, length))
-    first = 0
-    while first < dims:
-        width, together = 64, min(shortest, straight)
-        if count <= 4 and padded_dims - first >= 64:
-            _weigh_4(count, scores, stride, values + 4 * first, padded_dims * 4, together, scratch + _SUMS)
-        elif padded_dims - first >= 32:
-            width = 32
-            _weigh_2(count, scores, stride, values + 4 * first, padded_dims * 4, together, scratch + _SUMS)
-        else:
-            width = 16
-            _weigh_1(count, scores, stride, values + 4 * first, padded_dims * 4, together, scratch + _SUMS)
-        for number in range(count):
-            length = simd.peek_i64(scratch + _LENGTHS + 8 * number)
-            weights, out = scores + number * stride, simd.peek_i64(scratch + _OUTS + 8 * number)
-            scale = simd.broadcast_f32(scratch + _SCALES + 4 * number)
-            for dim in range(first, min(first + width, dims), LANES):
-                total = simd.load_f32(scratch + _SUMS + 256 * number + 4 * (dim - first))
-                for position in range(together, length):
-                    row = _value_row(values, padded_dims, position, straight, path) + 4 * dim
-                    total = simd.fma(simd.broadcast_f32(weights + 4 * position), simd.load_f32(row), total)
-                if dims - dim >= LANES:
-                    simd.store_f32(out + 4 * dim, total * scale)
-                else:
-                    simd.scatter_f32(out + 4 * dim, 4, dims - dim, total * scale)
-        first += width
-
-
-@compiled
-def _softmax(scores, length):
-    """Scores 0..length to exp(score - largest), in place; returns 1 / their sum."""
-    largest = simd.splat_f32(-3.4028234e38)
-    for start in range(0, length, LANES):
-        score = simd.load_f32(scores + 4 * start)
-        largest = simd.max_f32(largest, simd.first_lanes(score, simd.int32(length - start), largest))
-    top = simd.splat_f32(simd.max_lanes(largest))
-    total = simd.splat_f32(0.0)
-    for start in range(0, length, LANES):
-        weight = exp_f32(simd.load_f32(scores + 4 * start) - top)
-        weight = simd.first_lanes(weight, simd.int32(length - start), simd.splat_f32(0.0))
-        total = total + weight
-        simd.store_f32(scores + 4 * start, weight)
-    return simd.to_float(1) / simd.sum_lanes(total)
-
-
-@compiled
-def _value_row(values, padded_dims, position, straight, path):
-    index = position if position < straight else simd.peek_i64(path + 8 * (position - straight))
-    return values + index * padded_dims * 4
-
-
-def scratch_bytes(dims: int, capacity: int) -> int:
-    """What one thread needs for heads of `dims` dimensions over up to `capacity` positions."""
-    return _BLOCK + 64 * dims + QUERIES * 4 * (-(-capacity // LANES) * LANES)

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from numba import carray, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from cpuspec.formats.packing import aligned_bytes
-from cpuspec.kernels import machine_code, simd
-from cpuspec.kernels.attention import QUERIES, append_key_value, attend, put_query
+from cpuspec.kernels import attention, machine_code, simd
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import prepare_row, rotate_head, rows_of_block
 from cpuspec.kernels.products import ORDERS, ROWS
@@ -61,14 +61,21 @@ EMBED, PREPARE, LINEAR, ROTATE, ATTEND, KEEP, FINISH = range(7)
     PATH_LENGTH,
     COSINES,  # [positions, D/2]
     SINES,
-    KEY_BYTES,  # of one head of one layer in a cache slot
-    VALUE_BYTES,
+    HEAD_BYTES,  # of one head of one layer in a cache slot
     SCRATCH,  # of all threads, one after another
     SCRATCH_BYTES,  # of one thread
+    HEADS,
+    KV_HEADS,
+    THREADS,
+    BLOCKS,  # int64 [blocks, BLOCK_COLUMNS]: how attention is shared out; here `enter` writes
+    NUM_BLOCKS,
+    NUM_ITEMS,  # of all blocks
+    RECORDS,  # of chunks that several threads walk over
+    WALKED,  # int64 [blocks, kv heads], zeros: how many spans of a block's chunks are done
     PEAKS,  # f32 [ROWS, threads * CHUNKS]: the largest logit of each chunk of tiles
     PICKED,  # int32 [ROWS]: the lowest id of a row's largest logit; -1 where that is no finite number
     STATE_LENGTH,
-) = range(27)
+) = range(34)
 
 # Operands, by operation. Column 0 is the operation. "_BITS" hold an f32 in their low half.
 E_DECODER, E_DATA, E_ROW_BYTES, E_BLOCKS, E_FEATURES, E_OUT, E_STRIDE = range(1, 8)
@@ -76,8 +83,9 @@ P_KIND, P_ROWS, P_OTHER, P_STRIDE, P_WEIGHT, P_EPS_BITS, P_FEATURES, P_INT8, P_I
 L_TENSORS, L_VOCAB, L_FEATURES, L_FIRST = 1, 2, 3, 4  # L_VOCAB: 0 unless these are the logits
 T_KERNEL, T_TILES, T_TILE_BYTES, T_NUM_TILES, T_INPUTS, T_ROW_BYTES, T_BIAS, T_RESIDUAL, T_OUT, T_STRIDE, TENSOR_COLUMNS = range(11)
 R_QUERIES, R_KEYS, R_VALUES, R_Q_STRIDE, R_K_STRIDE, R_V_STRIDE, R_Q_NORM, R_K_NORM, R_EPS_BITS, R_SCALE_BITS = range(1, 11)
-R_HEADS, R_KV_HEADS, R_DIMS, R_PADDED_DIMS, R_LAYER = range(11, 16)
-A_QUERIES, A_STRIDE, A_OUT, A_OUT_STRIDE, A_HEADS, A_KV_HEADS, A_DIMS, A_PADDED_DIMS, A_LAYER = range(1, 10)
+R_HEADS, R_KV_HEADS, R_DIMS, R_LAYER, R_APPEND = range(11, 16)
+A_QUERIES, A_STRIDE, A_OUT, A_OUT_STRIDE, A_HEADS, A_KV_HEADS, A_DIMS, A_LAYER, A_KERNEL = range(1, 10)
+A_RECORDS_AT, A_RECORD_BYTES = range(10, 12)
 K_ROWS, K_STRIDE, K_LAYER, K_BYTES = range(1, 5)
 F_TILES, F_STRIDE = 1, 2
 COLUMNS = L_FIRST + 3 * TENSOR_COLUMNS
@@ -89,18 +97,24 @@ CHUNKS = 16  # of tiles of one LINEAR for each thread, at most
 # In an array object of numpy, the address of its numbers: to ask for it in Python takes longer than all else about an array.
 _DATA_AT = next(at for at in range(0, 128, 8) if c_int64.from_address(id(_NUMBERS) + at).value == _NUMBERS.ctypes.data)
 
+# A block of attention: rows of one sequence that go over the cache together. Its chunks are walked over in spans, one an item.
+B_ROW, B_END_ROW, B_CHUNKS, B_SPAN, B_ITEM, B_RECORD, BLOCK_COLUMNS = range(7)
+BLOCK_QUERIES = 64  # of one key head that a block has at most, unless a single row has more
+_LEAST_QUERIES = 32  # that make a read of keys and values from memory worth its time
+_ITEMS_PER_THREAD = 8
+
 _INT8_BYTES, _INT16_BYTES = ORDERS["int8"], ORDERS["int16"]
 
 
 @intrinsic
-def _call_linear(typingctx, address, a, b, c, d, e, f, g, h, i, j, k, m):
-    """Call a kernel of `linear_kernel` by its address."""
+def _call(typingctx, address, operands):
+    """Call a kernel by its address, with a tuple of int64."""
 
     def codegen(context, builder, sig, args):
-        simd.call_address(builder, args[0], args[1:])
+        simd.call_address(builder, args[0], cgutils.unpack_tuple(builder, args[1], len(operands)))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 13), codegen
+    return types.void(types.int64, operands), codegen
 
 
 @compiled
@@ -112,17 +126,18 @@ def _take(counter, items, chunk):
 def enter(
     state: _Array, tokens: _Array, positions: _Array, parents: _Array, logit_rows: _Array, q_start: _Array, slots: _Array,
     lengths: _Array, storage: _Array, kept: _Array, logits: _Array,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Write into the state block what a forward is about, where its rows go in the cache and what they attend to.
 
     Contiguous arrays, int32 as in `ForwardBatch`, parents empty where every sequence is a chain; lengths of all cache slots; int64
     addresses of the sequences' slots and, for each layer, of where its rows are kept (empty for none); logits f32
-    [logit rows, stride].
+    [logit rows, stride]. Returns how many records must have room at RECORDS.
     """
-    _function("enter")(
+    num_records: int = _function("enter")(
         id(state), id(tokens), id(positions), id(parents), id(logit_rows), id(q_start), id(slots), id(lengths), id(storage),
         id(kept), id(logits), len(tokens), len(parents), len(logit_rows), len(slots), len(kept),
     )  # fmt: skip
+    return num_records
 
 
 def _enter(
@@ -153,12 +168,53 @@ def _enter(
             simd.poke_i64(state[STRAIGHT] + 8 * row, straight)
             if straight < prefix + depth:
                 _write_path(state, row, _data(parents), prefix - start, straight, prefix, prefix + depth)
+    return _share_attention(state)
 
 
 @compiled
 def _data(array):
     """Where the numbers of a numpy array are, from the address of the array object."""
     return simd.peek_i64(array + _DATA_AT)
+
+
+@compiled
+def _share_attention(state):
+    """Share out a forward's attention among the threads. Returns how many records that takes.
+
+    A result does not depend on the plan: records are of chunks, and folded in the order of the chunks.
+    """
+    rows, heads, kv_heads, threads = state[NUM_ROWS], state[HEADS], state[KV_HEADS], state[THREADS]
+    group, blocks = heads // kv_heads, carray(simd.words(state[BLOCKS]), (state[NUM_ROWS], BLOCK_COLUMNS))
+    shares = _ITEMS_PER_THREAD * threads
+    queries = min(BLOCK_QUERIES, max(_LEAST_QUERIES, (2 * rows * heads + shares - 1) // shares))
+    most_rows = max(1, queries // group)
+    row = block = walks = 0
+    while row < rows:
+        end = row + 1
+        while end < rows and simd.peek_i64(state[STORAGE] + 8 * end) == simd.peek_i64(state[STORAGE] + 8 * row):
+            end += 1
+        parts = (end - row + most_rows - 1) // most_rows
+        for part in range(parts):
+            first, last = row + (end - row) * part // parts, row + (end - row) * (part + 1) // parts
+            longest = 0
+            for here in range(first, last):
+                longest = max(longest, simd.peek_i64(state[LENGTH] + 8 * here))
+            chunks = (longest + attention.CHUNK - 1) // attention.CHUNK
+            blocks[block, B_ROW], blocks[block, B_END_ROW], blocks[block, B_CHUNKS] = first, last, chunks
+            walks += chunks * kv_heads
+            block += 1
+        row = end
+    longest_span = (walks + shares - 1) // shares if threads > 1 else walks
+    items = records = 0
+    for i in range(block):
+        chunks = blocks[i, B_CHUNKS]
+        spans = (chunks + longest_span - 1) // longest_span
+        blocks[i, B_SPAN], blocks[i, B_ITEM], blocks[i, B_RECORD] = (chunks + spans - 1) // spans, items, records
+        items += spans * kv_heads
+        if spans > 1:
+            records += chunks * (blocks[i, B_END_ROW] - blocks[i, B_ROW]) * heads
+    state[NUM_BLOCKS], state[NUM_ITEMS] = block, items
+    return records
 
 
 @compiled
@@ -233,8 +289,7 @@ def _linear(op, state, counter, threads):
             tiles = op[at + T_NUM_TILES]
             if first < tiles and end > 0:
                 out = state[LOGITS] if vocab else op[at + T_OUT]
-                _call_linear(
-                    op[at + T_KERNEL],
+                operands = (
                     op[at + T_TILES],
                     op[at + T_TILE_BYTES],
                     op[L_FEATURES],
@@ -248,6 +303,7 @@ def _linear(op, state, counter, threads):
                     out,
                     op[at + T_STRIDE],
                 )
+                _call(op[at + T_KERNEL], operands)
             first -= tiles
             end -= tiles
         if vocab:
@@ -321,10 +377,8 @@ def _find(logits, tile, value):
 
 @compiled
 def _cached_head(state, row, layer, kv_heads, head):
-    """Addresses of the keys and of the values of one head in a row's cache slot: [layer][all keys by head, all values by head]."""
-    key_bytes, value_bytes = state[KEY_BYTES], state[VALUE_BYTES]
-    here = simd.peek_i64(state[STORAGE] + 8 * row) + layer * kv_heads * (key_bytes + value_bytes)
-    return here + head * key_bytes, here + kv_heads * key_bytes + head * value_bytes
+    """Address of one head in a row's cache slot, which is [layer][head]."""
+    return simd.peek_i64(state[STORAGE] + 8 * row) + (layer * kv_heads + head) * state[HEAD_BYTES]
 
 
 @compiled
@@ -351,48 +405,90 @@ def _rotate(op, state, counter, threads):
                 key = op[R_KEYS] + row * op[R_K_STRIDE] + head * dims * 4
                 value = op[R_VALUES] + row * op[R_V_STRIDE] + head * dims * 4
                 rotate_head(key, dims, cosines, sines, op[R_K_NORM], eps, simd.to_float(1))
-                keys, values = _cached_head(state, row, op[R_LAYER], kv_heads, head)
                 index = simd.peek_i64(state[CACHE_INDEX] + 8 * row)
-                append_key_value(keys, values, dims, op[R_PADDED_DIMS], index, key, value)
+                _call(op[R_APPEND], (_cached_head(state, row, op[R_LAYER], kv_heads, head), dims, index, key, value))
 
 
 @compiled
 def _attend(op, state, counter, threads, thread):
-    """Attention: the queries of a key head (all rows, and the query heads that share it), a few at a time, the longest first."""
-    heads, kv_heads, dims = op[A_HEADS], op[A_KV_HEADS], op[A_DIMS]
-    group = heads // kv_heads
-    queries = state[NUM_ROWS] * group
-    together = max(1, min(QUERIES, queries * kv_heads // threads))
-    blocks = (queries + together - 1) // together
+    """Attention: a span of chunks for a block's queries of one key head. Whoever does a block's last span folds all its records."""
+    heads, kv_heads, size = op[A_HEADS], op[A_KV_HEADS], op[A_RECORD_BYTES]
+    group, items = heads // kv_heads, state[NUM_ITEMS]
     scratch = state[SCRATCH] + thread * state[SCRATCH_BYTES]
+    block = state[NUM_BLOCKS] - 1
+    at = state[BLOCKS] + 8 * BLOCK_COLUMNS * block
     while True:
-        item = _take(counter, blocks * kv_heads, 1)
-        if item == blocks * kv_heads:
+        item = _take(counter, items, 1)
+        if item == items:
             return
-        kv_head, block = item % kv_heads, blocks - 1 - item // kv_heads
-        first, end = block * together, min(queries, (block + 1) * together)
-        while first < end:
-            row = first // group
-            storage, straight = simd.peek_i64(state[STORAGE] + 8 * row), simd.peek_i64(state[STRAIGHT] + 8 * row)
-            alone = straight < simd.peek_i64(state[LENGTH] + 8 * row)
-            count = 0
-            while first < end and (count == 0 or not alone):
-                here = first // group
-                length = simd.peek_i64(state[LENGTH] + 8 * here)
-                # A tree row goes alone, and rows of another sequence have another cache.
-                if count > 0 and (
-                    simd.peek_i64(state[STORAGE] + 8 * here) != storage or simd.peek_i64(state[STRAIGHT] + 8 * here) < length
-                ):
-                    break
-                head = kv_head * group + first % group
-                query = op[A_QUERIES] + here * op[A_STRIDE] + head * dims * 4
-                put_query(scratch, count, query, op[A_OUT] + here * op[A_OUT_STRIDE] + head * dims * 4, length)
-                straight = max(straight, simd.peek_i64(state[STRAIGHT] + 8 * here))
-                first += 1
-                count += 1
-            keys, values = _cached_head(state, row, op[A_LAYER], kv_heads, kv_head)
-            path = state[PATHS] + row * state[PATH_LENGTH] * 8
-            attend(count, keys, values, dims, op[A_PADDED_DIMS], straight, path, scratch)
+        item = items - 1 - item  # the longest rows first
+        while item < simd.peek_i64(at + 8 * B_ITEM):
+            block, at = block - 1, at - 8 * BLOCK_COLUMNS
+        row, end_row = simd.peek_i64(at + 8 * B_ROW), simd.peek_i64(at + 8 * B_END_ROW)
+        chunks, span = simd.peek_i64(at + 8 * B_CHUNKS), simd.peek_i64(at + 8 * B_SPAN)
+        spans, queries = (chunks + span - 1) // span, (end_row - row) * group
+        kv_head, first = (item - simd.peek_i64(at + 8 * B_ITEM)) // spans, (item - simd.peek_i64(at + 8 * B_ITEM)) % spans * span
+        records, stride = scratch + op[A_RECORDS_AT] + attention.QUERIES * size, size
+        if spans > 1:
+            stride = chunks * size
+            records = state[RECORDS] + simd.peek_i64(at + 8 * B_RECORD) * size + kv_head * queries * stride
+        for chunk in range(first, min(chunks, first + span)):
+            _attend_chunk(op, state, row, end_row, kv_head, chunk, spans > 1, records, stride, scratch)
+        if spans > 1:
+            walked = state[WALKED] + 8 * (block * kv_heads + kv_head)
+            if simd.fetch_add(walked, 1) < spans - 1:
+                continue
+            simd.poke_i64(walked, 0)
+        for query in range(queries):
+            record, here = records + query * stride, row + query // group
+            if spans > 1:
+                for later in range(1, (simd.peek_i64(state[LENGTH] + 8 * here) + attention.CHUNK - 1) // attention.CHUNK):
+                    attention.fold(record, record + later * size, size)
+            head = kv_head * group + query % group
+            attention.finish(record, size, op[A_DIMS], op[A_OUT] + here * op[A_OUT_STRIDE] + head * op[A_DIMS] * 4)
+
+
+@compiled
+def _attend_chunk(op, state, row, end_row, kv_head, chunk, apart, records, stride, scratch):
+    """Walk over one chunk for rows row..end_row. The records of chunks stay apart, or are folded into the first one's."""
+    group, dims, size, start = op[A_HEADS] // op[A_KV_HEADS], op[A_DIMS], op[A_RECORD_BYTES], chunk * attention.CHUNK
+    head = _cached_head(state, row, op[A_LAYER], op[A_KV_HEADS], kv_head)
+    first = row * group
+    while row < end_row:
+        run = row
+        while run < end_row and _sees_straight(state, run, start):
+            run += 1
+        alone, straight = run == row, start + attention.CHUNK
+        if alone:  # beyond the prefix, each row of a tree has a path of its own; or the row does not see the chunk
+            run, straight = row + 1, simd.peek_i64(state[STRAIGHT] + 8 * row)
+        query, end = row * group, run * group
+        if simd.peek_i64(state[LENGTH] + 8 * row) <= start:
+            query = end
+        while query < end:
+            walks = (end - query + attention.QUERIES - 1) // attention.QUERIES
+            count = (end - query + walks - 1) // walks
+            for number in range(count):
+                here, member = (query + number) // group, (query + number) % group
+                to = records + (query + number - first) * stride
+                if apart:
+                    to += chunk * size
+                elif chunk > 0:
+                    to = scratch + op[A_RECORDS_AT] + number * size
+                address = op[A_QUERIES] + here * op[A_STRIDE] + (kv_head * group + member) * dims * 4
+                attention.put_query(scratch, number, address, to, simd.peek_i64(state[LENGTH] + 8 * here))
+            _call(op[A_KERNEL], (count, head, dims, start, straight, state[PATHS] + row * state[PATH_LENGTH] * 8, scratch))
+            if not apart and chunk > 0:
+                for number in range(count):
+                    attention.fold(records + (query + number - first) * stride, scratch + op[A_RECORDS_AT] + number * size, size)
+            query += count
+        row = run
+
+
+@compiled
+def _sees_straight(state, row, start):
+    """Whether a row sees positions of the chunk at `start`, and each where it lies in a chain."""
+    length = simd.peek_i64(state[LENGTH] + 8 * row)
+    return length > start and simd.peek_i64(state[STRAIGHT] + 8 * row) >= min(length, start + attention.CHUNK)
 
 
 @compiled
@@ -453,7 +549,7 @@ def _work(control, threads, thread, seen, run):
 
 # By name: the Python function, its number of arguments, whether it returns something.
 _ENTRIES = {
-    "enter": (_enter, 16, False),
+    "enter": (_enter, 16, True),
     "run": (_run, 3, False),
     "lead": (_lead, 7, True),
     "work": (_work, 5, True),

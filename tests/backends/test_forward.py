@@ -75,7 +75,8 @@ def test_every_format_means_what_the_reference_means(of_format: Checkpoint) -> N
 
 def test_unquantized_weights_agree_to_rounding(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     checkpoint = tiny(tmp_path_factory, weight_format="f32")
-    fast, slow = _backend(checkpoint), NumpyBackend(checkpoint, EngineConfig(max_rows=64), np.float64)
+    settings = EngineConfig(threads=1, max_rows=64, kv_format="f32")
+    fast, slow = make_backend("numba", checkpoint, settings), NumpyBackend(checkpoint, settings, np.float64)
     got = forward(fast, fast.new_cache(1, 64), {0: TOKENS}).logits
     wanted = forward(slow, slow.new_cache(1, 64), {0: TOKENS}).logits
     assert np.abs(got - wanted).max() < 1e-4
@@ -183,7 +184,8 @@ def test_a_kept_path_is_what_feeding_it_alone_leaves(small, name: str, path: lis
         forward(backend, fed, {0: [token]})
     assert kept.lengths[0] == fed.lengths[0] == prefix + len(path)
     got, wanted = (forward(backend, cache, {0: TOKENS[30:33]}).logits for cache in (kept, fed))
-    assert np.array_equal(got, wanted) if backend.row_invariant else np.allclose(got, wanted, atol=1e-4)
+    # Keys that a library sums in another order may be rounded the other way.
+    assert np.array_equal(got, wanted) if backend.row_invariant else np.allclose(got, wanted, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -35,7 +35,7 @@ def _difference(directory: Path, rope_base: float | None = None) -> float:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0].numpy()
-    backend = NumpyBackend(open_checkpoint(directory), EngineConfig())
+    backend = NumpyBackend(open_checkpoint(directory), EngineConfig(kv_format="f32"))
     if rope_base is not None:
         object.__setattr__(backend.config, "rope_base", rope_base)
     got = forward(backend, backend.new_cache(1, 256), {0: TOKENS}).logits
@@ -59,6 +59,6 @@ def test_a_gguf_file_means_what_the_directory_means(tmp_path: Path, architecture
         make_tiny_hf(tmp_path / "hf", architecture=architecture),
         make_tiny_gguf(tmp_path / "tiny.gguf", architecture=architecture, weight_format="f32"),
     ):
-        backend = NumpyBackend(open_checkpoint(path), EngineConfig())
+        backend = NumpyBackend(open_checkpoint(path), EngineConfig(kv_format="f32"))
         logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS[:30]}).logits)
     assert np.array_equal(*logits)

@@ -1,33 +1,46 @@
-"""Attention of one head against plain numpy, and what its bits may depend on."""
+"""Attention of one head against plain numpy in every KV format, and what its bits may depend on."""
+
+import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from cpuspec.formats.kv import GROUP, KV_FORMATS, encode_rows, rounded
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import attention, pointwise
 
-CAPACITY = 96
+CAPACITY = 2 * attention.CHUNK + 88
+
+
+def _function(address: int, arguments: int) -> Callable[..., None]:
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(address)
 
 
 class _Head:
-    """One head's cache, filled through the product's own code."""
+    """One head's cache, filled and read through the product's own code."""
 
-    def __init__(self, dims: int, seed: int = 0) -> None:
+    def __init__(self, name: str, dims: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        self.dims, self.padded = dims, -(-dims // 16) * 16
+        self.format, self.dims = KV_FORMATS[name], dims
         self.k, self.v = rng.standard_normal((2, CAPACITY, dims)).astype(np.float32)
         self.query = rng.standard_normal(dims).astype(np.float32)
         # Whatever was in memory before must not show.
-        self.keys = aligned_bytes((CAPACITY * dims * 4,))
-        self.values = aligned_bytes((CAPACITY * self.padded * 4,))
-        self.keys[:] = self.values[:] = 255
-        self.scratch = aligned_bytes((attention.scratch_bytes(dims, CAPACITY),))
+        self.cache = aligned_bytes((attention.head_bytes(name, dims, CAPACITY),))
+        self.cache[:] = 255
+        self.size, self.records = attention.record_bytes(name, dims), attention.records_offset(name, dims)
+        self.scratch = aligned_bytes((self.records + 2 * attention.QUERIES * self.size,))
+        self._append = _function(attention.append_kernel(name), 5)
+        self._attend = _function(attention.attend_kernel(name), 7)
 
     def put(self, index: int, source: int) -> None:
         k, v = self.k[source], self.v[source]
-        attention.append_key_value(
-            self.keys.ctypes.data, self.values.ctypes.data, self.dims, self.padded, index, k.ctypes.data, v.ctypes.data
-        )
+        self._append(self.cache.ctypes.data, self.dims, index, k.ctypes.data, v.ctypes.data)
+
+    def fill(self, length: int) -> "_Head":
+        for position in range(length):
+            self.put(position, position)
+        return self
 
     def attend(self, length: int, straight: int | None = None, path: list[int] | None = None) -> np.ndarray:
         return self.attend_all([self.query], [length], straight, path)[0]
@@ -37,65 +50,105 @@ class _Head:
     ) -> np.ndarray:
         out = np.full((len(queries), self.dims + 1), np.nan, np.float32)
         self.scratch[:] = 255
-        for number, (query, length) in enumerate(zip(queries, lengths, strict=True)):
-            attention.put_query(self.scratch.ctypes.data, number, query.ctypes.data, out[number].ctypes.data, length)
-        steps = np.array(path or [0], np.int64)
-        attention.attend(
-            len(queries), self.keys.ctypes.data, self.values.ctypes.data, self.dims, self.padded,
-            max(lengths) if straight is None else straight, steps.ctypes.data, self.scratch.ctypes.data,
-        )  # fmt: skip
+        scratch, steps = self.scratch.ctypes.data, np.array(path or [0], np.int64)
+        folded = [scratch + self.records + (attention.QUERIES + number) * self.size for number in range(len(queries))]
+        for first in range(0, max(lengths), attention.CHUNK):
+            there = [number for number, length in enumerate(lengths) if length > first]
+            walked = [scratch + self.records + place * self.size for place in range(len(there))]
+            for place, number in enumerate(there):
+                record = walked[place] if first else folded[number]
+                attention.put_query(scratch, place, queries[number].ctypes.data, record, lengths[number])
+            straight_here = max(lengths) if straight is None else straight
+            self._attend(len(there), self.cache.ctypes.data, self.dims, first, straight_here, steps.ctypes.data, scratch)
+            for place, number in enumerate(there):
+                if first:
+                    attention.fold(folded[number], walked[place], self.size)
+        for record, row in zip(folded, out, strict=True):
+            attention.finish(record, self.size, self.dims, row.ctypes.data)
         assert np.isnan(out[:, -1]).all(), "wrote past the head"
         return out[:, :-1]
 
+    def held(self, index: int) -> tuple[bytes, bytes]:
+        """The key and the value at an index, as rows of the format, put together from where the kernels look for them."""
+        keys, values = self.cache.reshape(-(-CAPACITY // attention.CHUNK), 2, attention.CHUNK, -1)[index // attention.CHUNK]
+        place, lane = divmod(index % attention.CHUNK, 16)
+        block = keys.reshape(attention.CHUNK // 16, -1)[place]
+        if self.format.block_size == 1:
+            return block.reshape(-1, 16, self.format.block_bytes)[:, lane].tobytes(), values[index % attention.CHUNK].tobytes()
+        groups = block.reshape(-1, 16 * self.format.block_bytes)
+        scales = groups[:, :64].reshape(-1, 2, 16, 2)[:, :, lane].reshape(len(groups), 4)
+        codes = groups[:, 64:].reshape(-1, GROUP, 16)[:, :, lane]
+        return np.concatenate([scales, codes], axis=1).tobytes(), values[index % attention.CHUNK].tobytes()
 
-@pytest.mark.parametrize("dims", [18, 32, 64, 80, 128])
-@pytest.mark.parametrize("count", range(1, attention.QUERIES + 1))
-def test_a_query_does_not_depend_on_those_it_goes_with(dims: int, count: int) -> None:
-    head = _Head(dims)
-    for position in range(60):
-        head.put(position, position)
-    queries = list(np.random.default_rng(1).standard_normal((count, dims)).astype(np.float32))
-    lengths = [1 + (29 * number + 37) % 60 for number in range(count)]
-    together = head.attend_all(queries, lengths)
-    for query, length, got in zip(queries, lengths, together, strict=True):
-        assert np.array_equal(head.attend_all([query], [length])[0], got)
-    assert len({got.tobytes() for got in together}) == count
+
+@pytest.fixture(params=KV_FORMATS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("dims", [2, 18, 32, 64, 80, 128])
+def test_the_cache_holds_the_bytes_of_the_format(name: str, dims: int) -> None:
+    head = _Head(name, dims)
+    strange = [0.0, -0.0, np.inf, -np.inf, 1e-9, 65520.0, 3e38, -1e-42, 1.00390625, 0.33337402, 1e6]
+    head.k[20, : len(strange)], head.v[21, : len(strange)] = strange[:dims], strange[:dims]
+    head.k[22, 1], head.v[20, 0] = np.nan, np.nan
+    head.k[23], head.v[23] = 0, -300.5
+    head.k[24] *= np.float32(1e-7)
+    for index in (*range(40), 255, 256, CAPACITY - 1):
+        head.put(index, index)
+    for index in (*range(40), 255, 256, CAPACITY - 1):
+        key, value = head.held(index)
+        for got, row in ((key, head.k[index]), (value, head.v[index])):
+            wanted = encode_rows(head.format, row)
+            if np.isfinite(row).all():
+                assert got == wanted.tobytes()
+            else:  # which nan it is, and what is under a scale that is not finite, is nobody's business
+                both = [head.format.decode(data) for data in (np.frombuffer(got, np.uint8), wanted)]
+                assert np.array_equal(*both, equal_nan=True)
 
 
 @pytest.mark.parametrize("dims", [2, 16, 18, 64, 80, 128])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 96])
-def test_attention_is_softmax_over_the_cached_positions(dims: int, length: int) -> None:
-    head = _Head(dims)
-    for position in range(length):
-        head.put(position, position)
-    scores = head.k[:length].astype(np.float64) @ head.query
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 255, 256, 257, CAPACITY])
+def test_attention_is_softmax_over_the_cached_positions(name: str, dims: int, length: int) -> None:
+    head = _Head(name, dims).fill(length)
+    keys, values = (rounded(head.format, rows[:length]).astype(np.float64) for rows in (head.k, head.v))
+    scores = keys @ head.query
     weights = np.exp(scores - scores.max())
-    wanted = weights / weights.sum() @ head.v[:length].astype(np.float64)
-    assert np.allclose(head.attend(length), wanted, rtol=1e-4, atol=1e-5)
+    wanted = weights / weights.sum() @ values
+    assert np.allclose(head.attend(length), wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("dims", [18, 64, 80, 128])
+@pytest.mark.parametrize("count", range(1, attention.QUERIES + 1))
+def test_a_query_does_not_depend_on_those_it_goes_with(name: str, dims: int, count: int) -> None:
+    head = _Head(name, dims).fill(300)
+    queries = list(np.random.default_rng(1).standard_normal((count, dims)).astype(np.float32))
+    for lengths in ([1 + (29 * n + 37) % 60 for n in range(count)], [253 + (n * 3) % 8 for n in range(count)]):
+        together = head.attend_all(queries, lengths)
+        for query, length, got in zip(queries, lengths, together, strict=True):
+            assert np.array_equal(head.attend_all([query], [length])[0], got)
+        assert len({got.tobytes() for got in together}) == count
 
 
 @pytest.mark.parametrize("dims", [16, 80, 128])
-def test_later_positions_do_not_touch_a_rows_bits(dims: int) -> None:
-    head = _Head(dims)
-    for position in range(40):
-        head.put(position, position)
-    before = head.attend(37)
-    for position in range(37, CAPACITY):
-        head.put(position, CAPACITY - 1 - position)
-    assert np.array_equal(head.attend(37), before)
+@pytest.mark.parametrize("length", [37, 256, 300])
+def test_later_positions_do_not_touch_a_rows_bits(name: str, dims: int, length: int) -> None:
+    head = _Head(name, dims).fill(length + 3)
+    before = head.attend(length)
+    head.k[5], head.v[6] = np.nan, np.inf
+    for position in range(length, CAPACITY):
+        head.put(position, 5 + position % 2)
+    assert np.array_equal(head.attend(length), before)
 
 
-@pytest.mark.parametrize("prefix", [0, 5, 16, 30])
-def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_chain(prefix: int) -> None:
+@pytest.mark.parametrize("dims", [64, 80])
+@pytest.mark.parametrize("prefix", [0, 5, 16, 30, 250, 256, 259])
+def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_chain(name: str, dims: int, prefix: int) -> None:
     """Ancestors scattered over the cache give what they give as neighbours."""
-    chain, tree = _Head(64), _Head(64)
-    depth = 7
-    for position in range(prefix + depth):
-        chain.put(position, position)
-    places = [prefix + 2 * i + i % 2 for i in range(depth)]
-    for position in range(prefix):
-        tree.put(position, position)
-    for index in range(prefix, CAPACITY):
+    depth = 23
+    chain, tree = _Head(name, dims).fill(prefix + depth), _Head(name, dims).fill(prefix)
+    places = [prefix + 7 * i + i % 2 for i in range(depth)]
+    for index in range(prefix, prefix + 7 * depth):
         tree.put(index, CAPACITY - 1)
     for i, place in enumerate(places):
         tree.put(place, prefix + i)
@@ -103,6 +156,30 @@ def test_a_tree_path_has_the_bits_of_the_same_tokens_in_a_chain(prefix: int) -> 
     path = [*range(straight, prefix), *places]
     assert np.array_equal(tree.attend(prefix + depth, straight, path), chain.attend(prefix + depth))
     assert not np.array_equal(tree.attend(prefix + depth), chain.attend(prefix + depth))
+    queries = [chain.query, -chain.query, chain.query * 2]
+    wanted = chain.attend_all(queries, [prefix + depth] * 3)
+    assert np.array_equal(tree.attend_all(queries, [prefix + depth] * 3, straight, path), wanted)
+
+
+@pytest.mark.parametrize("dims", [18, 64, 80])
+def test_rows_are_copied_bit_for_bit(name: str, dims: int) -> None:
+    heads = [_Head(name, dims, seed).fill(CAPACITY) for seed in range(2)]
+    both = np.stack([head.cache for head in heads])
+    rows = [254, 255, 256, 300, CAPACITY - 1]
+    wanted = [[head.held(index) for index in [*range(251), *rows, *range(256, CAPACITY)]] for head in heads]
+    attention.copy_rows(name, dims, both, np.array(rows, np.int32), 251)
+    for head, cache, held in zip(heads, both, wanted, strict=True):
+        head.cache = cache
+        assert [head.held(index) for index in range(CAPACITY)] == held
+
+
+def test_a_nan_shows_in_the_queries_that_see_it_and_in_no_other(name: str) -> None:
+    head = _Head(name, 64)
+    head.k[260, 0] = np.nan
+    head.fill(300)
+    seen, unseen = head.attend_all([head.query] * 2, [261, 260])
+    assert np.isnan(seen).all()
+    assert np.isfinite(unseen).all()
 
 
 def test_exp_is_within_two_units_in_the_last_place() -> None:

@@ -12,6 +12,7 @@ import pytest
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import EngineConfig
+from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import isa
 from tests.backends.models import forward
 from tools.make_tiny_model import make_tiny_gguf
@@ -23,10 +24,12 @@ LESSER |= {"avx512_vnni": _V4} if isa.has_tiles() else {}
 
 
 def _chosen_and_digest(path: str) -> str:
-    backend = make_backend("numba", open_checkpoint(path), EngineConfig(threads=1, max_rows=32))
-    logits = forward(backend, backend.new_cache(1, 64), {0: range(5, 25)}).logits
-    backend.close()
-    return f"{isa.dot_isa()} {hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()}"
+    digest = hashlib.sha256()
+    for kv_format in KV_FORMATS:
+        backend = make_backend("numba", open_checkpoint(path), EngineConfig(threads=1, max_rows=32, kv_format=kv_format))
+        digest.update(np.ascontiguousarray(forward(backend, backend.new_cache(1, 64), {0: range(5, 25)}).logits).tobytes())
+        backend.close()
+    return f"{isa.dot_isa()} {digest.hexdigest()}"
 
 
 def _in_child(path: Path, features: tuple[str, ...], cache: Path) -> subprocess.CompletedProcess[str]:

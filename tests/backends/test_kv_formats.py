@@ -1,0 +1,167 @@
+"""Every KV format: the compiled backend means what the reference means, and a row's bits depend on nothing but its own past.
+
+Sequences are longer than a chunk of attention, so that records are folded, and chunks go to several threads.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import Backend, make_backend
+from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig
+from cpuspec.errors import FormatError
+from cpuspec.formats.kv import KV_FORMATS
+from cpuspec.kernels.attention import CHUNK
+from tests.backends.models import forward, tiny
+
+TOKENS = np.random.default_rng(0).integers(0, 300, CHUNK + 44).tolist()
+SHAPES = {
+    "heads of 64": {},
+    "heads of 80": {"head_dim": 80, "num_heads": 3, "num_kv_heads": 1},
+    "heads of 128": {"head_dim": 128, "num_heads": 6, "num_kv_heads": 2},
+    "heads of 18": {"head_dim": 18, "num_heads": 18, "num_kv_heads": 1},  # more queries of a row than go together
+}
+
+
+@dataclass(frozen=True)
+class _Case:
+    checkpoint: Checkpoint
+    kv_format: str
+
+    def backend(self, threads: int = 1, name: str = "numba") -> Backend:
+        settings = EngineConfig(threads=threads, max_rows=64, kv_format=self.kv_format)
+        return make_backend(name, self.checkpoint, settings)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def checkpoint(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory, architecture="llama", weight_format="f32", num_layers=2, **SHAPES[request.param])
+
+
+@pytest.fixture(scope="module", params=KV_FORMATS)
+def case(request, checkpoint: Checkpoint) -> _Case:  # type: ignore[no-untyped-def]
+    return _Case(checkpoint, request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(case: _Case) -> np.ndarray:
+    """Logits of TOKENS, each decoded by itself on one thread."""
+    backend = case.backend()
+    logits = _in_chunks(backend, TOKENS, 1)
+    backend.close()
+    return logits
+
+
+def _in_chunks(backend: Backend, tokens: list[int], size: int, capacity: int = 333) -> np.ndarray:
+    cache = backend.new_cache(1, capacity)
+    return np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, len(tokens), size)])
+
+
+def test_logits_agree_with_the_reference_to_what_rounding_the_other_way_makes(case: _Case, alone: np.ndarray) -> None:
+    slow = NumpyBackend(case.checkpoint, EngineConfig(max_rows=64, kv_format=case.kv_format), np.float64)
+    wanted = _in_chunks(slow, TOKENS, 64)
+    budgets = {"f32": 1e-4, "f16": 3e-3, "bf16": 2e-2, "int8": 3e-2}
+    assert np.abs(alone - wanted).max() < budgets[case.kv_format]
+    if case.kv_format == "f32":
+        return
+    exact = NumpyBackend(case.checkpoint, EngineConfig(max_rows=64, kv_format="f32"), np.float64)
+    # The format shows: without rounding the reference is much further away than with it.
+    assert np.square(alone - wanted).mean() < 0.2 * np.square(alone - _in_chunks(exact, TOKENS, 64)).mean()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_does_not_depend_on_chunks_or_threads(case: _Case, alone: np.ndarray, threads: int) -> None:
+    backend = case.backend(threads)
+    for size in (5, 64):
+        assert np.array_equal(_in_chunks(backend, TOKENS, size), alone)
+    cache = backend.new_cache(1, len(TOKENS))
+    for start in range(0, CHUNK - 6, 50):
+        forward(backend, cache, {0: TOKENS[start : start + 50]})
+    for size, start in ((1, CHUNK - 6), (8, CHUNK - 4), (7, CHUNK), (3, CHUNK + 5)):
+        cache.truncate(0, start)
+        got = forward(backend, cache, {0: TOKENS[start : start + size]}).logits
+        assert np.array_equal(got, alone[start : start + size])
+        forward(backend, cache, {0: TOKENS[start + size : start + size + 7]})
+    backend.close()
+
+
+def test_a_row_does_not_depend_on_other_sequences_or_on_the_capacity(case: _Case, alone: np.ndarray) -> None:
+    backend = case.backend(threads=2)
+    cache = backend.new_cache(3, 1000)
+    got = []
+    for i in range(0, len(TOKENS), 25):
+        cache.truncate(0, min(20, cache.lengths[0]))
+        rows = {0: TOKENS[40 : 44 + i % 7], 2: TOKENS[i : i + 25], 1: TOKENS[i : i + 2]}
+        got.append(forward(backend, cache, rows).logits[4 + i % 7 : -2])
+    assert np.array_equal(np.concatenate(got), alone)
+    backend.close()
+
+
+#            0
+#          / | \
+#         1  2  5
+#         |  |\   .
+#         3  4 6
+TREE, PARENTS, DEPTHS = [11, 22, 33, 44, 55, 66, 77], [-1, 0, 0, 1, 2, 0, 2], np.array([0, 1, 1, 2, 2, 1, 2])
+
+
+@pytest.mark.parametrize("prefix", [5, CHUNK - 16, CHUNK - 2, CHUNK, CHUNK + 20])
+def test_a_tree_row_has_the_bits_of_its_path_and_what_is_kept_of_it_too(case: _Case, prefix: int) -> None:
+    backend = case.backend(threads=2)
+    fed = backend.new_cache(1, 300)
+    for start in range(0, prefix, 64):
+        forward(backend, fed, {0: TOKENS[start : min(start + 64, prefix)]})
+    tree = backend.new_cache(2, 300)
+    for start in range(0, prefix, 64):
+        forward(backend, tree, {1: TOKENS[start : min(start + 64, prefix)]})
+    got = forward(backend, tree, {1: TREE}, parents=PARENTS, positions=prefix + DEPTHS).logits
+    for path in ([0, 1, 3], [0, 2, 4], [0, 5], [0, 2, 6]):
+        fed.truncate(0, prefix)
+        wanted = forward(backend, fed, {0: [TREE[node] for node in path]}).logits
+        assert np.array_equal(got[path], wanted)
+    tree.keep_path(1, prefix, np.array([0, 2, 6], np.int32))
+    later, wanted = forward(backend, tree, {1: [7, 8]}).logits, forward(backend, fed, {0: [7, 8]}).logits
+    assert np.array_equal(later, wanted)
+    backend.close()
+
+
+def test_bytes_per_token_are_what_a_slot_holds(case: _Case) -> None:
+    backend, config = case.backend(), case.checkpoint.config
+    bits = {"f32": 32, "f16": 16, "bf16": 16, "int8": 9}[case.kv_format]
+    padded = -(-config.head_dim // (32 if case.kv_format == "int8" else 16)) * (32 if case.kv_format == "int8" else 16)
+    cache = backend.new_cache(1, 4 * CHUNK)
+    assert cache.bytes_per_token == 2 * config.num_layers * config.num_kv_heads * padded * bits // 8
+    assert cache.storage(0).memory.nbytes == 4 * CHUNK * cache.bytes_per_token
+    backend.close()
+
+
+def test_long_walks_are_shared_among_threads_without_a_trace(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    """Deep enough that a thread takes several chunks at a time; the past is random numbers, put where keys and values lie."""
+    checkpoint = tiny(tmp_path_factory, num_layers=1)
+    past = None
+    results = []
+    for threads in (1, 2, 3):
+        backend = make_backend("numba", checkpoint, EngineConfig(threads=threads, max_rows=64))
+        cache = backend.new_cache(2, 6000)
+        if past is None:
+            past = np.random.default_rng(0).standard_normal(cache.storage(0).memory.nbytes // 2).astype(np.float16).view(np.uint8)
+            past = past.reshape(cache.storage(0).memory.shape)
+        for slot in range(2):
+            cache.storage(slot).memory[:] = past
+        cache.lengths[:] = 5900, 700
+        together = forward(backend, cache, {1: TOKENS[:3], 0: TOKENS[:40]}).logits[3:]
+        cache.lengths[0] = 5900
+        single = [forward(backend, cache, {0: [token]}).logits for token in TOKENS[:40]]
+        results += [together, np.concatenate(single)]
+        backend.close()
+    assert all(np.array_equal(result, results[0]) for result in results)
+    assert len({row.tobytes() for row in results[0]}) == 40
+
+
+@pytest.mark.parametrize("name", ["numba", "numpy"])
+def test_an_unknown_format_is_a_clear_error(checkpoint: Checkpoint, name: str) -> None:
+    with pytest.raises(FormatError, match="'fp8' is not known; wanted one of f32, f16, bf16, int8"):
+        make_backend(name, checkpoint, EngineConfig(threads=1, kv_format="fp8"))
