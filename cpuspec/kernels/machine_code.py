@@ -52,7 +52,8 @@ def compiled_before() -> bool:
 def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]], returns: bool = False) -> int:
     """Address of a C function of so many int64s that returns an int64 or nothing, compiled unless it is on the disk.
 
-    name: tells it from every other kernel. make: gives the Python function that Numba compiles.
+    name: tells it from every other kernel. make: gives the Python function that Numba compiles; it allocates and raises nothing,
+    because Numba's runtime is not there when it comes from the disk.
     A directory that cannot be written costs a compilation at every start and nothing else.
     """
     path = _path(name)
@@ -89,6 +90,8 @@ def _keep(compiled: Any, path: Path) -> None:
             calls.append(value.name)
         elif value.name != compiled.native_name:
             value.linkage = "internal"
+    allocators = [name for name in calls if name.startswith("NRT_") and "lloc" in name]
+    assert not allocators, f"{path.stem} calls {allocators}: kernels get memory from their callers"
     head = json.dumps([compiled.native_name, calls]).encode() + b"\n"
     body = head + _target_machine().emit_object(module)
     path.parent.mkdir(parents=True, exist_ok=True)

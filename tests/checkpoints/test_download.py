@@ -118,6 +118,7 @@ def make_recipe(*sources: HubSource | PackageSource, content: bytes = CONTENT) -
         chat_template_note="",
         sources=sources or (HUB,),
         golden=(),
+        layer_skip={},
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cpuspec.kernels import machine_code
@@ -81,6 +82,17 @@ def test_another_process_compiles_nothing_and_needs_nothing_that_this_one_had(ca
         files.append({path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()})
     assert {path.name for path in files[0]} == {"weighted.o", "raising.o"}
     assert files[1] == files[0]
+
+
+def test_a_kernel_that_would_need_an_allocator_is_found_when_it_is_compiled() -> None:
+    def allocating(count):
+        room = np.zeros(count)
+        for i in range(count):
+            room[i] = i
+        return int(room.sum())
+
+    with pytest.raises(AssertionError, match="kernels get memory from their callers"):
+        address("allocating", 1, lambda: allocating, returns=True)
 
 
 def flip(at: int) -> Callable[[bytes], bytes]:
