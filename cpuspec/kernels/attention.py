@@ -30,14 +30,16 @@ from numpy.typing import NDArray
 
 from cpuspec.formats.kv import GROUP, get_kv_format, stored_bytes, stored_dims
 from cpuspec.formats.tensor import U8
-from cpuspec.kernels import machine_code, simd
+from cpuspec.kernels import isa, machine_code, simd
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import exp_f32
 from cpuspec.kernels.readers import Ops
 
 LANES = simd.LANES
 CHUNK = 256  # positions of a record
-QUERIES = 8  # that share one walk over a chunk: their sums, with what they are made of, fill the registers
+
+# Vectors of sums that stay in registers beside what they are made of, and queries that share one walk over a chunk.
+_SUMS, QUERIES = (16, 8) if "avx512f" in isa.features() else (4, 4)
 
 # Positions whose values are read once for all dimensions, before the next: they stay in the nearest cache. What is next, of values
 # and of keys, is asked for meanwhile.
@@ -399,7 +401,7 @@ def _score(typingctx, name, count, table, keys, row_bytes, dims, blocks, to):
 
         def body(number: int) -> None:
             queries = [simd.load(builder, o.at(table, 8 * r), simd.I64) for r in range(number)]
-            _in_steps(builder, blocks, (4, 1) if number <= QUERIES // 2 else (2, 1), lambda first, n: some(queries, first, n))
+            _in_steps(builder, blocks, number, lambda first, n: some(queries, first, n))
 
         _for_count(builder, count, body)
         return context.get_dummy_value()
@@ -411,7 +413,6 @@ def _score(typingctx, name, count, table, keys, row_bytes, dims, blocks, to):
 def _weigh(typingctx, name, count, table, weights, rows, row_bytes, stored, positions):
     """Add weight * value over `positions` positions to the records of `count` queries, in the order of the positions."""
     coding = _CODINGS[name.literal_value]
-    widths = (4, 2) if coding.scaled else (4, 2, 1)
 
     def codegen(context, builder, sig, args):
         _, count, table, weights, rows, row_bytes, stored, positions = args
@@ -419,17 +420,18 @@ def _weigh(typingctx, name, count, table, weights, rows, row_bytes, stored, posi
 
         def some(records: list[Any], first: Any, width: int) -> None:
             """For `width` vectors of dimensions from `first` on."""
-            at = builder.add(rows, o.times(first, coding.size))
-            if coding.scaled:
-                at = builder.add(at, o.times(o.rounded_up(o.at(first, 1), GROUP), 4))
+            group = builder.udiv(first, ir.Constant(simd.I64, GROUP)) if coding.scaled else ir.Constant(simd.I64, 0)
+            scales = builder.add(rows, o.times(group, 4 + GROUP * coding.size))
+            numbers = builder.add(builder.add(rows, o.times(first, coding.size)), o.times(o.at(group, 1), 4 * coding.scaled))
             sums = []
             for record in records:
                 here = builder.add(record, o.times(first, 4))
                 sums.append([cgutils.alloca_once_value(builder, o.f32(o.at(here, 64 * w))) for w in range(width)])
             with cgutils.for_range(builder, positions) as loop:
-                row = builder.add(at, builder.mul(loop.index, row_bytes))
-                o.fetch(builder.add(row, o.times(row_bytes, _POSITIONS)), 0, width * LANES * coding.size)
-                values = [_value(o, coding, row, w) for w in range(width)]
+                row = builder.mul(loop.index, row_bytes)
+                here = builder.add(numbers, row)
+                o.fetch(builder.add(here, o.times(row_bytes, _POSITIONS)), 0, width * LANES * coding.size)
+                values = [_value(o, coding, here, builder.add(scales, row), w) for w in range(width)]
                 for r, totals in enumerate(sums):
                     weight = o.every(o.at(builder.add(weights, o.times(loop.index, 4)), r * _SCORES_STRIDE), simd.F32)
                     for value, total in zip(values, totals, strict=True):
@@ -441,8 +443,8 @@ def _weigh(typingctx, name, count, table, weights, rows, row_bytes, stored, posi
 
         def body(number: int) -> None:
             records = [simd.load(builder, o.at(table, _RECORDS + 8 * r), simd.I64) for r in range(number)]
-            vectors, here = builder.udiv(stored, ir.Constant(simd.I64, LANES)), widths if number <= QUERIES // 2 else widths[1:]
-            _in_steps(builder, vectors, here, lambda first, n: some(records, o.times(first, LANES), n))
+            vectors = builder.udiv(stored, ir.Constant(simd.I64, LANES))
+            _in_steps(builder, vectors, number, lambda first, n: some(records, o.times(first, LANES), n))
 
         _for_count(builder, count, body)
         return context.get_dummy_value()
@@ -450,20 +452,21 @@ def _weigh(typingctx, name, count, table, weights, rows, row_bytes, stored, posi
     return types.void(name, *[_a] * 7), codegen
 
 
-def _value(o: Ops, coding: _Coding, row: Any, vector: int) -> Any:
-    """Sixteen dimensions of a value, the first group's numbers beginning at `row`."""
+def _value(o: Ops, coding: _Coding, numbers: Any, scales: Any, vector: int) -> Any:
+    """Sixteen dimensions of a value: the `vector`-th of some, whose first group's scale and shift lie at `scales`."""
+    group = vector * LANES // GROUP if coding.scaled else 0
+    values = coding.read(o, o.at(numbers, vector * LANES * coding.size + 4 * group))
     if not coding.scaled:
-        return coding.read(o, o.at(row, vector * LANES * coding.size))
-    group, inside = divmod(vector * LANES, GROUP)
-    at = group * (4 + GROUP * coding.size)
-    scale, shift = (simd.splat(o.b, o.b.fpext(simd.load(o.b, o.at(row, at - back), simd.F16), simd.F32)) for back in (4, 2))
-    return o.fma(coding.read(o, o.at(row, at + inside * coding.size)), scale, shift)
+        return values
+    at = o.at(scales, group * (4 + GROUP * coding.size))
+    scale, shift = (o.b.fpext(o.every(o.at(at, offset), simd.F16), simd.F32X16) for offset in (0, 2))
+    return o.fma(values, scale, shift)
 
 
-def _in_steps(builder: Any, total: Any, steps: tuple[int, ...], body: Callable[[Any, int], None]) -> None:
-    """`body(first, n)` over all of `total`, in steps of the first n as long as they fit, then of the next."""
+def _in_steps(builder: Any, total: Any, number: int, body: Callable[[Any, int], None]) -> None:
+    """`body(first, n)` over all of `total`, n at a time: as many as let the sums of `number` queries stay in registers."""
     done = ir.Constant(simd.I64, 0)
-    for step in steps:
+    for step in (n for n in (4, 2, 1) if number * n <= _SUMS):
         size = ir.Constant(simd.I64, step)
         times = builder.udiv(builder.sub(total, done), size)
         with cgutils.for_range(builder, times) as loop:
