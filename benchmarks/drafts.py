@@ -27,7 +27,7 @@ from cpuspec.evaluate.quality import top_tokens
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.spec.own_weights import make_self_draft, make_skip_draft
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 DEPTH = 256  # tokens of context when forwards are timed
 
@@ -44,12 +44,17 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
     """Print a line for each draft."""
+    for name in draft:
+        if name.partition(":")[0] not in _MAKERS:
+            raise typer.BadParameter(f"--draft {name}: wanted one of {', '.join(_MAKERS)}, a colon and its argument")
     checkpoint = open_checkpoint(resolve_model(model))
     settings = EngineConfig(max_sequences=8, threads=threads, context_length=min(2048, checkpoint.config.context_length))
-    target, tokenizer = make_backend("numba", checkpoint, settings), make_tokenizer(checkpoint)
+    tokenizer = make_tokenizer(checkpoint)
+    prompts = {Path(text).name: _prompts(text, tokenizer) for text in texts}
+    target = make_backend("numba", checkpoint, settings)
     rows = []
     with LLM.from_backend(target, tokenizer, settings=settings) as llm:
-        continued = {Path(text).name: _continue(llm, text, max_tokens) for text in texts}
+        continued = {text: _continue(llm, ids, max_tokens) for text, ids in prompts.items()}
         passed = Rounds(len(draft), threads)
         for number in passed:
             start = perf_counter()
@@ -70,23 +75,27 @@ def main(
     save(record("drafts", checkpoint.path.name, passed) | {"tokens": tokens, "drafts": rows}, json_file)
 
 
-def _continue(llm: LLM, text: str, max_tokens: int) -> list[Continued]:
-    path, field, count, *chat = text.split(":")
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    some = [json.loads(line)[field] for line in lines[:: max(1, len(lines) // int(count))][: int(count)]]
+def _prompts(text: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Ids of the prompts that an argument stands for."""
+    try:
+        path, field, count, *chat = text.split(":")
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        some = [json.loads(line)[field] for line in lines[:: max(1, len(lines) // int(count))][: int(count)]]
+    except (OSError, ValueError, KeyError) as error:
+        raise typer.BadParameter(f"{text}: wanted FILE:FIELD:COUNT or FILE:FIELD:COUNT:chat; {error}") from error
     prompts = [value if isinstance(value, str) else value[0] for value in some]
-    if chat:
-        ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    else:
-        ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
+    if not chat:
+        return [tokenizer.encode(prompt) for prompt in prompts]
+    return [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+
+
+def _continue(llm: LLM, ids: list[list[int]], max_tokens: int) -> list[Continued]:
     answers = llm.generate(ids, SamplingParams(max_tokens=max_tokens))
     return [(prompt, answer.token_ids) for prompt, answer in zip(ids, answers, strict=True)]
 
 
 def _make(name: str, target: Backend, checkpoint: Checkpoint, settings: EngineConfig) -> Backend:
     kind, _, argument = name.partition(":")
-    if kind not in _MAKERS:
-        raise typer.BadParameter(f"--draft {name}: wanted one of {', '.join(_MAKERS)}, a colon and its argument")
     return _MAKERS[kind](target, checkpoint, argument, settings)
 
 

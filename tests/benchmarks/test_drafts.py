@@ -22,10 +22,20 @@ def run(tmp_path, monkeypatch):
     app = Typer()
     app.command()(drafts.main)
 
-    def run(*names):
+    def run(*names, more=()):
         path = tmp_path / "drafts.json"
         options = [part for name in names for part in ("--draft", name)]
-        arguments = [str(model), f"{texts}:turns:3", f"{texts}:turns:2:chat", *options, "--max-tokens", "12", "--rounds", "3"]
+        arguments = [
+            str(model),
+            f"{texts}:turns:3",
+            f"{texts}:turns:2:chat",
+            *more,
+            *options,
+            "--max-tokens",
+            "12",
+            "--rounds",
+            "3",
+        ]
         result = CliRunner().invoke(app, [*arguments, "--json", str(path)])
         return result, json.loads(path.read_text("utf-8")) if path.exists() else None
 
@@ -48,3 +58,10 @@ def test_a_draft_that_is_none_is_refused(run):
     result, _ = run("ngram")
     assert result.exit_code == 2
     assert "self, skip" in result.output
+
+
+@pytest.mark.parametrize("text", ["nothing.jsonl:turns:3", "turns", "{}:prompt:3", "{}:turns:many"])
+def test_texts_that_are_none_are_refused(run, tmp_path, text):
+    result, _ = run("self:f16", more=[text.format(tmp_path / "texts.jsonl")])
+    assert result.exit_code == 2
+    assert "wanted FILE:FIELD:COUNT" in " ".join(result.output.split())
