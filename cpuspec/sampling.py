@@ -3,8 +3,9 @@
 Order, as in vLLM: logit bias; repetition, then frequency and presence penalties; temperature; min-p; top-k; top-p.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,42 @@ from cpuspec.errors import BackendError, ConfigError
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
+
+_GROUPS = 2048  # of a vocabulary, where the largest of each is found first
+_BLOCK = 256  # values of which the sum is taken before they are looked at one by one
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRow:
+    """Probabilities of the next token where most of the vocabulary has none: those of `ids`, which rise, 0 for all others.
+
+    As of an array [V], verifiers ask it for a token's probability, its sum and its quotient by a number.
+    """
+
+    ids: I64  # [n]
+    probs: NDArray[Any]  # [n]
+    vocab_size: int
+
+    @property
+    def shape(self) -> tuple[int]:
+        """That of the dense row, (V,)."""
+        return (self.vocab_size,)
+
+    def __getitem__(self, token: int) -> Any:
+        """The probability of a token."""
+        place = int(self.ids.searchsorted(token))
+        return self.probs[place] if place < len(self.ids) and self.ids[place] == token else 0
+
+    def __truediv__(self, number: Any) -> "SparseRow":
+        """Each probability divided."""
+        return replace(self, probs=self.probs / number)
+
+    def sum(self) -> Any:
+        """Of the probabilities."""
+        return self.probs.sum()
+
+
+Row = NDArray[Any] | SparseRow  # [V] probabilities
 
 
 class Uniform(Protocol):
@@ -31,29 +68,31 @@ class TokenHistory:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt_ids: I64 = np.unique(np.asarray(prompt, np.int64))
-        self._output_counts: dict[int, int] = {}
+        self._places: dict[int, int] = {}  # in the arrays below, of every id that was ever counted
+        self._ids = np.zeros(64, np.int64)
+        self._counts = np.zeros(64, np.int64)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Count generated tokens."""
         for token in tokens:
-            self._output_counts[token] = self._output_counts.get(token, 0) + 1
+            place = self._places.setdefault(int(token), len(self._places))
+            if place == len(self._ids):
+                self._ids, self._counts = (np.append(array, np.zeros_like(array)) for array in (self._ids, self._counts))
+            self._ids[place] = token
+            self._counts[place] += 1
 
     def retract(self, tokens: Iterable[int]) -> None:
         """Take back generated tokens that were counted."""
         for token in tokens:
-            self._output_counts[token] -= 1
-            if not self._output_counts[token]:
-                del self._output_counts[token]
+            self._counts[self._places[int(token)]] -= 1
 
     def counts(self, ahead: Sequence[int]) -> tuple[I64, I64, I64]:
-        """Ids seen anywhere, ids generated, and how often each of those; `ahead` counts as generated."""
-        counts = self._output_counts
-        if len(ahead):
-            counts = dict(counts)
-            for token in ahead:
-                counts[int(token)] = counts.get(int(token), 0) + 1
-        ids = np.fromiter(counts.keys(), np.int64, len(counts))
-        return np.union1d(self._prompt_ids, ids), ids, np.fromiter(counts.values(), np.int64, len(counts))
+        """Ids seen anywhere, some of them twice, ids generated, and how often each of those; `ahead` counts as generated."""
+        self.extend(ahead)
+        places = np.flatnonzero(self._counts)
+        ids, counts = self._ids[places], self._counts[places]
+        self.retract(ahead)
+        return np.concatenate([self._prompt_ids, ids]), ids, counts
 
 
 def keeps_order(params: SamplingParams) -> bool:
@@ -63,19 +102,18 @@ def keeps_order(params: SamplingParams) -> bool:
     )
 
 
-def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> F64:
-    """Logits [V] after bias and penalties, in float64.
+def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> NDArray[Any]:
+    """Logits [V] after bias and penalties: in float64, or as they are where nothing changes them.
 
     history: the sequence's tokens; ahead: drafted tokens between them and this row. Repetition divides positive and
     multiplies negative logits of every token seen (arXiv 1909.05858, section 4.1); frequency and presence subtract for
     generated tokens only. Raises BackendError for NaN or infinite logits and ConfigError where bias and penalties leave no token.
     """
-    x = logits.astype(np.float64)
-    if not np.isfinite(x.max()):
+    if not np.isfinite(logits.max()):
         raise _not_finite(logits)
     if keeps_order(params):
-        return x
-    bias = params.logit_bias
+        return logits
+    x, bias = logits.astype(np.float64), params.logit_bias
     x[np.fromiter(bias.keys(), np.int64, len(bias))] += np.fromiter(bias.values(), np.float64, len(bias))
     seen, generated, counts = history.counts(ahead)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -86,33 +124,68 @@ def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead:
     return x
 
 
-def distribution(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> F64:
+def distribution(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> Row:
     """Probabilities [V] of the next token; greedy is a point mass on the argmax. Arguments and errors as in `processed`.
 
     Ties at the edge of top-k and top-p go to the lower id. Top-p looks at the renormalised distribution that top-k leaves
-    and keeps the fewest tokens that reach it.
+    and keeps the fewest tokens that reach it. Probabilities are float64, and computed for those tokens only that may be kept.
     """
     x = processed(logits, params, history, ahead)
-    probs = np.zeros(len(x))
+    size, best = len(x), x.max()
     if params.greedy:
-        probs[argmax(x)] = 1
-        return probs
-    x -= x.max()
-    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, which is what it asks for
-        x /= params.temperature
-    if not (params.top_k or params.min_p or params.top_p < 1):
-        np.exp(x, out=probs)
-        probs /= probs.sum()
-        return probs
-    kept = _largest(x, params.top_k) if 0 < params.top_k < len(x) else np.arange(len(x))
-    weights = np.exp(x[kept])  # the best token's weight is 1
-    if params.min_p:
-        kept, weights = kept[weights >= params.min_p], weights[weights >= params.min_p]
+        return SparseRow(np.array([argmax(x)]), np.ones(1), size)
+    if 0 < params.top_k < size:
+        kept = _largest(x, params.top_k)
+    elif params.min_p:
+        kept = np.flatnonzero(x >= _bound(best, params))
+    else:
+        weights = _weights(x, best, params.temperature, None if x is logits else x)
+        if params.top_p == 1:
+            weights /= weights.sum()
+            return weights
+        kept = _nucleus(weights, params.top_p)
+        weights = weights[kept]
+        return SparseRow(kept, weights / weights.sum(), size)
+    weights = _weights(x[kept], best, params.temperature)
+    inside = np.flatnonzero((weights > 0) & (weights >= params.min_p))
+    kept, weights = kept[inside], weights[inside]
     if params.top_p < 1:
         inside = _nucleus(weights, params.top_p)
         kept, weights = kept[inside], weights[inside]
-    probs[kept] = weights / weights.sum()
+    return SparseRow(kept, weights / weights.sum(), size)
+
+
+def dense(row: Row) -> NDArray[Any]:
+    """A row's probabilities [V], written out."""
+    if not isinstance(row, SparseRow):
+        return row
+    probs = np.zeros(row.vocab_size, row.probs.dtype)
+    probs[row.ids] = row.probs
     return probs
+
+
+def is_row(row: Row, vocab_size: int) -> bool:
+    """Whether a row has a probability for each of so many tokens; whether these sum to one is not looked at."""
+    if row.shape != (vocab_size,):
+        return False
+    return not isinstance(row, SparseRow) or (
+        row.ids.shape == row.probs.shape
+        and len(row.ids) > 0
+        and bool(row.ids[0] >= 0 and row.ids[-1] < vocab_size and (row.ids[1:] > row.ids[:-1]).all())
+    )
+
+
+def excess(target: Row, draft: Row, kept: Any = 1) -> Row:
+    """max(0, kept * target - draft) for each token, not normalised: what remains to be drawn once the draft was."""
+    if isinstance(target, SparseRow):
+        more = kept * target.probs - _probs_of(draft, target.ids)
+    elif isinstance(draft, SparseRow):
+        more = kept * target
+        more[draft.ids] -= draft.probs
+    else:
+        more = target - draft if kept == 1 else kept * target - draft
+    np.maximum(more, 0, out=more)
+    return replace(target, probs=more) if isinstance(target, SparseRow) else more
 
 
 def argmax(logits: NDArray[Any], best: Sequence[int] | None = None) -> Any:
@@ -133,13 +206,11 @@ def confidence(logits: F32) -> float:
     return float(1 / np.exp(logits - logits.max()).sum())
 
 
-def sample(probs: NDArray[Any], rng: Uniform) -> int:
-    """One token by inverse CDF. `probs` need not be normalised; a token of probability 0 is never drawn."""
-    cdf = np.cumsum(probs)
-    index = int(np.searchsorted(cdf, rng.random() * cdf[-1], side="right"))
-    if index == len(cdf):  # rounding took the product up to the total
-        index = int(np.flatnonzero(probs)[-1])
-    return index
+def sample(row: Row, rng: Uniform) -> int:
+    """One token by inverse CDF. Probabilities need not be normalised; a token of probability 0 is never drawn."""
+    if isinstance(row, SparseRow):
+        return int(row.ids[_draw(row.probs, rng)])
+    return _draw(row, rng)
 
 
 @dataclass(frozen=True)
@@ -161,21 +232,71 @@ def logprobs(logits: F32, token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(int(token), float(x[token]), tuple((int(i), float(x[i])) for i in best))
 
 
-def _largest(x: F64, k: int) -> I64:
+def _weights(x: NDArray[Any], best: Any, temperature: float, out: F64 | None = None) -> F64:
+    """exp((x - best) / temperature): the best token's weight is 1. out: where they may be written, x itself for one."""
+    weights: F64 = np.subtract(x, best, out=out, dtype=np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, which is what it asks for
+        weights /= temperature
+    return np.exp(weights, out=weights)
+
+
+def _bound(best: Any, params: SamplingParams) -> Any:
+    """A logit below which no token has the weight that min-p asks for, and few above lack it."""
+    with np.errstate(over="ignore"):
+        bound = best.dtype.type(float(best) + params.temperature * (math.log(params.min_p) - 1e-6))
+    return np.nextafter(bound, bound.dtype.type(-np.inf))
+
+
+def _largest(x: NDArray[Any], k: int) -> I64:
     """Ids of the k largest, rising; ties at the edge go to the lower id."""
+    likely = None
+    if len(x) >= 4 * _GROUPS and k <= _GROUPS // 2:
+        # k groups have a value that reaches the k-th largest of their best, so the k largest of all reach it.
+        groups = x[: len(x) // _GROUPS * _GROUPS].reshape(-1, _GROUPS).max(axis=0)
+        likely = np.flatnonzero(x >= np.partition(groups, _GROUPS - k)[_GROUPS - k])
+        x = x[likely]
     edge = np.partition(x, len(x) - k)[len(x) - k]
     above = np.flatnonzero(x > edge)
-    return np.sort(np.concatenate([above, np.flatnonzero(x == edge)[: k - len(above)]]))
+    largest = np.sort(np.concatenate([above, np.flatnonzero(x == edge)[: k - len(above)]]))
+    return largest if likely is None else likely[largest]
 
 
 def _nucleus(weights: F64, top_p: float) -> I64:
-    """Indices of the fewest largest weights whose share reaches `top_p`, rising."""
+    """Indices of the fewest largest weights whose share reaches `top_p`, rising; ties at the edge go to the lower one."""
     total = weights.sum()
     # All weights under this bound together hold less than 1 - top_p, so the nucleus is among the others: no full sort.
     likely = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
-    order = likely[np.argsort(-weights[likely], kind="stable")]
-    size = int(np.searchsorted(np.cumsum(weights[order]), top_p * total, side="left")) + 1
-    return np.sort(order[:size])
+    falling = np.sort(weights[likely])[::-1]
+    size = int(np.searchsorted(np.cumsum(falling), top_p * total, side="left")) + 1
+    return likely[_largest(weights[likely], min(size, len(likely)))]
+
+
+def _probs_of(row: Row, ids: I64) -> NDArray[Any]:
+    """The probabilities of some tokens."""
+    if not isinstance(row, SparseRow):
+        return row[ids]
+    places = np.minimum(row.ids.searchsorted(ids), len(row.ids) - 1)
+    return np.where(row.ids[places] == ids, row.probs[places], 0)
+
+
+def _draw(weights: NDArray[Any], rng: Uniform) -> int:
+    """An index by inverse CDF."""
+    uniform = rng.random()
+    if len(weights) <= 4 * _BLOCK:
+        cdf = np.cumsum(weights)
+        return _place(cdf, uniform * cdf[-1])
+    # The block it falls into, then where in there: a running sum over everything takes ten times as long.
+    cdf = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
+    wanted = uniform * cdf[-1]
+    block = _place(cdf, wanted)
+    first = block * _BLOCK
+    return first + _place(np.cumsum(weights[first : first + _BLOCK]), wanted - (cdf[block - 1] if block else 0))
+
+
+def _place(cdf: NDArray[Any], wanted: Any) -> int:
+    """The first place whose running sum exceeds `wanted`; the one that reaches the total where rounding took that so far."""
+    place = int(np.searchsorted(cdf, wanted, side="right"))
+    return place if place < len(cdf) else int(np.searchsorted(cdf, cdf[-1], side="left"))
 
 
 def _not_finite(logits: NDArray[Any]) -> BackendError:

@@ -15,7 +15,7 @@ import numpy as np
 from cpuspec.config import ModelConfig, SamplingParams
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
-from cpuspec.sampling import TokenHistory, distribution, sample
+from cpuspec.sampling import TokenHistory, dense, distribution, sample
 from cpuspec.spec.draft import Draft
 
 
@@ -200,7 +200,7 @@ def string_probs(model: ToyBackend, prompt: list[int], params: SamplingParams, l
         for string, prob in probs.items():
             history = TokenHistory(prompt)
             history.extend(string)
-            row = distribution(model.row([*prompt, *string]), params, history)
+            row = dense(distribution(model.row([*prompt, *string]), params, history))
             longer |= {(*string, token): prob * row[token] for token in range(len(row)) if row[token] > 0}
         probs = longer
     return probs

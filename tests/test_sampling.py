@@ -1,5 +1,8 @@
 """Logits to distributions: each setting against its meaning written out, and their order."""
 
+from collections import Counter
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 from cpuspec.config import SamplingParams
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.statistics import chi_square
-from cpuspec.sampling import TokenHistory, argmax, distribution, logprobs, processed, sample
+from cpuspec.sampling import Row, SparseRow, TokenHistory, argmax, dense, distribution, excess, logprobs, processed, sample
 
 EMPTY = TokenHistory([])
 
@@ -64,9 +67,26 @@ def test_a_distribution_is_what_its_settings_say(
     logits = np.random.default_rng(seed).normal(scale=2, size=12).astype(np.float32)
     history = TokenHistory(prompt)
     history.extend(output)
-    probs = distribution(logits, params, history, ahead)
+    probs = dense(distribution(logits, params, history, ahead))
     np.testing.assert_allclose(probs, naive(logits, params, prompt, output + ahead), atol=1e-12)
     assert abs(probs.sum() - 1) < 1e-12
+
+
+@settings(max_examples=100, deadline=None)
+@given(TOKENS, st.lists(st.tuples(st.integers(0, 90), st.lists(st.integers(0, 90), max_size=40)), max_size=8), TOKENS)
+def test_a_history_counts_what_was_generated_and_not_taken_back(
+    prompt: list[int], rounds: list[tuple[int, list[int]]], ahead: list[int]
+) -> None:
+    history, output = TokenHistory(prompt), list[int]()
+    for num_back, new in rounds:
+        kept = max(0, len(output) - num_back)
+        history.retract(output[kept:])
+        history.extend(new)
+        output = output[:kept] + new
+        for more in (ahead, []):
+            seen, ids, counts = history.counts(more)
+            assert set(seen.tolist()) == {*prompt, *output, *more}
+            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter(output + more)
 
 
 def test_looking_ahead_leaves_the_history_as_it_was() -> None:
@@ -80,11 +100,11 @@ def test_looking_ahead_leaves_the_history_as_it_was() -> None:
 @pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.5}])
 def test_ties_go_to_the_lower_id(settings: dict[str, float]) -> None:
     probs = distribution(np.zeros(4, np.float32), SamplingParams(temperature=1.0, **settings), EMPTY)  # type: ignore[arg-type]
-    assert probs.tolist() == [0.5, 0.5, 0, 0]
-    assert distribution(np.zeros(4, np.float32), SamplingParams(), EMPTY).tolist() == [1, 0, 0, 0]
+    assert dense(probs).tolist() == [0.5, 0.5, 0, 0]
+    assert dense(distribution(np.zeros(4, np.float32), SamplingParams(), EMPTY)).tolist() == [1, 0, 0, 0]
     many = np.repeat(np.float32([1, 3, 2]), 40)
     settings = {name: 60 if name == "top_k" else 0.9 for name in settings}
-    kept = np.flatnonzero(distribution(many, SamplingParams(temperature=1.0, **settings), EMPTY))  # type: ignore[arg-type]
+    kept = np.flatnonzero(dense(distribution(many, SamplingParams(temperature=1.0, **settings), EMPTY)))  # type: ignore[arg-type]
     assert kept.tolist() == [*range(40, 80), *range(80, 40 + len(kept))]
     assert 40 < len(kept) < 80
 
@@ -92,11 +112,61 @@ def test_ties_go_to_the_lower_id(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
 def test_the_nucleus_of_a_large_vocabulary_needs_no_full_sort_and_is_the_same(top_p: float) -> None:
     logits = np.random.default_rng(1).normal(scale=3, size=20_000).astype(np.float32)
-    probs = distribution(logits, SamplingParams(temperature=0.8, top_p=top_p), EMPTY)
+    probs = dense(distribution(logits, SamplingParams(temperature=0.8, top_p=top_p), EMPTY))
     full = softmax(logits.astype(np.float64) / 0.8)
     order = np.argsort(-full, kind="stable")
     size = int((np.cumsum(full[order]) < top_p).sum()) + 1
     assert np.flatnonzero(probs).tolist() == sorted(order[:size].tolist())
+
+
+@pytest.mark.parametrize("k", [1, 40, 1024, 1025, 9000])
+@pytest.mark.parametrize("spread", [1, 30, 10**6])
+def test_the_best_of_a_large_vocabulary_are_those_of_a_full_sort(k: int, spread: int) -> None:
+    logits = np.random.default_rng(spread).integers(0, spread, size=9001).astype(np.float32)  # few different ones: many ties
+    row = distribution(logits, SamplingParams(temperature=float(spread), top_k=k), EMPTY)
+    assert isinstance(row, SparseRow)
+    assert row.ids.tolist() == sorted(np.argsort(-logits, kind="stable")[:k].tolist())
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 7}, {"top_p": 0.5}, {"min_p": 0.2}, {"temperature": 0.0}])
+def test_what_is_cut_off_takes_no_room(settings: dict[str, float]) -> None:
+    logits = np.random.default_rng(2).normal(size=300).astype(np.float32)
+    row = distribution(logits, SamplingParams(**{"temperature": 1.0, **settings}), EMPTY)  # type: ignore[arg-type]
+    assert isinstance(row, SparseRow)
+    assert row.shape == (300,)
+    assert 0 < len(row.ids) < 200
+    assert (row.probs > 0).all()
+    assert [row[token] for token in range(300)] == dense(row).tolist()
+
+
+def test_a_row_without_cuts_is_computed_where_its_logits_were_processed_and_leaves_those_of_the_model_alone() -> None:
+    logits = np.random.default_rng(2).normal(size=30).astype(np.float32)
+    before = logits.copy()
+    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, presence_penalty=1.0)):
+        history = TokenHistory([3])
+        history.extend([4])
+        first = dense(distribution(logits, params, history))
+        np.testing.assert_array_equal(dense(distribution(logits, params, history)), first)
+    np.testing.assert_array_equal(logits, before)
+
+
+def sparse(row: np.ndarray) -> SparseRow:
+    ids = np.flatnonzero(row)
+    return SparseRow(ids, row[ids], len(row))
+
+
+@pytest.mark.parametrize("kept", [1, 0.3])
+@pytest.mark.parametrize("target_of", [np.asarray, sparse])
+@pytest.mark.parametrize("draft_of", [np.asarray, sparse])
+def test_what_is_left_of_a_target_does_not_depend_on_how_rows_are_written(target_of: Any, draft_of: Any, kept: float) -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        target, draft = (rng.dirichlet(np.ones(9)) * (rng.random(9) < 0.6) for _ in range(2))
+        draft[0] = target[8] = 0.25  # the last token of the one is beyond the other
+        left: Row = excess(target_of(target), draft_of(draft), kept)
+        np.testing.assert_allclose(dense(left), [max(0, kept * t - d) for t, d in zip(target, draft, strict=True)], atol=1e-15)
+        assert left.sum() == pytest.approx(dense(left).sum())
+        np.testing.assert_allclose(dense(left / 2), dense(left) / 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5e-324])
@@ -123,7 +193,7 @@ def test_one_bad_logit_is_a_clear_error(temperature: float, value: float) -> Non
 def test_extreme_settings_still_give_a_distribution(params: SamplingParams) -> None:
     history = TokenHistory([0, 1])
     history.extend([2, 2, 2])
-    probs = distribution(np.linspace(-3, 3, 8, dtype=np.float32), params, history)
+    probs = dense(distribution(np.linspace(-3, 3, 8, dtype=np.float32), params, history))
     assert abs(probs.sum() - 1) < 1e-12
     assert (probs >= 0).all()
 
@@ -151,6 +221,27 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
 
     for scale in (1.0, 0.3, 3.0):
         assert sample(np.array([0.0, 0.1, 0.2, 0.0]) * scale, Edge()) == (1 if uniform == 0 else 2)
+        many = np.zeros(5000)
+        many[[700, 3000, 4200]] = np.array([0.1, 0.1, 0.2]) * scale
+        assert sample(many, Edge()) == sample(sparse(many), Edge()) == (700 if uniform == 0 else 4200)
+
+
+@pytest.mark.parametrize("size", [1000, 5000])
+def test_a_draw_is_where_the_running_sum_passes_the_uniform_number(size: int) -> None:
+    weights = np.random.default_rng(size).integers(0, 3, size).astype(float)  # sums are exact
+    weights[:10] = weights[512:1024] = 0
+    cdf = np.cumsum(weights)
+
+    class Uniform:
+        def __init__(self, number: float) -> None:
+            self.number = number
+
+        def random(self) -> float:
+            return self.number
+
+    for number in np.arange(0, 1024) / 1024:
+        wanted = int(np.searchsorted(cdf, number * cdf[-1], side="right"))
+        assert sample(weights, Uniform(number)) == sample(sparse(weights), Uniform(number)) == wanted
 
 
 def test_logprobs_are_of_the_raw_logits_and_alternatives_come_best_first() -> None:

@@ -26,7 +26,7 @@ from cpuspec.evaluate.quality import logits_of
 from cpuspec.evaluate.statistics import chi_square
 from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
-from cpuspec.sampling import TokenHistory, distribution
+from cpuspec.sampling import TokenHistory, dense, distribution
 from cpuspec.sequence import Sequence as Tokens
 from cpuspec.sequence import shared_prefix
 from cpuspec.spec.context import Context
@@ -314,7 +314,7 @@ def _beginnings(rows: Mapping[Path, F32], params: SamplingParams) -> dict[Path, 
     for _ in range(_LENGTH):
         longer: dict[Path, float] = {}
         for path, prob in probs.items():
-            row = distribution(rows[path], params, TokenHistory([]))
+            row = dense(distribution(rows[path], params, TokenHistory([])))
             longer |= {(*path, int(token)): prob * float(row[token]) for token in np.flatnonzero(row)}
         probs = longer
     return probs

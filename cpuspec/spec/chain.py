@@ -5,7 +5,7 @@ runs the same `speculate()` as the engine, on the sequences themselves, and rewi
 """
 
 from cpuspec.model.batch import F32
-from cpuspec.sampling import F64, confidence
+from cpuspec.sampling import Row, confidence
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Cycle, Draft
@@ -79,7 +79,7 @@ class _Path:
 
     def __init__(self, seq: Sequence, limit: int) -> None:
         self.seq = seq
-        self.probs: list[F64] = []
+        self.probs: list[Row] = []
         self.cycles: list[Cycle] = []
         self._start = len(seq.tokens)
         self._end = self._start + max(limit, 0)

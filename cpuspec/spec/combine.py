@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from cpuspec.model.batch import F32
+from cpuspec.sampling import Row, SparseRow
 from cpuspec.sequence import Sequence
 from cpuspec.spec.draft import Draft, Probs
 from cpuspec.spec.proposer import Proposer, levels_of
@@ -98,7 +99,5 @@ def _joined_probs(first: Draft, second: Draft) -> Probs | None:
     )
 
 
-def _point_mass(token: int, like: F32) -> F32:
-    row = np.zeros_like(like)
-    row[token] = 1
-    return row
+def _point_mass(token: int, like: Row) -> Row:
+    return SparseRow(np.array([token]), np.ones(1, np.int64), *like.shape)

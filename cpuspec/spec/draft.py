@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.model.batch import F32, I32
+from cpuspec.sampling import Row
 
-Probs = tuple[NDArray[Any], ...]
+Probs = tuple[Row, ...]
 
 
 class Cycle(NamedTuple):
@@ -26,9 +26,9 @@ class Cycle(NamedTuple):
 class Draft:
     """Proposed continuation of one sequence: a tree of n nodes, of which a chain is the common case.
 
-    probs: for each node the row [V] that its token was drawn from, exactly; None where tokens were chosen without
-    a draw (each row is a point mass). Nodes with one parent are alternatives, tried in their order. Where one is drawn without
-    replacement, its row is without the earlier ones, and sums to one again.
+    probs: for each node the row [V] that its token was drawn from, exactly, as an array or a SparseRow; None where tokens were
+    chosen without a draw (each row is a point mass). Nodes with one parent are alternatives, tried in their order. Where one is
+    drawn without replacement, its row is without the earlier ones, and sums to one again.
     confidence: for each node how likely its proposer thinks it is accepted once its parent is. For whoever decides how much
     to draft, never for a verifier.
     """

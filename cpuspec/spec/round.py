@@ -6,7 +6,7 @@ import numpy as np
 
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, I32, ForwardOutput
-from cpuspec.sampling import F64, argmax, distribution, keeps_order, processed
+from cpuspec.sampling import Row, argmax, distribution, is_row, keeps_order, processed
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Cycle, Draft
@@ -58,9 +58,9 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
     """
     params, history = seq.params, seq.history
     if not params.greedy:
-        rows: dict[int, F64] = {}
+        rows: dict[int, Row] = {}
 
-        def target_probs(row: int) -> F64:
+        def target_probs(row: int) -> Row:
             if row not in rows:
                 rows[row] = distribution(logits[row], params, history, draft.tokens_to(row - 1))
             return rows[row]
@@ -101,7 +101,8 @@ def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: 
                 raise ConfigError(
                     f"{proposer.name} drafted a tree with parents {parents.tolist()}; each must be -1 or an earlier token"
                 )
-        if draft.probs is not None and [row.shape for row in draft.probs] != [(vocab_size,)] * len(draft):
+        if draft.probs is not None and [is_row(row, vocab_size) for row in draft.probs] != [True] * len(draft):
             raise ConfigError(
-                f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens"
+                f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens, "
+                "an array or a SparseRow with rising ids"
             )

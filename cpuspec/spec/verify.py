@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.model.batch import I32
-from cpuspec.sampling import Uniform, sample
+from cpuspec.sampling import Row, Uniform, excess, sample
 from cpuspec.spec.draft import Draft, Probs
 
 
@@ -39,7 +38,7 @@ def verify_greedy(draft: Draft, target_token: Callable[[int], int]) -> Verdict:
     return _verdict(draft, path, choice)
 
 
-def verify_sampled(draft: Draft, target_probs: Callable[[int], NDArray[Any]], rng: Uniform) -> Verdict:
+def verify_sampled(draft: Draft, target_probs: Callable[[int], Row], rng: Uniform) -> Verdict:
     """Accept a token with probability min(1, target / draft); after a rejection the residual max(0, target - draft) takes the
     target's place for the next alternative, or is drawn from where there is none.
 
@@ -64,7 +63,7 @@ def verify_sampled(draft: Draft, target_probs: Callable[[int], NDArray[Any]], rn
     return _verdict(draft, path, sample(target, rng))
 
 
-def verify_block(draft: Draft, target_probs: Callable[[int], NDArray[Any]], rng: Uniform) -> Verdict:
+def verify_block(draft: Draft, target_probs: Callable[[int], Row], rng: Uniform) -> Verdict:
     """Accept the longest beginning of a chain that the draws allow: arXiv 2403.10444, algorithm 2.
 
     A token that the target likes more than the draft makes up for an earlier one that it likes less, so that no rule accepts
@@ -74,7 +73,7 @@ def verify_block(draft: Draft, target_probs: Callable[[int], NDArray[Any]], rng:
     assert draft.probs is not None, "a point mass gains nothing from its block"
     tokens, n = draft.tokens.tolist(), len(draft)
     kept = [1]  # for each length, with what probability at least this many tokens are kept, given them
-    targets: list[NDArray[Any]] = []
+    targets: list[Row] = []
     while len(targets) < n and kept[-1] > 0:
         node = len(targets)
         targets.append(target_probs(node))
@@ -83,7 +82,7 @@ def verify_block(draft: Draft, target_probs: Callable[[int], NDArray[Any]], rng:
     if len(targets) == n and rng.random() < kept[n]:
         return _verdict(draft, list(range(n)), sample(target_probs(n), rng))
     for length in range(len(targets) - 1, 0, -1):
-        residual = np.maximum(kept[length] * targets[length] - draft.probs[length], 0)
+        residual = excess(targets[length], draft.probs[length], kept[length])
         share = residual.sum()
         if rng.random() * (share + 1 - kept[length]) < share:
             return _verdict(draft, list(range(length)), sample(residual, rng))
@@ -98,9 +97,9 @@ def _draft_prob(draft: Draft, node: int) -> Any:
     return prob
 
 
-def _residual(target: NDArray[Any], draft_probs: NDArray[Any]) -> NDArray[Any]:
+def _residual(target: Row, draft_probs: Row) -> Row:
     """What the target has beyond the draft, as a distribution."""
-    residual = np.maximum(target - draft_probs, 0)
+    residual = excess(target, draft_probs)
     total = residual.sum()
     # Rows that differ by rounding alone may be rejected, once in 1e16 draws, and leave nothing.
     return residual / total if total > 0 else target

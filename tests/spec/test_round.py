@@ -9,7 +9,7 @@ import pytest
 from cpuspec.config import SamplingParams
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.model.batch import ForwardOutput
-from cpuspec.sampling import TokenHistory, argmax, processed
+from cpuspec.sampling import SparseRow, TokenHistory, argmax, processed
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Cycle, Draft
@@ -137,6 +137,10 @@ def test_the_declared_rows_do_not_matter_to_greedy_requests(temperature: float) 
         ([tree([4, 4], [-1])], r"parents \[-1\]"),
         ([Draft.chain([4], "fixed", (np.ones(7) / 7,))], "a row of 8 probabilities"),
         ([Draft.chain([4], "fixed", ())], "a row of 8 probabilities"),
+        ([Draft.chain([4], "fixed", (SparseRow(np.array([4, 8]), np.ones(2) / 2, 8),))], "a row of 8 probabilities"),
+        ([Draft.chain([4], "fixed", (SparseRow(np.array([4, 3]), np.ones(2) / 2, 8),))], "rising ids"),
+        ([Draft.chain([4], "fixed", (SparseRow(np.array([4]), np.ones(2) / 2, 8),))], "a row of 8 probabilities"),
+        ([Draft.chain([4], "fixed", (SparseRow(np.array([4]), np.ones(1), 9),))], "a row of 8 probabilities"),
     ],
 )
 def test_a_proposer_that_breaks_the_contract_is_a_clear_error(drafts: list[Draft], message: str) -> None:

@@ -1,6 +1,7 @@
 """Exact rational enumeration: the verifiers' outputs are distributed as the target, with no tolerance."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec.sampling import sample
+from cpuspec.sampling import Row, SparseRow, sample
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.verify import Verdict, verify_block, verify_greedy, verify_sampled
 from tests.oracles import enumerate_exactly, total_variation
@@ -167,21 +168,47 @@ def verify_block_with_a_residual_of_one_token(draft: Draft, target_probs: Callab
     return Verdict([*verdict.tokens[:-1], sample(residual if residual.sum() else target_probs(length), rng)], verdict.path)
 
 
+def sparse(row: np.ndarray) -> SparseRow:
+    ids = np.flatnonzero(row)
+    return SparseRow(ids, row[ids], len(row))
+
+
+def without_its_last_token(row: np.ndarray) -> SparseRow:
+    """The mistake of cutting a token off on one side alone."""
+    ids = np.flatnonzero(row)
+    ids = ids[:-1] if len(ids) > 1 else ids
+    return SparseRow(ids, row[ids] / row[ids].sum(), len(row))
+
+
+Writing = Callable[[np.ndarray], Row]
+
+
 def verdicts(
-    drafting: Callable[..., Draft], num_tokens: int, seed: int, verifier: Callable[..., Verdict]
+    drafting: Callable[..., Draft],
+    num_tokens: int,
+    seed: int,
+    verifier: Callable[..., Verdict],
+    write_target: Writing = np.asarray,
+    write_draft: Writing = np.asarray,
 ) -> dict[tuple[int, ...], Fraction]:
     """The exact distribution of one round's tokens."""
     target, draft_rows = rational_rows(seed, allow_zeros=True), rational_rows(seed + 1000)
 
     def one_round(rng: Any) -> tuple[int, ...]:
         draft = drafting(draft_rows, num_tokens, rng)
-        return tuple(verifier(draft, lambda row: target(tuple(draft.tokens_to(row - 1))), rng).tokens)
+        written = replace(draft, probs=draft.probs and tuple(map(write_draft, draft.probs)))
+        return tuple(verifier(written, lambda row: write_target(target(tuple(draft.tokens_to(row - 1)))), rng).tokens)
 
     return enumerate_exactly(one_round)
 
 
 def distance(
-    drafting: Callable[..., Draft], num_tokens: int, seed: int, verifier: Callable[..., Verdict] = verify_sampled
+    drafting: Callable[..., Draft],
+    num_tokens: int,
+    seed: int,
+    verifier: Callable[..., Verdict] = verify_sampled,
+    write_target: Writing = np.asarray,
+    write_draft: Writing = np.asarray,
 ) -> Fraction:
     """Total variation between n + 1 tokens of one round, completed by the target where it ended early, and the target.
 
@@ -197,7 +224,7 @@ def distance(
                 yield from ((string, target(path)[token] * prob) for string, prob in continuations((*path, token)))
 
     speculative: dict[tuple[int, ...], Fraction] = {}
-    for tokens, prob in verdicts(drafting, num_tokens, seed, verifier).items():
+    for tokens, prob in verdicts(drafting, num_tokens, seed, verifier, write_target, write_draft).items():
         for string, rest in continuations(tokens):
             speculative[string] = speculative.get(string, Fraction(0)) + prob * rest
     return total_variation(speculative, dict(continuations(())))
@@ -258,6 +285,41 @@ def test_a_block_accepts_at_least_as_many_tokens_on_average_as_its_tokens_one_by
         gains.append(block - one_by_one)
     assert min(gains) >= 0
     assert drafting is not draw or (max(gains) > Fraction(1, 1000)) == (num_tokens > 1)
+
+
+def draw_among_the_best_two(rows: Rows, num_tokens: int, rng: Any) -> Draft:
+    def best_two(path: tuple[int, ...]) -> np.ndarray:
+        row = rows(path).copy()
+        row[int(row.argmin())] = 0
+        return row / row.sum()
+
+    return draw(best_two, num_tokens, rng)
+
+
+VERIFICATIONS = {
+    "one by one": (draw_among_the_best_two, 2, verify_sampled),
+    "chosen": (greedy_draft, 2, verify_sampled),
+    "block": (draw_among_the_best_two, 2, verify_block),
+    "tree": (draw_tree([-1, -1, 0, 0, 1]), 2, verify_sampled),
+}
+every_verification = pytest.mark.parametrize(("drafting", "num_tokens", "verifier"), VERIFICATIONS.values(), ids=VERIFICATIONS)
+
+
+@every_verification
+@pytest.mark.parametrize("writings", [(sparse, np.asarray), (np.asarray, sparse), (sparse, sparse)])
+def test_rows_without_what_was_cut_off_yield_exactly_the_target_distribution(
+    drafting: Callable[..., Draft], num_tokens: int, verifier: Callable[..., Verdict], writings: tuple[Writing, Writing]
+) -> None:
+    for seed in range(3):
+        assert distance(drafting, num_tokens, seed, verifier, *writings) == 0
+
+
+@every_verification
+def test_the_enumeration_catches_a_row_that_lost_a_token(
+    drafting: Callable[..., Draft], num_tokens: int, verifier: Callable[..., Verdict]
+) -> None:
+    distances = [distance(drafting, num_tokens, seed, verifier, without_its_last_token) for seed in range(3)]
+    assert max(distances) > Fraction(1, 1000)
 
 
 def test_a_block_accepts_what_the_paper_computes() -> None:
