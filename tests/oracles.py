@@ -246,6 +246,9 @@ class ExactRng:
     def random(self) -> ExactUniform:
         return ExactUniform(self)
 
+    def spawn(self, num_children: int) -> "list[ExactRng]":
+        return [self] * num_children  # its numbers are independent anyway
+
     def choose(self, probability: Fraction) -> bool:
         if len(self._taken) < len(self._script):
             taken = self._script[len(self._taken)]

@@ -21,7 +21,8 @@ class ChainProposer:
 
     The declared rows are the model's own, of the whole path; for greedy requests the tokens are point masses.
     min_confidence: a draft ends with the first token before which the model gives no token this probability (at temperature 1).
-    That looks at the row and never at the token drawn from it, as exactness demands; after DISCO (arXiv 2405.04304).
+    That looks at the row and never at the token drawn from it, as exactness demands; after DISCO (arXiv 2405.04304). Inner may
+    have run on from there, and how far is nothing that a seed knows: such a pass draws from numbers of its own.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class ChainProposer:
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """What the pair generates for each sequence. All advance together; those that have enough drop out."""
-        paths = [_Path(seq, min(limit, self.num_tokens, self._room(seq))) for seq, limit in zip(seqs, limits, strict=True)]
+        paths = [
+            _Path(seq, min(limit, self.num_tokens, self._room(seq)), self.min_confidence)
+            for seq, limit in zip(seqs, limits, strict=True)
+        ]
         while drafting := [path for path in paths if path.num_missing > 0]:
             # A round yields up to one token more than inner drafted.
             limits = [path.num_missing - 1 for path in drafting]
@@ -55,7 +59,7 @@ class ChainProposer:
             for path, done in zip(drafting, rounds, strict=True):
                 path.cycles += done.cycles
                 path.probs += done.verdict.probs or ()
-                path.cut_where_unsure(done.output.logits, len(done.verdict.tokens), self.min_confidence)
+                path.cut_where_unsure(done.output.logits, len(done.verdict.tokens))
         return [path.retracted(self.name) for path in paths]
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
@@ -77,8 +81,12 @@ class ChainProposer:
 class _Path:
     """A sequence while it runs ahead, and what is needed to declare how it got there."""
 
-    def __init__(self, seq: Sequence, limit: int) -> None:
+    def __init__(self, seq: Sequence, limit: int, min_confidence: float) -> None:
         self.seq = seq
+        self._min_confidence = min_confidence
+        self._rng = seq.rng
+        if min_confidence and not seq.params.greedy:
+            [seq.rng] = seq.rng.spawn(1)  # takes no draw, and as many children as passes
         self.probs: list[Row] = []
         self.cycles: list[Cycle] = []
         self._start = len(seq.tokens)
@@ -89,13 +97,13 @@ class _Path:
         """Tokens that are still to be drafted."""
         return self._end - len(self.seq.tokens)
 
-    def cut_where_unsure(self, logits: F32, num_new: int, min_confidence: float) -> None:
+    def cut_where_unsure(self, logits: F32, num_new: int) -> None:
         """End the draft with the first of the newest tokens whose row is unsure. Row i chose new token i."""
-        if not min_confidence:
+        if not self._min_confidence:
             return
         first = len(self.seq.tokens) - num_new
         for i in range(num_new):
-            if confidence(logits[i]) < min_confidence:
+            if confidence(logits[i]) < self._min_confidence:
                 self._end = first + i + 1
                 return
 
@@ -103,5 +111,6 @@ class _Path:
         """Take the tokens back and hand them up as a draft."""
         tokens = self.seq.tokens[self._start : self._end]
         self.seq.rewind(self._start)
+        self.seq.rng = self._rng
         probs = None if self.seq.params.greedy else tuple(self.probs[: len(tokens)])
         return Draft.chain(tokens, name, probs, tuple(self.cycles))

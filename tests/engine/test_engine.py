@@ -62,6 +62,7 @@ PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
     "chain of two": lambda: chain_over(NgramProposer(), 4),
     "chain over suffix": lambda: chain_over(source("suffix"), 4),
+    "unsure chain over suffix": lambda: chain_over(source("suffix"), 4, num_tokens=6, min_confidence=0.3),
     "chain over a tree": lambda: chain_over(SampledProposer(VOCAB, TREE, hidden_layers=(0,)), 4),
     "first hit": lambda: Combined((NgramProposer(2), SampledProposer(VOCAB, hidden_layers=(1,))), first_hit, "first hit"),
     "one after another": lambda: Combined((SampledProposer(VOCAB), NgramProposer(2)), one_after_another, "one after another"),
@@ -114,6 +115,19 @@ def random_requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
         for _ in prompts
     ]
     return prompts, params
+
+
+@pytest.mark.parametrize("proposer", ["suffix", "planned", "chain over suffix", "unsure chain over suffix"])
+def test_a_seeds_answer_does_not_depend_on_what_earlier_requests_left(proposer: str) -> None:
+    model, prompts = ToyBackend(2, memory=0.1), [[0, 4, 5, 6, 4, 5], [0, 6, 5]]
+    seeded = [SamplingParams(temperature=0.8, max_tokens=30, seed=seed, ignore_eos=True) for seed in range(12)]
+    others = [SamplingParams(temperature=0.8, max_tokens=30, seed=seed, ignore_eos=True) for seed in range(100, 106)]
+    used = engine_over(model, PROPOSER_FACTORIES[proposer]())
+    run(used, prompts * 3, others)
+    for params in seeded:
+        fresh = engine_over(model, PROPOSER_FACTORIES[proposer]())
+        ((*first,), (*second,)) = (run(engine, prompts[:1], [params]) for engine in (fresh, used))
+        assert joined(first[0])["token_ids"] == joined(second[0])["token_ids"]
 
 
 @every_proposer
