@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from secrets import randbits
@@ -12,21 +12,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cpuspec import __version__
-from cpuspec.backends import make_backend
+from cpuspec.backends import BACKENDS, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import fetch, is_fetched, resolve_model
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe, model_and_spec
 from cpuspec.cli import options
 from cpuspec.cli.bench import OUTPUTS, describe_run
 from cpuspec.cli.certificate import describe_certificate, show_certificate
-from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, busy, emit, exit_codes, note, size
+from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, StepProgress, busy, emit, exit_codes, note, size
 from cpuspec.cli.machine import describe_machine, show_machine
+from cpuspec.cli.parity import (
+    check_record,
+    describe_parity,
+    loaded_side,
+    make_questions,
+    measure,
+    read_side,
+    shared_questions,
+    show_parity,
+)
 from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models
-from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
+from cpuspec.config import AUTO, EngineConfig, SamplingParams, SpecConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS
 from cpuspec.evaluate.certify import certify as certify_drafts
+from cpuspec.evaluate.parity import NUM_TOKENS, TOP, WHOLE_ROWS, Limits, ModelIdentity, Run
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.evaluate.speed import Plan, measure_speed
 from cpuspec.spec.levels import draft_models
@@ -399,6 +410,117 @@ def certify(
     else:
         show_certificate(report)
     if not found.passed:
+        raise typer.Exit(ERROR)
+
+
+@app.command()
+@exit_codes()
+def parity(
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A",
+            help=f"The reference: {', '.join(BACKENDS)}, with settings as in numba:threads=1, or a file that --record wrote.",
+        ),
+    ],
+    b: Annotated[
+        str | None, typer.Argument(metavar="B", help="What is compared with it, likewise; without it A is recorded.")
+    ] = None,
+    *,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help=f"{options.MODEL_HELP} By default {DEFAULT_RECIPE}.")
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", metavar="SPEC", callback=options.known_draft, help="Answer with these drafts, too; by default none."
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE:FIELD:N",
+            help="Answer a field of the first N lines of a JSON-lines file, :chat after it for conversations; by default some "
+            "prompts of its own. Repeatable.",
+        ),
+    ] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option("--text", metavar="FILE:TOKENS", help="Read the first tokens of a file and compare the logits. Repeatable."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", metavar="N", min=1, help=f"Tokens of each answer; by default {NUM_TOKENS}.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option("--record", metavar="FILE", help="Write what A said, to be compared with on another machine.")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Likeliest ids that a record keeps of each row.")] = TOP,
+    whole_rows: Annotated[
+        int, typer.Option("--whole-rows", metavar="N", min=0, help="Rows of which a record keeps every logit.")
+    ] = WHOLE_ROWS,
+    min_same_top: Annotated[
+        float | None, typer.Option("--min-same-top", metavar="SHARE", min=0, max=1, help="Fail below this share of rows.")
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option("--max-kl", metavar="NATS", min=0, help="Fail above this mean divergence, as far as it is known."),
+    ] = None,
+    max_difference: Annotated[
+        float | None,
+        typer.Option(
+            "--max-difference", metavar="X", min=0, help="Fail above this difference of two logits, as far as it is known."
+        ),
+    ] = None,
+    identical: Annotated[bool, typer.Option("--identical", help="Fail where a greedy answer differs.")] = False,
+    threads: options.Threads = None,
+    kv_format: options.KVFormat = EngineConfig.kv_format,
+    as_json: options.Json = False,
+) -> None:
+    """Compare two backends, or a backend and a record from another machine: logits, greedy answers, drafts, speed.
+
+    Exit code 0 says that the comparison was made, whatever differs; 1 that a limit given is not kept, or that drafts changed an
+    answer of a backend which promises that they cannot.
+    """
+    names = [a] if b is None else [a, b]
+    settings = EngineConfig(threads=threads, kv_format=kv_format)
+    sides = [read_side(options.checked_text(name, "AB"[number]), settings) for number, name in enumerate(names)]
+    check_record(record)
+    if b is None and record is None:
+        raise typer.BadParameter("there is nothing to compare with; name a second backend or record, or a file with --record")
+    if record is not None and isinstance(sides[0], Run):
+        raise typer.BadParameter(f"--record writes what a backend says, and {a} is a record already")
+    checkpoint, spec = None, SpecConfig()
+    if model is None and not all(isinstance(side, Run) for side in sides):
+        model = DEFAULT_RECIPE
+    if model is not None:
+        checkpoint, spec = _open_with_drafts(model, draft)
+        spec = SpecConfig() if draft is None and spec == AUTO else spec
+    identity = ModelIdentity.of(checkpoint) if checkpoint else next(side.model for side in sides if isinstance(side, Run))
+    questions = shared_questions(sides, identity)
+    if questions is None:
+        assert checkpoint is not None, "where there is no record there is a backend, which runs a model"
+        questions = make_questions(checkpoint, prompts or [], texts or [], tokens or NUM_TOKENS)
+    elif prompts or texts or tokens:
+        raise typer.BadParameter("--prompts, --text and --tokens are the record's own; leave them out")
+    with ExitStack() as stack:
+        loaded = []
+        for side in sides:
+            with nullcontext() if isinstance(side, Run) else _loading(side.name, side.backend):
+                loaded.append(stack.enter_context(loaded_side(side, checkpoint, questions, spec)))
+        with StepProgress() as progress:
+            found = measure(loaded, identity, questions, record, (top, whole_rows), progress)
+    if record is not None:
+        note(f"{record} has what {a} said ({size(record.stat().st_size)})")
+    if found is None:
+        return
+    failures = found.failures(Limits(min_same_top, max_kl, max_difference, identical))
+    report = describe_parity(identity, found, failures)
+    if as_json:
+        _emit_json(report)
+    else:
+        show_parity(report)
+    if failures:
         raise typer.Exit(ERROR)
 
 

@@ -11,7 +11,16 @@ from types import TracebackType
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column, Table
 
 from cpuspec.errors import CpuspecError
@@ -109,6 +118,41 @@ class FetchProgress:
             self._task = self._bar.add_task(what, name=self._name, total=total_bytes, completed=done_bytes)
         else:
             self._bar.update(self._task, description=what, completed=done_bytes, total=total_bytes)
+        self._last = what
+
+
+class StepProgress:
+    """Tells how far a measurement is: a bar on a terminal, a line for each new thing elsewhere.
+
+    The bar is drawn when there is something to tell and at no other time: a thread that draws would take turns with those measured.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._last = ""
+
+    def __enter__(self) -> "StepProgress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """What `cpuspec.evaluate.parity.OnProgress` asks for."""
+        console = stderr_console()
+        if not _is_live(console):
+            if what != self._last:
+                note(what)
+        else:
+            if self._bar is None:
+                columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
+                self._bar = Progress(*columns, console=console, auto_refresh=False)
+                self._bar.start()
+            if what != self._last:
+                self._task = self._bar.add_task(what, total=total)
+            self._bar.update(self._task, completed=done, refresh=True)
         self._last = what
 
 

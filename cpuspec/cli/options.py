@@ -26,7 +26,7 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-def _known_draft(text: str | None) -> str | None:
+def known_draft(text: str | None) -> str | None:
     if text is not None:
         with usage_errors():
             check_spec(SpecConfig.parse(text))
@@ -54,7 +54,7 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         metavar="SPEC",
-        callback=_known_draft,
+        callback=known_draft,
         help="How to draft tokens: auto, the default, where that pays; none; or levels separated by commas, the cheapest "
         "first, after auto to be chosen from, as auto,self:mxfp4: a token source "
         f"({', '.join(SOURCES)}, or FILE.py:CLASS), the model's own weights ({', '.join(MODELS)}, as self:mxfp4 and skip:4), "

@@ -20,6 +20,7 @@ CHAT_FORMS: Mapping[str, str] = {
 _QUOTE = "Summarize this passage in two sentences. Then quote it word for word.\n\n{}"
 _PASSAGE_CHARACTERS = range(400, 1200)
 _WORDS_IN_A_PROMPT = 60
+_CHARACTERS_OF_A_TOKEN = 32  # at most, so that a long file is not encoded for its beginning
 _SHAPE = f"wanted FILE:FIELD:COUNT, and for conversations :{' or :'.join(CHAT_FORMS)} after it"
 
 
@@ -58,6 +59,16 @@ def read_quotes(text: str) -> PromptSet:
     if len(passages) < number:
         raise ConfigError(f"{path} has {len(passages)} paragraphs of a fair length, and {text!r} asks for {number}")
     return PromptSet(f"{Path(path).stem}:quote", tuple(_said(_QUOTE, passage) for passage in passages[:number]))
+
+
+def read_text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The first ids of a text file, given as FILE:TOKENS. Raises ConfigError where it has fewer."""
+    path, _, count = text.rpartition(":")
+    number = _count(count, text, "wanted FILE:TOKENS")
+    ids = tokenizer.encode(_read(Path(path))[: number * _CHARACTERS_OF_A_TOKEN])[:number]
+    if len(ids) < number:
+        raise ConfigError(f"{path} has {len(ids)} tokens, and {text!r} asks for {number}")
+    return ids
 
 
 def random_words(count: int, seed: int = 0) -> PromptSet:

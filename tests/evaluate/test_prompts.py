@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.prompts import PromptSet, random_words, read_prompts, read_quotes
+from cpuspec.evaluate.prompts import PromptSet, random_words, read_prompts, read_quotes, read_text_ids
 
 
 @pytest.fixture
@@ -61,6 +61,19 @@ def test_passages_are_paragraphs_of_a_fair_length(tmp_path):
         read_quotes(f"{path}:3")
     with pytest.raises(ConfigError, match="FILE:COUNT"):
         read_quotes(str(path))
+
+
+def test_a_text_gives_its_first_ids_and_no_fewer_than_asked(tmp_path):
+    class Letters:
+        def encode(self, text):
+            return list(text.encode())
+
+    path = tmp_path / "text.txt"
+    path.write_text("abcdef", "utf-8")
+    assert read_text_ids(f"{path}:4", Letters()) == list(b"abcd")
+    for text, wanted in ((f"{path}:7", "has 6 tokens"), (str(path), "FILE:TOKENS"), (f"{path}.gone:1", "cannot be read")):
+        with pytest.raises(ConfigError, match=wanted):
+            read_text_ids(text, Letters())
 
 
 def test_random_words_are_always_the_same_and_never_alike():

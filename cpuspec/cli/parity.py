@@ -1,0 +1,204 @@
+"""What `cpuspec parity` reads and shows: the two sides by name or as records, and the comparison as JSON or in some lines."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cpuspec.backends import BACKENDS, check_backend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.cli import options
+from cpuspec.cli.console import emit, print_table
+from cpuspec.cli.machine import versions
+from cpuspec.config import EngineConfig, SpecConfig
+from cpuspec.errors import ConfigError
+from cpuspec.evaluate.certify import PROMPTS
+from cpuspec.evaluate.parity import (
+    ModelIdentity,
+    OnProgress,
+    Parity,
+    Question,
+    Run,
+    Side,
+    compare,
+    open_side,
+    record,
+)
+from cpuspec.evaluate.parity_file import read_run, write_run
+from cpuspec.evaluate.prompts import Prompt, prompt_ids, read_prompts, read_text_ids
+from cpuspec.formats.kv import get_kv_format
+from cpuspec.tokenizer import make_tokenizer
+
+Report = dict[str, Any]
+
+_SETTINGS = ("threads", "kv_format", "device", "dtype", "weights")  # that one side may have otherwise than the other
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A backend to be loaded. name: as the user wrote it."""
+
+    name: str
+    backend: str
+    settings: EngineConfig
+
+
+def read_side(text: str, settings: EngineConfig) -> Wanted | Run:
+    """A backend, or BACKEND:SETTING=VALUE,... as numba:threads=1; otherwise the record in the file of that name.
+
+    A setting without a name is the device, as in torch:cuda. Raises BadParameter where it is nothing of that.
+    """
+    backend, _, changes = text.partition(":")
+    if backend not in BACKENDS and (Path(text).is_file() or text.endswith(".json")):
+        return read_run(Path(text))
+    with options.usage_errors():
+        check_backend(backend)
+        settings = replace(settings, **dict(_read_setting(change, text) for change in changes.split(",") if changes))
+        get_kv_format(settings.kv_format)
+    return Wanted(text, backend, settings)
+
+
+def _read_setting(change: str, text: str) -> tuple[str, Any]:
+    name, _, value = change.rpartition("=")
+    name, known = name or "device", [field.name for field in fields(EngineConfig) if field.name in _SETTINGS]
+    if name not in known or not value:
+        raise ConfigError(f"cannot read {change!r} in {text!r}; wanted BACKEND:SETTING=VALUE,... with some of {', '.join(known)}")
+    if name == "threads" and not (value.isascii() and value.isdigit() and len(value) < 5):
+        raise ConfigError(f"threads in {text!r} are a whole number, got {value!r}")
+    return name, int(value) if name == "threads" else value
+
+
+def check_record(path: Path | None) -> None:
+    """Raise BadParameter where nothing can be written: to be asked before minutes of measuring."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise typer.BadParameter(f"--record {path}: wanted a file in a directory that exists")
+
+
+@contextmanager
+def loaded_side(side: Wanted | Run, checkpoint: Checkpoint | None, questions: list[Question], spec: SpecConfig) -> Iterator[Side]:
+    """A backend, loaded and closed in the end; a record as it is."""
+    if isinstance(side, Run):
+        yield side
+        return
+    from cpuspec.kernels import isa  # imports numba
+
+    assert checkpoint is not None, "a backend runs a model"
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    about = {"name": side.name, "processor": isa.describe(), "date": now, "versions": versions()}
+    with open_side(side.backend, checkpoint, questions, spec, side.settings, about) as live:
+        yield live
+
+
+def make_questions(checkpoint: Checkpoint, prompts: list[str], texts: list[str], num_tokens: int) -> list[Question]:
+    """Prompts (FILE:FIELD:N) to be answered with so many tokens, texts to be read (FILE:TOKENS). Without both, some of its own."""
+    asked: list[Prompt] = [one for text in prompts for one in read_prompts(options.checked_text(text, "--prompts")).prompts]
+    tokenizer = make_tokenizer(checkpoint)
+    answered = [Question(prompt_ids(tokenizer, one), num_tokens) for one in asked or (() if texts else PROMPTS)]
+    return answered + [Question(read_text_ids(options.checked_text(text, "--text"), tokenizer), 0) for text in texts]
+
+
+def shared_questions(sides: list[Wanted | Run], model: ModelIdentity | None) -> list[Question] | None:
+    """The questions of the records among the sides, None without a record. Raises ConfigError unless they and the model agree."""
+    runs = [side for side in sides if isinstance(side, Run)]
+    for run in runs:
+        (model or runs[0].model).check_same(run.model, run.about["recorded"])
+        if run.questions != runs[0].questions:
+            first, other = runs[0].about["recorded"], run.about["recorded"]
+            raise ConfigError(f"{first} and {other} answer different prompts; record one of them beside the other")
+    return list(runs[0].questions) if runs else None
+
+
+def measure(
+    sides: list[Side],
+    model: ModelIdentity,
+    questions: list[Question],
+    path: Path | None,
+    keep: tuple[int, int],
+    on_progress: OnProgress,
+) -> Parity | None:
+    """Record the first side where a path is given, then compare the two, if there are two. keep: ids of a row, whole rows."""
+    if path is not None:
+        beside = sides[1] if len(sides) > 1 else None
+        write_run(record(sides[0], model, questions, beside, *keep, on_progress=on_progress), path)
+    return compare(sides[0], sides[1], questions, on_progress) if len(sides) > 1 else None
+
+
+def describe_parity(model: ModelIdentity, found: Parity, failures: list[str]) -> Report:
+    """The comparison, the model's files with their sha256, and which limits were not kept."""
+    files = [dict(file) for file in model.files]
+    return {
+        "benchmark": "parity",
+        "model": model.name,
+        "files": files,
+        "passed": not failures,
+        "failures": failures,
+    } | found.as_dict()
+
+
+def show_parity(report: Report) -> None:
+    """Print the figures, and what they are computed from where that is not everything."""
+    a, b = report["a"], report["b"]
+    at_most = "" if report["exact"] else "at least "
+    facts = [
+        (f"{report['model']}", f"{_name(a)} (the reference) and {_name(b)}"),
+        ("logits", f"largest difference {at_most}{report['max_abs_logit_difference']:.4g} in {report['num_rows']} rows"),
+        (
+            "KL divergence",
+            f"mean {at_most}{report['kl_mean']:.3g}, median {report['kl_median']:.3g}, 99 % {report['kl_p99']:.3g}, "
+            f"most {report['kl_max']:.3g}",
+        ),
+        ("same likeliest token", f"{report['same_top']:.2%} of rows"),
+        ("greedy answers", f"{report['num_identical']} of {report['num_prompts']} identical"),
+        *(("", line) for line in _differences(report)),
+        *(line for side in (a, b) for line in _speed(side)),
+    ]
+    if not report["exact"]:
+        facts += [
+            ("from records", f"ids with {report['covered_mean']:.2%} of the probability (at least {report['covered_min']:.2%})"),
+            ("", f"every logit of {report['whole_rows']} rows{_whole(report)}"),
+        ]
+    print_table(("", ""), facts)
+    for failure in report["failures"]:
+        emit(f"NOT KEPT: {failure}\n")
+
+
+def _differences(report: Report) -> list[str]:
+    lines = []
+    for number, one in enumerate(report["prompts"], 1):
+        if (first := one["first_difference"]) is not None:
+            margins = ["an unknown margin" if margin is None else f"{margin:.3g}" for margin in first["margins"]]
+            leads = f"{report['a']['name']} leads with its own by {margins[0]}, {report['b']['name']} by {margins[1]}"
+            lines.append(f"prompt {number} parts at token {first['position'] + 1} of {one['num_tokens']}: {leads}")
+    return lines
+
+
+def _speed(side: Report) -> list[tuple[str, str]]:
+    """A side's rates, and what became of its drafts."""
+    threads = f"{side['threads']} thread{'s' * (side['threads'] > 1)}" if "threads" in side else "threads unknown"
+    lines = [(_name(side), f"{_rate(side['tokens_per_s'])}, {threads}")]
+    if drafted := side["drafted"]:
+        same = f"{drafted['num_identical']} of {drafted['num_answers']} answers identical to plain ones"
+        lines.append(("", f"{_rate(drafted['tokens_per_s'])} with {side.get('draft', 'drafts')}, {same}"))
+        for name, level in drafted["levels"].items():
+            accepted = f"{level['num_accepted_tokens']} of {level['num_draft_tokens']} drafted tokens accepted"
+            lines.append(("", f"{name}: {accepted} ({level['accepted_per_proposed']:.0%})"))
+        if not drafted["levels"]:
+            lines.append(("", "nothing was drafted, so this says nothing of drafts"))
+    return lines
+
+
+def _name(side: Report) -> str:
+    return f"{side['name']} ({side['recorded']})" if side["recorded"] else side["name"]
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "no speed measured" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
+
+
+def _whole(report: Report) -> str:
+    most = report["whole_rows_max_abs_logit_difference"]
+    return "" if most is None else f", in which they differ by at most {most:.4g}"

@@ -1,0 +1,216 @@
+"""`cpuspec parity`: what it prints, writes and exits with. What its figures mean is tested with the package that makes them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import cpuspec
+from cpuspec.backends import BACKENDS
+from cpuspec.cli.app import app
+from tools.make_tiny_model import make_tiny_gguf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+FIGURES = (
+    "max_abs_logit_difference",
+    "kl_mean",
+    "kl_max",
+    "same_top",
+    "greedy_identical",
+    "num_identical",
+    "num_prompts",
+    "prompts",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", **SMALL))
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_gguf(tmp_path_factory.mktemp("model") / "other.gguf", seed=1, **SMALL))
+
+
+@pytest.fixture(scope="module")
+def recorded(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("records") / "there.json"
+    result = run("numpy", "-m", model, "--record", str(path), "--tokens", "6", "--top", "16", "--draft", "ngram")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    assert "has what numpy said" in result.stderr
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPUSPEC_OFFLINE", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["parity", *arguments], prog_name="cpuspec")
+
+
+def shown(*arguments: str) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_two_backends_are_compared_over_prompts_and_texts(model: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"text": "one two one two"}\n{"text": "three"}\n', "utf-8")
+    (tmp_path / "text.txt").write_text("A text of some length. " * 9, "utf-8")
+    options = ("--prompts", f"{tmp_path}/prompts.jsonl:text:2", "--text", f"{tmp_path}/text.txt:40", "--tokens", "8")
+    report = shown("numpy", "numpy", "-m", model, *options, "--draft", "ngram", "--identical", "--max-kl", "0")
+    assert report.keys() >= {*FIGURES, "model", "files", "a", "b", "computed_from"}
+    assert (report["max_abs_logit_difference"], report["kl_max"], report["same_top"], report["exact"]) == (0, 0, 1, True)
+    assert (report["greedy_identical"], report["num_identical"], report["num_prompts"]) == (True, 2, 2)
+    assert [(one["num_tokens"], one["num_rows"] - one["num_prompt_tokens"]) for one in report["prompts"]] == [
+        (8, 8),
+        (8, 8),
+        (0, 0),
+    ]
+    for side in (report["a"], report["b"]):
+        assert side["tokens_per_s"] > 0
+        assert side["drafted"]["num_identical"] == 2
+        assert side["drafted"]["levels"]["ngram"]["num_draft_tokens"] > 0
+
+
+def test_a_record_stands_for_the_backend_that_made_it(model: str, recorded: str) -> None:
+    for pair in ((recorded, "numpy"), ("numpy", recorded)):
+        report = shown(*pair, "-m", model)
+        assert (report["max_abs_logit_difference"], report["same_top"], report["greedy_identical"]) == (0, 1, True)
+        assert not report["exact"]
+    assert [side["recorded"] for side in (report["a"], report["b"])] == [None, "there.json"]
+    assert report["b"]["drafted"]["num_answers"] == 6
+    assert report["a"]["drafted"] is None
+
+
+def test_a_side_may_have_settings_of_its_own(model: str) -> None:
+    report = shown("numpy:kv_format=f32", "numpy:kv_format=int8,threads=1", "-m", model, "--tokens", "2")
+    assert [report[side]["kv_format"] for side in "ab"] == ["f32", "int8"]
+    assert report["b"]["name"] == "numpy:kv_format=int8,threads=1"
+    assert report["max_abs_logit_difference"] > 0
+
+
+def test_two_records_need_no_model(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuspec.cli.app._open", lambda *_: pytest.fail("opened"))
+    assert shown(recorded, recorded)["model"] == "tiny.gguf"
+
+
+def test_people_are_told_what_differs_and_what_it_is_computed_from(model: str, recorded: str, tmp_path: Path) -> None:
+    value = json.loads(Path(recorded).read_text("utf-8"))
+    value["prompts"][0]["answer"]["ids"][3] ^= 1
+    changed = tmp_path / "changed.json"
+    changed.write_text(json.dumps(value), "utf-8")
+    result = run(str(changed), "numpy", "-m", model)
+    assert result.exit_code == 0
+    for wanted in (
+        "5 of 6 identical",
+        "prompt 1 parts at token 4 of 6",
+        "at least",
+        "every logit of 2 rows",
+        "ngram:",
+        "numpy (changed.json) (the reference) and numpy",
+        "5 of 6 answers identical to plain ones",
+    ):
+        assert wanted in result.stdout
+    assert run(str(changed), "numpy", "-m", model, "--identical").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "failure"),
+    [(("--max-kl", "0"), "kl_mean"), (("--max-difference", "0"), "max_abs"), (("--min-same-top", "1"), "same_top")],
+)
+def test_a_limit_that_is_not_kept_exits_with_1_and_is_named(
+    model: str, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], failure: str
+) -> None:
+    from cpuspec.backends import numpy_backend
+
+    forward, count = numpy_backend.NumpyBackend.forward, iter(range(10**6))
+
+    def noisy(self: Any, batch: Any, cache: Any) -> Any:
+        output = forward(self, batch, cache)
+        output.logits[:, next(count) % 7] += 9
+        return output
+
+    monkeypatch.setattr(numpy_backend.NumpyBackend, "forward", noisy)
+    result = run("numpy", "numpy", "-m", model, "--tokens", "4", *options)
+    assert result.exit_code == 1
+    assert f"NOT KEPT: {failure}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("abacus", "numpy"), "'abacus' does not exist"),
+        (("numpy:threads=many", "numpy"), "threads in 'numpy:threads=many'"),
+        (("numpy:speed=9", "numpy"), "SETTING=VALUE"),
+        (("numpy:threads=1,", "numpy"), "SETTING=VALUE"),
+        (("numpy:kv_format=q4_0", "numpy"), "f32, f16, bf16, int8"),
+        (("numpy",), "nothing to compare with"),
+        (("RECORD",), "nothing to compare with"),
+        (("RECORD", "numpy", "--record", "x.json"), "is a record already"),
+        (("RECORD", "numpy", "--tokens", "3"), "the record's own"),
+        (("numpy", "numpy", "--record", "no/such/directory/x.json"), "directory that exists"),
+        (("numpy", "numpy", "--draft", "telepathy"), "telepathy"),
+        (("numpy", "numpy", "--prompts", "x"), "FILE:FIELD:COUNT"),
+        (("numpy", "numpy", "--text", "x:many"), "FILE:TOKENS"),
+        (("gone.json", "numpy"), "gone.json does not exist"),
+        (("MODEL", "numpy"), "not sound JSON"),
+    ],
+)
+def test_what_cannot_be_compared_says_why(model: str, recorded: str, arguments: tuple[str, ...], wanted: str) -> None:
+    stands_for = {"RECORD": recorded, "MODEL": model}
+    result = run(*(stands_for.get(one, one) for one in arguments), "-m", model)
+    assert result.exit_code in (1, 2)
+    assert result.stdout == ""
+    assert wanted in result.stderr.replace("\n", " ").replace("│", " ").replace("  ", " ")
+
+
+def test_a_record_of_another_model_is_refused_before_anything_is_loaded(
+    other_model: str, recorded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cpuspec.cli.parity.open_side", lambda *_, **__: pytest.fail("loaded"))
+    result = run(recorded, "numpy", "-m", other_model)
+    assert result.exit_code == 1
+    assert "there.json is of another model: tiny.gguf with sha256" in result.stderr
+
+
+def test_help_names_what_can_be_compared() -> None:
+    result = CliRunner().invoke(app, ["parity", "--help"], prog_name="cpuspec")
+    assert all(name in result.stdout for name in BACKENDS)
+
+
+def test_ctrl_c_ends_it_with_130_and_no_half_record(model: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "cpuspec",
+        "parity",
+        "numpy",
+        "-m",
+        model,
+        "--record",
+        str(tmp_path / "x.json"),
+        "--tokens",
+        "400",
+    ]
+    root = Path(cpuspec.__file__).parent.parent
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ))
+    assert process.stderr is not None
+    assert any(b"recording numpy" in line for line in iter(process.stderr.readline, b""))
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
