@@ -526,7 +526,7 @@ def _run(control, threads, thread):
                 else:
                     _finish(op, state, threads)
             continue
-        barrier(control, threads)
+        barrier(control, threads, thread)
 
 
 def _lead(control, operations, num_operations, state, counters, threads, run):
@@ -540,7 +540,7 @@ def _lead(control, operations, num_operations, state, counters, threads, run):
 def _work(control, threads, thread, seen, run):
     """Run every published forward until told to end (-1) or until it is time to sleep (the last generation seen)."""
     while True:
-        now = await_work(control, seen, control + PARKED + 64 * thread)
+        now = await_work(control, seen, thread)
         if now < 0 or now == seen:
             return now
         simd.call_3(run, control, threads, thread)

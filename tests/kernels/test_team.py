@@ -1,0 +1,43 @@
+"""Threads that run a forward together: however they wait for each other, they come to the same and to an end."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import make_backend
+from cpuspec.config import EngineConfig
+from cpuspec.kernels.team import CROWDED, PARKED
+from tests.backends.models import forward, tiny
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+FOR_EVER, NEVER = 2**62, 0
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_threads_that_sleep_while_they_wait_come_to_the_same_as_those_that_yield(threads: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    backend = make_backend("numba", tiny(tmp_path_factory), EngineConfig(threads=threads, max_rows=64))
+    crowded = backend._team._control.view(np.int64)[(PARKED + CROWDED) // 8 :: 8]  # type: ignore[attr-defined]
+    logits = {FOR_EVER: [], NEVER: []}
+
+    def run() -> None:
+        for until, pause_s in ((NEVER, 0), (FOR_EVER, 0), (FOR_EVER, 0.02), (NEVER, 0.02), (FOR_EVER, 0)):
+            crowded[:] = until
+            for _ in range(6):
+                logits[until].append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
+                time.sleep(pause_s)  # with nothing to do workers sleep, too
+        backend.close()  # wakes them up to end them
+
+    _ends(run)
+    assert len(crowded) == threads
+    assert all(np.array_equal(one, logits[NEVER][0]) for one in logits[NEVER] + logits[FOR_EVER])
+
+
+def _ends(run) -> None:  # type: ignore[no-untyped-def]
+    """Run it in a thread that does not keep the process, should it wait for ever; its errors are this test's."""
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(run()), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert ended, "the forwards did not come to their end"
