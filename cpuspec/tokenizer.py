@@ -77,6 +77,7 @@ _END_NAMES = frozenset(
 )
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_STRAY_BYTES = re.compile("([\udc80-\udcff]+)")  # what "surrogateescape" makes of bytes that are no UTF-8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONGEST_PIECE = 1024
 _MOST_TOKENS = 1 << 24
@@ -124,22 +125,8 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text; b"" for special tokens. Raises TokenizerError for an id out of range."""
-        if token_id in self._special_ids:
-            return b""
         text = self._text(token_id)
-        if text is None:
-            return b""
-        if token_id in self._parts.literal:
-            return text.encode()
-        if self._parts.byte_level:
-            # A piece with a character outside of the alphabet stands for itself, as in the tokenizers library.
-            try:
-                return bytes([_BYTE_OF[char] for char in text])
-            except KeyError:
-                return text.encode()
-        if match := _BYTE_TOKEN.fullmatch(text):
-            return bytes([int(match[1], 16)])
-        return text.replace(_SPACE, " ").encode()
+        return b"" if text is None or token_id in self._special_ids else self._bytes_of(token_id, text)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token carries control, not text. Raises TokenizerError for an id out of range."""
@@ -154,17 +141,64 @@ class Tokenizer:
         if (ours.tokens, ours.special, ours.literal) == (theirs.tokens, theirs.special, theirs.literal):
             return None
         for token_id in range(min(len(ours.tokens), len(theirs.tokens))):
-            meanings = {self._meaning(token_id), other._meaning(token_id)} - {None}
+            meanings = {self.meaning(token_id), other.meaning(token_id)} - {None}
             if len(meanings) > 1:
                 return token_id
         return None
 
-    def _meaning(self, token_id: int) -> bytes | str | None:
-        """A token's bytes, a control token's text, or None for an id that text never has."""
-        if not self.is_special(token_id):
-            return self.token_bytes(token_id)
+    def meaning(self, token_id: int) -> bytes | str | None:
+        """A token's bytes, a control token's text, or None for an id that text never has. Raises TokenizerError as above."""
         text = self._text(token_id)
+        if text is not None and token_id not in self._special_ids:
+            return self._bytes_of(token_id, text)
         return text if text in self._control else None
+
+    def parts(self, ids: Sequence[int], continues: bool = False) -> list[bytes | int]:
+        """A text as `encode_parts` of another vocabulary takes it: bytes of neighbouring text tokens joined, special tokens as ids.
+
+        continues: the ids go on from others. Raises TokenizerError for an id outside of the vocabulary.
+        """
+        parts: list[bytes | int] = []
+        for special, run in itertools.groupby(ids, self.is_special):
+            if special:
+                parts += run
+                continue
+            data = b"".join(map(self.token_bytes, run))
+            strip = self._parts.strips_first_space and not continues and not any(isinstance(part, bytes) for part in parts)
+            parts.append(data.removeprefix(b" ") if strip else data)
+        return parts
+
+    def encode_parts(self, parts: Iterable[bytes | int], continues: bool = False) -> list[int]:
+        """Token ids of a text in parts: bytes of plain text, where no control token is recognised, and ids that stay what they are.
+
+        continues: the text goes on from another, so that nothing is put before it, as SentencePiece's space. Bytes that are no
+        UTF-8 become the tokens of single bytes, and those that the vocabulary cannot spell are left out.
+        """
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            core = self._parts.middle_core if continues else self._parts.later_core if ids else self._parts.core
+            for number, span in enumerate(_STRAY_BYTES.split(part.decode(errors="surrogateescape"))):
+                if number % 2:
+                    ids += [self._byte_ids[byte] for byte in span.encode(errors="surrogateescape") if byte in self._byte_ids]
+                elif span:
+                    with _library_errors("this text cannot be encoded"):
+                        ids += core(span)
+                core = self._parts.middle_core
+        return ids
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What the model's file asks for before every text."""
+        return self._parts.prefix
+
+    @cached_property
+    def _byte_ids(self) -> dict[int, int]:
+        """Ids of the tokens of single bytes."""
+        spelled = _BYTE_OF if self._parts.byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
+        return {spelled[text]: token_id for token_id, text in enumerate(self._parts.tokens) if text in spelled}
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as the text that the model was trained on, for reading. `encode_chat` is the safe way to ids.
@@ -210,6 +244,20 @@ class Tokenizer:
         tokens = self._parts.tokens
         # Models may have more rows than tokens, for alignment.
         return tokens[token_id] if token_id < len(tokens) else None
+
+    def _bytes_of(self, token_id: int, text: str) -> bytes:
+        """The bytes that a token of this spelling adds to a text."""
+        if token_id in self._parts.literal:
+            return text.encode()
+        if self._parts.byte_level:
+            # A piece with a character outside of the alphabet stands for itself, as in the tokenizers library.
+            try:
+                return text.translate(_LATIN1_OF).encode("latin-1")
+            except UnicodeEncodeError:
+                return text.encode()
+        if match := _BYTE_TOKEN.fullmatch(text):
+            return bytes([int(match[1], 16)])
+        return text.replace(_SPACE, " ").encode()
 
     def _find_control(self, text: str) -> list[tuple[int, int, int]]:
         """Control tokens in `text`: (start, end, id) with the white space that the token swallows."""
@@ -309,7 +357,8 @@ class _Parts:
     """A vocabulary, read and checked: what `Tokenizer` is made of."""
 
     core: Core  # knows no control tokens
-    later_core: Core  # the same for text that does not begin the input
+    later_core: Core  # the same for text behind a control token
+    middle_core: Core  # the same for text that goes on from other text
     tokens: tuple[str | None, ...]  # by id
     special: frozenset[int]
     control: tuple[_ControlToken, ...]  # those that `parse_special` recognises
@@ -345,9 +394,9 @@ def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
         if wanted and value is None:
             raise TokenizerError(f"the file asks for {name} around every text and does not say which token that is")
     if vocabulary.model == "gpt2":
-        core = _byte_level_core(vocabulary)
+        core = middle_core = _byte_level_core(vocabulary)
     elif vocabulary.model == "llama":
-        core = _sentencepiece_core(vocabulary)
+        core, middle_core = _sentencepiece_cores(vocabulary)
     else:
         raise TokenizerError(f"the vocabulary's model is {vocabulary.model!r}; known: gpt2, llama")
     control = tuple(_ControlToken(i, tokens[i]) for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN))
@@ -356,6 +405,7 @@ def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
     return _Parts(
         core=core,
         later_core=core,
+        middle_core=middle_core,
         tokens=tokens,
         special=frozenset(i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _UNUSED)),
         control=control,
@@ -424,8 +474,11 @@ def _byte_level_core(vocabulary: GgufVocabulary) -> Core:
     return encode
 
 
-def _sentencepiece_core(vocabulary: GgufVocabulary) -> Core:
-    """SentencePiece's BPE keeps scores instead of merges: of all pairs that join to a piece, the best piece's pair goes first."""
+def _sentencepiece_cores(vocabulary: GgufVocabulary) -> tuple[Core, Core]:
+    """For a text, and for one that goes on from another.
+
+    SentencePiece's BPE keeps scores instead of merges: of all pairs that join to a piece, the best piece's pair goes first.
+    """
     from tokenizers import AddedToken, models, normalizers
     from tokenizers import Tokenizer as LibraryTokenizer
 
@@ -452,13 +505,15 @@ def _sentencepiece_core(vocabulary: GgufVocabulary) -> Core:
     with _library_errors("the vocabulary cannot be used"):
         merges = [(left, right) for *_, left, right in ranked]
         model = models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=unknown is not None, byte_fallback=True)
-        core = LibraryTokenizer(model)
-        prefix = [normalizers.Prepend(_SPACE)] if vocabulary.add_space_prefix else []
-        core.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
         # The library looks for these in the text before it splits; their ids come from the model's vocabulary.
-        whole = (t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and t)
-        core.add_tokens([AddedToken(text, normalized=False) for text in whole])
-    return _library_core(core)
+        whole = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and t]
+        cores = []
+        for prefix in ([normalizers.Prepend(_SPACE)] if vocabulary.add_space_prefix else [], []):
+            core = LibraryTokenizer(model)
+            core.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+            core.add_tokens([AddedToken(text, normalized=False) for text in whole])
+            cores.append(_library_core(core))
+    return cores[0], cores[1]
 
 
 def _library_core(core: "tokenizers.Tokenizer") -> Core:
@@ -512,6 +567,9 @@ def _from_hf(files: HfTokenizerFiles) -> _Parts:
         if first in (before := json.dumps(data.get("pre_tokenizer"))):
             data["pre_tokenizer"] = json.loads(before.replace(first, never))
             later_core = LibraryTokenizer.from_str(json.dumps(data))
+        middle_core = later_core
+        if (without := _without_prefix(data)) != data:
+            middle_core = LibraryTokenizer.from_str(json.dumps(without))
 
     variables = _special_texts(files, config)
     ids = {text: token_id for token_id, text in enumerate(tokens) if text is not None}
@@ -528,6 +586,7 @@ def _from_hf(files: HfTokenizerFiles) -> _Parts:
     return _Parts(
         core=_library_core(core),
         later_core=_library_core(later_core),
+        middle_core=_library_core(middle_core),
         tokens=tokens,
         special=frozenset(token.id for token in control),
         control=tuple(control),
@@ -559,6 +618,18 @@ def _by_id(vocab: dict[str, Any], where: str) -> tuple[str | None, ...]:
     if not tokens:
         raise TokenizerError(f"{where}: the vocabulary has no tokens")
     return tuple(tokens)
+
+
+def _without_prefix(data: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json that puts nothing before a text."""
+    normalizer = data.get("normalizer")
+    steps = normalizer.get("normalizers") if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence" else [normalizer]
+    prefixes = [step for step in steps or () if isinstance(step, dict) and step.get("type") == "Prepend"]
+    if prefixes:
+        normalizer = {"type": "Sequence", "normalizers": [step for step in steps or () if step not in prefixes]}
+    pre_tokenizer = re.sub(r'"prepend_scheme": "\w+"', '"prepend_scheme": "never"', json.dumps(data.get("pre_tokenizer")))
+    pre_tokenizer = pre_tokenizer.replace('"add_prefix_space": true', '"add_prefix_space": false')
+    return {**data, "normalizer": normalizer, "pre_tokenizer": json.loads(pre_tokenizer)}
 
 
 def _joined(merge: Any) -> str:
@@ -687,3 +758,5 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+# The same for `str.translate`, to characters that latin-1 encodes as the byte; others of its range become one that it lacks.
+_LATIN1_OF = dict.fromkeys(range(256), "\uffff") | {ord(char): chr(byte) for char, byte in _BYTE_OF.items()}

@@ -428,6 +428,44 @@ def test_sentencepiece_keeps_control_tokens_bytes_and_spaces_apart() -> None:
     assert 2 in SPM.eos_ids
 
 
+# A text in parts, as one vocabulary hands it to another
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(["smollm", "gpt-2", "llama-bpe", "sentencepiece"]))
+def test_any_ids_as_parts_encode_to_the_same_bytes_and_control_tokens(data: st.DataObject, name: str) -> None:
+    """Bytes that are no UTF-8 and halves of characters included."""
+    tokenizer = SPM if name == "sentencepiece" else BUILT[name]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+    again = tokenizer.encode_parts(tokenizer.parts(ids, continues=True), continues=True)
+    assert _meant(tokenizer, again) == _meant(tokenizer, ids)
+
+
+def _meant(tokenizer: Tokenizer, ids: list[int]) -> list[bytes | int]:
+    special = [(key, list(run)) for key, run in itertools.groupby(ids, tokenizer.is_special)]
+    return [part for key, run in special for part in (run if key else [b"".join(map(tokenizer.token_bytes, run))])]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text("thering ac", max_size=30) | st.text(max_size=10), st.sampled_from(["smollm", "qwen2", "sentencepiece"]))
+def test_a_text_as_parts_encodes_as_it_did(text: str, name: str) -> None:
+    tokenizer = SPM if name == "sentencepiece" else BUILT[name]
+    ids = tokenizer.encode(text, add_special=False)
+    assert tokenizer.encode_parts(tokenizer.parts(ids)) == ids
+
+
+def test_text_that_goes_on_gets_no_first_space_and_control_tokens_stay() -> None:
+    the, space_the = SPM.encode_parts([b"the"], continues=True), [PIECE_IDS["▁the"]]
+    assert SPM.encode_parts([b"the"]) == space_the
+    assert SPM.decode([*space_the, *the]) == "thethe"
+    assert SPM.encode_parts([b"the", 2, b"\xf0\x9fthe"]) == [*space_the, 2, PIECE_IDS["<0xF0>"], PIECE_IDS["<0x9F>"], *the]
+    assert SPM.encode_parts([2, b"the"]) == SPM.encode("</s>the", add_special=False, parse_special=True)
+    assert not set(SPM.encode_parts([b"<s></s>"])) & {0, 1, 2}
+    assert SPM.parts([1, *space_the, 2, *space_the]) == [1, b"the", 2, b" the"]
+    assert SPM.parts(space_the, continues=True) == [b" the"]
+    assert (SPM.prefix, BUILT["qwen2"].prefix) == ((1,), ())
+
+
 # Hugging Face directories
 
 
@@ -558,6 +596,15 @@ def test_only_the_beginning_of_a_text_gets_the_first_space(tmp_path: Path) -> No
     assert tokenizer.encode("a<s>b<s> b", parse_special=True) == [4, 1, 5, 1, 6]
     assert tokenizer.encode("<s>a", parse_special=True) == [1, 3]
     assert tokenizer.decode([4, 6]) == "a b"
+    assert tokenizer.encode_parts([b"a", 1, b"b b"]) == [4, 1, 5, 6]
+    assert tokenizer.encode_parts([b"a b"], continues=True) == [3, 6]
+    data = json.loads(files.tokenizer_json.read_text())
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    data |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+    files.tokenizer_json.write_text(json.dumps(data))
+    tokenizer = make(files)
+    assert tokenizer.encode_parts([b"a b"]) == [4, 6]
+    assert tokenizer.encode_parts([b"a b"], continues=True) == [3, 6]
 
 
 @pytest.mark.parametrize(
