@@ -6,7 +6,7 @@ rational enumeration of everything a program does with uniform draws.
 
 import codecs
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -275,3 +275,50 @@ def enumerate_exactly(program: Callable[[ExactRng], Hashable]) -> dict[Any, Frac
 def total_variation(first: dict[Any, Any], second: dict[Any, Any]) -> Any:
     """Half the summed difference of two distributions."""
     return sum(abs(first.get(key, 0) - second.get(key, 0)) for key in first.keys() | second.keys()) / 2
+
+
+class PieceTokenizer:
+    """A vocabulary spelled out: bytes, control tokens as texts, None for a row without a token. Text goes to the longest first."""
+
+    def __init__(
+        self,
+        pieces: Sequence[bytes | str | None],
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        prefix: tuple[int, ...] = (),
+    ) -> None:
+        self.pieces, self.vocab_size = tuple(pieces), len(pieces)
+        self.eos_ids, self.bos_id, self.prefix = frozenset(eos_ids), bos_id, prefix
+        self._ids = {piece: i for i, piece in enumerate(pieces) if isinstance(piece, bytes)}
+        self.num_encoded_bytes = 0
+
+    def meaning(self, token_id: int) -> bytes | str | None:
+        return self.pieces[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        return not isinstance(self.pieces[token_id], bytes)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self.pieces[token_id]
+        return piece if isinstance(piece, bytes) else b""
+
+    def first_difference(self, other: "PieceTokenizer") -> int | None:
+        return next((i for i, (a, b) in enumerate(zip(self.pieces, other.pieces, strict=False)) if a != b), None)
+
+    def parts(self, ids: Sequence[int], continues: bool = False) -> list[bytes | int]:
+        return [i if self.is_special(i) else self.token_bytes(i) for i in ids]
+
+    def encode_parts(self, parts: Iterable[bytes | int], continues: bool = False) -> list[int]:
+        ids: list[int] = []
+        text = b""
+        for part in [*parts, -1]:
+            if isinstance(part, bytes):
+                text += part
+                continue
+            self.num_encoded_bytes += len(text)
+            while text:
+                longest = max((piece for piece in self._ids if text.startswith(piece)), key=len, default=b"")
+                ids += [self._ids[longest]] if longest else []
+                text = text[max(len(longest), 1) :]
+            ids += [part] * (part >= 0)
+        return ids

@@ -12,7 +12,7 @@ from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.config import SpecConfig
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import KV_FORMATS, get_kv_format
-from cpuspec.spec.levels import MODELS, SOURCES, check_spec
+from cpuspec.spec.levels import SOURCES, check_spec
 
 MAX_PROMPT_BYTES = 64 << 20
 
@@ -57,8 +57,9 @@ Draft = Annotated[
         callback=known_draft,
         help="How to draft tokens: auto, the default, where that pays; none; or levels separated by commas, the cheapest "
         "first, after auto to be chosen from, as auto,self:mxfp4: a token source "
-        f"({', '.join(SOURCES)}, or FILE.py:CLASS), the model's own weights ({', '.join(MODELS)}, as self:mxfp4 and skip:4), "
-        "another model. NAME@8 drafts at most 8 tokens a round. It changes the speed and never what is generated.",
+        f"({', '.join(SOURCES)}, or FILE.py:CLASS), the model's own weights (self, skip, as self:mxfp4 and skip:4), another model, "
+        "or match:MODEL, one with another vocabulary by its text. NAME@8 drafts at most 8 tokens a round. It changes the speed and "
+        "never what is generated.",
     ),
 ]
 Backend = Annotated[

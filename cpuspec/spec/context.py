@@ -7,6 +7,7 @@ shared prefix, feed the rest. It knows nothing about sampling or about why a str
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.backends import Backend
 from cpuspec.errors import CacheError, ConfigError
@@ -48,13 +49,22 @@ class Context:
 
     vocab_size: length of the rows it returns, None for the model's own. A draft model whose vocabulary was padded to another
     length than the target's, as Qwen2.5's were, then speaks the target's ids: tokens beyond are cut off, or impossible.
+    possible: [vocab_size] the only tokens that its rows leave possible; None for all.
     """
 
-    def __init__(self, backend: Backend, num_slots: int, capacity: int, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        num_slots: int,
+        capacity: int,
+        vocab_size: int | None = None,
+        possible: NDArray[np.bool_] | None = None,
+    ) -> None:
         self.backend = backend
         self.cache = backend.new_cache(num_slots, capacity)
         self.capacity = capacity
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
+        self.possible = possible
         self.num_forwards = 0
         self._most_held = self.cache.lengths.copy()  # by slot
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
@@ -123,8 +133,12 @@ class Context:
         """Rows of `vocab_size` logits. Fitted before they become probabilities: a draft declares what it draws from."""
         logits, missing = output.logits, self.vocab_size - output.logits.shape[1]
         if missing > 0:
-            return replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
-        return replace(output, logits=logits[:, : self.vocab_size], best=None) if missing else output
+            output = replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
+        elif missing:
+            output = replace(output, logits=logits[:, : self.vocab_size], best=None)
+        if self.possible is not None:
+            output = replace(output, logits=np.where(self.possible, output.logits, np.float32(-np.inf)), best=None)
+        return output
 
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
         """Truncate the sequence's slot to what it shares with the wanted tokens."""

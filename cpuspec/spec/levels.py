@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
@@ -15,11 +15,12 @@ from cpuspec.spec.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.spec.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.spec.context import Context
 from cpuspec.spec.ngram import make_ngram
-from cpuspec.spec.planner import MAX_TOKENS, plan
+from cpuspec.spec.planner import MAX_TOKENS, Model, plan
 from cpuspec.spec.proposer import NullProposer, Proposer
 from cpuspec.spec.suffix import make_suffix
+from cpuspec.spec.translate import TranslatedProposer
 from cpuspec.spec.user import UserProposer, is_import_path
-from cpuspec.spec.vocab import check_same_tokens
+from cpuspec.spec.vocab import SharedTokens, same_tokens
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 
@@ -35,24 +36,29 @@ class Host:
     settings: EngineConfig
 
 
-Load = Callable[[Backend], Backend]  # from the target's backend to the draft model's, its weights loaded
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft model before its weights are loaded. load: from the target's backend to the draft's."""
+
+    tokenizer: Tokenizer
+    load: Callable[[Backend], Backend]
 
 
-def _self_cast(level: LevelSpec, host: Host) -> Load:
+def _self_cast(level: LevelSpec, host: Host) -> DraftModel:
     from cpuspec.quantize.cast import casts  # imports numba
     from cpuspec.spec.own_weights import make_self_draft
 
     checkpoint = _weights_of(host, level)
     casts(checkpoint, get_format(level.argument))  # raises where the format does not fit
-    return lambda target: make_self_draft(target, checkpoint, level.argument, host.settings)
+    return DraftModel(host.tokenizer, lambda target: make_self_draft(target, checkpoint, level.argument, host.settings))
 
 
-def _layer_skip(level: LevelSpec, host: Host) -> Load:
+def _layer_skip(level: LevelSpec, host: Host) -> DraftModel:
     from cpuspec.spec.own_weights import make_skip_draft, read_skipped  # imports numba
 
     checkpoint = _weights_of(host, level)
     read_skipped(level.argument, checkpoint)
-    return lambda target: make_skip_draft(target, checkpoint, level.argument, host.settings)
+    return DraftModel(host.tokenizer, lambda target: make_skip_draft(target, checkpoint, level.argument, host.settings))
 
 
 def _weights_of(host: Host, level: LevelSpec) -> Checkpoint:
@@ -61,17 +67,27 @@ def _weights_of(host: Host, level: LevelSpec) -> Checkpoint:
     return host.checkpoint
 
 
-def _draft_model(level: LevelSpec, host: Host) -> Load:
-    checkpoint = open_checkpoint(resolve_model(level.drafter))
-    check_same_tokens(host.tokenizer, make_tokenizer(checkpoint), level.drafter)
-    return lambda target: make_backend(host.backend, checkpoint, host.settings, target)
+def _matched_by_text(level: LevelSpec, host: Host) -> DraftModel:
+    return _other_model(level.argument, host)
+
+
+def _other_model(model: str, host: Host) -> DraftModel:
+    checkpoint = open_checkpoint(resolve_model(model))
+    return DraftModel(make_tokenizer(checkpoint), lambda target: make_backend(host.backend, checkpoint, host.settings, target))
 
 
 # Token sources: no model, so they stand at the bottom. The maker takes the level and raises ConfigError for what it cannot be.
 SOURCES: Mapping[str, Callable[[LevelSpec], Proposer]] = {"ngram": make_ngram, "suffix": make_suffix}
 
 # Models: verified by the levels above and verifying those below. The maker checks all it can and returns what loads the weights.
-MODELS: Mapping[str, Callable[[LevelSpec, Host], Load]] = {"self": _self_cast, "skip": _layer_skip}
+MODELS: Mapping[str, Callable[[LevelSpec, Host], DraftModel]] = {
+    "self": _self_cast,
+    "skip": _layer_skip,
+    "match": _matched_by_text,
+}
+_BY_TEXT = "match"  # whose tokens come back through their text
+
+_MOST_TOKENS_FOR_ONE = 4  # a text may be so many times as long in the tokens of another vocabulary
 
 
 # What a planner drafts with where its spec names no source.
@@ -79,6 +95,14 @@ _PLANNED_TEXT = LevelSpec("suffix", 24, 0.05)
 
 
 Make = Callable[[Backend, Proposer], Proposer]  # from the target's backend and what drafts for this level
+
+
+class Tokens(NamedTuple):
+    """What a drafter speaks to its verifier: a vocabulary, the length of rows, and how many tokens a sequence may hold."""
+
+    tokenizer: Tokenizer
+    num_rows: int
+    context_length: int
 
 
 def check_spec(spec: SpecConfig) -> None:
@@ -93,9 +117,9 @@ def check_spec(spec: SpecConfig) -> None:
             if part.name in SOURCES:
                 SOURCES[part.name](part)
             elif part.name in MODELS and not part.argument:
-                raise ConfigError(f"{part.name} takes an argument, as in self:mxfp4 and skip:4; got {part.drafter!r}")
-            elif part.name not in MODELS and not is_import_path(part.drafter):
-                _check_model(part.drafter)
+                raise ConfigError(f"{part.name} takes an argument, as in self:mxfp4, skip:4 and match:MODEL; got {part.drafter!r}")
+            elif model := _model_of(part):
+                _check_model(model)
         if below and _is_source(level):
             raise ConfigError(f"{level.drafter} has no model to verify what {below} drafts; put it first, or join the two with +")
         if _is_planned(spec) and level.then and not all(map(_is_source, _parts(level))):
@@ -105,7 +129,7 @@ def check_spec(spec: SpecConfig) -> None:
 
 def draft_models(spec: SpecConfig) -> list[str]:
     """Names and paths of the models that a spec takes from elsewhere."""
-    return [part.drafter for level in _levels(spec) for part in _parts(level) if not _is_source(part) and part.name not in MODELS]
+    return [model for level in _levels(spec) for part in _parts(level) if (model := _model_of(part))]
 
 
 def prepare(spec: SpecConfig, host: Host) -> Callable[[Backend], Proposer]:
@@ -115,18 +139,23 @@ def prepare(spec: SpecConfig, host: Host) -> Callable[[Backend], Proposer]:
     """
     check_spec(spec)
     planned, levels = _is_planned(spec), _levels(spec)
-    texts = [level for level in levels if _is_source(level)] or [_PLANNED_TEXT] * planned
-    sources = [_prepare_level(level, host, DEFAULT_NUM_TOKENS) for level in texts]
     num_tokens = MAX_TOKENS if planned else DEFAULT_NUM_TOKENS
-    models = [_prepare_level(level, host, num_tokens) for level in levels if not _is_source(level)]
+    tokens = Tokens(host.tokenizer, host.vocab_size, host.context_length)
+    models: list[Make] = []
+    for level in [level for level in levels if not _is_source(level)][::-1]:
+        make, own = _prepare_level(level, host, num_tokens, tokens)
+        models.insert(0, make)
+        tokens = tokens if planned else own  # those that a planner chooses from all draft for the target
+    texts = [level for level in levels if _is_source(level)] or [_PLANNED_TEXT] * planned
+    sources = [_prepare_level(level, host, DEFAULT_NUM_TOKENS, tokens)[0] for level in texts]
 
     def build_planned(target: Backend) -> Proposer:
         # A row whose bits depend on its company may choose another token in a draft's company.
         if not target.row_invariant:
             return NullProposer()
         chains = [make(target, NullProposer()) for make in models]
-        assert all(isinstance(chain, ChainProposer) for chain in chains), "a model without `then` drafts as a chain"
-        return plan(target, [make(target, NullProposer()) for make in sources], cast(list[ChainProposer], chains))
+        assert all(isinstance(chain, Model) for chain in chains), "a model without `then` drafts by itself"
+        return plan(target, [make(target, NullProposer()) for make in sources], cast(list[Model], chains))
 
     def build(target: Backend) -> Proposer:
         drafters = [make(target, NullProposer()) for make in sources]
@@ -138,28 +167,46 @@ def prepare(spec: SpecConfig, host: Host) -> Callable[[Backend], Proposer]:
     return build_planned if planned else build
 
 
-def _prepare_level(level: LevelSpec, host: Host, num_tokens: int) -> Make:
-    """The level's drafter and those that continue its tokens. num_tokens: that a model drafts where the spec says nothing."""
-    first, *then = [_prepare_drafter(part, host, num_tokens) for part in _parts(level)]
-    return lambda target, inner: _combine(
-        [first(target, inner), *(make(target, NullProposer()) for make in then)], one_after_another, "+"
-    )
+def _prepare_level(level: LevelSpec, host: Host, num_tokens: int, tokens: Tokens) -> tuple[Make, Tokens]:
+    """The level's drafter with those that continue its tokens, and the tokens that what drafts for it is to speak.
 
-
-def _prepare_drafter(part: LevelSpec, host: Host, num_tokens: int) -> Make:
-    if _is_source(part):
-        source = SOURCES.get(part.name, UserProposer)(part)
-        return lambda target, inner: source
-    load = MODELS.get(part.name, _draft_model)(part, host)
-    name = part.drafter if part.name in MODELS else Path(part.drafter).name
+    num_tokens: that a model drafts where the spec says nothing. tokens: of the level's verifier.
+    """
+    (first, own), *then = [_prepare_drafter(part, host, num_tokens, tokens) for part in _parts(level)]
 
     def make(target: Backend, inner: Proposer) -> Proposer:
-        draft = load(target)
-        capacity = min(host.context_length, draft.config.context_length)
-        context = Context(draft, host.settings.max_sequences, capacity, host.vocab_size)
-        return ChainProposer(inner, context, name, part.num_tokens or num_tokens, part.min_confidence)
+        return _combine([first(target, inner), *(make(target, NullProposer()) for make, _ in then)], one_after_another, "+")
 
-    return make
+    return make, own
+
+
+def _prepare_drafter(part: LevelSpec, host: Host, num_tokens: int, tokens: Tokens) -> tuple[Make, Tokens]:
+    if _is_source(part):
+        source = SOURCES.get(part.name, UserProposer)(part)
+        return (lambda target, inner: source), tokens
+    maker = MODELS.get(part.name)
+    model = maker(part, host) if maker else _other_model(part.drafter, host)
+    name, by_text = _shown(part), part.name == _BY_TEXT
+    num_tokens, sequences = part.num_tokens or num_tokens, host.settings.max_sequences
+
+    def make(target: Backend, inner: Proposer) -> Proposer:
+        draft = model.load(target)
+        context = Context(draft, sequences, min(tokens.context_length, draft.config.context_length), tokens.num_rows)
+        return ChainProposer(inner, context, name, num_tokens, part.min_confidence)
+
+    if not by_text and same_tokens(tokens.tokenizer, model.tokenizer):
+        return make, tokens
+    shared = SharedTokens.find(tokens.tokenizer, tokens.num_rows, model.tokenizer, part.drafter)
+    own = Tokens(model.tokenizer, model.tokenizer.vocab_size, _MOST_TOKENS_FOR_ONE * tokens.context_length)
+
+    def make_translated(target: Backend, inner: Proposer) -> Proposer:
+        draft = model.load(target)
+        capacity = min(own.context_length, draft.config.context_length)
+        context = Context(draft, sequences, capacity, possible=None if by_text else shared.drafted)
+        chain = ChainProposer(inner, context, name, num_tokens, part.min_confidence)
+        return TranslatedProposer(chain, shared, by_text)
+
+    return make_translated, own
 
 
 def _combine(drafters: list[Proposer], rule: Rule, sign: str) -> Proposer:
@@ -181,6 +228,19 @@ def _parts(level: LevelSpec) -> tuple[LevelSpec, ...]:
 
 def _is_source(level: LevelSpec) -> bool:
     return level.name in SOURCES or (level.name not in MODELS and is_import_path(level.drafter))
+
+
+def _model_of(part: LevelSpec) -> str | None:
+    """The model that a drafter takes from elsewhere, by name or path."""
+    if part.name == _BY_TEXT:
+        return part.argument
+    return None if _is_source(part) or part.name in MODELS else part.drafter
+
+
+def _shown(part: LevelSpec) -> str:
+    """A drafter's name in reports: of a model's path the last part."""
+    model = _model_of(part)
+    return part.drafter.removesuffix(model) + Path(model).name if model else part.drafter
 
 
 def _check_model(drafter: str) -> None:

@@ -15,8 +15,11 @@ from cpuspec.sequence import Sequence
 from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.costs import Costs, find_costs
 from cpuspec.spec.draft import Draft
-from cpuspec.spec.proposer import Proposer
+from cpuspec.spec.proposer import Proposer, levels_of
+from cpuspec.spec.translate import TranslatedProposer
 from cpuspec.spec.verify import Verdict
+
+Model = ChainProposer | TranslatedProposer
 
 MAX_TOKENS = 16  # drafted by a model at once
 _DECAY = 0.98  # of what a round is worth to the estimates, from one round to the next
@@ -54,7 +57,7 @@ class Candidate:
     """
 
     proposer: Proposer
-    model: ChainProposer | None  # None for a drafter from text
+    model: Model | None  # None for a drafter from text
     seconds_per_token: float
     seconds_per_fed_token: float
     first_rate: float
@@ -127,11 +130,11 @@ class Planner:
 
     name = "auto"
 
-    def __init__(self, costs: Costs, texts: list[Proposer], models: list[tuple[ChainProposer, Costs]], serves: bool = True) -> None:
+    def __init__(self, costs: Costs, texts: list[Proposer], models: list[tuple[Model, Costs]], serves: bool = True) -> None:
         """models: each with the costs of its forwards."""
         self.costs = costs
         self.hidden_layers = tuple(sorted({layer for text in texts for layer in text.hidden_layers}))
-        self.levels = tuple(model for model, _ in models) if serves else ()
+        self.levels = tuple(level for model, _ in models for level in levels_of(model)) if serves else ()
         self.texts = [Candidate(text, None, 0.0, 0.0, 1.0) for text in texts]
         self.models = [Candidate(model, model, cost.of(1), cost.per_row, _FIRST_ACCEPTANCE) for model, cost in models]
         self.num_plain_rounds = 0
@@ -209,7 +212,7 @@ class Planner:
                     best.tokens_per_s * plain_s if best else None,
                 )
             )
-            if one.model and isinstance(one.model.inner, Planner):
+            if isinstance(one.model, ChainProposer) and isinstance(one.model.inner, Planner):
                 table += one.model.inner.explain(one.proposer.name)
         return table
 
@@ -316,11 +319,15 @@ class Planner:
         return self.costs.of(num_seqs * (num_tokens + 1)) / num_seqs
 
 
-def plan(target: Backend, texts: list[Proposer], chains: list[ChainProposer]) -> Planner:
-    """Planners for a target and for each of its draft models, cheapest first: each may draft with those before it."""
-    models: list[tuple[ChainProposer, Costs]] = []
+def plan(target: Backend, texts: list[Proposer], chains: list[Model]) -> Planner:
+    """Planners for a target and for each of its draft models, cheapest first: each may draft with those before it.
+
+    All draft in the target's tokens, so a model with others drafts alone.
+    """
+    models: list[tuple[Model, Costs]] = []
     for chain in chains:
         costs = find_costs(chain.context.backend)
-        chain.inner = Planner(costs, texts, list(models), serves=False)
+        if isinstance(chain, ChainProposer):
+            chain.inner = Planner(costs, texts, list(models), serves=False)
         models.append((chain, costs))
     return Planner(find_costs(target), texts, models)

@@ -1,19 +1,133 @@
-"""Whether a draft model speaks the target's token ids.
+"""What two vocabularies have in common, and how text goes from the tokens of one to those of the other.
 
-Padded vocabularies do (`Context.vocab_size`). A context whose model has other tokens would translate in the same place, what is
-fed and the rows that come back, so that everything above it stays in the target's ids.
+Padded vocabularies need none of this: their ids are the same (`Context.vocab_size`).
 """
 
+import codecs
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+
+import numpy as np
+from numpy.typing import NDArray
+
 from cpuspec.errors import ConfigError
+from cpuspec.sampling import I64, Row, SparseRow
 from cpuspec.tokenizer import Tokenizer
 
 
-def check_same_tokens(target: Tokenizer, draft: Tokenizer, drafter: str) -> None:
-    """Raise ConfigError unless every id that both have stands for the same bytes, or for the same control token."""
-    token_id = target.first_difference(draft)
-    if token_id is not None:
-        ours, theirs = (tokenizer.decode([token_id], skip_special=False) for tokenizer in (target, draft))
-        raise ConfigError(
-            f"{drafter} has another vocabulary than the target: token {token_id} is {theirs!r} there and {ours!r} here; "
-            "draft with a smaller model of the target's family, or with ngram"
-        )
+@dataclass(frozen=True)
+class SharedTokens:
+    """Pairs of tokens that mean the same to a verifier and to the model that drafts for it: the same bytes, or the same role.
+
+    A token is in one pair at most, so that a distribution over the draft's half of them is one over the verifier's half.
+    """
+
+    verifier: Tokenizer
+    draft: Tokenizer
+    num_rows: int  # of the verifier's logits
+    verifier_ids: I64  # [n], rising
+    draft_ids: I64  # [n]
+    control: Mapping[int, int]  # the verifier's control tokens to the draft's; whatever ends a text, to something that does
+
+    @staticmethod
+    def find(verifier: Tokenizer, num_rows: int, draft: Tokenizer, drafter: str) -> "SharedTokens":
+        """Pair the tokens. num_rows: of the verifier's logits. Raises ConfigError where no text token has a partner."""
+        ours, theirs = _by_meaning(verifier, num_rows), _by_meaning(draft, draft.vocab_size)
+        common = ours.keys() & theirs.keys()
+        if not any(isinstance(meaning, bytes) for meaning in common):
+            raise ConfigError(
+                f"{drafter} has none of the {len(ours)} tokens of the model that it is to draft for; "
+                "draft with a model of that one's family, or with ngram"
+            )
+        pairs = {ours[meaning]: theirs[meaning] for meaning in common}
+        # Families name control tokens differently; what ends a text of the one ends a text of the other.
+        ends, their_ends = _left(verifier.eos_ids, pairs), _left(draft.eos_ids, pairs.values())
+        pairs.update(zip(ends, their_ends, strict=False))
+        pairs.update(zip(_left({verifier.bos_id}, pairs), _left({draft.bos_id}, pairs.values()), strict=False))
+        pairs = {mine: other for mine, other in pairs.items() if mine < num_rows}
+        control = {mine: other for mine, other in pairs.items() if verifier.is_special(mine)}
+        if draft.eos_ids:
+            control |= dict.fromkeys(ends[len(their_ends) :], min(draft.eos_ids))
+        columns = np.array(sorted(pairs.items()), np.int64).T
+        return SharedTokens(verifier, draft, num_rows, columns[0], columns[1], control)
+
+    def __len__(self) -> int:
+        return len(self.draft_ids)
+
+    @cached_property
+    def drafted(self) -> NDArray[np.bool_]:
+        """Which of the draft's tokens have a partner, [its rows]."""
+        mask = np.zeros(self.draft.vocab_size, np.bool_)
+        mask[self.draft_ids] = True
+        return mask
+
+    @cached_property
+    def partner(self) -> I64:
+        """The verifier's token for each of the draft's, [its rows]; -1 where there is none."""
+        partner = np.full(self.draft.vocab_size, -1, np.int64)
+        partner[self.draft_ids] = self.verifier_ids
+        return partner
+
+    def row_for_verifier(self, row: Row) -> SparseRow:
+        """A distribution over the draft's tokens [its rows], all in pairs, as one over the verifier's [num_rows]."""
+        if not isinstance(row, SparseRow):
+            return SparseRow(self.verifier_ids, row[self.draft_ids], self.num_rows)
+        ids = self.partner[row.ids]
+        order = ids.argsort()
+        return SparseRow(ids[order], row.probs[order], self.num_rows)
+
+    def bias_for_draft(self, bias: Mapping[int, float]) -> dict[int, float]:
+        """What a request adds to logits, by the draft's ids; tokens without a partner have none."""
+        partner = dict(zip(self.verifier_ids.tolist(), self.draft_ids.tolist(), strict=True)) if bias else {}
+        return {partner[token]: added for token, added in bias.items() if token in partner}
+
+    def prompt_for_draft(self, ids: list[int]) -> list[int]:
+        """The text of a prompt in the draft's tokens, behind what its file asks for before every text."""
+        prefix, encoded = list(self.draft.prefix), self.text_for_draft(ids, continues=False)
+        return encoded if encoded[: len(prefix)] == prefix else prefix + encoded
+
+    def text_for_draft(self, ids: list[int], continues: bool = True) -> list[int]:
+        """The text of the verifier's tokens in the draft's. Control tokens without a partner are left out.
+
+        continues: whether the text goes on from other text.
+        """
+        parts = self.verifier.parts(ids, continues)
+        known = [self.control.get(part) if isinstance(part, int) else part for part in parts]
+        return self.draft.encode_parts([part for part in known if part is not None], continues)
+
+    def text_for_verifier(self, ids: list[int]) -> list[int]:
+        """The text of drafted tokens, which goes on from other text, in the verifier's.
+
+        Ends with the first control token, and before a character at the end that misses bytes.
+        """
+        text = list(takewhile(lambda token: not self.draft.is_special(token), ids))
+        data = b"".join(map(self.draft.token_bytes, text))
+        if len(text) == len(ids):
+            return self.verifier.encode_parts([_whole_characters(data)], continues=True)
+        end = int(self.partner[ids[len(text)]])
+        return self.verifier.encode_parts([data, end] if end >= 0 else [data], continues=True)
+
+
+def same_tokens(verifier: Tokenizer, draft: Tokenizer) -> bool:
+    """Whether every id that both have stands for the same bytes, or for the same control token."""
+    return verifier is draft or verifier.first_difference(draft) is None
+
+
+def _by_meaning(tokenizer: Tokenizer, num_rows: int) -> dict[bytes | str, int]:
+    """Ids by bytes, or by a control token's text. Of two that spell the same the later: single bytes come first."""
+    meanings = map(tokenizer.meaning, range(min(tokenizer.vocab_size, num_rows)))
+    return {meaning: token for token, meaning in enumerate(meanings) if meaning}
+
+
+def _left(ids: Iterable[int | None], known: Iterable[int]) -> list[int]:
+    """Those ids that are not known yet."""
+    return sorted({token for token in ids if token is not None}.difference(known))
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """Without a character at the end that misses bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    decoder.decode(data)
+    return data[: len(data) - len(decoder.getstate()[0])]

@@ -2,19 +2,14 @@
 
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
-from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cpuspec.config import SamplingParams
-from cpuspec.model.batch import ForwardOutput
 from cpuspec.sampling import TokenHistory, argmax, confidence, dense, distribution, sample
 from cpuspec.sequence import Sequence
-from cpuspec.spec import chain as chain_module
 from cpuspec.spec import round as round_module
 from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.combine import Combined, Rule, first_hit, one_after_another
@@ -22,62 +17,9 @@ from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.ngram import NgramProposer
 from cpuspec.spec.proposer import NullProposer, Proposer, levels_of
-from cpuspec.spec.round import speculate
 from cpuspec.spec.verify import Verdict, verify_block
-from tests.oracles import ToyBackend, enumerate_exactly, total_variation
-
-TARGET, SOURCE = 77, 78  # seeds; a chain's models are 0, 1, 2
-
-
-@cache
-def rational_row(seed: int, vocab: int, path: tuple[int, ...]) -> np.ndarray:
-    weights = np.random.default_rng([seed, vocab, len(path), *path]).integers(1, 8, vocab)
-    return np.array([Fraction(int(w), int(weights.sum())) for w in weights], object)
-
-
-class ExactContext:
-    """A model whose rows are fractions, which stand for the logits and for the distributions that are made of them."""
-
-    capacity = 99
-
-    def __init__(self, seed: int, vocab: int) -> None:
-        self.seed, self.vocab_size = seed, vocab
-        self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), max_rows=99)
-
-    def acquire(self, seq: Sequence) -> None:
-        pass
-
-    def release(self, seq: Sequence) -> None:
-        pass
-
-    def score(self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = ()) -> list[ForwardOutput]:
-        outputs = []
-        for seq, draft in zip(seqs, drafts, strict=True):
-            path = (*seq.output, *draft.tokens.tolist())
-            lengths = range(seq.num_output_tokens, len(path) + 1)
-            outputs.append(ForwardOutput(np.stack([rational_row(self.seed, self.vocab_size, path[:n]) for n in lengths])))
-        return outputs
-
-
-class ExactSource(NullProposer):
-    """Draws from rational rows of its own."""
-
-    name = "source"
-
-    def __init__(self, vocab: int, stops: bool = False) -> None:
-        self.vocab, self.stops = vocab, stops
-
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        drafts = []
-        for seq, limit in zip(seqs, limits, strict=True):
-            path, probs = seq.output, []
-            for _ in range(limit):
-                if self.stops and sum(path) % 2:  # by what was drawn before, never by what it would draw
-                    break
-                probs.append(rational_row(SOURCE, self.vocab, tuple(path)))
-                path.append(sample(probs[-1], seq.rng))
-            drafts.append(Draft.chain(path[seq.num_output_tokens :], self.name, tuple(probs)))
-        return drafts
+from tests.oracles import ToyBackend
+from tests.spec.exact import SOURCE, ExactContext, ExactSource, distance, rational_row
 
 
 class DeclaresTheLowestRows(ChainProposer):
@@ -126,35 +68,6 @@ def exact_chain(
         kind = top if level == depth - 1 else ChainProposer
         proposer = kind(proposer, ExactContext(level, vocab), f"level{level}", 9, min_confidence)  # type: ignore[arg-type]
     return proposer
-
-
-def distance(proposer: Proposer, vocab: int, limit: int, length: int) -> Fraction:
-    """Total variation between strings of `length` tokens that rounds over the target yield, and the target's own strings."""
-    target = ExactContext(TARGET, vocab)
-
-    def program(rng: Any) -> tuple[int, ...]:
-        seq = Sequence.new(0, [0], SamplingParams(temperature=1.0))
-        seq.rng = rng
-        proposer.begin(seq)
-        while seq.num_output_tokens < length:
-            limits = [min(limit, length - seq.num_output_tokens - 1)]
-            speculate(target, proposer, [seq], limits)  # type: ignore[arg-type]
-        proposer.end(seq)
-        return tuple(seq.output)
-
-    exact = {}
-    for string in product(range(vocab), repeat=length):
-        exact[string] = Fraction(1)
-        for i, token in enumerate(string):
-            exact[string] *= rational_row(TARGET, vocab, string[:i])[token]
-    return total_variation(enumerate_exactly(program), exact)
-
-
-@pytest.fixture
-def exact_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are distributions already."""
-    monkeypatch.setattr(round_module, "distribution", lambda row, *_: row)
-    monkeypatch.setattr(chain_module, "confidence", max)
 
 
 # models, vocabulary, limit, length: each level has a token less to draft than the one above, and all of these draft at every level

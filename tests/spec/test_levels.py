@@ -53,6 +53,7 @@ def built(text: str) -> Proposer:
         ("ngram", (LevelSpec("ngram"),)),
         (" ngram@8 , self:mxfp4@4", (LevelSpec("ngram", 8), LevelSpec("self:mxfp4", 4))),
         ("some-model@6:0.4", (LevelSpec("some-model", 6, 0.4),)),
+        ("match:some/model.gguf@6", (LevelSpec("match:some/model.gguf", 6),)),
         ("some/model.gguf@:.25", (LevelSpec("some/model.gguf", None, 0.25),)),
         ("skip:3/7@2+ngram@9", (LevelSpec("skip:3/7", 2, then=(LevelSpec("ngram", 9),)),)),
         ("a+b+c:d@1", (LevelSpec("a", then=(LevelSpec("b"), LevelSpec("c:d", 1))),)),
@@ -152,7 +153,15 @@ def test_auto_chooses_among_the_levels_after_it(models: Path) -> None:
         assert [level.name for level in llm.memory()] == ["draft.gguf", "self:q4_0", "target"]
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         with LLM(target, "none") as plain:
-            assert llm.generate("abc abc abc", params)[0].token_ids == plain.generate("abc abc abc", params)[0].token_ids
+            wanted = plain.generate("abc abc abc", params)[0].token_ids
+        assert llm.generate("abc abc abc", params)[0].token_ids == wanted
+    other = models / "other.gguf"
+    with LLM(target, f"auto,ngram,{other},match:{other}@3,skip:1") as llm:
+        assert [(one.name, one.verifies) for one in llm.explain()] == [
+            *((name, "target") for name in ("none", "ngram", "other.gguf", "match:other.gguf", "skip:1")),
+            *((name, "skip:1") for name in ("none", "ngram", "other.gguf", "match:other.gguf")),
+        ]
+        assert llm.generate("abc abc abc", params)[0].token_ids == wanted
     with LLM(target, "auto", backend="numpy") as llm:
         assert llm.explain() == []  # whose bits a draft's company could change
 
@@ -191,7 +200,8 @@ def test_models_verify_what_stands_before_them(models: Path) -> None:
 
 
 def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
-    assert draft_models(SpecConfig.parse("ngram,self:mxfp4+one.gguf,mod:Class+ngram,two")) == ["one.gguf", "two"]
+    spec = SpecConfig.parse("ngram,self:mxfp4+one.gguf,mod:Class+ngram,two,match:three,match:fo.ur/5.gguf@3")
+    assert draft_models(spec) == ["one.gguf", "two", "three", "fo.ur/5.gguf"]
 
 
 # ------------------------------------------------------------------------------------------------------------ what is refused
@@ -203,6 +213,7 @@ def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
         ("psychic", "drafter 'psychic' is none of ngram.*no model is called 'psychic'"),
         ("smollm2-135m-instrut", "did you mean smollm2-135m-instruct"),
         ("nowhere/model.gguf", "no file or directory 'nowhere/model.gguf'"),
+        ("match:psychic", "drafter 'psychic' is none of ngram.*no model is called 'psychic'"),
         ("ngram:8", "ngram takes no argument or tree, got '8'; ngram@8"),
         ("self", "self takes an argument"),
         ("self:mxfp4,ngram", "ngram has no model to verify what self:mxfp4 drafts"),
@@ -221,7 +232,6 @@ def test_what_cannot_draft_is_a_clear_error(text: str, message: str) -> None:
         ("skip:3", "cannot skip '3' of 3 layers"),
         ("skip:0/1/9", "wanted different numbers from 0 to 2"),
         ("no_such_module:Class", "no_such_module cannot be imported"),
-        ("OTHER", r"other\.gguf has another vocabulary than the target: token 297 is '<\|endoftext\|>' there and '.+' here"),
     ],
 )
 def test_a_draft_that_does_not_fit_fails_before_weights_are_loaded(
@@ -229,7 +239,7 @@ def test_a_draft_that_does_not_fit_fails_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr("cpuspec.engine.llm.make_backend", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(CpuspecError, match=message):
-        LLM(models / "target.gguf", draft.replace("OTHER", str(models / "other.gguf")), "numpy")
+        LLM(models / "target.gguf", draft, "numpy")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -274,6 +284,9 @@ CHAINS = (
     "DRAFT@2,skip:1@4,self:q4_0@6",
     "HF@2+ngram@4",
     "suffix,PADDED@3,FEWER@4",
+    "ngram,OTHER@4",
+    "match:OTHER@4+ngram",
+    "ngram@3,DRAFT@2,OTHER@3,match:DRAFT@4,self:q4_0@5",
 )
 
 
@@ -292,7 +305,7 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(
     models: Path, wanted: list[list[int]], chain: str, threads: int
 ) -> None:
-    spec = re.sub("DRAFT|PADDED|FEWER", lambda name: str(models / f"{name[0].lower()}.gguf"), chain)
+    spec = re.sub("DRAFT|PADDED|FEWER|OTHER", lambda name: str(models / f"{name[0].lower()}.gguf"), chain)
     spec = spec.replace("HF", str(models / "hf"))
     with LLM(models / "target.gguf", spec, threads=threads, max_sequences=3) as llm:
         assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
