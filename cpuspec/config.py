@@ -274,11 +274,16 @@ def _read_drafter(text: str, level: str) -> LevelSpec:
     return LevelSpec(found["drafter"], int(tokens) if tokens else None, float(confidence) if confidence else 0.0)
 
 
+DTYPES = ("auto", "f32", "bf16", "f16")
+WEIGHTS = ("auto", "values", "codes")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads, disk, KV format.
 
-    The KV format's name is checked where formats are known (`cpuspec.formats.kv`).
+    The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
+    and weights are settings of the torch backend; others take "auto", and "cpu" as the device.
     """
 
     max_sequences: int = 16
@@ -288,8 +293,14 @@ class EngineConfig:
     keep_packed: bool = True  # whether weights in the order of the kernels are kept on the disk for the next start
     # Keys and values: f16 halves what f32 reads at depth and costs nothing that can be measured (benchmarks/LOG.md).
     kv_format: str = "f16"
+    device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N
+    dtype: str = "auto"  # of products with weights: f32, bf16, f16; auto: f32 on a CPU and bf16 on a GPU
+    weights: str = "auto"  # values: dequantized at load; codes: as in the file, unpacked on the device; auto: codes on a GPU
 
     def __post_init__(self) -> None:
+        for name, choices in (("dtype", DTYPES), ("weights", WEIGHTS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name, limit in (("max_sequences", 4096), ("max_rows", 8192)):
             value = getattr(self, name)
             if not _whole(value) or not 1 <= value <= limit:

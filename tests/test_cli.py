@@ -211,7 +211,7 @@ def test_sampling_options_reach_the_sampler(model: str) -> None:
 def test_an_answer_is_verified_without_drafts(model: str, sampling: tuple[str, ...]) -> None:
     options = ("-m", model, *NUMPY, "--draft", "ngram", "--max-tokens", "12", "--verify-exact", *sampling)
     result = run("generate", "hello", *options, "--json")
-    wanted = {"identical": True, "greedy": not sampling, "num_tokens": 12, "first_difference": None}
+    wanted = {"identical": True, "greedy": not sampling, "num_tokens": 12, "first_difference": None, "row_invariant": False}
     assert (result.exit_code, json.loads(result.stdout)["verify_exact"]) == (0, wanted)
     assert "identical, 12 tokens" in run("generate", "hello", *options).stderr
 
@@ -245,6 +245,23 @@ def test_an_answer_that_drafts_changed_fails_only_where_it_is_greedy(
     assert json.loads(result.stdout)["verify_exact"]["first_difference"] == 3
     assert "differs from token 3 on" in result.stderr
     assert ("certify" in result.stderr) == (exit_code == 0)
+    assert ("this backend cannot promise" in result.stderr) == (exit_code == 1)
+
+
+def test_settings_of_torch_reach_it_and_no_other_backend(model: str) -> None:
+    def bytes_read(*options: str) -> int:
+        shown = ok(
+            "generate", "hello", "-m", model, "--backend", "torch", "--max-tokens", "2", "--draft", "none", "--json", *options
+        )
+        return int(json.loads(shown)["memory"][-1]["weight_bytes"])
+
+    values = bytes_read("--device", "cpu", "--weights", "values")
+    assert 1.9 < values / bytes_read("--device", "cpu", "--dtype", "bf16", "--weights", "values") < 2.1
+    assert values > 4 * bytes_read("--device", "cpu", "--weights", "codes")
+    assert (
+        "device 'abacus' is not known" in run("generate", "hello", "-m", model, "--backend", "torch", "--device", "abacus").stderr
+    )
+    assert "is a setting of the torch backend" in run("generate", "hello", "-m", model, *NUMPY, "--dtype", "bf16").stderr
 
 
 def test_the_kv_format_reaches_the_cache(model: str) -> None:
@@ -360,6 +377,8 @@ def test_nothing_is_certified_that_proves_nothing(model: str, options: tuple[str
         (("--threads", "0"), "--threads"),
         (("--backend", "abacus"), "numba"),
         (("--kv-format", "q4_0"), "f32, f16, bf16, int8"),
+        (("--dtype", "f8"), "auto, f32, bf16, f16"),
+        (("--weights", "packed"), "auto, values, codes"),
         (("--draft", "telepathy"), "ngram"),
         (("--draft", "ngram:8"), "ngram@8"),
         (("--draft", "ngram@"), "cannot read 'ngram@'"),

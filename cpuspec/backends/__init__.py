@@ -1,6 +1,7 @@
 """The seam between engines: one whole forward. A backend runs one loaded model and owns its cache storage."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Protocol
 
@@ -11,7 +12,9 @@ from cpuspec.formats import Format
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 
-BACKENDS = ("numba", "numpy")
+BACKENDS = ("numba", "numpy", "torch")
+
+_EXTRAS = {"torch": "torch"}  # backend -> the module that it needs and that the extra of the same name installs
 
 
 class Backend(Protocol):
@@ -38,10 +41,19 @@ class Backend(Protocol):
         ...
 
 
-def check_backend(name: str) -> None:
-    """Raise BackendError unless there is a backend called `name`: to be asked before gigabytes are loaded for it."""
+def check_backend(name: str, engine: EngineConfig | None = None) -> None:
+    """Raise BackendError unless `name` is an installed backend that has these settings: before gigabytes are loaded for it."""
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
+    if name in _EXTRAS and find_spec(_EXTRAS[name]) is None:
+        raise BackendError(f"the {name} backend needs {_EXTRAS[name]}, which is not installed; pip install 'cpuspec[{name}]'")
+    if engine and name != "torch":
+        for setting, wanted in (("device", ("auto", "cpu")), ("dtype", ("auto",)), ("weights", ("auto",))):
+            if getattr(engine, setting) not in wanted:
+                raise BackendError(
+                    f"{setting} {getattr(engine, setting)} is a setting of the torch backend, and this is {name}; "
+                    f"leave it at auto, or use --backend torch"
+                )
 
 
 def make_backend(
@@ -57,7 +69,11 @@ def make_backend(
     checkpoints hold, are there once. A backend of another kind shares nothing.
     casts: matrices that are cast to another format at load, by name. Raises FormatError where a value does not fit its format.
     """
-    check_backend(name)
+    check_backend(name, engine)
+    if name == "torch":
+        from cpuspec.backends.torch_backend import TorchBackend
+
+        return TorchBackend(checkpoint, engine, share if isinstance(share, TorchBackend) else None, casts)
     if name == "numba":
         from cpuspec.backends.numba_backend import NumbaBackend
 

@@ -53,6 +53,7 @@ class ExactCheck:
     greedy: bool
     num_tokens: int
     first_difference: int | None
+    row_invariant: bool = True  # whether the backend promises the same bits whatever is drafted
 
     @property
     def passed(self) -> bool:
@@ -63,6 +64,8 @@ class ExactCheck:
         if self.identical:
             return f"verified without drafts: identical, {self.num_tokens} tokens"
         where = f"the answer without drafts differs from token {self.first_difference} on"
+        if self.greedy and not self.row_invariant:
+            return f"error: {where}; this backend cannot promise that it does not, where two tokens are nearly as likely: numba can"
         if self.greedy:
             return f"error: {where}, and greedy answers must not; please report this"
         return (
@@ -71,13 +74,13 @@ class ExactCheck:
         )
 
 
-def compare(answer: Answer, plain: Answer, params: SamplingParams) -> ExactCheck | None:
+def compare(answer: Answer, plain: Answer, params: SamplingParams, row_invariant: bool) -> ExactCheck | None:
     """The check of an answer against the same without drafts; None if that was interrupted."""
     if plain.finish_reason == "aborted":
         return None
     same = shared_prefix(answer.token_ids, plain.token_ids)
     identical = answer.token_ids == plain.token_ids
-    return ExactCheck(identical, params.greedy, len(answer.token_ids), None if identical else same)
+    return ExactCheck(identical, params.greedy, len(answer.token_ids), None if identical else same, row_invariant)
 
 
 def figures(answer: Answer, params: SamplingParams) -> str:

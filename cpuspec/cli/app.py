@@ -133,6 +133,9 @@ def generate(
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
     kv_format: options.KVFormat = EngineConfig.kv_format,
+    device: options.Device = EngineConfig.device,
+    dtype: options.DType = EngineConfig.dtype,
+    weights: options.Weights = EngineConfig.weights,
 ) -> None:
     """Answer one prompt. The text goes to stdout, everything else to stderr.
 
@@ -170,7 +173,8 @@ def generate(
     from cpuspec.cli.answer import collect, compare, explanation, figures, keep_quiet, memory
 
     question = text if raw else messages
-    with _load(model, draft, backend, threads, context_length, kv_format) as llm:
+    settings = EngineConfig(1, context_length, threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights)
+    with _load(model, draft, backend, settings) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
         answer = collect(llm, question, params, keep_quiet if as_json else emit)
@@ -193,8 +197,8 @@ def generate(
     check = None
     if verify_exact and answer.finish_reason != "aborted":
         # A model loaded anew, so that nothing of the first answer can help the second.
-        with _load(model, "none", backend, threads, context_length, kv_format) as llm:
-            check = compare(answer, collect(llm, question, params, keep_quiet), params)
+        with _load(model, "none", backend, settings) as llm:
+            check = compare(answer, collect(llm, question, params, keep_quiet), params, llm.row_invariant)
     if as_json:
         _emit_json(shown | {"verify_exact": check and asdict(check)})
     note(figures(answer, params))
@@ -233,6 +237,9 @@ def chat(
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
     kv_format: options.KVFormat = EngineConfig.kv_format,
+    device: options.Device = EngineConfig.device,
+    dtype: options.DType = EngineConfig.dtype,
+    weights: options.Weights = EngineConfig.weights,
 ) -> None:
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."""
     with options.usage_errors():
@@ -255,7 +262,8 @@ def chat(
 
     from cpuspec.cli.chat import Chat, converse
 
-    with _load(model, draft, backend, threads, context_length, kv_format) as llm:
+    settings = EngineConfig(1, context_length, threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights)
+    with _load(model, draft, backend, settings) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
         converse(Chat(llm, model, params, system))
@@ -338,6 +346,9 @@ def bench(
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     kv_format: options.KVFormat = EngineConfig.kv_format,
+    device: options.Device = EngineConfig.device,
+    dtype: options.DType = EngineConfig.dtype,
+    weights: options.Weights = EngineConfig.weights,
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FORMAT", callback=_known_output, help="md, csv or json; md by default."),
@@ -359,7 +370,8 @@ def bench(
             rows_depth=rows_depth,
             repetitions=repetitions,
         )
-    checkpoint, settings = _open(model), EngineConfig(threads=threads, kv_format=kv_format)
+    checkpoint = _open(model)
+    settings = EngineConfig(threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights)
     plan.check(checkpoint.config, settings.max_rows)
     with _loading(model, backend):
         loaded = make_backend(backend, checkpoint, settings)
@@ -555,14 +567,23 @@ def _open_with_drafts(model: str, draft: str | None) -> tuple[Checkpoint, SpecCo
 
 
 @contextmanager
-def _load(
-    model: str, draft: str | None, backend: str, threads: int | None, context_length: int | None, kv_format: str
-) -> "Iterator[LLM]":
+def _load(model: str, draft: str | None, backend: str, settings: EngineConfig) -> "Iterator[LLM]":
     checkpoint, spec = _open_with_drafts(model, draft)
     with _loading(model, backend):
         from cpuspec.engine.llm import LLM
 
-        llm = LLM(checkpoint, spec, backend, threads, context_length=context_length, max_sequences=1, kv_format=kv_format)
+        llm = LLM(
+            checkpoint,
+            spec,
+            backend,
+            settings.threads,
+            context_length=settings.context_length,
+            max_sequences=settings.max_sequences,
+            kv_format=settings.kv_format,
+            device=settings.device,
+            dtype=settings.dtype,
+            weights=settings.weights,
+        )
     with llm:
         yield llm
 

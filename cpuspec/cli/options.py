@@ -9,7 +9,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from cpuspec.backends import BACKENDS, check_backend
-from cpuspec.config import SpecConfig
+from cpuspec.config import DTYPES, EngineConfig, SpecConfig
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import KV_FORMATS, get_kv_format
 from cpuspec.spec.levels import SOURCES, check_spec
@@ -45,6 +45,12 @@ def _known_kv_format(name: str) -> str:
     return name
 
 
+def _known_setting(name: str, value: str) -> str:
+    with usage_errors():
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
+    return value
+
+
 MODEL_HELP = "A model's or chain's name (see `cpuspec models`), a GGUF file, or a Hugging Face directory."
 _SAMPLING, _RUNNING = "Sampling", "Running"
 
@@ -65,7 +71,12 @@ Draft = Annotated[
 Backend = Annotated[
     str,
     typer.Option(
-        "--backend", metavar="B", callback=_known_backend, rich_help_panel=_RUNNING, help=f"One of {', '.join(BACKENDS)}."
+        "--backend",
+        metavar="B",
+        callback=_known_backend,
+        rich_help_panel=_RUNNING,
+        help=f"One of {', '.join(BACKENDS)}. Only with numba are greedy answers the same whatever is drafted: with others they may "
+        "differ where two tokens are nearly as likely.",
     ),
 ]
 Threads = Annotated[
@@ -87,6 +98,35 @@ KVFormat = Annotated[
         callback=_known_kv_format,
         rich_help_panel=_RUNNING,
         help=f"What keys and values are kept in, one of {', '.join(KV_FORMATS)}. Fewer bits are faster in a long context.",
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="D",
+        rich_help_panel=_RUNNING,
+        help="Where the torch backend computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.",
+    ),
+]
+DType = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="T",
+        callback=lambda name: _known_setting("dtype", name),
+        rich_help_panel=_RUNNING,
+        help=f"In what the torch backend multiplies with weights, one of {', '.join(DTYPES)}.",
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        metavar="W",
+        callback=lambda name: _known_setting("weights", name),
+        rich_help_panel=_RUNNING,
+        help="What the torch backend keeps of weights: values, dequantized at load; codes, as small as in the file; or auto.",
     ),
 ]
 ContextLength = Annotated[

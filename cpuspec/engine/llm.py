@@ -53,6 +53,7 @@ class LLM:
     max_sequences: how many run at once; more wait their turn.
     keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
     kv_format: what the cache keeps keys and values in, of `cpuspec.formats.kv.KV_FORMATS`: f32, f16, bf16 or int8.
+    device, dtype, weights: of the torch backend, as `EngineConfig` has them.
     """
 
     def __init__(
@@ -66,15 +67,27 @@ class LLM:
         max_sequences: int = 16,
         keep_packed: bool = True,
         kv_format: str = EngineConfig.kv_format,
+        device: str = EngineConfig.device,
+        dtype: str = EngineConfig.dtype,
+        weights: str = EngineConfig.weights,
     ) -> None:
-        settings = EngineConfig(max_sequences, context_length, threads=threads, keep_packed=keep_packed, kv_format=kv_format)
+        settings = EngineConfig(
+            max_sequences,
+            context_length,
+            threads=threads,
+            keep_packed=keep_packed,
+            kv_format=kv_format,
+            device=device,
+            dtype=dtype,
+            weights=weights,
+        )
         if isinstance(model, Checkpoint):
             spec = _read_spec(spec)
         else:
             model, spec = model_and_spec(str(model), spec)
         # A bad setting fails before gigabytes are loaded, and so does a draft that does not fit.
         check_spec(spec)
-        check_backend(backend)
+        check_backend(backend, settings)
         get_kv_format(kv_format)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model))
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
@@ -111,6 +124,7 @@ class LLM:
         self.config = backend.config
         self.spec = spec
         self.threads = backend.threads
+        self.row_invariant = backend.row_invariant
         self.context_length = _capacity(backend.config, settings)
         self._backend = backend
         self._drafts = levels_of(proposer)

@@ -17,14 +17,14 @@ MXFP4_LAYOUT = np.dtype([("e", "u1"), ("codes", "u1", 16)])
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 _VALUES = np.array(E2M1_DOUBLED, np.float32)
-_HALF_SCALES = np.ldexp(np.float32(1), np.arange(256) - 128)
-_HALF_SCALES[255] = np.nan
+HALF_SCALES = np.ldexp(np.float32(1), np.arange(256) - 128)
+HALF_SCALES[255] = np.nan
 
 
 def decode_mxfp4(blocks: U8) -> F32:
     """2^(e - 127) * E2M1; every value of a block whose e is 255 is nan."""
     fields = blocks.view(MXFP4_LAYOUT)
-    return _HALF_SCALES[fields["e"]].reshape(-1, 1) * _VALUES[codes_4_bits(fields)]
+    return HALF_SCALES[fields["e"]].reshape(-1, 1) * _VALUES[codes_4_bits(fields)]
 
 
 def encode_mxfp4(values: F32) -> U8:

@@ -1,0 +1,118 @@
+"""Keys and values as torch tensors, in the KV formats of `formats.kv` and rounded to the same bits, on whatever device."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpuspec.errors import CacheError
+from cpuspec.formats.kv import GROUP
+from cpuspec.model.batch import I32
+
+_SMALLEST = 256  # tokens that the first allocation of a slot holds
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """How rows of keys or values lie in tensors.
+
+    widths: dimensions of a head -> (numbers, dtype) of each plane; encode: F32 [..., D] -> planes; decode: planes, D -> F32.
+    """
+
+    widths: Callable[[int], tuple[tuple[int, torch.dtype], ...]]
+    encode: Callable[[Tensor], tuple[Tensor, ...]]
+    decode: Callable[[tuple[Tensor, ...], int], Tensor]
+
+    def row_bytes(self, dims: int) -> int:
+        """Bytes of a key, or of a value, of a head of `dims` dimensions."""
+        return sum(width * dtype.itemsize for width, dtype in self.widths(dims))
+
+
+def _floats(dtype: torch.dtype) -> KVLayout:
+    return KVLayout(lambda dims: ((dims, dtype),), lambda rows: (rows.to(dtype),), lambda planes, _: planes[0].to(torch.float32))
+
+
+def _encode_int8(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `formats.kv.encode_int8`: codes -127..127 around the middle of each group's range, d and m rounded first."""
+    groups = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    m = (groups.amin(-1) * 0.5 + groups.amax(-1) * 0.5).to(torch.float16)
+    centred = groups - m.to(torch.float32)[..., None]
+    d = (centred.abs().amax(-1) / 127).to(torch.float16)
+    inverse = torch.where(d > 0, 1 / d.to(torch.float32), 0)[..., None]
+    codes = torch.nan_to_num(torch.round(centred * inverse).clamp(-127, 127)).to(torch.int8)
+    return codes.flatten(-2), d, m
+
+
+def _decode_int8(planes: tuple[Tensor, ...], dims: int) -> Tensor:
+    """d * code + m."""
+    codes, d, m = (plane.to(torch.float32) for plane in planes)
+    return (d[..., None] * codes.unflatten(-1, (-1, GROUP)) + m[..., None]).flatten(-2)[..., :dims]
+
+
+def _int8_widths(dims: int) -> tuple[tuple[int, torch.dtype], ...]:
+    groups = -(-dims // GROUP)
+    return (groups * GROUP, torch.int8), (groups, torch.float16), (groups, torch.float16)
+
+
+KV_LAYOUTS: Mapping[str, KVLayout] = MappingProxyType(
+    {
+        "f32": _floats(torch.float32),
+        "f16": _floats(torch.float16),
+        "bf16": _floats(torch.bfloat16),
+        "int8": KVLayout(_int8_widths, _encode_int8, _decode_int8),
+    }
+)
+
+
+class Storage:
+    """The keys and values of one cache slot, in planes [2, L, G, size, width] that grow by doubling as tokens come.
+
+    A device has no pages that are handed out when they are written, so a slot takes what it holds and not its whole capacity.
+    """
+
+    def __init__(self, layout: KVLayout, layers: int, heads: int, dims: int, capacity: int, device: torch.device) -> None:
+        self.layout, self.capacity, self.size = layout, capacity, 0
+        self._dims = dims
+        shape = (2, layers, heads, 0)
+        self._planes = tuple(torch.zeros((*shape, width), dtype=dtype, device=device) for width, dtype in layout.widths(dims))
+
+    def provide(self, length: int) -> bool:
+        """Have room for `length` tokens; returns whether the tensors are new ones. Raises CacheError where there is no memory."""
+        if length <= self.size:
+            return False
+        size = min(self.capacity, max(2 * self.size, _SMALLEST, length))
+        try:
+            # Zeros, and not what was there: nothing that is not finite may meet a weight of zero.
+            grown = tuple(plane.new_zeros((*plane.shape[:3], size, plane.shape[4])) for plane in self._planes)
+        except (RuntimeError, MemoryError):  # torch raises its own RuntimeErrors for memory, one kind for each device
+            _, layers, heads, *_ = self._planes[0].shape
+            wanted = 2 * layers * heads * size * self.layout.row_bytes(self._dims)
+            raise CacheError(
+                f"no memory for a cache slot of {size} tokens ({wanted} bytes); "
+                "ask for a smaller context_length, fewer sequences or a KV format of fewer bits"
+            ) from None
+        for plane, old in zip(grown, self._planes, strict=True):
+            plane[:, :, :, : self.size] = old
+        self._planes, self.size = grown, size
+        return True
+
+    def append(self, layer: int, at: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values F32 [t, G, D] of a layer at the cache indices `at`, I64 [t]."""
+        rows = torch.stack((keys, values)).transpose(1, 2)  # [2, G, t, D]
+        for plane, part in zip(self._planes, self.layout.encode(rows), strict=True):
+            plane[:, layer].index_copy_(2, at, part)
+
+    def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
+        """The first `span` keys and values of a layer, each F32 [G, span, D]."""
+        keys, values = self.layout.decode(tuple(plane[:, layer, :, :span] for plane in self._planes), self._dims)
+        return keys, values
+
+    @torch.inference_mode()
+    def copy_rows(self, rows: I32, first: int) -> None:
+        """Copy keys and values of the cache indices `rows`, bit for bit, to `first` and following."""
+        for plane in self._planes:
+            at = torch.from_numpy(rows.astype(np.int64)).to(plane.device)
+            plane[:, :, :, first : first + len(rows)] = plane[:, :, :, at]  # indexing copies before anything is written
