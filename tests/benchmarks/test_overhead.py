@@ -1,0 +1,78 @@
+"""The benchmark of overhead counts what is outside of the compiled forward, and nothing else."""
+
+import json
+
+import overhead
+import pytest
+import record
+from typer import Typer
+from typer.testing import CliRunner
+
+from tools.make_tiny_model import make_tiny_gguf
+
+
+class Clock:
+    """Goes on only when told."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_what_is_outside_is_the_step_less_what_is_inside():
+    clock = Clock()
+    watch = overhead.Stopwatch(clock)
+    forward = watch.inside(clock.work)
+
+    def steps():
+        for number in range(3):
+            clock.work(1)
+            forward(10)
+            clock.work(2)
+            for _ in range(number):  # a draft model's forwards
+                forward(100)
+                clock.work(0.5)
+            yield number
+
+    assert watch.outside_s(steps()) == [3, 3.5, 4]
+
+
+def test_a_function_that_is_timed_does_as_before():
+    clock = Clock()
+    watch = overhead.Stopwatch(clock)
+
+    def fail() -> None:
+        clock.work(5)
+        raise ValueError("no")
+
+    def steps():
+        with pytest.raises(ValueError, match="no"):
+            watch.inside(fail)()
+        yield watch.inside(lambda a, b: a - b)(5, 3)
+
+    assert watch.outside_s(steps()) == [0]
+    assert watch.inside(lambda a, b: a - b)(5, 3) == 2
+
+
+def test_every_number_of_threads_and_draft_has_its_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+    counted = []
+    monkeypatch.setattr(overhead, "overheads_s", lambda llm, *rest: counted.append(rest[0]) or original(llm, *rest))
+    app = Typer()
+    app.command()(overhead.main)
+    model, path = make_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "overhead.json"
+    options = ("--threads", "1", "--threads", "2", "--draft", "none", "--draft", "ngram", "--steps", "5", "--rounds", "3")
+    result = CliRunner().invoke(app, [str(model), *options, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(path.read_text("utf-8"))["us_per_step"]
+    assert list(figures) == ["none, 1 threads", "ngram, 1 threads", "none, 2 threads", "ngram, 2 threads"]
+    assert all(len(one["rounds"]) == 3 and one["min"] > 0 for of in figures.values() for one in of.values())
+    assert all(list(of) == list(overhead.CLOCKS) for of in figures.values())
+    assert counted == [5] * 12 * len(overhead.CLOCKS)
+
+
+original = overhead.overheads_s
