@@ -30,7 +30,9 @@ class LevelCounters:
     def record(self, num_draft_tokens: int, num_accepted_tokens: int, num_positions: int) -> None:
         """Count one cycle. num_positions: length of the longest drafted path that begins with the accepted tokens."""
         self.num_cycles += 1
-        self.num_drafts += num_draft_tokens > 0
+        if not num_draft_tokens:
+            return
+        self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_evaluated_tokens += min(num_accepted_tokens + 1, num_positions)
         self.num_accepted_tokens += num_accepted_tokens

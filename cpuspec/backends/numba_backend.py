@@ -27,14 +27,13 @@ from cpuspec.model.rope import rope_table
 
 _SMALL = 768  # hidden size under which a model is small
 
-_CHAIN, _NOTHING = np.empty(0, np.int32), np.empty(0, np.int64)
-
 
 class _Storage(NamedTuple):
     """A cache slot's memory."""
 
-    memory: U8
+    memory: U8  # [layers * kv heads, head_bytes]
     address: int
+    head_bytes: int
 
 
 class NumbaBackend:
@@ -90,13 +89,12 @@ class NumbaBackend:
         self._placed = np.empty((4, rows), np.int64)
         self._peaks, self._picked = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32), np.empty(linear.ROWS, np.int32)
         self._paths = np.empty(0, np.int64)
-        self._all_rows = np.arange(rows, dtype=np.int32)
         self._kv_format = get_kv_format(engine.kv_format)
         self._record_bytes = attention.record_bytes(self._kv_format.name, c.head_dim)
         self._records_at = attention.records_offset(self._kv_format.name, c.head_dim)
         queries = attention.QUERIES + max(step.BLOCK_QUERIES, c.num_heads // c.num_kv_heads)
         self._scratch = aligned_bytes((self.threads, self._records_at + queries * self._record_bytes))
-        self._records = aligned_bytes((0,))
+        self._records, self._num_records = aligned_bytes((0,)), 0
         self._blocks = np.empty((rows, step.BLOCK_COLUMNS), np.int64)
         self._walked = np.zeros((rows, c.num_kv_heads), np.int64)
         self._program = step.Program(self._write_program())
@@ -118,7 +116,7 @@ class NumbaBackend:
 
         def new_storage() -> _Storage:
             memory = aligned_bytes((heads, size))
-            return _Storage(memory, _at(memory))
+            return _Storage(memory, _at(memory), size)
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
             attention.copy_rows(self._kv_format.name, dims, storage.memory, rows, first)
@@ -132,36 +130,39 @@ class NumbaBackend:
         batch.check(c, cache, self.max_rows)
         if self._team.closed:
             raise BackendError("this backend, or the one that it shares threads with, is closed; make a new one")
-        if batch.parents is not None:
-            self._provide_paths(len(batch.tokens))
-        self._provide_rotations(max(batch.positions.tolist()))
-        self._program.state[step.HEAD_BYTES] = attention.head_bytes(self._kv_format.name, c.head_dim, cache.capacity)
+        tokens, positions, slots, q_start, parents, logit_rows = batch.lists
+        num_rows = len(tokens)
+        if parents:
+            self._provide_paths(num_rows)
+        self._provide_rotations(max(positions))
         if self._decoder is None:
-            self._x[: len(batch.tokens), : c.hidden_size] = self._embed.rows(batch.tokens)
-            self._x[: len(batch.tokens), c.hidden_size :] = 0
-        logit_rows = self._all_rows[: len(batch.tokens)] if batch.logit_rows is None else batch.logit_rows
-        logits = np.empty((len(logit_rows), self._logit_stride // 4), np.float32)
-        kept, hidden = _NOTHING, {}
+            self._x[:num_rows, : c.hidden_size] = self._embed.rows(batch.tokens)
+            self._x[:num_rows, c.hidden_size :] = 0
+        num_logits = num_rows if logit_rows is None else len(logit_rows)
+        logits = np.empty((num_logits, self._logit_stride // 4), np.float32)
+        kept: NDArray[np.int64] | None = None
+        hidden: dict[int, F32] = {}
         if batch.hidden_layers:
             kept = np.zeros(c.num_layers, np.int64)
-            hidden = {layer: np.empty((len(batch.tokens), c.hidden_size), np.float32) for layer in batch.hidden_layers}
+            hidden = {layer: np.empty((num_rows, c.hidden_size), np.float32) for layer in batch.hidden_layers}
             kept[list(hidden)] = [_at(array) for array in hidden.values()]
-        num_records = step.enter(
-            self._program.state,
-            batch.tokens,
-            batch.positions,
-            _CHAIN if batch.parents is None else batch.parents,
-            logit_rows,
-            batch.q_start,
-            batch.slots,
+        storages = [cache.storage(slot) for slot in slots]
+        num_records = self._program.enter(
+            tokens,
+            positions,
+            parents or [],
+            range(num_rows) if logit_rows is None else logit_rows,
+            q_start,
+            slots,
+            [storage.address for storage in storages],
+            storages[0].head_bytes,
             cache.lengths,
-            np.array([cache.storage(slot).address for slot in batch.slots.tolist()], np.int64),
             kept,
             logits,
         )
         self._provide_records(num_records)
         self._team.run(self._program)
-        best = self._picked.tolist()[: len(logits)] if len(logits) <= len(self._picked) else None
+        best = self._picked.tolist()[:num_logits] if num_logits <= linear.ROWS else None
         return ForwardOutput(logits[:, : c.vocab_size], tuple(hidden[layer] for layer in batch.hidden_layers), best)
 
     def close(self) -> None:
@@ -177,8 +178,9 @@ class NumbaBackend:
 
     def _provide_records(self, number: int) -> None:
         """Room for the records of attention that several threads make."""
-        if number * self._record_bytes > len(self._records):
-            self._records = aligned_bytes((2 * number * self._record_bytes,))
+        if number > self._num_records:
+            self._num_records = 2 * number
+            self._records = aligned_bytes((self._num_records * self._record_bytes,))
             self._program.state[step.RECORDS] = _at(self._records)
 
     def _provide_paths(self, rows: int) -> None:

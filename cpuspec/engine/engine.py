@@ -6,6 +6,7 @@ The engine never learns how drafts are made or how a backend computes. Single-th
 from collections import defaultdict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler, draft_limit
@@ -20,8 +21,7 @@ from cpuspec.spec.round import Round, speculate
 from cpuspec.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """What one step added to one request. The last output of a request has a finish_reason and its stats.
 
     text excludes the token that ended the request and everything from a stop string on; token_ids include them.

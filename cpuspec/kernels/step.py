@@ -7,7 +7,8 @@ only its chunk; who computes what never changes a result.
 
 import atexit
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from functools import cache
 from typing import Any
@@ -45,11 +46,11 @@ EMBED, PREPARE, LINEAR, ROTATE, ATTEND, KEEP, FINISH = range(7)
     NUM_LOGIT_ROWS,
     NUM_PICKED,  # rows of logits whose largest is looked for: all of a few, or none
     NUM_SEQUENCES,
-    TOKENS,  # int32 [rows]
-    POSITIONS,  # int32 [rows]
-    LOGIT_ROWS,  # int32 rows to project
-    Q_START,  # int32 [sequences + 1]
-    SLOTS,  # int32 [sequences]
+    TOKENS,  # int64 [rows]
+    POSITIONS,  # int64 [rows]
+    LOGIT_ROWS,  # int64 rows to project
+    Q_START,  # int64 [sequences + 1]
+    SLOTS,  # int64 [sequences]
     LENGTHS,  # int32 [slots]: how many tokens each cache slot holds; grows by the rows
     LOGITS,  # where the logits go
     KEPT,  # for each layer, where its output rows go, or 0; 0 where no layer is kept
@@ -76,6 +77,9 @@ EMBED, PREPARE, LINEAR, ROTATE, ATTEND, KEEP, FINISH = range(7)
     PICKED,  # int32 [ROWS]: the lowest id of a row's largest logit; -1 where that is no finite number
     STATE_LENGTH,
 ) = range(34)
+
+# What `Program.enter` passes on begins with these int64; of arrays it has the addresses of their objects.
+C_ROWS, C_LOGIT_ROWS, C_PARENTS, C_SEQUENCES, C_HEAD_BYTES, C_LENGTHS, C_LOGITS, C_KEPT, CALL_LENGTH = range(9)
 
 # Operands, by operation. Column 0 is the operation. "_BITS" hold an f32 in their low half.
 E_DECODER, E_DATA, E_ROW_BYTES, E_BLOCKS, E_FEATURES, E_OUT, E_STRIDE = range(1, 8)
@@ -123,51 +127,39 @@ def _take(counter, items, chunk):
     return min(simd.fetch_add(counter, chunk), items)
 
 
-def enter(
-    state: _Array, tokens: _Array, positions: _Array, parents: _Array, logit_rows: _Array, q_start: _Array, slots: _Array,
-    lengths: _Array, storage: _Array, kept: _Array, logits: _Array,
-) -> int:  # fmt: skip
-    """Write into the state block what a forward is about, where its rows go in the cache and what they attend to.
-
-    Contiguous arrays, int32 as in `ForwardBatch`, parents empty where every sequence is a chain; lengths of all cache slots; int64
-    addresses of the sequences' slots and, for each layer, of where its rows are kept (empty for none); logits f32
-    [logit rows, stride]. Returns how many records must have room at RECORDS.
-    """
-    num_records: int = _function("enter")(
-        id(state), id(tokens), id(positions), id(parents), id(logit_rows), id(q_start), id(slots), id(lengths), id(storage),
-        id(kept), id(logits), len(tokens), len(parents), len(logit_rows), len(slots), len(kept),
-    )  # fmt: skip
-    return num_records
-
-
-def _enter(
-    state_array, tokens, positions, parents, logit_rows, q_start, slots, lengths, storage, kept, logits, num_rows, num_parents,
-    num_logit_rows, num_slots, num_kept,
-):  # fmt: skip
-    """`enter` with array objects by their addresses, and their lengths."""
-    state = carray(simd.words(_data(state_array)), STATE_LENGTH)
+def _enter(state_address, numbers):
+    """`Program.enter`, with the numbers that it passes on."""
+    state = carray(simd.words(state_address), STATE_LENGTH)
+    call = carray(simd.words(numbers), CALL_LENGTH)
+    num_rows, num_logit_rows, num_parents, num_slots = call[C_ROWS], call[C_LOGIT_ROWS], call[C_PARENTS], call[C_SEQUENCES]
     state[NUM_ROWS], state[NUM_LOGIT_ROWS], state[NUM_SEQUENCES] = num_rows, num_logit_rows, num_slots
     state[NUM_PICKED] = num_logit_rows if num_logit_rows <= ROWS else 0
-    state[TOKENS], state[POSITIONS], state[LOGIT_ROWS] = _data(tokens), _data(positions), _data(logit_rows)
-    state[Q_START], state[SLOTS], state[LENGTHS] = _data(q_start), _data(slots), _data(lengths)
-    state[LOGITS], state[KEPT] = _data(logits), _data(kept) if num_kept > 0 else 0
+    state[HEAD_BYTES], state[LENGTHS], state[LOGITS] = call[C_HEAD_BYTES], _data(call[C_LENGTHS]), _data(call[C_LOGITS])
+    state[KEPT] = _data(call[C_KEPT]) if call[C_KEPT] != 0 else 0
+    state[TOKENS] = numbers + 8 * CALL_LENGTH
+    state[POSITIONS] = state[TOKENS] + 8 * num_rows
+    state[LOGIT_ROWS] = state[POSITIONS] + 8 * num_rows
+    state[SLOTS] = state[LOGIT_ROWS] + 8 * num_logit_rows
+    storage = state[SLOTS] + 8 * num_slots
+    state[Q_START] = storage + 8 * num_slots
+    parents = state[Q_START] + 8 * (num_slots + 1)
     for b in range(num_slots):
-        start, end = simd.peek_i32(state[Q_START] + 4 * b), simd.peek_i32(state[Q_START] + 4 * b + 4)
-        prefix = simd.peek_i32(state[LENGTHS] + 4 * simd.peek_i32(state[SLOTS] + 4 * b))
+        start, end = simd.peek_i64(state[Q_START] + 8 * b), simd.peek_i64(state[Q_START] + 8 * b + 8)
+        prefix = simd.peek_i32(state[LENGTHS] + 4 * simd.peek_i64(state[SLOTS] + 8 * b))
         for row in range(start, end):
             depth = row - start + 1
             if num_parents > 0:
                 depth, node = 0, row
                 while node >= 0:
-                    depth, node = depth + 1, simd.peek_i32(_data(parents) + 4 * node)
+                    depth, node = depth + 1, simd.peek_i64(parents + 8 * node)
             # A row that sees all rows before it is a chain's, also in a tree.
             straight = prefix + depth if depth == row - start + 1 else prefix // simd.LANES * simd.LANES
-            simd.poke_i64(state[STORAGE] + 8 * row, simd.peek_i64(_data(storage) + 8 * b))
+            simd.poke_i64(state[STORAGE] + 8 * row, simd.peek_i64(storage + 8 * b))
             simd.poke_i64(state[CACHE_INDEX] + 8 * row, prefix + row - start)
             simd.poke_i64(state[LENGTH] + 8 * row, prefix + depth)
             simd.poke_i64(state[STRAIGHT] + 8 * row, straight)
             if straight < prefix + depth:
-                _write_path(state, row, _data(parents), prefix - start, straight, prefix, prefix + depth)
+                _write_path(state, row, parents, prefix - start, straight, prefix, prefix + depth)
     return _share_attention(state)
 
 
@@ -226,7 +218,7 @@ def _write_path(state, row, parents, offset, straight, prefix, length):
     node = row
     for index in range(length - 1, prefix - 1, -1):
         simd.poke_i64(path + 8 * index, node + offset)
-        node = simd.peek_i32(parents + 4 * node)
+        node = simd.peek_i64(parents + 8 * node)
 
 
 @compiled
@@ -237,7 +229,7 @@ def _embed(op, state, counter):
         row = _take(counter, rows, 1)
         if row == rows:
             return
-        token, out = simd.peek_i32(state[TOKENS] + 4 * row), op[E_OUT] + row * op[E_STRIDE]
+        token, out = simd.peek_i64(state[TOKENS] + 8 * row), op[E_OUT] + row * op[E_STRIDE]
         simd.call_3(op[E_DECODER], op[E_DATA] + token * op[E_ROW_BYTES], op[E_BLOCKS], out)
         for at in range(4 * op[E_FEATURES], op[E_STRIDE], 4):
             simd.poke_f32(out + at, simd.to_float(0))
@@ -257,7 +249,7 @@ def _prepare(op, state, counter, threads):
         if item == rows * parts:
             return
         place, first = item // parts, item % parts * part
-        row = simd.peek_i32(state[LOGIT_ROWS] + 4 * place) if selected else place
+        row = simd.peek_i64(state[LOGIT_ROWS] + 8 * place) if selected else place
         source = op[P_ROWS] + row * op[P_STRIDE]
         block, block_rows = place // ROWS * ROWS, rows_of_block(place, rows)
         inputs = block * features // 32
@@ -360,8 +352,8 @@ def _finish(op, state, threads):
             id = _find(state[LOGITS] + row * op[F_STRIDE], first, peak)
         simd.poke_i32(state[PICKED] + 4 * row, simd.int32(id))
     for b in range(state[NUM_SEQUENCES]):
-        start, end = simd.peek_i32(state[Q_START] + 4 * b), simd.peek_i32(state[Q_START] + 4 * b + 4)
-        length = state[LENGTHS] + 4 * simd.peek_i32(state[SLOTS] + 4 * b)
+        start, end = simd.peek_i64(state[Q_START] + 8 * b), simd.peek_i64(state[Q_START] + 8 * b + 8)
+        length = state[LENGTHS] + 4 * simd.peek_i64(state[SLOTS] + 8 * b)
         simd.poke_i32(length, simd.int32(simd.peek_i32(length) + end - start))
 
 
@@ -395,7 +387,7 @@ def _rotate(op, state, counter, threads):
             return
         for item in range(first, min(items, first + chunk)):
             row, head = item // per_row, item % per_row
-            turn = simd.peek_i32(state[POSITIONS] + 4 * row) * dims * 2
+            turn = simd.peek_i64(state[POSITIONS] + 8 * row) * dims * 2
             cosines, sines = state[COSINES] + turn, state[SINES] + turn
             if head < heads:
                 query = op[R_QUERIES] + row * op[R_Q_STRIDE] + head * dims * 4
@@ -529,9 +521,9 @@ def _run(control, threads, thread):
         barrier(control, threads, thread)
 
 
-def _lead(control, operations, num_operations, state, counters, threads, run):
+def _lead(control, job, threads, run):
     """Publish a forward and run the caller's part of it; returns how many workers sleep, and if any has only published."""
-    asleep = publish(control, operations, num_operations, state, counters, threads)
+    asleep = publish(control, job, threads)
     if asleep == 0:
         simd.call_3(run, control, threads, 0)
     return asleep
@@ -549,11 +541,11 @@ def _work(control, threads, thread, seen, run):
 
 # By name: the Python function, its number of arguments, whether it returns something.
 _ENTRIES = {
-    "enter": (_enter, 16, True),
+    "enter": (_enter, 2, True),
     "run": (_run, 3, False),
-    "lead": (_lead, 7, True),
+    "lead": (_lead, 4, True),
     "work": (_work, 5, True),
-    "publish": (publish.py_func, 6, True),
+    "publish": (publish.py_func, 3, True),
 }
 
 
@@ -579,8 +571,32 @@ class Program:
         self.state = np.zeros(STATE_LENGTH, np.int64)
         self.operations = np.ascontiguousarray(operations, np.int64)
         self.counters = aligned_bytes((8 * len(operations),))
-        # Operations, their number, state and counters, as `team.publish` takes them.
-        self.addresses = (self.operations.ctypes.data, len(operations), self.state.ctypes.data, self.counters.ctypes.data)
+        self._state_address, self._enter = self.state.ctypes.data, _function("enter")
+        # As `team.publish` takes them.
+        self._job = np.array([self.operations.ctypes.data, len(operations), self._state_address, self.counters.ctypes.data])
+        self.job: int = self._job.ctypes.data
+        self._numbers = array("q")
+
+    def enter(
+        self, tokens: list[int], positions: list[int], parents: list[int], logit_rows: Sequence[int], q_start: list[int],
+        slots: list[int], storage: list[int], head_bytes: int, lengths: _Array, kept: _Array | None, logits: _Array,
+    ) -> int:  # fmt: skip
+        """Write into the state block what a forward is about, where its rows go in the cache and what they attend to.
+
+        As in `ForwardBatch`, parents empty where every sequence is a chain. storage: addresses of the sequences' slots; head_bytes:
+        of one head of one layer in them; lengths int32 of all cache slots; kept: for each layer, int64 address of where its rows
+        are kept, None for no layer; logits f32 [logit rows, stride]. The arrays must stay until the forward is over. Returns how
+        many records must have room at RECORDS.
+        """
+        self._numbers = array(
+            "q",
+            (
+                len(tokens), len(logit_rows), len(parents), len(slots), head_bytes, id(lengths), id(logits),
+                0 if kept is None else id(kept), *tokens, *positions, *logit_rows, *slots, *storage, *q_start, *parents,
+            ),
+        )  # fmt: skip
+        num_records: int = self._enter(self._state_address, self._numbers.buffer_info()[0])
+        return num_records
 
 
 class Team:
@@ -595,6 +611,7 @@ class Team:
         self._wake = [threading.Event() for _ in range(threads)]
         # All of it is compiled before a thread waits for another.
         self._lead, self._work, self._run, self._publish = map(_function, ("lead", "work", "run", "publish"))
+        self._run_address = _entry("run")
         self._workers = [
             threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"cpuspec-{i}") for i in range(1, threads)
         ]
@@ -605,7 +622,7 @@ class Team:
     def run(self, program: Program) -> None:
         """Run a program on its state, on all threads, and return when it is done. One caller at a time."""
         # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
-        if self._lead(self._address, *program.addresses, self.threads, _entry("run")):
+        if self._lead(self._address, program.job, self.threads, self._run_address):
             self._wake_all()
             self._run(self._address, self.threads, 0)
 
@@ -614,7 +631,8 @@ class Team:
         self.closed = True
         atexit.unregister(self.close)
         self._control.view(np.int64)[QUIT // 8] = 1
-        self._publish(self._address, *_NOTHING.addresses, self.threads)
+        nothing = Program(np.zeros((0, COLUMNS), np.int64))
+        self._publish(self._address, nothing.job, self.threads)
         self._wake_all()
         for worker in self._workers:
             worker.join()
@@ -626,9 +644,6 @@ class Team:
 
     def _serve(self, thread: int) -> None:
         seen = 0
-        while (seen := self._work(self._address, self.threads, thread, seen, _entry("run"))) >= 0:
+        while (seen := self._work(self._address, self.threads, thread, seen, self._run_address)) >= 0:
             self._wake[thread].wait()
             self._wake[thread].clear()
-
-
-_NOTHING = Program(np.zeros((0, COLUMNS), np.int64))

@@ -26,6 +26,7 @@ CROWDED = 8
 
 # What is run, as int64 from JOB on.
 OPERATIONS, NUM_OPERATIONS, STATE, COUNTERS = (JOB + 8 * i for i in range(4))
+JOB_BYTES = 32
 
 _SPINS = 200  # pauses before a waiting thread gives its core away: some microseconds
 _YIELDS = 20000  # yields without work before a worker parks: some tens of milliseconds on a quiet machine
@@ -117,14 +118,16 @@ def await_work(control, seen, thread):
 
 
 @compiled
-def publish(control, operations, num_operations, state, counters, threads):
-    """Reset the work counters, one for each operation, start a generation, and say how many workers are parked."""
-    for i in range(num_operations):
+def publish(control, job, threads):
+    """Reset the work counters, one for each operation, start a generation, and say how many workers are parked.
+
+    job: address of what is run, as it lies from JOB on.
+    """
+    for at in range(0, JOB_BYTES, 8):
+        simd.poke_i64(control + JOB + at, simd.peek_i64(job + at))
+    counters = simd.peek_i64(control + COUNTERS)
+    for i in range(simd.peek_i64(control + NUM_OPERATIONS)):
         simd.poke_i64(counters + 8 * i, 0)
-    simd.poke_i64(control + OPERATIONS, operations)
-    simd.poke_i64(control + NUM_OPERATIONS, num_operations)
-    simd.poke_i64(control + STATE, state)
-    simd.poke_i64(control + COUNTERS, counters)
     simd.fetch_add(control + GENERATION, 1)
     wake(control + GENERATION)
     asleep = 0

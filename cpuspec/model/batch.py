@@ -1,7 +1,7 @@
 """What goes into a forward and what comes out. Prefill, decode and verify are the same ragged batch of rows."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,39 +15,86 @@ if TYPE_CHECKING:
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
-_INT32 = np.dtype(np.int32)
+
+class Lists(NamedTuple):
+    """The numbers of a batch as lists of ints."""
+
+    tokens: list[int]  # [T]
+    positions: list[int]  # [T] rotary position; depth for tree nodes
+    slots: list[int]  # [B] cache slot of each sequence
+    q_start: list[int]  # [B+1] rows of sequence b are q_start[b]:q_start[b+1]
+    parents: list[int] | None  # [T] row (of this batch) of the parent, -1 = the cached prefix; None = causal chain
+    logit_rows: list[int] | None  # rows to project to logits; None = all
 
 
-@dataclass(frozen=True)
 class ForwardBatch:
-    """Rows of B sequences, in order. Row `t` of sequence `b` is appended at cache index `lengths[slot] + t - q_start[b]`."""
+    """Rows of B sequences, in order. Row `t` of sequence `b` is appended at cache index `lengths[slot] + t - q_start[b]`.
 
-    tokens: I32  # [T]
-    positions: I32  # [T] rotary position; depth for tree nodes
-    slots: I32  # [B] cache slot of each sequence
-    q_start: I32  # [B+1] rows of sequence b are q_start[b]:q_start[b+1]
-    parents: I32 | None = None  # [T] row (of this batch) of the parent, -1 = the cached prefix; None = causal chain
-    logit_rows: I32 | None = None  # rows to project to logits; None = all
-    hidden_layers: tuple[int, ...] = ()  # layers whose outputs a proposer asked for
+    Made of lists of ints or int32 vectors, and read as either: as `lists`, or as int32 arrays, which are made when first asked
+    for. Of a few numbers numpy makes an array in the time in which Python checks them all.
+    """
+
+    def __init__(
+        self,
+        tokens: list[int] | I32,
+        positions: list[int] | I32,
+        slots: list[int] | I32,
+        q_start: list[int] | I32,
+        parents: list[int] | I32 | None = None,
+        logit_rows: list[int] | I32 | None = None,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
+        """As in `Lists`; hidden_layers: those whose outputs a proposer asked for. Raises BackendError for other arrays."""
+        self.lists = Lists(
+            _listed(tokens),
+            _listed(positions),
+            _listed(slots),
+            _listed(q_start),
+            None if parents is None else _listed(parents),
+            None if logit_rows is None else _listed(logit_rows),
+        )
+        self.hidden_layers = hidden_layers
+
+    @cached_property
+    def tokens(self) -> I32:
+        """[T]"""
+        return np.array(self.lists.tokens, np.int32)
+
+    @cached_property
+    def positions(self) -> I32:
+        """[T] rotary position; depth for tree nodes."""
+        return np.array(self.lists.positions, np.int32)
+
+    @cached_property
+    def slots(self) -> I32:
+        """[B] cache slot of each sequence."""
+        return np.array(self.lists.slots, np.int32)
+
+    @cached_property
+    def q_start(self) -> I32:
+        """[B+1] rows of sequence b are q_start[b]:q_start[b+1]."""
+        return np.array(self.lists.q_start, np.int32)
+
+    @cached_property
+    def parents(self) -> I32 | None:
+        """[T] row (of this batch) of the parent, -1 = the cached prefix; None = causal chain."""
+        return None if self.lists.parents is None else np.array(self.lists.parents, np.int32)
+
+    @cached_property
+    def logit_rows(self) -> I32 | None:
+        """Rows to project to logits; None = all."""
+        return None if self.lists.logit_rows is None else np.array(self.lists.logit_rows, np.int32)
 
     def check(self, config: ModelConfig, cache: "KVCache", max_rows: int) -> None:
         """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to."""
-        arrays = {"tokens": self.tokens, "positions": self.positions, "slots": self.slots, "q_start": self.q_start}
-        if self.parents is not None:
-            arrays["parents"] = self.parents
-        if self.logit_rows is not None:
-            arrays["logit_rows"] = self.logit_rows
-        for name, array in arrays.items():
-            if array.dtype != _INT32 or array.ndim != 1 or not array.flags.c_contiguous:
-                raise BackendError(f"{name} must be a contiguous int32 vector, got {array.dtype} of shape {array.shape}")
-        num_rows, num_seqs = len(self.tokens), len(self.slots)
+        tokens, positions, slots, starts, parents, logit_rows = self.lists
+        num_rows, num_seqs = len(tokens), len(slots)
         if not 1 <= num_rows <= max_rows:
             raise BackendError(f"a forward takes 1 to {max_rows} rows, got {num_rows}; feed longer prefills in chunks")
-        if len(self.positions) != num_rows or (self.parents is not None and len(self.parents) != num_rows):
+        if len(positions) != num_rows or (parents is not None and len(parents) != num_rows):
             raise BackendError(f"positions and parents must have one entry for each of the {num_rows} rows")
-        if self.logit_rows is not None and len(self.logit_rows) > max_rows:
-            raise BackendError(f"a forward projects at most {max_rows} rows to logits, got {len(self.logit_rows)}")
-        slots, starts = self.slots.tolist(), self.q_start.tolist()
+        if logit_rows is not None and len(logit_rows) > max_rows:
+            raise BackendError(f"a forward projects at most {max_rows} rows to logits, got {len(logit_rows)}")
         if len(starts) != num_seqs + 1 or starts[0] != 0 or starts[-1] != num_rows or len(set(slots)) != num_seqs:
             raise BackendError(f"q_start {starts} does not split {num_rows} rows over {num_seqs} distinct slots {slots}")
         for slot, start, end in zip(slots, starts, starts[1:], strict=False):
@@ -55,24 +102,29 @@ class ForwardBatch:
                 raise CacheError(f"slot {slot} does not exist; the cache has {cache.num_slots}")
             if end <= start:
                 raise BackendError(f"every sequence of a batch needs at least one row, q_start is {starts}")
-            if cache.lengths[slot] + end - start > cache.capacity:
-                held = f"slot {slot} holds {cache.lengths[slot]} of {cache.capacity} tokens"
-                raise CacheError(f"{held}; {end - start} more do not fit")
-            if self.parents is not None:
-                parents, rows = self.parents[start:end], np.arange(start, end)
-                if not ((parents == -1) | ((parents >= start) & (parents < rows))).all():
-                    raise BackendError("a parent must be -1 or an earlier row of the same sequence")
-        for name, limit in (("tokens", config.vocab_size), ("positions", 1 << 26), ("logit_rows", num_rows)):
-            # Of a few numbers, Python finds the extremes in a tenth of the time.
-            values = arrays[name].tolist() if name in arrays else []
-            if values and (min(values) < 0 or max(values) >= limit):
-                raise BackendError(f"{name} must be in [0, {limit}), got {min(values)} to {max(values)}")
+            held = int(cache.lengths[slot])
+            if held + end - start > cache.capacity:
+                raise CacheError(f"slot {slot} holds {held} of {cache.capacity} tokens; {end - start} more do not fit")
+            if parents is not None and not all(p == -1 or start <= p < row for row, p in enumerate(parents[start:end], start)):
+                raise BackendError("a parent must be -1 or an earlier row of the same sequence")
+        ranges = ("tokens", tokens, config.vocab_size), ("positions", positions, 1 << 26), ("logit_rows", logit_rows, num_rows)
+        for name, numbers, limit in ranges:
+            if numbers and (min(numbers) < 0 or max(numbers) >= limit):
+                raise BackendError(f"{name} must be in [0, {limit}), got {min(numbers)} to {max(numbers)}")
         if self.hidden_layers and not 0 <= min(self.hidden_layers) <= max(self.hidden_layers) < config.num_layers:
             raise BackendError(f"hidden_layers must be in [0, {config.num_layers}), got {self.hidden_layers}")
 
 
-@dataclass(frozen=True)
-class ForwardOutput:
+def _listed(numbers: list[int] | I32) -> list[int]:
+    if isinstance(numbers, list):
+        return numbers
+    if numbers.dtype != np.int32 or numbers.ndim != 1:
+        raise BackendError(f"a batch is made of lists or int32 vectors, got {numbers.dtype} of shape {numbers.shape}")
+    listed: list[int] = numbers.tolist()
+    return listed
+
+
+class ForwardOutput(NamedTuple):
     """Logits of the asked rows and outputs of the asked layers. The arrays belong to the caller."""
 
     logits: F32  # [len(logit_rows), V]

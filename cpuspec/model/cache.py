@@ -57,8 +57,9 @@ class KVCache:
         Raises CacheError if `length` exceeds the slot's length or is negative.
         """
         self._check_slot(slot)
-        if not 0 <= length <= self.lengths[slot]:
-            raise CacheError(f"cannot truncate slot {slot} to {length} tokens: it holds {self.lengths[slot]}")
+        held = int(self.lengths[slot])
+        if not 0 <= length <= held:
+            raise CacheError(f"cannot truncate slot {slot} to {length} tokens: it holds {held}")
         self.lengths[slot] = length
 
     def keep_path(self, slot: int, length: int, path: I32) -> None:

@@ -4,7 +4,7 @@ It knows which tokens each slot's cache holds, and brings a slot to any token st
 shared prefix, feed the rest. It knows nothing about sampling or about why a string changed.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +66,7 @@ class Context:
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
         self.possible = possible
         self.num_forwards = 0
-        self._most_held = self.cache.lengths.copy()  # by slot
+        self._most_held = [0] * num_slots
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._free = list(range(num_slots))  # least recently used first
         self._seats: dict[int, _Seat] = {}  # by sequence id
@@ -113,17 +113,17 @@ class Context:
             waiting = self._forward(waiting, hidden_layers)
         return [self._fit(_join(feed.outputs)) for feed in feeds]
 
-    def keep_path(self, seq: Sequence, draft: Draft, path: I32) -> None:
+    def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
         """Hold the nodes on `path` of a tree that was just scored, so that they need not be fed again."""
         seat = self._seats[seq.id]
         assert len(self._held[seat.slot]) == len(seq.tokens), "a path is kept before its tokens are committed"
-        self.cache.keep_path(seat.slot, len(seq.tokens), path)
-        self._held[seat.slot] += draft.tokens[path].tolist()
+        self.cache.keep_path(seat.slot, len(seq.tokens), np.array(path, np.int32))
+        self._held[seat.slot] += (draft.tokens.item(node) for node in path)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that the cache has taken up so far."""
-        return int(self._most_held.sum()) * self.cache.bytes_per_token
+        return sum(self._most_held) * self.cache.bytes_per_token
 
     def read_bytes(self, seq: Sequence) -> int:
         """Bytes of weights, and of keys and values for all the sequence's tokens, that one forward reads."""
@@ -133,11 +133,11 @@ class Context:
         """Rows of `vocab_size` logits. Fitted before they become probabilities: a draft declares what it draws from."""
         logits, missing = output.logits, self.vocab_size - output.logits.shape[1]
         if missing > 0:
-            output = replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
+            output = output._replace(logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
         elif missing:
-            output = replace(output, logits=logits[:, : self.vocab_size], best=None)
+            output = output._replace(logits=logits[:, : self.vocab_size], best=None)
         if self.possible is not None:
-            output = replace(output, logits=np.where(self.possible, output.logits, np.float32(-np.inf)), best=None)
+            output = output._replace(logits=np.where(self.possible, output.logits, np.float32(-np.inf)), best=None)
         return output
 
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
@@ -169,10 +169,9 @@ class Context:
         positions: list[int] = []
         logit_rows: list[int] = []
         q_start = [0]
-        logit_start = [0]
-        parts: list[_Feed] = []
+        parts: list[tuple[_Feed, slice, slice]] = []  # with its rows, and those of them that are scored
         for feed in feeds:
-            first, start = len(tokens), len(self._held[feed.slot])
+            first, start, num_scored = len(tokens), len(self._held[feed.slot]), len(logit_rows)
             size = min(self.backend.max_rows - first, len(feed.tokens))
             if size < len(feed.tokens):
                 size = min(size, feed.num_straight)  # a tree goes as a whole
@@ -181,31 +180,21 @@ class Context:
             tokens += feed.tokens[:size]
             positions += range(start, start + size)
             logit_rows += range(first + feed.num_unscored, first + size)
-            q_start.append(len(tokens))
-            logit_start.append(len(logit_rows))
-            parts.append(feed)
-        parents = _hang(parts, q_start, positions) if any(feed.tree for feed in parts) else None
+            q_start.append(first + size)
+            parts.append((feed, slice(first, first + size), slice(num_scored, len(logit_rows))))
+        fed = [feed for feed, _, _ in parts]
+        parents = _hang(fed, q_start, positions) if any(feed.tree for feed in fed) else None
         output = self.backend.forward(
-            ForwardBatch(
-                tokens=np.array(tokens, np.int32),
-                positions=np.array(positions, np.int32),
-                slots=np.array([feed.slot for feed in parts], np.int32),
-                q_start=np.array(q_start, np.int32),
-                parents=parents,
-                logit_rows=np.array(logit_rows, np.int32),
-                hidden_layers=hidden_layers,
-            ),
-            self.cache,
+            ForwardBatch(tokens, positions, [feed.slot for feed in fed], q_start, parents, logit_rows, hidden_layers), self.cache
         )
         self.num_forwards += 1
-        np.maximum(self._most_held, self.cache.lengths, out=self._most_held)
-        for i, feed in enumerate(parts):
-            rows, scored = slice(q_start[i], q_start[i + 1]), slice(logit_start[i], logit_start[i + 1])
-            size = rows.stop - rows.start
-            self._held[feed.slot] += feed.tokens[: min(size, feed.num_straight)]
+        for feed, rows, scored in parts:
+            size, held = rows.stop - rows.start, self._held[feed.slot]
+            self._most_held[feed.slot] = max(self._most_held[feed.slot], len(held) + size)
+            held += feed.tokens[: min(size, feed.num_straight)]
             del feed.tokens[:size]
             feed.num_unscored = max(feed.num_unscored - size, 0)
-            feed.outputs.append(_part(output, rows, scored))
+            feed.outputs.append(output if len(parts) == 1 else _part(output, rows, scored))
         return [feed for feed in feeds if feed.tokens]
 
 

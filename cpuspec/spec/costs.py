@@ -24,13 +24,12 @@ class Costs:
         """Seconds of forwards over those numbers of rows, which rise from 1."""
         self.rows = rows
         self.seconds = np.maximum.accumulate(seconds).tolist()
+        self._of: list[float] = np.interp(range(rows[-1] + 1), rows, self.seconds).tolist()
 
     def of(self, rows: int) -> float:
         """Seconds of a forward over `rows` rows; beyond the largest measured number each costs what the last ones did."""
         last = self.rows[-1]
-        if rows <= last:
-            return float(np.interp(rows, self.rows, self.seconds))
-        return float(self.seconds[-1] + self.per_row * (rows - last))
+        return self._of[rows] if rows <= last else float(self.seconds[-1] + self.per_row * (rows - last))
 
     @property
     def per_row(self) -> float:

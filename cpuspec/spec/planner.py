@@ -139,6 +139,7 @@ class Planner:
         self.models = [Candidate(model, model, cost.of(1), cost.per_row, _FIRST_ACCEPTANCE) for model, cost in models]
         self.num_plain_rounds = 0
         self._serves = serves
+        self._nothing = Draft.chain([], self.name)
         self._drafted: dict[int, tuple[Candidate, float, int]] = {}  # by sequence: whose draft is out, tokens expected, drafted
         self._planned_s = 0.0
         self._tried_s = 0.0
@@ -227,7 +228,7 @@ class Planner:
         return self._best([rate] * limit, candidate.seconds_per_token, num_seqs)
 
     def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice]]:
-        drafts = [Draft.chain([], self.name) for _ in seqs]
+        drafts = [self._nothing] * len(seqs)
         choices = [self.plain(len(seqs)) for _ in seqs]
         for candidate in self.texts:
             for i, draft in enumerate(candidate.proposer.propose(seqs, limits)):

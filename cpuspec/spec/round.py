@@ -1,11 +1,11 @@
 """One speculative round: propose, score, verify, accept. The engine's step and a chain's inner step are this call."""
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from cpuspec.errors import ConfigError
-from cpuspec.model.batch import F32, I32, ForwardOutput
+from cpuspec.model.batch import F32, ForwardOutput
 from cpuspec.sampling import Row, argmax, distribution, is_row, keeps_order, processed
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
@@ -14,8 +14,7 @@ from cpuspec.spec.proposer import Proposer
 from cpuspec.spec.verify import Verdict, verify_block, verify_greedy, verify_sampled
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """What a round did for one sequence. Row i of the output's logits is the one that chose `verdict.tokens[i]`."""
 
     draft: Draft
@@ -25,7 +24,7 @@ class Round:
     @property
     def cycles(self) -> tuple[Cycle, ...]:
         """The verifications that the round took, those of lower levels first."""
-        draft, path = self.draft, [-1, *self.verdict.path.tolist()]
+        draft, path = self.draft, [-1, *self.verdict.path]
         num_accepted = len(path) - 1
         return (*draft.cycles, Cycle(draft.source, len(draft), num_accepted, num_accepted + draft.num_below(path[-1])))
 
@@ -67,19 +66,19 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
 
         rule = verify_block if draft.probs and draft.is_chain else verify_sampled
         verdict = rule(draft, target_probs, seq.rng)
-        return replace(verdict, probs=tuple(rows[row] for row in (0, *(verdict.path + 1).tolist())))
+        return verdict._replace(probs=(rows[0], *(rows[node + 1] for node in verdict.path)))
     if keeps_order(params):
         return verify_greedy(draft, argmax(logits, best).__getitem__)
     return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
 
 
-def _along(path: I32, output: ForwardOutput) -> ForwardOutput:
+def _along(path: list[int], output: ForwardOutput) -> ForwardOutput:
     """The rows up to the last committed token's, then those of the accepted nodes."""
     num_nodes = len(output.logits) - 1
 
     def select(rows: F32) -> F32:
         first = len(rows) - num_nodes
-        return np.concatenate([rows[:first], rows[first + path]])
+        return np.concatenate([rows[:first], rows[first:][path]])
 
     return ForwardOutput(select(output.logits), tuple(select(layer) for layer in output.hidden))
 

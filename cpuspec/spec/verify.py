@@ -5,22 +5,17 @@ They are asked for one by one, so that a rejected draft costs no more than the r
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from cpuspec.model.batch import I32
 from cpuspec.sampling import Row, Uniform, excess, sample
 from cpuspec.spec.draft import Draft, Probs
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The tokens that a round commits, the draft nodes that were accepted, and the target's rows behind the tokens."""
 
     tokens: list[int]  # accepted tokens, then exactly one recovered or bonus token
-    path: I32  # accepted draft nodes
+    path: list[int]  # accepted draft nodes
     probs: Probs | None = None  # the target's distribution [V] of each token, where the caller adds them; None where greedy
 
 
@@ -107,4 +102,4 @@ def _residual(target: Row, draft_probs: Row) -> Row:
 
 def _verdict(draft: Draft, path: list[int], last: int) -> Verdict:
     tokens = draft.tokens.tolist()
-    return Verdict([*(tokens[node] for node in path), last], np.array(path, np.int32))
+    return Verdict([*(tokens[node] for node in path), last], path)

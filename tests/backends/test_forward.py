@@ -340,12 +340,32 @@ def small(tmp_path_factory):  # type: ignore[no-untyped-def]
         backend.close()
 
 
+@pytest.mark.parametrize("array", [np.array([1]), np.array([1.0], np.float32), np.array([[1]], np.int32)], ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_arrays_of_another_type_are_refused(small, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_arrays_of_another_type_are_refused(small, name: str, array) -> None:  # type: ignore[no-untyped-def]
     backend = small[name]
     good = np.array([0], np.int32)
     with pytest.raises(BackendError, match="int32"):
-        backend.forward(ForwardBatch(np.array([1]), good, good, np.array([0, 1], np.int32)), backend.new_cache(1, 8))
+        backend.forward(ForwardBatch(array, good, good, np.array([0, 1], np.int32)), backend.new_cache(1, 8))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_batch_of_lists_is_a_batch_of_arrays(small, name: str) -> None:  # type: ignore[no-untyped-def]
+    """Also a tree, several sequences, chosen rows and hidden states: everything that a batch has."""
+    fields = ([5, 6, 7, 8, 9], [0, 1, 1, 0, 1], [1, 0], [0, 3, 5], [-1, 0, 0, -1, 3], [4, 1, 2])
+    outputs = []
+    for batch in (ForwardBatch(*fields, (1,)), ForwardBatch(*(np.array(field, np.int32) for field in fields), (1,))):
+        cache = small[name].new_cache(2, 24)
+        outputs.append(small[name].forward(batch, cache))
+        assert cache.lengths.tolist() == [2, 3]
+        assert batch.lists == fields
+        arrays = (batch.tokens, batch.positions, batch.slots, batch.q_start, batch.parents, batch.logit_rows)
+        for array, field in zip(arrays, fields, strict=True):
+            assert array.dtype == np.int32
+            assert array.tolist() == field
+    assert np.array_equal(outputs[0].logits, outputs[1].logits)
+    assert np.array_equal(outputs[0].hidden, outputs[1].hidden)
+    assert len(np.unique(outputs[0].logits, axis=0)) == 3
 
 
 def test_threads_that_slept_wake_for_the_next_forward(of_format: Checkpoint) -> None:

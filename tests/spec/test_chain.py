@@ -55,8 +55,8 @@ def verify_the_source_from_the_row(draft: Draft, target_probs: Callable[[int], n
     for i, token in enumerate(draft.tokens.tolist()):
         row = target_probs(i)
         if not rng.random() * draft.probs[i][token] < row[token]:
-            return Verdict([*draft.tokens[:i].tolist(), sample(row, rng)], np.arange(i, dtype=np.int32))
-    return Verdict([*draft.tokens.tolist(), sample(target_probs(len(draft)), rng)], np.arange(len(draft), dtype=np.int32))
+            return Verdict([*draft.tokens[:i].tolist(), sample(row, rng)], list(range(i)))
+    return Verdict([*draft.tokens.tolist(), sample(target_probs(len(draft)), rng)], list(range(len(draft))))
 
 
 def exact_chain(

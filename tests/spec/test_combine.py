@@ -95,6 +95,6 @@ def test_all_learn_each_from_the_layers_it_asked_for() -> None:
     combined = Combined((first, second), first_hit, "a,b")
     assert combined.hidden_layers == (1, 2, 3)
     hidden = tuple(np.full((1, 2), layer, np.float32) for layer in combined.hidden_layers)
-    combined.accept(sequences()[0], Verdict([4], np.zeros(0, np.int32)), hidden)
+    combined.accept(sequences()[0], Verdict([4], []), hidden)
     assert first.told == [([4], [[[3, 3]], [[1, 1]]])]
     assert second.told == [([4], [[[2, 2]], [[1, 1]]])]

@@ -1,7 +1,5 @@
 """Truncate-and-feed: whatever happened before, a score is what a run from scratch would give."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,13 +36,13 @@ def drafts(draw: st.DrawFn, max_tree: int) -> Draft:
     return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, "test")
 
 
-def path_to(draft: Draft, node: int) -> np.ndarray:
+def path_to(draft: Draft, node: int) -> list[int]:
     """The nodes that lead to one, itself included."""
     path: list[int] = []
     while node >= 0:
         path.insert(0, node)
         node = int(draft.parents[node])
-    return np.array(path, np.int32)
+    return path
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,7 +198,7 @@ def test_noted_best_ids_are_those_of_the_rows_as_they_are_cut_or_padded() -> Non
 
     def noting(batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         output = whole(batch, cache)
-        return replace(output, best=argmax(output.logits).tolist())
+        return output._replace(best=argmax(output.logits).tolist())
 
     model.forward = noting  # type: ignore[method-assign]
     noted = {}

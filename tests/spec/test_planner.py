@@ -68,7 +68,7 @@ def _rounds(planner: Planner, seq: Sequence, count: int, accept: float) -> list[
         num_accepted = int(accept * len(draft))
         tokens = [1] * (num_accepted + 1)
         seq.extend(tokens)
-        planner.accept(seq, Verdict(tokens, np.arange(num_accepted, dtype=np.int32)), ())
+        planner.accept(seq, Verdict(tokens, list(range(num_accepted))), ())
     return lengths
 
 

@@ -82,7 +82,7 @@ def test_a_tree_hands_on_the_rows_of_its_accepted_path() -> None:
 def test_a_cycle_counts_positions_on_the_longest_path_that_was_still_open(path: list[int], num_positions: int) -> None:
     draft = tree([4, 5, 6, 7, 4], [-1, -1, 0, 2, 1])
     output = ForwardOutput(np.zeros((6, 8), np.float32))
-    (cycle,) = Round(draft, Verdict([0] * (len(path) + 1), np.array(path, np.int32)), output).cycles
+    (cycle,) = Round(draft, Verdict([0] * (len(path) + 1), path), output).cycles
     assert cycle == Cycle("fixed", 5, len(path), num_positions)
 
 

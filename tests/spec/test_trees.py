@@ -54,7 +54,7 @@ class Knowing(NullProposer):
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[Any, ...]) -> None:
         self.num_accepted += len(verdict.path)
-        self.num_moved += int((verdict.path != np.arange(len(verdict.path))).sum())
+        self.num_moved += sum(node != place for place, node in enumerate(verdict.path))
 
 
 def depth_of(parents: list[int], node: int) -> int:

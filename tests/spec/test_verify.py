@@ -121,8 +121,8 @@ def verify_from_the_target_row(draft: Draft, target_probs: Callable[[int], np.nd
     assert draft.probs is not None
     for i, token in enumerate(draft.tokens.tolist()):
         if not rng.random() * draft.probs[i][token] < target_probs(i)[token]:
-            return Verdict([*draft.tokens[:i].tolist(), sample(target_probs(i), rng)], np.arange(i, dtype=np.int32))
-    return Verdict([*draft.tokens.tolist(), sample(target_probs(len(draft)), rng)], np.arange(len(draft), dtype=np.int32))
+            return Verdict([*draft.tokens[:i].tolist(), sample(target_probs(i), rng)], list(range(i)))
+    return Verdict([*draft.tokens.tolist(), sample(target_probs(len(draft)), rng)], list(range(len(draft))))
 
 
 def verify_each_alternative_against_the_target(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
@@ -134,8 +134,7 @@ def verify_each_alternative_against_the_target(draft: Draft, target_probs: Calla
         if parent == last and rng.random() * draft_prob < target_probs(last + 1)[draft.tokens[node]]:
             path.append(node)
             last = node
-    nodes = np.array(path, np.int32)
-    return Verdict([*draft.tokens[nodes].tolist(), sample(target_probs(last + 1), rng)], nodes)
+    return Verdict([*draft.tokens[path].tolist(), sample(target_probs(last + 1), rng)], path)
 
 
 def verify_as_a_chain(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
@@ -154,7 +153,7 @@ def verify_block_by_its_joint_probability(draft: Draft, target_probs: Callable[[
     if length < len(tokens):
         residual = np.maximum(kept[length] * row - draft.probs[length], 0)
         row = residual if residual.sum() else row
-    return Verdict([*tokens[:length], sample(row, rng)], np.arange(length, dtype=np.int32))
+    return Verdict([*tokens[:length], sample(row, rng)], list(range(length)))
 
 
 def verify_block_with_a_residual_of_one_token(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
@@ -442,7 +441,7 @@ def test_greedy_verification_goes_down_the_branch_that_agrees(choices: str, path
         return ord(choices[len(asked) - 1])
 
     verdict = verify_greedy(tree, target_token)
-    assert verdict.path.tolist() == path
+    assert verdict.path == path
     assert bytes(verdict.tokens).decode() == choices[: len(path) + 1]
     assert asked == [0, *(node + 1 for node in path)]
 
@@ -453,4 +452,4 @@ def test_greedy_verification_keeps_the_agreeing_prefix_and_adds_the_targets_choi
     tokens = [choice if i < num_right else choice + 1 for i, choice in enumerate(choices[:4])]
     verdict = verify_greedy(Draft.chain(tokens, "test"), choices.__getitem__)
     assert verdict.tokens == choices[: num_right + 1]
-    assert verdict.path.tolist() == list(range(num_right))
+    assert verdict.path == list(range(num_right))
