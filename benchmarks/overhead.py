@@ -67,7 +67,7 @@ def main(
 ) -> None:
     """Print a line for each number of threads and draft."""
     path = resolve_model(model)
-    arms = {f"{name}, {n} threads": LLM(path, name, threads=n, context_length=1024) for n in threads for name in draft}
+    arms = {f"{name}, {n} threads": LLM(path, name, threads=n) for n in threads for name in draft}
     us: dict[str, dict[str, list[float]]] = {arm: {name: [] for name in CLOCKS} for arm in arms}
     passed = Rounds(rounds, max(threads))
     try:
