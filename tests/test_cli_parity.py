@@ -94,6 +94,15 @@ def test_a_record_stands_for_the_backend_that_made_it(model: str, recorded: str)
     assert report["a"]["drafted"] is None
 
 
+def test_a_text_is_read_beside_the_prompts_and_no_answer_need_be_given(model: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A text of some length. " * 9, "utf-8")
+    report = shown("numpy", "numpy", "-m", model, "--text", f"{tmp_path}/text.txt:40", "--tokens", "0")
+    assert report["num_prompts"] == 0
+    assert [one["num_rows"] for one in report["prompts"]] == [one["num_prompt_tokens"] for one in report["prompts"]]
+    assert report["prompts"][-1]["num_rows"] == 40
+    assert len(report["prompts"]) == 7
+
+
 def test_a_side_may_have_settings_of_its_own(model: str) -> None:
     report = shown("numpy:kv_format=f32", "numpy:kv_format=int8,threads=1", "-m", model, "--tokens", "2")
     assert [report[side]["kv_format"] for side in "ab"] == ["f32", "int8"]
@@ -153,6 +162,7 @@ def test_a_limit_that_is_not_kept_exits_with_1_and_is_named(
     [
         (("abacus", "numpy"), "'abacus' does not exist"),
         (("numpy:threads=many", "numpy"), "threads in 'numpy:threads=many'"),
+        (("numpy:cuda", "numpy"), "device cuda is a setting of the torch backend"),
         (("numpy:speed=9", "numpy"), "SETTING=VALUE"),
         (("numpy:threads=1,", "numpy"), "SETTING=VALUE"),
         (("numpy:kv_format=q4_0", "numpy"), "f32, f16, bf16, int8"),

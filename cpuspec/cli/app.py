@@ -459,10 +459,13 @@ def parity(
     ] = None,
     texts: Annotated[
         list[str] | None,
-        typer.Option("--text", metavar="FILE:TOKENS", help="Read the first tokens of a file and compare the logits. Repeatable."),
+        typer.Option(
+            "--text", metavar="FILE:TOKENS", help="Read the first tokens of a file, too, and compare the logits. Repeatable."
+        ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", min=1, help=f"Tokens of each answer; by default {NUM_TOKENS}.")
+        int | None,
+        typer.Option("--tokens", metavar="N", min=0, help=f"Tokens of each answer; by default {NUM_TOKENS}, 0 reads only."),
     ] = None,
     record: Annotated[
         Path | None, typer.Option("--record", metavar="FILE", help="Write what A said, to be compared with on another machine.")
@@ -512,8 +515,8 @@ def parity(
     questions = shared_questions(sides, identity)
     if questions is None:
         assert checkpoint is not None, "where there is no record there is a backend, which runs a model"
-        questions = make_questions(checkpoint, prompts or [], texts or [], tokens or NUM_TOKENS)
-    elif prompts or texts or tokens:
+        questions = make_questions(checkpoint, prompts or [], texts or [], NUM_TOKENS if tokens is None else tokens)
+    elif prompts or texts or tokens is not None:
         raise typer.BadParameter("--prompts, --text and --tokens are the record's own; leave them out")
     with ExitStack() as stack:
         loaded = []

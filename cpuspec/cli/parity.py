@@ -56,8 +56,8 @@ def read_side(text: str, settings: EngineConfig) -> Wanted | Run:
     if backend not in BACKENDS and (Path(text).is_file() or text.endswith(".json")):
         return read_run(Path(text))
     with options.usage_errors():
-        check_backend(backend)
         settings = replace(settings, **dict(_read_setting(change, text) for change in changes.split(",") if changes))
+        check_backend(backend, settings)
         get_kv_format(settings.kv_format)
     return Wanted(text, backend, settings)
 
@@ -94,10 +94,10 @@ def loaded_side(side: Wanted | Run, checkpoint: Checkpoint | None, questions: li
 
 
 def make_questions(checkpoint: Checkpoint, prompts: list[str], texts: list[str], num_tokens: int) -> list[Question]:
-    """Prompts (FILE:FIELD:N) to be answered with so many tokens, texts to be read (FILE:TOKENS). Without both, some of its own."""
+    """Prompts (FILE:FIELD:N) to be answered with so many tokens, texts to be read (FILE:TOKENS). By default prompts of its own."""
     asked: list[Prompt] = [one for text in prompts for one in read_prompts(options.checked_text(text, "--prompts")).prompts]
     tokenizer = make_tokenizer(checkpoint)
-    answered = [Question(prompt_ids(tokenizer, one), num_tokens) for one in asked or (() if texts else PROMPTS)]
+    answered = [Question(prompt_ids(tokenizer, one), num_tokens) for one in asked or PROMPTS]
     return answered + [Question(read_text_ids(options.checked_text(text, "--text"), tokenizer), 0) for text in texts]
 
 
@@ -152,7 +152,7 @@ def show_parity(report: Report) -> None:
             f"most {report['kl_max']:.3g}",
         ),
         ("same likeliest token", f"{report['same_top']:.2%} of rows"),
-        ("greedy answers", f"{report['num_identical']} of {report['num_prompts']} identical"),
+        ("greedy answers", f"{report['num_identical']} of {report['num_prompts']} identical" if report["num_prompts"] else "none"),
         *(("", line) for line in _differences(report)),
         *(line for side in (a, b) for line in _speed(side)),
     ]

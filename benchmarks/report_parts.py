@@ -1,0 +1,449 @@
+"""The parts of the report: what each says of the results on file, in texts, tables and plots, or which command would make them.
+
+Every part takes the results, the newest first, and returns its blocks; none of them is the same as no result.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import report_plots as plots
+from peers_report import OWN
+
+from cpuspec.config import SpecConfig
+from cpuspec.evaluate.parity import Parity, Run, compare
+
+Result = Mapping[str, Any]
+PLAIN, AUTO = "none", "auto"
+POSITIONS = 16  # of a draft, that acceptance is drawn for
+
+_UPPER = (
+    "Where the model's file is quantized, so are the values that a cast of its own weights (`self:`) starts from, in 16 bits, too: "
+    "casts agree with such a target more often than they would with weights that never were."
+)
+_PEERS = (
+    "llama.cpp reads the same file. The others run a model of the same shape with random weights, in their own 4-bit format "
+    "(torch: 8 bits). All engines took turns, round by round."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells under their headings; the first columns are texts, the others figures."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: int = 1
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A PNG, its file's name without the ending, and what it shows in words."""
+
+    name: str
+    caption: str
+    png: bytes
+
+
+Block = str | Table | Plot
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chapter. make: the blocks of what is on file. commands: what makes results for it."""
+
+    title: str
+    commands: Sequence[str]
+    make: Callable[[Sequence[Result], Sequence[Run]], list[Block]]
+
+
+def gains(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """Every arm over plain decoding, set by set."""
+    blocks: list[Block] = []
+    for number, (head, sets) in enumerate(_chains(results)):
+        panels = {
+            f"{name}: {_prompts(arms)}": {_arm(spec, head): _gain(arm) for spec, arm in arms.items() if arm["over_plain"]}
+            for name, arms in sets.items()
+        }
+        rows = [
+            [
+                f"{name}: {_arm(spec, head)}",
+                _figure(arm["tokens_per_s"], 1),
+                _figure(arm["over_plain"]),
+                _interval(arm["over_plain_interval"]),
+                _figure(arm["tokens_per_forward"]),
+                f"{arm['num_identical']} of {arm['num_prompts']}",
+            ]
+            for name, arms in sets.items()
+            for spec, arm in arms.items()
+        ]
+        columns = ["prompts: drafts", "tokens/s", "over plain", "95 % interval", "tokens per forward", "identical"]
+        caption = f"{head}: speed over plain decoding, geometric mean of prompts with its bootstrapped 95 % interval"
+        blocks += [
+            f"**{head}**",
+            Plot(f"gains-{number}", caption, plots.bars(panels, "times the speed of plain decoding", reference=1.0)),
+            Table(columns, rows),
+        ]
+    return [_UPPER, *blocks] if blocks else []
+
+
+def four_arms(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """Baseline, quantization only, speculation only, both: of a model that was run over a 16-bit target and over its file."""
+    by_model: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for result in _of(results, "chains"):
+        dtype = "file" if result["target_dtype"] is None else str(result["target_dtype"])
+        by_model.setdefault(result["model"], {}).setdefault(dtype, result["sets"])
+    rows, panels = [], {}
+    for model, targets in by_model.items():
+        wide = next((dtype for dtype in targets if dtype != "file"), None)
+        if wide is None or "file" not in targets:
+            continue
+        for name in (name for name in targets[wide] if name in targets["file"]):
+            arms = {
+                f"baseline: target in {wide}, plain": (targets[wide][name], PLAIN),
+                "quantization only: the file, plain": (targets["file"][name], PLAIN),
+                f"speculation only: target in {wide}": (targets[wide][name], _best(targets[wide][name])),
+                "both: the file with drafts": (targets["file"][name], _best(targets["file"][name])),
+            }
+            rates = {f"{label}{_with(spec)}": sets[spec]["tokens_per_s"] for label, (sets, spec) in arms.items() if spec}
+            base = next(iter(rates.values()))
+            panels[f"{Path(model).stem}, {name}"] = {label: plots.Bar(rate) for label, rate in rates.items() if rate}
+            rows += [[f"{name}: {label}", _figure(rate, 1), _figure(rate / base)] for label, rate in rates.items() if rate and base]
+    if not rows:
+        return []
+    return [
+        "Two runs of `chains.py`, one over the target in 16 bits and one over the file: the ratios between the two are not of "
+        "turns taken in one run, and a machine's mood may be in them. Drafts are those that gain most on these prompts.",
+        Plot("four-arms", "tokens per second of the four arms", plots.bars(panels, "tokens/s", 1)),
+        Table(["prompts: arm", "tokens/s", "over the baseline"], rows),
+    ]
+
+
+def peers(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """Engines side by side: rates, and how many times as fast as each cpuspec is."""
+    blocks: list[Block] = []
+    seen: set[tuple[str, str]] = set()  # a figure of a model is told by the newest file that has it
+    for number, result in enumerate(_of(results, "peers")):
+        figures = {figure: one for figure, one in result["figures"].items() if (result["model"], figure) not in seen}
+        seen |= {(result["model"], figure) for figure in figures}
+        if not figures:
+            continue
+        rates = {figure: by_engine for figure, by_engine in figures.items() if figure.startswith(("decode", "prefill"))}
+        panels = {
+            figure: {engine: plots.Bar(one["median"], one["min"], one["max"]) for engine, one in by_engine.items()}
+            for figure, by_engine in rates.items()
+        }
+        head = f"{result['model']}, {result['threads']} threads, {result['rounds']} rounds"
+        blocks.append(f"**{head}**")
+        if panels:
+            caption = f"{head}: tokens per second, median of the rounds, and the least and the most"
+            blocks.append(Plot(f"peers-{number}", caption, plots.bars(panels, "tokens/s", 1)))
+        ratios = {figure: by_peer for figure, by_peer in result["ratios"].items() if figure in figures}
+        others = list(dict.fromkeys(peer for by_peer in ratios.values() for peer in by_peer if peer != "best"))
+        rows = [[figure, *(_ratio(by_peer.get(peer)) for peer in others)] for figure, by_peer in ratios.items()]
+        blocks += [Table([f"{OWN} over", *others], rows)] if rows else []
+        blocks += [f"{engine} was left out: {reason}" for engine, reason in result["failed"].items()]
+    return [_PEERS, *blocks] if blocks else []
+
+
+def row_costs(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """v(n): what a forward over n rows costs, over that of one row."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for result in _of(results, "peers"):
+        model, forwards = str(result["model"]), {name: one for name, one in result["figures"].items() if "row" in name}
+        for engine in dict.fromkeys(engine for by_engine in forwards.values() for engine in by_engine):
+            points = [(float(_rows(name)), one[engine]["median"]) for name, one in forwards.items() if engine in one]
+            times.setdefault(model, {}).setdefault(engine, points)
+        for engine, costs in result["over_one_row"].items():
+            if costs:
+                points = [(1.0, 1.0), *((float(_rows(name)), one["median"]) for name, one in costs.items())]
+                panels.setdefault(model, {}).setdefault(engine, points)
+    rows = [
+        [f"{model}: {engine}", "; ".join(f"{x:.0f}: {y:.2f}" for x, y in points[1:])]
+        for model, curves in panels.items()
+        for engine, points in curves.items()
+    ]
+    if not panels:
+        return []
+    caption = "time of a forward over n rows with all logits, over the time of one row; the lower, the cheaper a verification"
+    picture = plots.curves(panels, ("rows n of a forward", "v(n), times one row"), diagonal="n rows, one by one")
+    blocks: list[Block] = [Plot("row-costs", caption, picture), Table(["model: engine", "rows: times one row"], rows, 2)]
+    if times:
+        caption = "the same in milliseconds: an engine whose single row is slow may have a flat v(n)"
+        blocks.append(Plot("row-times", caption, plots.curves(times, ("rows n of a forward", "milliseconds"))))
+    return blocks
+
+
+def acceptance(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """How far drafts are accepted, position by position and level by level."""
+    blocks: list[Block] = []
+    for number, (head, sets) in enumerate(_chains(results)):
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        rows = []
+        for name, arms in sets.items():
+            for spec, arm in arms.items():
+                for level, counts in arm["levels"].items():
+                    label = level if level == spec else f"{level} in {spec}"
+                    shares = [some / counts["num_drafts"] for some in counts["num_accepted_tokens_per_pos"][:POSITIONS]]
+                    if shares:
+                        panels.setdefault(str(name), {})[label] = [(at + 1.0, share) for at, share in enumerate(shares)]
+                    rows.append(
+                        [
+                            f"{name}: {label}",
+                            _accepted(counts),
+                            f"{counts['accepted_per_proposed']:.0%}",
+                            f"{counts['accepted_per_evaluated']:.0%}",
+                            f"{counts['mu']:.2f}",
+                        ]
+                    )
+        if panels:
+            caption = f"{head}: share of the drafts of which the token at a position was accepted, and so all before it"
+            picture = plots.curves(panels, ("position in the draft", "share of drafts"), share=True)
+            columns = ["prompts: level", "tokens accepted", "of drafted", "of those looked at", "accepted a round"]
+            blocks += [f"**{head}**", Plot(f"acceptance-{number}", caption, picture), Table(columns, rows)]
+    return [_UPPER, *blocks] if blocks else []
+
+
+def memory(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """What levels hold, and what a process takes at its peak."""
+    blocks: list[Block] = []
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for result in _newest_chains(results):
+        for spec, levels in result["memory"].items():
+            pieces: dict[str, float] = {}
+            for level in levels:
+                name = "target" if level["name"] == "target" else "drafts"
+                for what, num_bytes in (
+                    (
+                        f"weights of the {name}" if name == "target" else "weights of drafts alone",
+                        level["weight_bytes"] - level["shared_bytes"],
+                    ),
+                    ("keys and values", level["kv_bytes"]),
+                ):
+                    pieces[what] = pieces.get(what, 0) + num_bytes / 1e6
+            order = ("weights of the target", "weights of drafts alone", "keys and values")
+            ordered = {what: pieces.get(what, 0.0) for what in order}
+            panels.setdefault(_target(result), {})[_arm(spec, _target(result))] = ordered
+    if panels:
+        caption = "memory of each arm in megabytes; weights that drafts share with the target are counted once"
+        blocks.append(Plot("memory", caption, plots.stacks(panels, "MB")))
+    rows = [
+        [f"{result['model']}: {figure}, {engine}", _figure(one["median"])]
+        for result in _newest_of_model(results, "start")
+        for figure, by_engine in result["figures"].items()
+        for engine, one in by_engine.items()
+    ]
+    return blocks + ([Table(["starts and peaks (`start.py`)", "median"], rows)] if rows else [])
+
+
+def quality(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """What quantized arithmetic loses, and whether answers stay the same."""
+    rows = [
+        [
+            f"{one['model']}, {one['backend']}, {one['num_tokens']} tokens of {one['text']}",
+            f"{one['kl_mean']:.2e}",
+            f"{one['kl_p99']:.2e}",
+            f"{one['kl_max']:.2e}",
+            f"{one['same_top']:.1%}",
+            f"{one['perplexity_ratio']:.4f}",
+        ]
+        for one in _newest_of_model(results, "quality")
+    ]
+    if not rows:
+        return []
+    return [
+        "Against the numpy backend on the dequantized weights of the same file: what the arithmetic loses, not what the format "
+        "lost when the file was made. Divergences in nats.",
+        Table(["model", "KL mean", "KL 99 %", "KL most", "same likeliest token", "perplexity over reference"], rows),
+    ]
+
+
+def identity(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """Greedy ids whatever drafts, threads, batches."""
+    rows = [
+        [f"{one['model']}: {arm['arm']}", f"{arm['identical_prompts']} of {one['prompts']}", _accepted(arm)]
+        for one in _newest_of_model(results, "identity")
+        for arm in one["arms"]
+    ]
+    return [Table(["model: how it was run", "prompts with identical ids", "drafted tokens accepted"], rows)] if rows else []
+
+
+def machines(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """Recorded runs of a model beside each other: a GPU's and a CPU's."""
+    blocks: list[Block] = []
+    by_files: dict[frozenset[str], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: str(run.about.get("date", ""))):
+        by_files.setdefault(frozenset(str(file["sha256"]) for file in run.model.files), []).append(run)
+    for number, group in enumerate(by_files.values()):
+        reference, *others = [run for run in group if run.questions == group[0].questions]
+        head = f"{reference.model.name}, reference {_who(reference.about)}"
+        blocks.append(f"**{head}**")
+        if not others:
+            blocks.append("One run is on file, and none to compare it with.")
+            continue
+        found = [compare(reference, other, reference.questions) for other in others]
+        sides = [found[0].sides[0], *(one.sides[1] for one in found)]
+        rates: dict[str, plots.Bar] = {}
+        for side in sides:
+            for label, rate in (("plain", side["tokens_per_s"]), (side.get("draft"), (side["drafted"] or {}).get("tokens_per_s"))):
+                if rate:
+                    rates[f"{_who(side)}: {label}"] = plots.Bar(rate)
+        if rates:
+            caption = f"{reference.model.name}: tokens per second of greedy answers, one at a time, on each machine"
+            blocks.append(Plot(f"machines-{number}", caption, plots.bars({reference.model.name: rates}, "tokens/s", 1)))
+        columns = [
+            "compared with it",
+            "rows",
+            "same likeliest token",
+            "KL mean, at least",
+            "largest difference, at least",
+            "identical answers",
+        ]
+        blocks.append(Table(columns, [_agreement(one) for one in found]))
+        levels = [
+            [f"{_who(side)}: {name}", _accepted(counts), f"{counts['accepted_per_proposed']:.0%}"]
+            for side in sides
+            for name, counts in (side["drafted"] or {"levels": {}})["levels"].items()
+        ]
+        blocks += [Table(["drafts", "tokens accepted", "of drafted"], levels)] if levels else []
+    return blocks
+
+
+_CHAINS = "python benchmarks/chains.py MODEL FILE.jsonl:FIELD:COUNT --arm SPEC --json benchmarks/results/chains-NAME.json"
+_IN_BF16 = (
+    "python benchmarks/chains.py MODEL FILE.jsonl:FIELD:COUNT --target-dtype bf16 --arm self:mxfp4 --arm DRAFT_MODEL "
+    "--arm DRAFT_MODEL,self:mxfp4 --json benchmarks/results/chains-NAME-bf16.json"
+)
+
+PARTS = (
+    Part("Drafts over plain decoding", (_CHAINS, _IN_BF16), gains),
+    Part("The four arms: baseline, quantization, speculation, both", (_CHAINS, _IN_BF16), four_arms),
+    Part(
+        "Peers side by side",
+        ("python benchmarks/peers.py MODEL --llama-cpp PROGRAMS --python ENGINE=PYTHON --json benchmarks/results/peers-NAME.json",),
+        peers,
+    ),
+    Part(
+        "The cost of n rows",
+        ("python benchmarks/peers.py MODEL --llama-cpp PROGRAMS --figures forwards --json benchmarks/results/peers-NAME.json",),
+        row_costs,
+    ),
+    Part("Acceptance, by position and level", (_CHAINS,), acceptance),
+    Part("Memory", (_CHAINS, "python benchmarks/start.py MODEL --json benchmarks/results/start-NAME.json"), memory),
+    Part("Quality", ("python benchmarks/quality.py MODEL TEXT --json benchmarks/results/quality-NAME.json",), quality),
+    Part(
+        "Identical answers",
+        ("python benchmarks/identity.py MODEL FILE.jsonl:FIELD:COUNT --json benchmarks/results/identity-NAME.json",),
+        identity,
+    ),
+    Part(
+        "Machines: GPU and CPU",
+        (
+            "cpuspec parity BACKEND -m MODEL --record benchmarks/results/runs/ONE.json",
+            "cpuspec parity BACKEND benchmarks/results/runs/ONE.json -m MODEL --record benchmarks/results/runs/OTHER.json",
+        ),
+        machines,
+    ),
+)
+
+
+def _of(results: Sequence[Result], benchmark: str) -> Iterator[Result]:
+    return (result for result in results if result["benchmark"] == benchmark)
+
+
+def _newest_of_model(results: Sequence[Result], benchmark: str) -> list[Result]:
+    newest: dict[str, Result] = {}
+    for result in _of(results, benchmark):
+        newest.setdefault(str(result["model"]), result)
+    return list(newest.values())
+
+
+def _newest_chains(results: Sequence[Result]) -> list[Result]:
+    newest: dict[str, Result] = {}
+    for result in _of(results, "chains"):
+        newest.setdefault(_target(result), result)
+    return list(newest.values())
+
+
+def _chains(results: Sequence[Result]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each target its sets of prompts, each from the newest file that has it."""
+    sets: dict[str, dict[str, Any]] = {}
+    for result in _of(results, "chains"):
+        for name, arms in result["sets"].items():
+            sets.setdefault(_target(result), {}).setdefault(name, arms)
+    yield from sets.items()
+
+
+def _target(result: Result) -> str:
+    return f"{result['model']}" + (f", target in {result['target_dtype']}" if result["target_dtype"] else "")
+
+
+def _arm(spec: str, head: str) -> str:
+    """An arm's name; over a 16-bit target with what ML-SpecQD calls it (arXiv 2503.13565)."""
+    if "target in" not in head:
+        return "plain" if spec == PLAIN else spec
+    levels = SpecConfig.parse(spec).levels
+    cast = [level.name == "self" for level in levels]
+    if not levels:
+        return "plain (GREEDY)"
+    if len(levels) > 1 and cast[-1]:
+        return f"{spec} (MULTI)"
+    if cast == [True]:
+        return f"{spec} ({levels[0].argument.upper()})"
+    return spec if spec in (AUTO, "ngram", "suffix") or levels[0].name == "skip" else f"{spec} (DRAFT)"
+
+
+def _best(arms: Mapping[str, Any]) -> str | None:
+    measured = {spec: arm["over_plain"] for spec, arm in arms.items() if spec != PLAIN and arm["over_plain"]}
+    return max(measured, key=measured.__getitem__, default=None)
+
+
+def _gain(arm: Mapping[str, Any]) -> plots.Bar:
+    return plots.Bar(arm["over_plain"], *arm["over_plain_interval"])
+
+
+def _prompts(arms: Mapping[str, Any]) -> str:
+    return f"{next(iter(arms.values()))['num_prompts']} prompts"
+
+
+def _with(spec: str | None) -> str:
+    return "" if spec in (None, PLAIN) else f", {spec}"
+
+
+def _rows(name: str) -> int:
+    return int(name.partition(" ")[0])
+
+
+def _who(about: Mapping[str, Any]) -> str:
+    where = about["device"] if about.get("device", "cpu") != "cpu" else about.get("processor", "an unknown machine")
+    return f"{about['name']} on {where}"
+
+
+def _agreement(found: Parity) -> list[str]:
+    report = found.as_dict()
+    return [
+        _who(found.sides[1]),
+        str(found.num_rows),
+        f"{found.same_top:.2%}",
+        f"{found.kl_mean:.2e}",
+        f"{found.max_abs_logit_difference:.3g}",
+        f"{report['num_identical']} of {report['num_prompts']}",
+    ]
+
+
+def _ratio(spread: Mapping[str, Any] | None) -> str:
+    return "" if spread is None else f"{spread['median']:.2f} ({spread['min']:.2f} to {spread['max']:.2f})"
+
+
+def _accepted(counts: Mapping[str, Any]) -> str:
+    return f"{counts['num_accepted_tokens']} of {counts['num_draft_tokens']}" if counts["num_draft_tokens"] else ""
+
+
+def _interval(ends: Sequence[float | None]) -> str:
+    return "" if ends[0] is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,329 @@
+"""The report says what is on file, with what it rests on, and what is not; and nothing in its pictures covers anything else."""
+
+import json
+import re
+from html.parser import HTMLParser
+from itertools import combinations
+
+import pytest
+import report
+import report_parts
+import report_plots
+from typer import Typer
+from typer.testing import CliRunner
+
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.config import EngineConfig
+from cpuspec.evaluate.parity import ModelIdentity, Question, open_side, record
+from cpuspec.evaluate.parity_file import write_run
+from tools.make_readme_tables import RESULTS
+from tools.make_tiny_model import make_tiny_gguf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
+
+QUALITY = {"kl_mean": 2e-4, "kl_p99": 1e-3, "kl_max": 0.5, "same_top": 0.992, "perplexity_ratio": 1.001}
+
+
+def spread(median):
+    return {"median": median, "min": median * 0.9, "max": median * 1.1}
+
+
+def result(benchmark, **figures):
+    return {
+        "benchmark": benchmark,
+        "model": "one|two.gguf",
+        "command": f"python benchmarks/{benchmark}.py one",
+        "date": "2026-01-01T00:00:00+00:00",
+        "machine": {"processor": "A <b>processor</b>", "cores": 2, "isa": "generic"},
+        "threads": 2,
+        "rounds": 5,
+        "load_average": [0.5],
+        "stolen": [0.0],
+        **figures,
+    }
+
+
+def arm(ratio, **accepted):
+    levels = {
+        name: {
+            "num_drafts": 10,
+            "num_draft_tokens": 40,
+            "num_accepted_tokens": sum(per_pos),
+            "num_accepted_tokens_per_pos": per_pos,
+            "mu": 1.5,
+            "accepted_per_proposed": 0.25,
+            "accepted_per_evaluated": 0.5,
+        }
+        for name, per_pos in accepted.items()
+    }
+    common = {"num_prompts": 20, "num_identical": 20, "tokens_per_s": 10 * ratio, "tokens_per_forward": 2.0, "levels": levels}
+    return common | {"over_plain": ratio, "over_plain_interval": [ratio - 0.125, ratio + 0.125]}
+
+
+def chains(factor, **more):
+    arms = {
+        "none": arm(1.0),
+        "suffix": arm(1.25 * factor, suffix=[9, 3]),
+        "self:mxfp4": arm(1.75 * factor, **{"self:mxfp4": [10, 8]}),
+        "small.gguf": arm(1.5 * factor, **{"small.gguf": [8, 2]}),
+        "suffix,self:mxfp4": arm(2.25 * factor, suffix=[5, 1], **{"self:mxfp4": [10, 9]}),
+        "auto": arm(2.0 * factor),
+    }
+    target = {"name": "target", "weight_bytes": 300_000_000, "shared_bytes": 0, "kv_bytes": 5_000_000}
+    cast = {"name": "self:mxfp4", "weight_bytes": 200_000_000, "shared_bytes": 50_000_000, "kv_bytes": 5_000_000}
+    memory = {"none": [target], "suffix,self:mxfp4": [cast, target]}
+    return result("chains", **{"target_dtype": None, "sets": {"mbpp": arms}, "memory": memory} | more)
+
+
+RESULTS_OF_ALL = {
+    "chains": chains(1.0),
+    "chains-bf16": chains(2.0, target_dtype="bf16"),
+    "peers": result(
+        "peers",
+        figures={"decode": {"cpuspec": spread(20.0), "llama.cpp": spread(10.0)}, "1 row": {"cpuspec": spread(50.0)}},
+        ratios={"decode": {"llama.cpp": spread(2.0), "best": {"peer": "llama.cpp", **spread(2.0)}}},
+        over_one_row={"cpuspec": {"2 rows": spread(1.0625), "8 rows": spread(1.5)}, "llama.cpp": {}},
+        failed={"torch": "it did not answer"},
+    ),
+    "start": result("start", figures={"peak memory, MB": {"cpuspec": spread(777.0)}}, load_average=[9.0]),
+    "quality": result("quality", backend="numba", text="wiki.txt", num_tokens=512, **QUALITY),
+    "identity": result(
+        "identity",
+        prompts=40,
+        arms=[{"arm": "plain", "identical_prompts": 39, "num_draft_tokens": 8, "num_accepted_tokens": 5}],
+    ),
+}
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What was to be drawn, by the caption's order; no picture needs matplotlib."""
+    panels = []
+    for kind in ("bars", "stacks", "curves"):
+        monkeypatch.setattr(report_plots, kind, lambda what, *_, **__: panels.append(what) or b"a picture")
+    monkeypatch.setattr(report, "find_spec", lambda name: name)
+    return panels
+
+
+def on_file(directory, results):
+    directory.mkdir(exist_ok=True)
+    for name, one in results.items():
+        (directory / f"{name}.json").write_text(json.dumps(one), "utf-8")
+    return directory
+
+
+def chapter(markdown, title):
+    return markdown.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def made(directory):
+    return report.as_markdown(report.make_chapters(report.read_results(directory), report.read_runs(directory / "runs")))
+
+
+def test_every_part_tells_its_figures(tmp_path, drawn):
+    text = made(on_file(tmp_path / "results", RESULTS_OF_ALL))
+    assert "No result on file" not in chapter(text, "Drafts over plain decoding")
+    for title, wanted in {
+        "Drafts over plain decoding": [
+            "| mbpp: suffix,self:mxfp4 | 22.5 | 2.25 | 2.12 to 2.38 | 2.00 | 20 of 20 |",
+            "| mbpp: plain (GREEDY) |",
+            "| mbpp: self:mxfp4 (MXFP4) |",
+            "| mbpp: small.gguf (DRAFT) |",
+            "| mbpp: suffix,self:mxfp4 (MULTI) | 45.0 |",
+            "quantized",
+        ],
+        "The four arms: baseline, quantization, speculation, both": [
+            "| mbpp: baseline: target in bf16, plain | 10.0 | 1.00 |",
+            "| mbpp: speculation only: target in bf16, suffix,self:mxfp4 | 45.0 | 4.50 |",
+            "| mbpp: both: the file with drafts, suffix,self:mxfp4 | 22.5 | 2.25 |",
+        ],
+        "Peers side by side": [
+            "| cpuspec over | llama.cpp |",
+            "| decode | 2.00 (1.80 to 2.20) |",
+            "torch was left out: it did not answer",
+        ],
+        "The cost of n rows": ["| one\\|two.gguf: cpuspec | 2: 1.06; 8: 1.50 |"],
+        "Acceptance, by position and level": ["| mbpp: suffix in suffix,self:mxfp4 | 6 of 40 | 25% | 50% | 1.50 |"],
+        "Memory": ["peak memory, MB, cpuspec | 777.00 |"],
+        "Quality": ["| 2.00e-04 | 1.00e-03 | 5.00e-01 | 99.2% | 1.0010 |"],
+        "Identical answers": ["| 39 of 40 | 5 of 8 |"],
+        "Machines: GPU and CPU": ["No result on file", "cpuspec parity"],
+        "Where this comes from": ["yes: load average up to 0.5", "NO: load average up to 9.0", "`python benchmarks/peers.py one`"],
+    }.items():
+        for line in wanted:
+            assert line in chapter(text, title), (title, line)
+
+
+def test_pictures_show_the_figures_that_the_tables_have(tmp_path, drawn):
+    made(on_file(tmp_path / "results", RESULTS_OF_ALL))
+    bars = next(panels for panels in drawn if "plain" in panels.get("mbpp: 20 prompts", ()))
+    assert bars["mbpp: 20 prompts"]["suffix,self:mxfp4"] == report_plots.Bar(2.25, 2.125, 2.375)
+    curves = next(panels["mbpp"] for panels in drawn if "mbpp" in panels)
+    assert curves["suffix"] == [(1.0, 0.9), (2.0, 0.3)]
+    assert {"one|two.gguf": {"cpuspec": [(1.0, 50.0)]}} in drawn
+    assert {"one|two.gguf": {"cpuspec": [(1.0, 1.0), (2.0, 1.0625), (8.0, 1.5)]}} in drawn
+    memory = next(panels["one|two.gguf"] for panels in drawn if "plain" in panels.get("one|two.gguf", ()))
+    assert memory["suffix,self:mxfp4"] == {"weights of the target": 300, "weights of drafts alone": 150, "keys and values": 10}
+
+
+def test_a_figure_is_told_by_the_newest_file_that_has_it(tmp_path, drawn):
+    newest, older = json.loads(json.dumps([RESULTS_OF_ALL["peers"]] * 2))
+    older["date"] = "2025-01-01"
+    older["figures"]["prefill"] = {"cpuspec": spread(99.0)}
+    older["ratios"] = {figure: {"llama.cpp": spread(7.0)} for figure in ("decode", "prefill")}
+    text = chapter(made(on_file(tmp_path / "results", {"a": older, "b": newest})), "Peers side by side")
+    assert re.findall(r"\| (\w+) \| ([\d.]+) \(", text) == [("decode", "2.00"), ("prefill", "7.00")]
+
+
+def test_a_part_with_nothing_on_file_names_the_command_that_makes_it(tmp_path, drawn):
+    text = made(on_file(tmp_path / "results", {}))
+    for part in report_parts.PARTS:
+        assert all(f"`{command}`" in chapter(text, part.title) for command in part.commands)
+        assert "No result on file" in chapter(text, part.title)
+    assert drawn == []
+
+
+def test_the_results_that_are_kept_make_a_report(drawn):
+    assert "No result on file" not in chapter(made(RESULTS), "Quality")
+
+
+def test_recorded_runs_of_a_model_are_compared(tmp_path, drawn):
+    (tmp_path / "runs").mkdir()
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", **SMALL))
+    questions, first = [Question([1, 2, 3], 4)], None
+    for name, kv_format, device, date in (("gpu", "f32", "cuda:0", "2026-01-01"), ("cpu", "int8", "cpu", "2026-01-02")):
+        settings, about = EngineConfig(kv_format=kv_format), {"device": device, "processor": "A processor", "date": date}
+        with open_side("numpy", checkpoint, questions, None, settings, about) as side:
+            run = record(side, ModelIdentity.of(checkpoint), questions, first, top=8)
+        first = first or run
+        write_run(run, tmp_path / "runs" / f"{name}.json")
+    text = chapter(made(tmp_path), "Machines: GPU and CPU")
+    assert "reference numpy on cuda:0" in text
+    assert re.search(r"\| numpy on A processor \| 7 \| [\d.]+% \| \S+ \| \S+ \| [01] of 1 \|", text)
+    assert "runs/gpu.json" in chapter(made(tmp_path), "Where this comes from")
+
+
+class Tags(HTMLParser):
+    """Open tags, and whether each was closed where it should be."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.sources, self.cells = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["td"]:
+            self.cells.append(data)
+
+
+def test_the_page_needs_no_other_file_and_takes_no_text_for_markup(tmp_path, drawn):
+    app = Typer()
+    app.command()(report.main)
+    results = on_file(tmp_path / "results", RESULTS_OF_ALL)
+    done = CliRunner().invoke(app, ["--results", str(results), "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    page = Tags()
+    page.feed((tmp_path / "out" / "report.html").read_text("utf-8"))
+    assert page.open == []
+    assert all(source.startswith(("data:image/png;base64,", "#part")) for source in page.sources)
+    assert any("A <b>processor</b>" in cell for cell in page.cells)
+    pictures = set(re.findall(r"\]\(([\w-]+\.png)\)", (tmp_path / "out" / "report.md").read_text("utf-8")))
+    assert pictures == {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert len(pictures) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("x.json", "{", "x.json is not a result"),
+        ("x.json", "[]", "wanted an object with benchmark"),
+        ("x.json", json.dumps(result("quality")), "has not the shape.*backend"),
+        ("runs/x.json", "{}", "format is absent"),
+    ],
+)
+def test_a_file_that_is_no_result_is_named(tmp_path, drawn, name, text, wanted):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / name).write_text(text, "utf-8")
+    app = Typer()
+    app.command()(report.main)
+    done = CliRunner().invoke(app, ["--results", str(tmp_path), "--output", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert re.search(wanted, done.output)
+    assert "x.json" in done.output
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    app = Typer()
+    app.command()(report.main)
+    done = CliRunner().invoke(app, ["--results", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "cpuspec[report]" in done.output
+
+
+# ------------------------------------------------------------------------------------------------------------------- pictures
+
+LONG = "a-rather-long-name-of-a-model-instruct-q4_k_m.gguf on a processor with a long name, avx512_vnni: suffix,self:mxfp4"
+PICTURES = {
+    "bars": lambda: report_plots.bars(
+        {"one": {LONG: report_plots.Bar(2.0, 1.5, 2.5), LONG[::-1]: report_plots.Bar(1.0), "c": report_plots.Bar(0.0)}, "two": {}},
+        "tokens/s",
+        reference=1.0,
+    ),
+    "stacks": lambda: report_plots.stacks(
+        {"m": {LONG: {"weights": 3e3, "keys": 1e3}, "b": {"keys": 2.0}}, "n": {"b": {"keys": 5.0}}}, "MB"
+    ),
+    "curves": lambda: report_plots.curves(
+        {LONG: {f"{LONG} {n}": [(1, 1), (2, n), (16, 3 * n)] for n in range(1, 10)}, "b": {"c": [(1, 1), (300, 9)]}},
+        ("n", "v(n)"),
+        "n",
+    ),
+}
+
+
+def in_view(axis):
+    """The labels of the ticks that are drawn."""
+    low, high = sorted(axis.get_view_interval())
+    return [label for at, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True) if low <= at <= high]
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_texts_lie_within_the_picture_and_cover_no_other(kind, monkeypatch):
+    agg = pytest.importorskip("matplotlib.backends.backend_agg")
+    figures = []
+    save = report_plots._png
+    monkeypatch.setattr(report_plots, "_png", lambda figure: figures.append(figure) or save(figure))
+    assert PICTURES[kind]().startswith(b"\x89PNG\r\n")
+    [figure] = figures
+    canvas = agg.FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer, whole = canvas.get_renderer(), figure.bbox
+    for axis in figure.axes:
+        texts = [*axis.texts, axis.xaxis.label, axis.yaxis.label, axis.title, *in_view(axis.xaxis), *in_view(axis.yaxis)]
+        if axis.get_legend():
+            texts += axis.get_legend().get_texts()
+        boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts if text.get_text() and text.get_visible()]
+        for text, box in boxes:
+            assert whole.x0 - 1 <= box.x0 <= box.x1 <= whole.x1 + 1, text
+            assert whole.y0 - 1 <= box.y0 <= box.y1 <= whole.y1 + 1, text
+        for (text, box), (other, other_box) in combinations(boxes, 2):
+            apart = box.x1 <= other_box.x0 or other_box.x1 <= box.x0 or box.y1 <= other_box.y0 or other_box.y1 <= box.y0
+            assert apart, (text, other)
+
+
+def test_a_label_has_one_colour_in_every_panel(monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(report_plots, "_png", lambda figure: figures.append(figure) or b"")
+    bar = report_plots.Bar(1.0)
+    report_plots.bars({"one": {"a": bar, "b": bar}, "two": {"b": bar}}, "x")
+    (_, second), (only,) = ([patch.get_facecolor() for patch in axis.patches] for axis in figures[0].axes)
+    assert second == only
