@@ -1,11 +1,11 @@
 """The drafters by name, and how a draft spec becomes one proposer. A new drafter is one row of SOURCES or of MODELS."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from cpuspec.backends import Backend, make_backend
+from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.config import AUTO, EngineConfig, LevelSpec, SpecConfig
@@ -30,10 +30,17 @@ class Host:
 
     checkpoint: Checkpoint | None  # None where the target is a backend of the user's own
     tokenizer: Tokenizer
-    backend: str  # for models of other files
+    backend: str  # of drafts that name none
     vocab_size: int
     context_length: int  # tokens that a sequence may hold
     settings: EngineConfig
+
+    def on(self, backend: str) -> "Host":
+        """The same for a draft on a certain backend; another one than the target's has none of the settings that are its own."""
+        if backend == self.backend:
+            return self
+        device = self.settings.device if backend == "torch" else "auto"
+        return replace(self, backend=backend, settings=replace(self.settings, device=device, dtype="auto", weights="auto"))
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,9 @@ def _self_cast(level: LevelSpec, host: Host) -> DraftModel:
 
     checkpoint = _weights_of(host, level)
     casts(checkpoint, get_format(level.argument))  # raises where the format does not fit
-    return DraftModel(host.tokenizer, lambda target: make_self_draft(target, checkpoint, level.argument, host.settings))
+    return DraftModel(
+        host.tokenizer, lambda target: make_self_draft(target, checkpoint, level.argument, host.settings, host.backend)
+    )
 
 
 def _layer_skip(level: LevelSpec, host: Host) -> DraftModel:
@@ -58,7 +67,9 @@ def _layer_skip(level: LevelSpec, host: Host) -> DraftModel:
 
     checkpoint = _weights_of(host, level)
     read_skipped(level.argument, checkpoint)
-    return DraftModel(host.tokenizer, lambda target: make_skip_draft(target, checkpoint, level.argument, host.settings))
+    return DraftModel(
+        host.tokenizer, lambda target: make_skip_draft(target, checkpoint, level.argument, host.settings, host.backend)
+    )
 
 
 def _weights_of(host: Host, level: LevelSpec) -> Checkpoint:
@@ -106,10 +117,14 @@ class Tokens(NamedTuple):
 
 
 def check_spec(spec: SpecConfig) -> None:
-    """Raise ConfigError for what can be seen before any model is opened: names, arguments, the order of levels."""
+    """Raise ConfigError for what can be seen before any model is opened: names, arguments, the order of levels.
+
+    Raises BackendError for a level's backend that is not installed.
+    """
     below = ""
     for level in _levels(spec):
-        for part in _parts(level):
+        for whole in _parts(level):
+            part = _checked_backend(whole)
             if part.name == AUTO:
                 raise ConfigError(
                     f"auto stands alone or before the levels that it may choose from, as in auto,self:mxfp4; got {spec}"
@@ -184,9 +199,12 @@ def _prepare_drafter(part: LevelSpec, host: Host, num_tokens: int, tokens: Token
     if _is_source(part):
         source = SOURCES.get(part.name, UserProposer)(part)
         return (lambda target, inner: source), tokens
-    maker = MODELS.get(part.name)
-    model = maker(part, host) if maker else _other_model(part.drafter, host)
-    name, by_text = _shown(part), part.name == _BY_TEXT
+    drafter = _without_backend(part)
+    if drafter is not part:
+        host = host.on(part.name)
+    maker = MODELS.get(drafter.name)
+    model = maker(drafter, host) if maker else _other_model(drafter.drafter, host)
+    name, by_text = _shown(part), drafter.name == _BY_TEXT
     num_tokens, sequences = part.num_tokens or num_tokens, host.settings.max_sequences
 
     def make(target: Backend, inner: Proposer) -> Proposer:
@@ -227,11 +245,27 @@ def _parts(level: LevelSpec) -> tuple[LevelSpec, ...]:
 
 
 def _is_source(level: LevelSpec) -> bool:
-    return level.name in SOURCES or (level.name not in MODELS and is_import_path(level.drafter))
+    return level.name in SOURCES or (level.name not in (*MODELS, *BACKENDS) and is_import_path(level.drafter))
+
+
+def _without_backend(part: LevelSpec) -> LevelSpec:
+    """The drafter itself where one names the backend that it runs on, as in torch:MODEL and torch:self:mxfp4."""
+    return replace(part, drafter=part.argument) if part.name in BACKENDS and part.argument else part
+
+
+def _checked_backend(part: LevelSpec) -> LevelSpec:
+    """The same. Raises BackendError or ConfigError for a backend that is not there, or for what does not run on one."""
+    drafter = _without_backend(part)
+    if part.name in BACKENDS:
+        check_backend(part.name)
+        if drafter is part or _is_source(drafter) or drafter.name in (AUTO.levels[0].name, *BACKENDS):
+            raise ConfigError(f"{part.name} runs a model, as in {part.name}:MODEL and {part.name}:self:mxfp4; got {part.drafter!r}")
+    return drafter
 
 
 def _model_of(part: LevelSpec) -> str | None:
     """The model that a drafter takes from elsewhere, by name or path."""
+    part = _without_backend(part)
     if part.name == _BY_TEXT:
         return part.argument
     return None if _is_source(part) or part.name in MODELS else part.drafter

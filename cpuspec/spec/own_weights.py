@@ -16,21 +16,28 @@ from cpuspec.formats import get_format
 from cpuspec.quantize.cast import casts
 
 
-def make_self_draft(target: Backend, checkpoint: Checkpoint, format_name: str, engine: EngineConfig) -> Backend:
+def make_self_draft(
+    target: Backend, checkpoint: Checkpoint, format_name: str, engine: EngineConfig, backend: str | None = None
+) -> Backend:
     """The target's model with its linear layers cast to a format, beside a target that was made from `checkpoint`.
+
+    backend: the draft's, None for the target's; another one shares nothing with it.
 
     Casting takes seconds, at the first start: packed weights are kept on the disk. Raises FormatError for an unknown format, or
     one that does not fit the model.
     """
-    return make_backend(target.name, checkpoint, engine, target, casts(checkpoint, get_format(format_name)))
+    return make_backend(backend or target.name, checkpoint, engine, target, casts(checkpoint, get_format(format_name)))
 
 
-def make_skip_draft(target: Backend, checkpoint: Checkpoint, skipped: str, engine: EngineConfig) -> Backend:
+def make_skip_draft(
+    target: Backend, checkpoint: Checkpoint, skipped: str, engine: EngineConfig, backend: str | None = None
+) -> Backend:
     """The target's model without some layers, beside a target that was made from `checkpoint`: a cache and no weights of its own.
 
-    skipped: as `read_skipped` takes it. Raises ConfigError.
+    skipped: as `read_skipped` takes it. backend: as `make_self_draft` takes it. Raises ConfigError.
     """
-    return make_backend(target.name, skip_layers(checkpoint, read_skipped(skipped, checkpoint)), engine, target)
+    draft = skip_layers(checkpoint, read_skipped(skipped, checkpoint))
+    return make_backend(backend or target.name, draft, engine, target)
 
 
 def read_skipped(text: str, checkpoint: Checkpoint) -> tuple[int, ...]:

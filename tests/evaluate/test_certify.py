@@ -61,6 +61,14 @@ def test_drafts_that_change_nothing_are_certified_by_a_test_that_sees_a_lie(cert
     assert len(certificate.sampled.comparisons) == 4 * len(TEMPERATURES)
 
 
+@pytest.mark.parametrize(("backend", "draft"), [("numba", "torch:self:mxfp4@3"), ("torch", "ngram,numba:self:q8_0@3")])
+def test_drafts_on_another_backend_than_the_targets_are_certified(checkpoint, backend, draft):
+    found = certify(checkpoint, SpecConfig.parse(draft), max_tokens=12, num_samples=60, backend=backend, threads=1)
+    assert found.passed
+    assert found.control_rejected
+    assert found.sampled.num_draft_tokens > 0
+
+
 def test_each_part_alone_can_refuse_a_certificate(certificate):
     arm = dataclasses.replace(certificate.greedy.arms[0], num_identical=0)
     greedy = dataclasses.replace(certificate.greedy, arms=(*certificate.greedy.arms, arm))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cpuspec.backends import BACKENDS
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import EngineConfig, LevelSpec, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
@@ -200,8 +201,10 @@ def test_models_verify_what_stands_before_them(models: Path) -> None:
 
 
 def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
-    spec = SpecConfig.parse("ngram,self:mxfp4+one.gguf,mod:Class+ngram,two,match:three,match:fo.ur/5.gguf@3")
-    assert draft_models(spec) == ["one.gguf", "two", "three", "fo.ur/5.gguf"]
+    spec = SpecConfig.parse(
+        "ngram,self:mxfp4+one.gguf,mod:Class+ngram,two,match:three,match:fo.ur/5.gguf@3,torch:skip:1,numba:six,torch:match:7"
+    )
+    assert draft_models(spec) == ["one.gguf", "two", "three", "fo.ur/5.gguf", "six", "7"]
 
 
 # ------------------------------------------------------------------------------------------------------------ what is refused
@@ -218,6 +221,12 @@ def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
         ("self", "self takes an argument"),
         ("self:mxfp4,ngram", "ngram has no model to verify what self:mxfp4 drafts"),
         ("self:mxfp4", "this target is no checkpoint"),
+        ("numpy", "numpy runs a model, as in numpy:MODEL"),
+        ("torch:ngram", "torch runs a model, as in torch:MODEL"),
+        ("torch:auto", "torch runs a model"),
+        ("torch:mod:Class", "torch runs a model"),
+        ("torch:numba:x", "torch runs a model"),
+        ("torch:psychic", "drafter 'psychic' is none of"),
     ],
 )
 def test_what_cannot_draft_is_a_clear_error(text: str, message: str) -> None:
@@ -317,3 +326,32 @@ def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(
         assert max(len(level.num_accepted_tokens_per_pos) for level in capped.stats.levels.values()) == 1
         most = max(len(ids) for ids in wanted)
         assert llm.memory()[-1].kv_bytes > most * llm._context.cache.bytes_per_token
+
+
+ACROSS = {
+    "numba": ("torch:DRAFT@3", "ngram,torch:HF@3,numpy:skip:1@4", "torch:self:q8_0@4,self:mxfp4@3", "torch:match:OTHER@3+ngram"),
+    "torch": ("numba:DRAFT@3", "suffix,numba:skip:1@3,DRAFT@2,numpy:self:q4_0@4", "skip:1@3,self:q8_0@4"),
+}
+
+
+@pytest.mark.parametrize(("backend", "chain"), [(backend, chain) for backend, chains in ACROSS.items() for chain in chains])
+def test_levels_may_run_on_other_backends_than_the_target(models: Path, backend: str, chain: str) -> None:
+    """Greedy answers are those without drafts: numba promises it, and torch where no two tokens are nearly as likely, as here."""
+    spec = re.sub("DRAFT|OTHER", lambda name: str(models / f"{name[0].lower()}.gguf"), chain).replace("HF", str(models / "hf"))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(models / "target.gguf", "none", backend, threads=1) as llm:
+        plain = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
+    with LLM(models / "target.gguf", spec, backend, threads=1, max_sequences=3) as llm:
+        answers = llm.generate(PROMPTS, params)
+        assert [answer.token_ids for answer in answers] == plain
+        ran = {draft.name: draft.context.backend.name for draft in llm._drafts}
+        assert list(ran) == [level.name for level in llm.memory()[:-1]]
+        for name, where in ran.items():
+            assert where == (name.partition(":")[0] if name.partition(":")[0] in BACKENDS else backend)
+        assert sum(level.num_draft_tokens for answer in answers for level in answer.stats.levels.values()) > 0
+
+
+def test_a_draft_on_another_backend_has_none_of_the_settings_of_the_targets(models: Path) -> None:
+    with LLM(models / "target.gguf", f"numba:{models / 'draft.gguf'}", "torch", threads=1, device="cpu", dtype="bf16") as llm:
+        assert [draft.context.backend.name for draft in llm._drafts] == ["numba"]
+        assert len(llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
