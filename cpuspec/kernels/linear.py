@@ -21,8 +21,10 @@ from cpuspec.kernels.products import ORDERS, ROWS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, READERS, Ops
 from cpuspec.kernels.simd import f32x16
 
-# Rows that one pass over a tile serves; other counts are made of these. Each is code to compile, once per format.
-_PASSES = (16, 8, 4, 3, 2, 1)
+# Rows that one pass over a tile serves, by the kind of weights; other counts are made of these. Each is code to compile, once per
+# format. Numbers need two registers for the sums of a row, of 32.
+_QUANTIZED_PASSES = (16, 8, 4, 3, 2, 1)
+_NUMBER_PASSES = (8, 6, 4, 3, 2, 1)
 
 _GROUPS = STRETCH // GROUP
 
@@ -73,6 +75,7 @@ def _number_pass(o: Ops, format_name: str, rows: int, tile: Any, in_features: An
 
     with cgutils.for_range(o.b, o.b.lshr(in_features, one)) as loop:
         even = o.b.shl(loop.index, one)
+        o.fetch(o.b.add(tile, o.times(even, size)), AHEAD, 2 * size)
         add_input(even, 0)
         add_input(o.b.add(even, one), 1)
     with o.b.if_then(o.b.trunc(in_features, simd.I1)):
@@ -147,7 +150,7 @@ def linear_kernel(format_name: str, order: str) -> int:
 
 def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
-    p16, p8, p4, p3, p2, p1 = _PASSES
+    most, more, p4, p3, p2, p1 = _NUMBER_PASSES if name in NUMBERS else _QUANTIZED_PASSES
     in_tiles = isa.has_tiles() and name in READERS
     least, many, near = tiles.LEAST, tiles.MANY, _NEAR
 
@@ -172,12 +175,12 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
                         count = bottom - row
                         _many_rows(name, order, count, weights, in_features, here, row_bytes, tile_bias, add, to, stride)
                         row += count
-                    elif left >= p16:
-                        _pass(name, order, p16, weights, in_features, here, block_rows, tile_bias, add, to, stride)
-                        row += p16
-                    elif left >= p8:
-                        _pass(name, order, p8, weights, in_features, here, block_rows, tile_bias, add, to, stride)
-                        row += p8
+                    elif left >= most:
+                        _pass(name, order, most, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        row += most
+                    elif left >= more:
+                        _pass(name, order, more, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        row += more
                     elif left >= p4:
                         _pass(name, order, p4, weights, in_features, here, block_rows, tile_bias, add, to, stride)
                         row += p4
