@@ -833,6 +833,16 @@ def test_sizes_are_given_in_decimal_units(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
 
+def test_export_prints_the_file_that_it_wrote(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "model.onnx"
+    result = run("export", model, str(out))
+    assert (result.exit_code, result.stdout) == (0, f"{out}\n")
+    assert f"wrote {size(sum(path.stat().st_size for path in tmp_path.glob('model.onnx*')))}" in result.stderr
+    again = run("export", model, str(out))
+    assert again.exit_code == 1
+    assert "exists; remove it" in again.stderr
+
+
 # ---------------------------------------------------------------------------------------------------------------- bench, info
 
 

@@ -47,6 +47,10 @@ HOMES = {
     "torch": {"backends"},
     "triton": {"backends"},
     "transformers": set(),
+    "onnx": {"backends"},
+    "onnxruntime": {"backends"},
+    "openvino": {"backends"},
+    "optimum": set(),
     "pickle": set(),
     "environment variables": {"environment"},
     "printing": {"cli"},
@@ -126,6 +130,7 @@ def test_a_module_keeps_to_its_place(module: str) -> None:
         ("backends.numba_backend", "import numba"),
         ("sampling", "from numba.core import types"),
         ("spec.ngram", "import torch.nn"),
+        ("engine.llm", "import onnxruntime"),
         ("checkpoints.gguf", "import pickle"),
         ("kernels.isa", "import os\nos.environ['X'] = '1'"),
         ("kernels.isa", "import os\nvalue = os.getenv('X')"),
@@ -153,7 +158,7 @@ def test_a_module_in_its_place_is_not_accused(module: str, source: str) -> None:
     assert violations(module, source) == []
 
 
-HEAVY = ("numpy", "numba", "llvmlite", "torch", "transformers", "tokenizers", "jinja2", "typer", "rich")
+HEAVY = ("numpy", "numba", "llvmlite", "torch", "transformers", "onnx", "onnxruntime", "tokenizers", "jinja2", "typer", "rich")
 
 
 def heavy_imports(code: str) -> list[str]:

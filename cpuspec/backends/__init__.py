@@ -12,9 +12,14 @@ from cpuspec.formats import Format
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 
-BACKENDS = ("numba", "numpy", "torch")
+BACKENDS = ("numba", "numpy", "torch", "onnxruntime", "openvino")
 
-_EXTRAS = {"torch": "torch"}  # backend -> the module that it needs and that the extra of the same name installs
+# What a backend needs beyond this package's own dependencies: modules, and the extra that installs them.
+_EXTRAS = {
+    "torch": (("torch",), "torch"),
+    "onnxruntime": (("onnx", "onnxruntime"), "onnx"),
+    "openvino": (("onnx", "openvino"), "openvino"),
+}
 
 
 class Backend(Protocol):
@@ -45,8 +50,10 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     """Raise BackendError unless `name` is an installed backend that has these settings: before gigabytes are loaded for it."""
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
-    if name in _EXTRAS and find_spec(_EXTRAS[name]) is None:
-        raise BackendError(f"the {name} backend needs {_EXTRAS[name]}, which is not installed; pip install 'cpuspec[{name}]'")
+    modules, extra = _EXTRAS.get(name, ((), ""))
+    for module in modules:
+        if find_spec(module) is None:
+            raise BackendError(f"the {name} backend needs {module}, which is not installed; pip install 'cpuspec[{extra}]'")
     if engine and name != "torch":
         for setting, wanted in (("device", ("auto", "cpu")), ("dtype", ("auto",)), ("weights", ("auto",))):
             if getattr(engine, setting) not in wanted:
@@ -78,6 +85,14 @@ def make_backend(
         from cpuspec.backends.numba_backend import NumbaBackend
 
         return NumbaBackend(checkpoint, engine, share if isinstance(share, NumbaBackend) else None, casts)
+    if name == "onnxruntime":
+        from cpuspec.backends.onnxruntime_backend import OnnxruntimeBackend
+
+        return OnnxruntimeBackend(checkpoint, engine, casts)
+    if name == "openvino":
+        from cpuspec.backends.openvino_backend import OpenvinoBackend
+
+        return OpenvinoBackend(checkpoint, engine, casts)
     from cpuspec.backends.numpy_backend import NumpyBackend
 
     return NumpyBackend(checkpoint, engine, share=share if isinstance(share, NumpyBackend) else None, casts=casts)

@@ -1,11 +1,13 @@
 """Hugging Face directories as checkpoints: config.json with safetensors, for Llama, Qwen2 and Qwen3 causal language models.
 
-Weights are plain f32, f16 or bf16. Pickles are never read. The tokenizer's files are only pointed at.
+Weights are plain f32, f16 or bf16, or what optimum-intel exported there for OpenVINO. Pickles are never read. The tokenizer's files
+are only pointed at.
 """
 
 import re
 from pathlib import Path
 
+from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
 from cpuspec.checkpoints.jsonfile import JsonFields, read_json_object
 from cpuspec.checkpoints.safetensors import read_safetensors
@@ -159,13 +161,15 @@ def _read_tensors(directory: Path) -> dict[str, QuantTensor]:
     index_path = directory / "model.safetensors.index.json"
     if single.exists():
         return read_safetensors(single)
+    if (directory / openvino.MODEL).exists():
+        return openvino.read_openvino(directory)
     if not index_path.exists():
         if any(directory.glob("pytorch_model*.bin")) or any(directory.glob("*.pth")):
             raise CheckpointError(
                 f"{directory} has its weights only as pickles, which can run code and are never read; "
                 "convert them: load the model with transformers and call save_pretrained"
             )
-        raise CheckpointError(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
+        raise CheckpointError(f"{directory} has none of model.safetensors, model.safetensors.index.json and {openvino.MODEL}")
 
     index = JsonFields(str(index_path), read_json_object(index_path, _MAX_INDEX_BYTES))
     weight_map = index.object("weight_map")

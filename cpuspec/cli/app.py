@@ -541,6 +541,32 @@ def parity(
 
 @app.command()
 @exit_codes()
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
+    out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write; weights go to OUT.onnx.data beside it.")],
+    *,
+    activations: Annotated[
+        str,
+        typer.Option(
+            "--activations",
+            metavar="A",
+            help="What ONNX Runtime multiplies 4- and 8-bit matrices with: int8, which is fast, or f32.",
+        ),
+    ] = "int8",
+    kv_format: options.KVFormat = EngineConfig.kv_format,
+) -> None:
+    """Write a model as ONNX for other programs, with its weights' own values and its cache as inputs and outputs."""
+    from cpuspec.backends.onnx_export import export_onnx
+
+    checkpoint = _open(model)
+    with busy(f"writing {out}"):
+        num_bytes = export_onnx(checkpoint, out, activations, kv_format)
+    note(f"wrote {size(num_bytes)}")
+    emit(f"{out}\n")
+
+
+@app.command()
+@exit_codes()
 def info(as_json: options.Json = False) -> None:
     """Show what cpuspec makes of this machine: processor, kernels chosen for it, memory, versions, caches."""
     with busy("measuring this machine's memory bandwidth"):

@@ -4,14 +4,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from cpuspec.backends import Backend
+from cpuspec.backends import BACKENDS, Backend, check_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
+from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from tools.make_tiny_model import make_tiny_gguf
+
+
+def missing(name: str) -> str:
+    """Why the backend cannot be made here; "" where it can."""
+    try:
+        check_backend(name)
+    except BackendError as error:
+        return str(error)
+    return ""
+
+
+def every_backend(names: Sequence[str] = BACKENDS) -> pytest.MarkDecorator:
+    """The test with each of these as `name`; what is not installed is skipped, and says so."""
+    skipped = {name: pytest.mark.skip(reason=why) for name in names if (why := missing(name))}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=skipped.get(name, ())) for name in names])
 
 
 def tiny(tmp_path_factory, *, weight_format: str = "q4_0", **options) -> Checkpoint:  # type: ignore[no-untyped-def]

