@@ -2,11 +2,15 @@
 
     python benchmarks/chains.py qwen2.5-coder-1.5b-instruct HUMANEVAL.jsonl:prompt:20:complete MBPP.jsonl:text:100 \
         --quote WIKITEXT.txt:20 --random-words 10 --arm ngram --arm suffix,self:mxfp4
+    python benchmarks/chains.py qwen2.5-coder-1.5b-instruct HUMANEVAL.jsonl:prompt:20:complete --llama-cpp PROGRAMS_DIR \
+        --python torch=VENV/bin/python
 
 Each text argument is FILE:FIELD:COUNT of a JSON-lines file: raw prompts, with :chat what a user says, with :complete a function
 that a user asks to complete.
 Every arm answers a prompt before the next prompt has its turn, greedily, and answers end where the model ends them. The ratio of a
 prompt is of tokens after the first step over the time they took. Means are geometric, intervals bootstrapped (95 %).
+llama.cpp's and transformers' drafts (`chains_peers.py`) have their turns on the same prompts, if asked for; that their answers
+differ from those of their own plain decoding is counted and no error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +21,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from chains_peers import (
+    LLAMA_CPP_DRAFTS,
+    PLAIN,
+    Answer,
+    Choice,
+    Peers,
+    open_peers,
+    peer_row,
+    peer_table,
+    summarize_peers,
+)
+from peers import read_interpreters
+from peers_engines import PeerError
 from record import Rounds, record, save, say
 
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
@@ -26,14 +43,13 @@ from cpuspec.engine.llm import LLM, Completion
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import prompt_ids, random_words, read_prompts, read_quotes
-from cpuspec.evaluate.statistics import bootstrap_interval, geometric_mean
+from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
 from cpuspec.formats import get_format
 from cpuspec.metrics import LevelCounters
 from cpuspec.quantize.cast import cast
 from cpuspec.spec.levels import check_spec
 from cpuspec.tokenizer import make_tokenizer
 
-PLAIN = "none"
 _WARM_UP = "one two three one two three one two"
 
 
@@ -49,6 +65,15 @@ def main(
         str | None,
         typer.Option(metavar="FORMAT", help="Decode the file to this format, as bf16, for target and self-casts."),
     ] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="Directory of llama.cpp's programs: its drafts take part.")] = None,
+    llama_cpp_drafts: Annotated[
+        list[str] | None,
+        typer.Option("--llama-cpp-draft", metavar="TYPE", help="Its --spec-type, more of its options after it. Repeatable."),
+    ] = None,
+    python: Annotated[
+        list[str] | None, typer.Option(help="torch=PATH, an interpreter: transformers' prompt lookup takes part.")
+    ] = None,
+    lookup: Annotated[int, typer.Option(metavar="N", help="transformers' prompt_lookup_num_tokens.", min=1)] = 10,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
@@ -61,8 +86,11 @@ def main(
         sets += [read_quotes(quote)] if quote else []
         sets += [random_words(words)] if words else []
         checkpoint = open_checkpoint(resolve_model(model))
+        interpreter = read_interpreters(python or [], ("torch",)).get("torch")
+        choice = Choice(llama_cpp, tuple(llama_cpp_drafts or LLAMA_CPP_DRAFTS), interpreter, lookup)
+        choice.check(checkpoint, target_dtype)
         checkpoint = dequantized(checkpoint, target_dtype) if target_dtype else checkpoint
-    except CpuspecError as error:
+    except (CpuspecError, PeerError) as error:
         raise typer.BadParameter(str(error)) from None
     if not sets:
         raise typer.BadParameter("there are no prompts; give FILE:FIELD:COUNT, --quote or --random-words")
@@ -72,23 +100,39 @@ def main(
     room = max(len(ids) for ids in chain([warm_up], *questions.values())) + max_tokens
     room = min(room, checkpoint.config.context_length)
     params, rounds = SamplingParams(max_tokens=max_tokens), Rounds(len(questions), threads or usable_cores())
+    compared = "auto" if "auto" in specs else specs[-1]  # with it peers are
     rows: list[dict[str, Any]] = []
     summaries: dict[str, dict[str, Any]] = {}
+    peer_summaries: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         llms = {}
         for spec in specs:
             say(f"loading {spec}")
             llms[spec] = stack.enter_context(LLM(checkpoint, spec, threads=threads, context_length=room, max_sequences=1))
             llms[spec].generate(warm_up, params)
+        peers = open_peers(choice, checkpoint.path, rounds.threads, room, sorted(tokenizer.eos_ids), stack)
+        for peer in list(peers.arms):
+            peers.answer(peer, warm_up, max_tokens)
         for number in rounds:
             name, each = list(questions.items())[number]
-            answers = [_in_turn(llms, ids, params, first) for first, ids in enumerate(each)]
-            rows += [{"set": name, "prompt": i, "arms": _row(one)} for i, one in enumerate(answers)]
+            turns = [_in_turn(llms, peers, ids, params, first) for first, ids in enumerate(each)]
+            answers, peer_answers = [own for own, _ in turns], [others for _, others in turns]
+            rows += [
+                {"set": name, "prompt": i, "arms": _row(own)} | ({"peers": peer_row(others)} if others else {})
+                for i, (own, others) in enumerate(turns)
+            ]
             summaries[name] = {spec: summarize([one[spec] for one in answers], [one[PLAIN] for one in answers]) for spec in specs}
             print(table(name, summaries[name]), flush=True)
+            if peers.arms:
+                whole = {peer: [one[peer] for one in peer_answers] for peer in peers.arms}
+                peer_summaries[name] = summarize_peers(whole, [one[compared].stats.tokens_per_s for one in answers])
+                print(peer_table(peer_summaries[name], compared), flush=True)
         memory = {spec: [asdict(level) for level in llm.memory()] for spec, llm in llms.items()}
     head = record("chains", checkpoint.path.name, rounds) | {"target_dtype": target_dtype, "max_tokens": max_tokens}
-    save(head | {"sets": summaries, "memory": memory, "prompts": rows}, json_file)
+    head |= {"sets": summaries, "memory": memory, "prompts": rows}
+    if peers.abouts or peers.failed:
+        head["peers"] = {"compared": compared, "engines": peers.abouts, "failed": peers.failed, "sets": peer_summaries}
+    save(head, json_file)
     if any(one["num_identical"] < one["num_prompts"] for arms in summaries.values() for one in arms.values()):
         raise typer.Exit(1)
 
@@ -102,16 +146,16 @@ def dequantized(checkpoint: Checkpoint, format_name: str) -> Checkpoint:
 
 def summarize(answers: Sequence[Completion], plain: Sequence[Completion]) -> dict[str, Any]:
     """An arm's figures over the prompts of a set; ratios of those prompts that took both arms more than a step."""
-    ratios = [ratio for one, other in zip(answers, plain, strict=True) if (ratio := _over(one, other)) is not None]
-    rates = [one.stats.tokens_per_s for one in answers if one.stats.tokens_per_s is not None]
+    rates = [one.stats.tokens_per_s for one in answers]
+    over_plain, interval = mean_ratio(rates, [one.stats.tokens_per_s for one in plain])
+    known = [rate for rate in rates if rate is not None]
     num_tokens = sum(one.stats.num_new_tokens for one in answers)
-    low, high = bootstrap_interval(ratios) if ratios else (None, None)
     return {
         "num_prompts": len(answers),
         "num_identical": sum(one.token_ids == other.token_ids for one, other in zip(answers, plain, strict=True)),
-        "tokens_per_s": geometric_mean(rates) if rates else None,
-        "over_plain": geometric_mean(ratios) if ratios else None,
-        "over_plain_interval": [low, high],
+        "tokens_per_s": geometric_mean(known) if known else None,
+        "over_plain": over_plain,
+        "over_plain_interval": list(interval),
         "num_tokens": num_tokens,
         "tokens_per_forward": num_tokens / (num_tokens - sum(one.stats.num_forwards_saved for one in answers)),
         "levels": {name: level.as_dict() for name, level in _levels(answers).items()},
@@ -131,12 +175,19 @@ def table(name: str, arms: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _in_turn(llms: Mapping[str, LLM], ids: list[int], params: SamplingParams, first: int) -> dict[str, Completion]:
-    """Every arm's answer; who begins changes from prompt to prompt."""
-    specs = list(llms)
-    order = specs[first % len(specs) :] + specs[: first % len(specs)]
-    answers = {spec: llms[spec].generate(ids, params)[0] for spec in order}
-    return {spec: answers[spec] for spec in specs}
+def _in_turn(
+    llms: Mapping[str, LLM], peers: Peers, ids: list[int], params: SamplingParams, first: int
+) -> tuple[dict[str, Completion], dict[str, Answer]]:
+    """Every arm's answer, and every peer's that has one; who begins changes from prompt to prompt."""
+    names = [*llms, *peers.arms]
+    own: dict[str, Completion] = {}
+    others: dict[str, Answer] = {}
+    for name in names[first % len(names) :] + names[: first % len(names)]:
+        if name in llms:
+            own[name] = llms[name].generate(ids, params)[0]
+        elif (answer := peers.answer(name, ids, params.max_tokens)) is not None:
+            others[name] = answer
+    return {name: own[name] for name in names if name in own}, {name: others[name] for name in names if name in others}
 
 
 def _row(answers: Mapping[str, Completion]) -> dict[str, Any]:

@@ -134,13 +134,13 @@ def read_names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def read_interpreters(texts: Sequence[str]) -> dict[str, Path]:
-    """NAME=PATH options as a dictionary; PeerError for a name without a Python environment or a file that is not there."""
+def read_interpreters(texts: Sequence[str], names: Sequence[str] = ENVIRONMENTS) -> dict[str, Path]:
+    """NAME=PATH options as a dictionary; PeerError for a name that is not among `names` or a file that is not there."""
     interpreters = {}
     for text in texts:
         name, found, path = text.partition("=")
-        if not found or name not in ENVIRONMENTS:
-            raise PeerError(f"--python {text}: wanted NAME=INTERPRETER with one of {', '.join(ENVIRONMENTS)}")
+        if not found or name not in names:
+            raise PeerError(f"--python {text}: wanted NAME=INTERPRETER with one of {', '.join(names)}")
         if not Path(path).is_file():
             raise PeerError(f"--python {text}: there is no file {path!r}")
         interpreters[name] = Path(path)

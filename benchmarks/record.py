@@ -106,10 +106,10 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def _without_paths(value: Any) -> Any:
-    """Of paths elsewhere than in the repository only the last name, in texts at any depth."""
+    """Of paths elsewhere than in the repository only the last name, in texts and keys at any depth."""
     match value:
         case dict():
-            return {name: _without_paths(one) for name, one in value.items()}
+            return {_without_paths(name): _without_paths(one) for name, one in value.items()}
         case list():
             return [_without_paths(one) for one in value]
         case str():

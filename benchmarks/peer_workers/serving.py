@@ -1,4 +1,4 @@
-"""What every worker of `peers.py` shares: the loop that answers requests, and the measures, the same for all engines.
+"""What workers share: the loop that answers requests, and for those of `peers.py` the measures, the same for all engines.
 
 Requests and answers are JSON, one to a line. Runs in the interpreter of a peer's own environment, so it knows numpy and the
 standard library only; a worker beside it brings the engine.
@@ -49,16 +49,20 @@ Exporter = Callable[[Path, Path], None]
 
 
 def serve(load: Loader, export: Exporter | None = None, *, needs: str) -> None:
-    """Answer requests from standard input until it ends. needs: the packages to install, for the error that says so."""
+    """Answer the requests above until standard input ends. needs: the packages to install, for the error that says so."""
+    answer_requests(_Session(load, export).answer, needs=needs)
+
+
+def answer_requests(find: Callable[[dict[str, Any]], Any], *, needs: str) -> None:
+    """Answer each request from standard input with what `find` returns or raises."""
     # Libraries print what they like: their standard output becomes standard error, and answers keep the pipe.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    session = _Session(load, export)
     idle_since_s, idle_cpu_since_s = perf_counter(), process_time()
     for line in sys.stdin:
         idle = {"idle_s": perf_counter() - idle_since_s, "idle_cpu_s": process_time() - idle_cpu_since_s}
         try:
-            answer: dict[str, Any] = {"result": session.answer(json.loads(line))}
+            answer: dict[str, Any] = {"result": find(json.loads(line))}
         except ImportError as error:
             answer = {"error": f"{error}; {sys.executable} needs: pip install {needs}"}
         except Exception as error:

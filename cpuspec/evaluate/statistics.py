@@ -66,3 +66,11 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95, seed: int =
     means = sorted(math.fsum(rng.choices(logs, k=len(logs))) / len(logs) for _ in range(_RESAMPLES))
     tail = round((1 - level) / 2 * _RESAMPLES)
     return math.exp(means[tail]), math.exp(means[-tail - 1])
+
+
+def mean_ratio(
+    ones: Sequence[float | None], others: Sequence[float | None]
+) -> tuple[float | None, tuple[float | None, float | None]]:
+    """Geometric mean of one / other with its `bootstrap_interval`, over the pairs of which both are known; Nones if none is."""
+    ratios = [one / other for one, other in zip(ones, others, strict=True) if one is not None and other is not None]
+    return (geometric_mean(ratios), bootstrap_interval(ratios)) if ratios else (None, (None, None))

@@ -1,0 +1,266 @@
+"""Other engines' speculation beside the arms of `chains.py`: llama.cpp's and transformers', each beside its own plain decoding.
+
+Both get a prompt's token ids and give ids back, decode greedily and have the model loaded throughout. Their speed is what
+`RequestStats.tokens_per_s` is for cpuspec: tokens after the first step over the time they took.
+"""
+
+import json
+import shlex
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+from peers_engines import PeerError, Worker
+from record import say
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
+
+PLAIN = "none"
+LLAMA_CPP, TRANSFORMERS = "llama.cpp", "transformers"
+LLAMA_CPP_DRAFTS = ("ngram-simple", "ngram-cache", "ngram-mod")
+_ROOM_FOR_DRAFTS = 64  # beyond a context's answers: llama.cpp shortens drafts that would not fit
+_TIMEOUT_S = 1800
+_TRANSFORMERS_WORKER = Path(__file__).resolve().parent / "peer_workers" / "worker_transformers.py"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer. num_timed: tokens after those of the first step; seconds: from the first step's end to the last's."""
+
+    token_ids: list[int]
+    num_timed: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None of an answer that took one step."""
+        return self.num_timed / self.seconds if self.num_timed > 0 and self.seconds > 0 else None
+
+
+Arm = Callable[[list[int], int], Answer]  # from token ids and how many tokens to generate at most
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which peers to measure, and how.
+
+    llama_cpp: directory of its programs. llama_cpp_drafts: each a --spec-type of its server, then more of its options if they are
+    to differ from its defaults. transformers: interpreter of an environment that has it. num_lookup_tokens: of its drafts.
+    """
+
+    llama_cpp: Path | None = None
+    llama_cpp_drafts: Sequence[str] = LLAMA_CPP_DRAFTS
+    transformers: Path | None = None
+    num_lookup_tokens: int = 10
+
+    def check(self, checkpoint: Checkpoint, target_dtype: str | None) -> None:
+        """Raises PeerError where a peer would decode other weights than cpuspec does."""
+        if self.llama_cpp is not None and (target_dtype is not None or not checkpoint.path.is_file()):
+            raise PeerError("llama.cpp reads GGUF files as they are; leave out --llama-cpp, or give a file and no --target-dtype")
+        if self.transformers is not None and target_dtype not in (None, "bf16"):
+            raise PeerError(f"transformers decodes in bf16; leave out --python, or --target-dtype {target_dtype}")
+
+
+@dataclass
+class Peers:
+    """The arms that answer, as ENGINE: DRAFTS; what is known of each engine; and why an arm was left out."""
+
+    arms: dict[str, Arm] = field(default_factory=dict)
+    abouts: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def answer(self, name: str, ids: list[int], max_tokens: int) -> Answer | None:
+        """An arm's answer; None if it fails now or did so before."""
+        answer = None
+        if name in self.arms:
+            with self.left_out_if_it_fails(name):
+                answer = self.arms[name](ids, max_tokens)
+        return answer
+
+    @contextmanager
+    def left_out_if_it_fails(self, name: str) -> Iterator[None]:
+        """Turns a PeerError into an entry of `failed`."""
+        try:
+            yield
+        except PeerError as error:
+            say(f"{name} is left out from here on: {error}")
+            self.arms.pop(name, None)
+            self.failed[name] = str(error)
+
+
+def open_peers(choice: Choice, model: Path, threads: int, context: int, end_ids: Sequence[int], stack: ExitStack) -> Peers:
+    """Start the chosen peers, plain decoding first; `stack` ends them. context: tokens of a prompt with its answer at most."""
+    peers = Peers()
+    if choice.llama_cpp is not None:
+        for drafts in (PLAIN, *choice.llama_cpp_drafts):
+            name, room = f"{LLAMA_CPP}: {drafts}", context + _ROOM_FOR_DRAFTS
+            say(f"loading {name}")
+            with peers.left_out_if_it_fails(name):
+                server = stack.enter_context(closing(LlamaServer(choice.llama_cpp, model, drafts, threads, room, _TIMEOUT_S)))
+                peers.abouts[LLAMA_CPP] = server.load()
+                peers.arms[name] = server.answer
+    if choice.transformers is not None:
+        say(f"loading {TRANSFORMERS}")
+        with peers.left_out_if_it_fails(TRANSFORMERS):
+            worker = stack.enter_context(closing(Worker(choice.transformers, _TRANSFORMERS_WORKER, (), (), _TIMEOUT_S)))
+            peers.abouts[TRANSFORMERS] = worker.ask(do="load", model=str(model), threads=threads)
+            for drafts, number in ((PLAIN, None), (f"lookup {choice.num_lookup_tokens}", choice.num_lookup_tokens)):
+                peers.arms[f"{TRANSFORMERS}: {drafts}"] = partial(_generate, worker, list(end_ids), number)
+    return peers
+
+
+def _generate(worker: Worker, end_ids: list[int], num_lookup_tokens: int | None, ids: list[int], max_tokens: int) -> Answer:
+    settings = {"max_tokens": max_tokens, "end_ids": end_ids, "num_lookup_tokens": num_lookup_tokens}
+    return Answer(**worker.ask(do="generate", ids=ids, **settings))
+
+
+class LlamaServer:
+    """llama.cpp's server with one slot. What its drafts learn stays from answer to answer, as it does with cpuspec's suffix."""
+
+    def __init__(self, programs: Path, model: Path, drafts: str, threads: int, context: int, timeout: float) -> None:
+        program = programs / "llama-server"
+        if not program.is_file():
+            raise PeerError(f"there is no llama-server in {programs}; give the directory of llama.cpp's programs")
+        self._timeout, self._port = timeout, _free_port()
+        kind, *options = shlex.split(drafts)
+        slot = ("-t", str(threads), "-c", str(context), "-np", "1", "--cache-ram", "0")
+        listen = ("--host", "127.0.0.1", "--port", str(self._port))
+        command = [str(program), "-m", str(model), *slot, *listen, "--spec-type", kind, *options]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
+        except OSError as error:
+            self._log.close()
+            raise PeerError(f"{program.name} does not start: {error}") from error
+
+    def load(self) -> str:
+        """Wait until the model is loaded; returns which build it is."""
+        end_s = time.monotonic() + self._timeout
+        while self._process.poll() is None and time.monotonic() < end_s:
+            try:
+                if self._ask("GET", "/health")[0] == HTTPStatus.OK:
+                    return f"llama.cpp {json.loads(self._ask('GET', '/props')[1])['build_info']}, llama-server"
+            except (OSError, HTTPException):
+                pass  # it does not listen yet
+            time.sleep(0.1)
+        raise self._failed("did not load the model")
+
+    def answer(self, ids: list[int], max_tokens: int) -> Answer:
+        """The greedy continuation; nothing of an earlier prompt is reused."""
+        greedy = {"temperature": 0, "top_k": 1, "samplers": ["top_k"]}
+        request = {"prompt": ids, "n_predict": max_tokens, "cache_prompt": False, "return_tokens": True, **greedy}
+        try:
+            return parse_completion(self._ask("POST", "/completion", json.dumps(request))[1])
+        except (OSError, HTTPException) as error:
+            raise self._failed(f"did not answer ({type(error).__name__}: {error})") from error
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+        with closing(HTTPConnection("127.0.0.1", self._port, timeout=self._timeout)) as connection:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def _failed(self, what: str) -> PeerError:
+        """What happened with the server's last words; it is ended, lest it compute on beside the others."""
+        self._process.kill()
+        code = self._process.wait()
+        self._log.seek(0)
+        return PeerError(f"llama-server {what}; it ended with {code}: {self._log.read().decode(errors='replace')[-500:].strip()}")
+
+
+def parse_completion(output: bytes) -> Answer:
+    """The answer in llama-server's reply. Its predicted_ms begin with the first token, of which it has no drafts."""
+    try:
+        reply = json.loads(output)
+        timings = reply["timings"]
+        return Answer(list(reply["tokens"]), int(timings["predicted_n"]) - 1, float(timings["predicted_ms"]) / 1e3)
+    except (ValueError, KeyError, TypeError) as error:
+        raise PeerError(f"llama-server's reply is not a completion with its tokens and timings: {output[-300:]!r}") from error
+
+
+def summarize_peers(answers: Mapping[str, Sequence[Answer]], ours: Sequence[float | None]) -> dict[str, dict[str, Any]]:
+    """Figures of each arm over the prompts of a set. ours: cpuspec's tokens/s, prompt by prompt.
+
+    num_identical and over_plain are against the same engine's plain decoding, None where that was left out.
+    """
+    return {name: _summary(ones, answers.get(_plain_arm(name)), ours) for name, ones in answers.items()}
+
+
+def peer_row(answers: Mapping[str, Answer]) -> dict[str, Any]:
+    """The figures of a prompt, by arm."""
+    rows = {}
+    for name, one in answers.items():
+        plain = answers.get(_plain_arm(name))
+        same = one.token_ids == plain.token_ids if plain else None
+        rows[name] = {"identical": same, "tokens_per_s": one.tokens_per_s, "num_tokens": len(one.token_ids)}
+    return rows
+
+
+def peer_table(arms: Mapping[str, Mapping[str, Any]], ours: str) -> str:
+    """A set's peers as Markdown. ours: the spec that they are compared with."""
+    columns = ("peer", "tokens/s", "over its plain", "95 %", "identical to it", f"cpuspec {ours} over the peer", "95 %")
+    lines = [f"\n| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, one in arms.items():
+        speed = f"{one['tokens_per_s']:.1f}" if one["tokens_per_s"] else ""
+        same = f"{one['num_identical']} of {one['num_prompts']}" if one["num_identical"] is not None else ""
+        cells = (name, speed, *_ratio_cells(one, "over_plain"), same, *_ratio_cells(one, "cpuspec_over"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _summary(ones: Sequence[Answer], plain: Sequence[Answer] | None, ours: Sequence[float | None]) -> dict[str, Any]:
+    rates = [one.tokens_per_s for one in ones]
+    known = [rate for rate in rates if rate is not None]
+    plain_rates: Sequence[float | None] = [one.tokens_per_s for one in plain] if plain else [None] * len(ones)
+    over_plain, plain_interval = mean_ratio(rates, plain_rates)
+    cpuspec_over, cpuspec_interval = mean_ratio(ours, rates)
+    same = [one.token_ids == other.token_ids for one, other in zip(ones, plain, strict=True)] if plain else None
+    return {
+        "num_prompts": len(ones),
+        "num_identical": None if same is None else sum(same),
+        "num_tokens": sum(len(one.token_ids) for one in ones),
+        "tokens_per_s": geometric_mean(known) if known else None,
+        "over_plain": over_plain,
+        "over_plain_interval": list(plain_interval),
+        "cpuspec_over": cpuspec_over,
+        "cpuspec_over_interval": list(cpuspec_interval),
+    }
+
+
+def _plain_arm(name: str) -> str:
+    """The arm of the same engine that has no drafts."""
+    return f"{name.partition(': ')[0]}: {PLAIN}"
+
+
+def _ratio_cells(one: Mapping[str, Any], name: str) -> tuple[str, str]:
+    if one[name] is None:
+        return "", ""
+    low, high = one[f"{name}_interval"]
+    return f"{one[name]:.2f}x", f"{low:.2f} to {high:.2f}"
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port

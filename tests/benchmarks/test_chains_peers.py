@@ -1,0 +1,199 @@
+"""Other engines' drafts are read rightly, compared prompt by prompt, and one that fails is reported and left out."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from chains_peers import Answer, Choice, LlamaServer, open_peers, parse_completion, peer_row, peer_table, summarize_peers
+from peers_engines import PeerError
+
+from cpuspec import LLM, SamplingParams
+from cpuspec.checkpoints import open_checkpoint
+from tools.make_tiny_model import make_tiny_gguf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
+# What llama-server b11434 replied to a request with --spec-type ngram-cache, cut to the fields that tell something.
+COMPLETION = b"""{"index":0,"content":" assistant. They","tokens":[11173,30,1069],"id_slot":0,"stop":true,"tokens_predicted":3,
+"tokens_evaluated":8,"truncated":false,"stop_type":"limit","tokens_cached":10,"timings":{"cache_n":0,"prompt_n":8,
+"prompt_ms":389.432,"prompt_per_token_ms":48.679,"prompt_per_second":20.54273916884077,"predicted_n":3,"predicted_ms":400.0,
+"predicted_per_token_ms":133.3,"predicted_per_second":7.5,"draft_n":7,"draft_n_accepted":1}}"""
+
+# A llama-server that gives back the ids of the prompt, one a millisecond, but fails where FAILS_AT is among them.
+SERVER = """#!INTERPRETER
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if options["--spec-type"] == "psychic":
+    sys.exit("unknown speculative type: psychic")
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply({"status": "ok"} if self.path == "/health" else {"build_info": "b7-fake"})
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert request["temperature"] == 0 and not request["cache_prompt"] and request["return_tokens"]
+        ids = request["prompt"][: request["n_predict"]]
+        if FAILS_AT in ids:
+            print("out of luck", flush=True)
+            sys.stdout.flush()
+            import os
+            os._exit(3)
+        step_ms = 1 if options["--spec-type"] == "none" else 0.5
+        self.reply({"tokens": ids, "timings": {"predicted_n": len(ids), "predicted_ms": step_ms * (len(ids) - 1)}})
+
+    def reply(self, answer):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def programs(tmp_path):
+    program = tmp_path / "llama-server"
+    program.write_text(SERVER.replace("INTERPRETER", sys.executable).replace("FAILS_AT", "666"), "utf-8")
+    program.chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", **SMALL)
+
+
+def opened(stack, programs, *drafts):
+    return open_peers(Choice(programs, drafts), Path("model.gguf"), 1, 100, [0], stack)
+
+
+def test_a_completion_has_the_ids_and_the_time_of_the_tokens_after_the_first():
+    answer = parse_completion(COMPLETION)
+    assert answer == Answer([11173, 30, 1069], 2, 0.4)
+    assert answer.tokens_per_s == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    "output", [b"", b"[]", b'{"error": {"code": 400, "message": "too long"}}', COMPLETION.replace(b'"tokens"', b'"text"')]
+)
+def test_another_reply_is_an_error_that_quotes_it(output):
+    with pytest.raises(PeerError, match="reply") as error:
+        parse_completion(output)
+    assert repr(output[-30:])[2:-1] in str(error.value)
+
+
+@pytest.mark.parametrize("answer", [Answer([], -1, 0.001), Answer([5], 0, 0.001), Answer([5, 6], 1, 0.0)])
+def test_an_answer_without_tokens_after_the_first_step_or_without_time_has_no_speed(answer):
+    assert answer.tokens_per_s is None
+
+
+def test_ratios_are_of_each_prompt_and_against_the_same_engine():
+    answers = {
+        "llama.cpp: none": [Answer([1, 2], 10, 1.0), Answer([3, 4], 10, 2.0)],
+        "llama.cpp: ngram-mod": [Answer([1, 2], 10, 0.5), Answer([3, 5], 10, 1.0)],
+        "transformers: none": [Answer([9], 10, 10.0), Answer([9], 10, 10.0)],
+        "transformers: lookup 10": [Answer([9], 10, 5.0), Answer([9], 10, 20.0)],
+    }
+    summary = summarize_peers(answers, [20.0, 40.0])
+    mod, lookup = summary["llama.cpp: ngram-mod"], summary["transformers: lookup 10"]
+    assert summary["llama.cpp: none"]["over_plain"] == pytest.approx(1)
+    assert (mod["over_plain"], mod["over_plain_interval"]) == (pytest.approx(2), pytest.approx([2, 2]))
+    assert mod["tokens_per_s"] == pytest.approx((20 * 10) ** 0.5)
+    assert (mod["num_identical"], mod["num_prompts"], mod["num_tokens"]) == (1, 2, 4)
+    assert mod["cpuspec_over"] == pytest.approx(2)  # 20 / 20 and 40 / 10
+    assert mod["cpuspec_over_interval"] == pytest.approx([1, 4])
+    assert lookup["over_plain"] == pytest.approx(1)
+    assert lookup["over_plain_interval"] == pytest.approx([0.5, 2])
+    assert lookup["num_identical"] == 2
+    shown = peer_table(summary, "auto")
+    assert "| llama.cpp: ngram-mod | 14.1 | 2.00x | 2.00 to 2.00 | 1 of 2 | 2.00x | 1.00 to 4.00 |" in shown
+    assert "cpuspec auto over the peer" in shown
+
+
+def test_a_prompt_that_took_one_step_counts_in_no_ratio():
+    answers = {"llama.cpp: none": [Answer([1, 2], 10, 1.0), Answer([3], 0, 0.0)]}
+    summary = summarize_peers(answers, [30.0, None])["llama.cpp: none"]
+    assert (summary["tokens_per_s"], summary["cpuspec_over"], summary["num_identical"]) == (pytest.approx(10), pytest.approx(3), 2)
+    assert summarize_peers({"llama.cpp: none": [Answer([3], 0, 0.0)]}, [1.0])["llama.cpp: none"]["cpuspec_over"] is None
+
+
+def test_drafts_whose_plain_decoding_was_left_out_are_compared_with_cpuspec_only():
+    answers = {"llama.cpp: ngram-mod": [Answer([1, 2], 10, 1.0)]}
+    summary = summarize_peers(answers, [30.0])
+    one = summary["llama.cpp: ngram-mod"]
+    assert (one["over_plain"], one["num_identical"], one["cpuspec_over"]) == (None, None, pytest.approx(3))
+    assert "| llama.cpp: ngram-mod | 10.0 |  |  |  | 3.00x | 3.00 to 3.00 |" in peer_table(summary, "auto")
+    assert peer_row({name: ones[0] for name, ones in answers.items()})["llama.cpp: ngram-mod"]["identical"] is None
+
+
+def test_servers_answer_in_turns_and_one_that_fails_is_left_out(programs):
+    with ExitStack() as stack:
+        peers = opened(stack, programs, "ngram-simple --spec-ngram-simple-size-n 4", "psychic")
+        assert list(peers.arms) == ["llama.cpp: none", "llama.cpp: ngram-simple --spec-ngram-simple-size-n 4"]
+        assert peers.abouts == {"llama.cpp": "llama.cpp b7-fake, llama-server"}
+        assert "unknown speculative type" in peers.failed["llama.cpp: psychic"]
+        plain, drafted = (peers.answer(name, [5, 6, 7, 8], 3) for name in peers.arms)
+        assert (plain, drafted) == (Answer([5, 6, 7], 2, 0.002), Answer([5, 6, 7], 2, 0.001))
+        assert peers.answer("llama.cpp: none", [666], 3) is None
+        assert peers.answer("llama.cpp: none", [5], 3) is None
+        assert "out of luck" in peers.failed["llama.cpp: none"]
+        assert len(peers.arms) == 1
+
+
+def test_a_server_that_does_not_answer_in_time_is_ended(programs):
+    script = (programs / "llama-server").read_text("utf-8")
+    (programs / "llama-server").write_text(script.replace("step_ms =", "import time; time.sleep(600); step_ms ="), "utf-8")
+    server = LlamaServer(programs, Path("model.gguf"), "none", 1, 100, 0.5)
+    try:
+        server._timeout = 60.0
+        server.load()
+        server._timeout = 0.2
+        with pytest.raises(PeerError, match="did not answer"):
+            server.answer([5, 6], 2)
+        assert server._process.poll() is not None
+    finally:
+        server.close()
+
+
+def test_a_directory_without_the_server_is_told(tmp_path):
+    with ExitStack() as stack:
+        peers = opened(stack, tmp_path, "ngram-mod")
+    assert peers.arms == {}
+    assert all("no llama-server" in why for why in peers.failed.values())
+    assert len(peers.failed) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "target_dtype"),
+    [
+        (Choice(llama_cpp=Path("programs")), "bf16"),
+        (Choice(transformers=Path("python")), "q8_0"),
+    ],
+)
+def test_a_peer_that_would_decode_other_weights_is_refused(model, choice, target_dtype):
+    choice.check(open_checkpoint(model), None)
+    with pytest.raises(PeerError, match="leave out"):
+        choice.check(open_checkpoint(model), target_dtype)
+
+
+def test_transformers_reads_the_file_and_decodes_it_with_and_without_lookup(model):
+    prompt = [5, 6, 7, 8] * 4
+    with LLM(model, "none", "numpy") as llm:
+        wanted = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
+    with ExitStack() as stack:
+        peers = open_peers(Choice(transformers=Path(sys.executable), num_lookup_tokens=4), model, 1, 100, [], stack)
+        assert peers.failed == {}
+        plain, drafted = (peers.answer(name, prompt, 8) for name in peers.arms)
+    assert list(peers.arms) == ["transformers: none", "transformers: lookup 4"]
+    assert plain.token_ids[0] == wanted[0]  # in bf16 later ones may part
+    assert (len(plain.token_ids), plain.num_timed) == (8, 7)
+    assert len(drafted.token_ids) == 8
+    assert drafted.num_timed <= 7
+    assert plain.seconds > 0
