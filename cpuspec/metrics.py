@@ -179,6 +179,11 @@ def _percentiles(values: Any) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)} if len(values) else {}
 
 
+def now_s() -> float:
+    """Seconds since some moment, to tell how long something takes that is no single call."""
+    return perf_counter()
+
+
 def elapsed_s(function: Callable[[], object]) -> float:
     """Seconds that a call takes."""
     start_s = perf_counter()

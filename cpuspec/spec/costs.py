@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import math
+import os
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from cpuspec.backends import Backend
 from cpuspec.environment import cache_dir, processor_name
@@ -14,17 +17,36 @@ from cpuspec.model.cache import KVCache
 
 ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # that are measured; between them cost grows evenly
 _DEPTH = 32  # tokens of context under the measured forwards
-_ROUNDS = 3
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
+_SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
+
+# What is believed of the logarithms of the seconds, as standard deviations: that the machine is as slow now as when it was
+# measured, that the numbers of rows compare as they did, and that a single round tells its own seconds.
+_PACE, _SHAPE, _NOISE = 0.5, 0.2, 0.3
+_DRIFT = 0.01  # share of the first doubts that returns with every round
+_AGREES = 0.05  # a round that is off by less teaches nothing, and takes no time
+_FAR_OFF = math.log(2)  # a round that is further off counts as this far: something came between
+_BOUND = math.log(4)  # the most that rounds may correct what was measured
+_WORTH_KEEPING = 0.1  # a correction of this share is written down
 
 
 class Costs:
-    """Seconds of a forward with all logits, by its number of rows. More rows never cost less."""
+    """Seconds of a forward with all logits, by its number of rows. More rows never cost less.
 
-    def __init__(self, rows: list[int], seconds: list[float]) -> None:
-        """Seconds of forwards over those numbers of rows, which rise from 1."""
+    They begin as they were measured and follow what rounds take (`observe`): whoever measures while the machine is busy, or quiet
+    and then works while it is busy, would else decide wrongly for ever.
+    """
+
+    def __init__(self, rows: list[int], seconds: list[float], path: Path | None = None) -> None:
+        """Seconds of forwards over those numbers of rows, which rise from 1. path: where they are kept."""
         self.rows = rows
-        self.seconds = np.maximum.accumulate(seconds).tolist()
-        self._of: list[float] = np.interp(range(rows[-1] + 1), rows, self.seconds).tolist()
+        self._set(seconds)
+        self._path = path
+        self._measured, self._kept = np.array(self.seconds), np.array(self.seconds)
+        self._off = np.zeros(len(rows))  # logarithm of what rounds take over what was measured
+        distances = np.abs(np.subtract.outer(np.log2(rows), np.log2(rows)))
+        self._doubt = _PACE**2 + _SHAPE**2 * np.exp(-distances)  # its covariance: neighbouring numbers of rows go together
+        self._drift = _DRIFT * self._doubt
 
     def of(self, rows: int) -> float:
         """Seconds of a forward over `rows` rows; beyond the largest measured number each costs what the last ones did."""
@@ -38,20 +60,60 @@ class Costs:
             return self.seconds[0]
         return float((self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2]))
 
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn from what a round over `rows` rows took, if so many were measured.
+
+        A Kalman filter over the logarithms. A slow round is first of all a slow machine, and slows all numbers of rows alike, which
+        changes no choice; only many rounds over different numbers change how these compare. Each round counts for a factor of 2 at
+        most, and all of them together for a factor of 4.
+        """
+        if rows > self.rows[-1] or seconds <= 0:
+            return
+        off = math.log(seconds / self.of(rows))
+        if abs(off) < _AGREES:
+            return
+        off = min(max(off, -_FAR_OFF), _FAR_OFF)
+        nearest = np.interp(rows, self.rows, np.arange(len(self.rows)))
+        weights = np.maximum(0, 1 - np.abs(np.arange(len(self.rows)) - nearest))  # of the measured numbers beside it
+        doubt = self._doubt + self._drift
+        shared = doubt @ weights
+        gain = shared / (weights @ shared + _NOISE**2)
+        self._off = np.clip(self._off + gain * off, -_BOUND, _BOUND)
+        self._doubt = doubt - np.outer(gain, shared)
+        self._set(self._measured * np.exp(self._off))
+
+    def _set(self, seconds: ArrayLike) -> None:
+        self.seconds: list[float] = np.maximum.accumulate(seconds).tolist()
+        self._of: list[float] = np.interp(range(self.rows[-1] + 1), self.rows, self.seconds).tolist()
+
+    def keep(self) -> None:
+        """Write down what was learned, for the next process, if it is worth it."""
+        if self._path is None or np.abs(np.log(self.seconds / self._kept)).max() < _WORTH_KEEPING:
+            return
+        self._kept = np.array(self.seconds)
+        _write(self._path, self)
+
 
 def find_costs(backend: Backend) -> Costs:
-    """The costs of a loaded model: kept ones of this machine and model, else measured (a second for 1 GB of weights) and kept."""
+    """The costs of a loaded model: kept ones of this machine and model, else measured (seconds for 1 GB of weights) and kept."""
     path = _path(backend)
     costs = _read(path)
     if costs:
         return costs
     costs = measure_costs(backend)
+    _write(path, costs)
+    return Costs(costs.rows, costs.seconds, path)
+
+
+def _write(path: Path, costs: Costs) -> None:
+    """All at once: other processes read it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"rows": costs.rows, "seconds": costs.seconds}))
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps({"rows": costs.rows, "seconds": costs.seconds}))
+        part.replace(path)
     except OSError:
         pass  # measured again at the next start
-    return costs
 
 
 def _read(path: Path) -> Costs | None:
@@ -64,19 +126,22 @@ def _read(path: Path) -> Costs | None:
     numbers = [rows, seconds]
     if not all(isinstance(one, list) and one and all(isinstance(n, int | float) and 0 < n < 1e6 for n in one) for one in numbers):
         return None
-    return Costs(rows, seconds) if len(rows) == len(seconds) and rows == sorted(set(rows)) and rows[0] == 1 else None
+    return Costs(rows, seconds, path) if len(rows) == len(seconds) and rows == sorted(set(rows)) and rows[0] == 1 else None
 
 
 def measure_costs(backend: Backend) -> Costs:
-    """Time forwards, the quickest of some rounds each: what disturbs a measurement only ever adds to it."""
+    """Time forwards, the quickest of some rounds each, until a round finds none quicker: what disturbs one only ever adds to it."""
     rows = [n for n in ROWS if n <= min(backend.max_rows, backend.config.context_length - _DEPTH)] or [1]
     depth = min(_DEPTH, backend.max_rows, backend.config.context_length - rows[-1])
     cache = backend.new_cache(1, depth + rows[-1])
     backend.forward(_batch(backend, 0, depth), cache)
     seconds = np.full(len(rows), np.inf)
-    for _ in range(_ROUNDS):
+    for number in range(_MOST_ROUNDS):
+        before = seconds.copy()
         for i, n in enumerate(rows):
             seconds[i] = min(seconds[i], _time(backend, cache, depth, n))
+        if number + 1 >= _LEAST_ROUNDS and (seconds > (1 - _SETTLED) * before).all():
+            break
     return Costs(rows, seconds.tolist())
 
 

@@ -4,14 +4,20 @@ One level, in closed form (arXiv 2211.17192, section 3.3): n drafted tokens of w
 1 + a + ... + a^n tokens for the seconds of n drafted tokens and of a forward over n + 1 rows. A model's seconds for a token are
 those with its own drafters, so levels are settled from the bottom up (arXiv 2510.19705), each by a planner of its own. Drafting
 nothing is always among the choices.
+
+Estimates decide; what they speak against is tried on an allowance, a share of all time so far. A trial begins once the allowance
+covers the most that it can lose: feeding the tokens that a model has missed, then enough drafts in a row to learn from, as if none
+were accepted. What is accepted after all goes back to the allowance, and where the trial went well the estimates take over. So text
+that nothing helps loses no more than the share, however often it changes; and a model to which missed tokens cost more than the
+allowance gains in the meantime is tried where few are missed, early in a later request.
 """
 
 from dataclasses import dataclass, field
 
 from cpuspec.backends import Backend
-from cpuspec.metrics import elapsed_s
+from cpuspec.metrics import elapsed_s, now_s
 from cpuspec.model.batch import F32
-from cpuspec.sequence import Sequence
+from cpuspec.sequence import Mark, Sequence
 from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.costs import Costs, find_costs
 from cpuspec.spec.draft import Draft
@@ -24,11 +30,14 @@ Model = ChainProposer | TranslatedProposer
 MAX_TOKENS = 16  # drafted by a model at once
 _DECAY = 0.98  # of what a round is worth to the estimates, from one round to the next
 _PRIOR = 3.0  # tokens' worth of belief in what held for earlier requests
-_LEAST_USUAL = 0.5  # share of their first rate below which earlier requests do not pull those that begin
+_LEAST_USUAL = 0.2  # of what texts say: earlier requests do not pull those that begin below this share
 _FIRST_ACCEPTANCE = 0.7  # of a model's token before anything is known
 _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's seconds say what a token takes where no more than this was fed first
 _LEARNING = 0.1  # weight of the latest draft in the seconds of a token
-_CURIOSITY = 0.01  # share of the time that goes into trying models which the estimates speak against
+_CURIOSITY = 0.02  # share of the time that may be lost by trying what the estimates speak against
+_TRIAL_ROUNDS = 6  # drafts of a model in a row, short ones, that a trial takes to learn from
+_TRIAL_TOKENS = 2
+_TRIAL_ROW = 0.25  # share of a row's believed cost that a trial of a text counts
 
 
 @dataclass
@@ -52,25 +61,29 @@ class Acceptance:
 class Candidate:
     """One drafter of a planner: what it takes, and how its drafts have fared.
 
-    seconds_per_token: of drafting, for one sequence. seconds_per_fed_token: of catching up with what others drafted.
-    usual: acceptance over ended requests; own: of each running one.
+    seconds_per_token: of drafting, for one sequence. costs: of a model's forwards.
+    usual: acceptance over ended requests; own: of each running one. trials: rounds of a running trial that are left.
     """
 
     proposer: Proposer
     model: Model | None  # None for a drafter from text
+    costs: Costs | None
     seconds_per_token: float
-    seconds_per_fed_token: float
     first_rate: float
     usual: Acceptance = field(default_factory=Acceptance)
     own: dict[int, Acceptance] = field(default_factory=dict)
     fed: dict[int, int] = field(default_factory=dict)  # how long each sequence was when it last drafted
+    trials: dict[int, int] = field(default_factory=dict)
+    tried_s: float = 0.0  # lost by trials, at most
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
     def rate(self, seq: Sequence | None = None) -> float:
         """The acceptance to expect now of a sequence, or of a new one."""
-        usual = max(self.usual.rate(self.first_rate), _LEAST_USUAL * self.first_rate)
+        usual = self.usual.rate(self.first_rate)
+        if not self.model:
+            usual = max(usual, _LEAST_USUAL * self.first_rate)
         return self.own[seq.id].rate(usual) if seq and seq.id in self.own else usual
 
     def forget(self, seq: Sequence) -> None:
@@ -79,10 +92,25 @@ class Candidate:
         if own:
             self.usual.record(own.accepted, own.expected)
         self.fed.pop(seq.id, None)
+        self.trials.pop(seq.id, None)
 
     def num_unfed(self, seq: Sequence) -> int:
         """Tokens of the sequence that a model's context has not seen."""
         return len(seq.tokens) - self.fed.get(seq.id, 0)
+
+    def catch_up_s(self, seq: Sequence) -> float:
+        """Seconds of feeding those."""
+        return self.num_unfed(seq) * self.costs.per_row if self.costs else 0.0
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """A draft that is out: whose, the tokens its drafter expected, their number, and where it is a trial what each earns back."""
+
+    candidate: Candidate
+    expected: float
+    num_tokens: int
+    earns_s: float
 
 
 @dataclass(frozen=True)
@@ -126,6 +154,7 @@ class Planner:
     costs: of the verifier's forwards. texts: drafters without a model, asked in every round, for that takes no time worth
     counting; their drafts carry confidences and are cut where a row costs more than it promises. models: chains, asked only
     where they promise more. serves: whether this planner begins and ends sequences for its drafters, or one above does.
+    The time from a draft to its verdict corrects the costs.
     """
 
     name = "auto"
@@ -135,14 +164,15 @@ class Planner:
         self.costs = costs
         self.hidden_layers = tuple(sorted({layer for text in texts for layer in text.hidden_layers}))
         self.levels = tuple(level for model, _ in models for level in levels_of(model)) if serves else ()
-        self.texts = [Candidate(text, None, 0.0, 0.0, 1.0) for text in texts]
-        self.models = [Candidate(model, model, cost.of(1), cost.per_row, _FIRST_ACCEPTANCE) for model, cost in models]
+        self.texts = [Candidate(text, None, None, 0.0, 1.0) for text in texts]
+        self.models = [Candidate(model, model, cost, cost.of(1), _FIRST_ACCEPTANCE) for model, cost in models]
         self.num_plain_rounds = 0
         self._serves = serves
         self._nothing = Draft.chain([], self.name)
-        self._drafted: dict[int, tuple[Candidate, float, int]] = {}  # by sequence: whose draft is out, tokens expected, drafted
-        self._planned_s = 0.0
-        self._tried_s = 0.0
+        self._drafted: dict[int, _Drafted] = {}  # by sequence
+        self._planned_s = 0.0  # of all rounds, as they were planned
+        self._scored: dict[int, Mark] = {}  # each sequence as its verifier last left it
+        self._begun: tuple[int, float] | None = None  # rows of the forward that is out, and when it began
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -157,6 +187,8 @@ class Planner:
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The most promising draft for each sequence."""
+        # A verifier that has scored all but a sequence's last token feeds this one and the draft, and nothing else.
+        known = all(self._scored.get(seq.id) == seq.mark() for seq in seqs)
         drafts, choices = self._best_of_texts(seqs, limits)
         for candidate in self.models:
             self._ask(candidate, seqs, limits, drafts, choices)
@@ -165,27 +197,36 @@ class Planner:
             if not len(draft):
                 self.num_plain_rounds += 1
                 self._drafted.pop(seq.id, None)
+        self._begun = (len(drafts) + sum(map(len, drafts)), now_s()) if known else None
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Learn how the draft fared, and tell the drafters from text."""
+        if self._begun:
+            rows, begin_s = self._begun
+            self.costs.observe(rows, now_s() - begin_s)
+            self._begun = None
+        self._scored[seq.id] = seq.mark()
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
         for text in self.texts:
             text.proposer.accept(seq, verdict, tuple(layers[layer] for layer in text.proposer.hidden_layers))
-        candidate, expected, num_tokens = self._drafted.pop(seq.id, (None, 0.0, 0))
-        if candidate is None:
+        draft = self._drafted.pop(seq.id, None)
+        if draft is None:
             return
-        num_accepted = len(verdict.tokens) - 1
+        candidate, num_accepted = draft.candidate, len(verdict.tokens) - 1
+        candidate.tried_s -= num_accepted * draft.earns_s
         candidate.num_rounds += 1
-        candidate.num_draft_tokens += num_tokens
+        candidate.num_draft_tokens += draft.num_tokens
         candidate.num_accepted_tokens += num_accepted
-        if candidate.model:
-            expected = min(num_accepted + 1, num_tokens)  # evaluated ones
+        expected = min(num_accepted + 1, draft.num_tokens) if candidate.model else draft.expected  # of a model's, evaluated ones
         candidate.own.setdefault(seq.id, Acceptance()).record(num_accepted, expected)
 
     def end(self, seq: Sequence) -> None:
-        """Forget the sequence."""
+        """Forget the sequence, and keep what was learned of the costs."""
         self._drafted.pop(seq.id, None)
+        self._scored.pop(seq.id, None)
+        self._begun = None
+        self.costs.keep()
         for candidate in self.candidates:
             candidate.forget(seq)
             if self._serves:
@@ -235,28 +276,32 @@ class Planner:
                 if not len(draft):
                     continue
                 choice, expected = self._cut(draft, candidate.rate(seqs[i]), len(seqs))
+                earns_s, pays = 0.0, choice.tokens_per_s > choices[i].tokens_per_s
                 if not choice.num_tokens:
-                    choice, expected = self._cut(draft, candidate.first_rate, len(seqs))
-                    choice = self._if_affordable(choice, 0.0, choices[i])
-                if choice.tokens_per_s > choices[i].tokens_per_s:
+                    # Rows that are believed to be dear would never be seen again: a trial takes them for cheap.
+                    choice, expected = self._cut(draft.first(_TRIAL_TOKENS), candidate.first_rate, len(seqs), _TRIAL_ROW)
+                    earns_s, lost_s = 1 / choices[i].tokens_per_s, self._seconds(choice.num_tokens, len(seqs))
+                    pays = choice.tokens_per_s > choices[i].tokens_per_s and self._afford(candidate, lost_s - earns_s)
+                if pays:
                     drafts[i], choices[i] = draft.first(choice.num_tokens), choice
-                    self._drafted[seqs[i].id] = candidate, expected, choice.num_tokens
+                    self._drafted[seqs[i].id] = _Drafted(candidate, expected, choice.num_tokens, earns_s)
         return drafts, choices
 
-    def _cut(self, draft: Draft, rate: float, num_seqs: int) -> tuple[Choice, float]:
+    def _cut(self, draft: Draft, rate: float, num_seqs: int, row: float = 1.0) -> tuple[Choice, float]:
         """Where a draft from text promises most, and the tokens it says will be accepted up to there.
 
+        row: share of what a further row is believed to cost that is counted.
         Only a choice made without a draw may be cut by looking at it: drawn tokens stay.
         """
         if draft.confidence is None or draft.probs is not None:
-            return Choice(len(draft), 1 + rate * len(draft), self._seconds(len(draft), num_seqs)), float(len(draft))
+            return Choice(len(draft), 1 + rate * len(draft), self._seconds(len(draft), num_seqs, row)), float(len(draft))
         best, said = self.plain(num_seqs), 0.0
         likely: list[float] = []
         said_of_best = 0.0
         for n, (parent, confidence) in enumerate(zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True), 1):
             likely.append(confidence * (likely[parent] if parent >= 0 else 1.0))
             said += likely[-1]
-            choice = Choice(n, 1 + min(rate, 1.0) * said, self._seconds(n, num_seqs))
+            choice = Choice(n, 1 + min(rate, 1.0) * said, self._seconds(n, num_seqs, row))
             if choice.tokens_per_s > best.tokens_per_s:
                 best, said_of_best = choice, said
         return best, said_of_best
@@ -265,14 +310,15 @@ class Planner:
         self, candidate: Candidate, seqs: list[Sequence], limits: list[int], drafts: list[Draft], choices: list[Choice]
     ) -> None:
         """Let a model draft for the sequences where it promises more than what there is, or where trying it is affordable."""
-        places, wanted = [], []
+        places, wanted, earns_s = [], [], []
         for i, seq in enumerate(seqs):
-            choice = self.best_of_model(candidate, candidate.rate(seq), limits[i], len(seqs))
+            choice, earns = self.best_of_model(candidate, candidate.rate(seq), limits[i], len(seqs)), 0.0
             if not self._pays(candidate, seq, choice, choices[i]):
-                choice = self._try(candidate, candidate.num_unfed(seq), limits[i], len(seqs), choices[i])
+                choice, earns = self._try(candidate, seq, limits[i], len(seqs), choices[i]), 1 / choices[i].tokens_per_s
             if choice.num_tokens:
                 places.append(i)
                 wanted.append(choice.num_tokens)
+                earns_s.append(earns)
                 choices[i] = choice
         if not places:
             return
@@ -282,28 +328,42 @@ class Planner:
         num_tokens = sum(map(len, found))
         if num_tokens and caught_up:
             candidate.seconds_per_token += _LEARNING * (seconds / num_tokens - candidate.seconds_per_token)
-        for i, draft in zip(places, found, strict=True):
+        for i, draft, earns in zip(places, found, earns_s, strict=True):
             drafts[i] = draft
             candidate.fed[seqs[i].id] = len(seqs[i].tokens)
-            self._drafted[seqs[i].id] = candidate, 0.0, len(draft)
+            self._drafted[seqs[i].id] = _Drafted(candidate, 0.0, len(draft), earns)
 
     def _pays(self, candidate: Candidate, seq: Sequence, choice: Choice, instead: Choice) -> bool:
         """Whether a model's draft promises more, what its context has missed included, over the tokens that are still wanted."""
         saved_s = seq.num_wanted * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s)
-        return saved_s > candidate.num_unfed(seq) * candidate.seconds_per_fed_token
+        return saved_s > candidate.catch_up_s(seq)
 
-    def _try(self, candidate: Candidate, num_unfed: int, limit: int, num_seqs: int, instead: Choice) -> Choice:
-        """A short draft of a model that the estimates speak against, once the time spent so is small again."""
-        choice = self.best_of_model(candidate, 1.0, min(limit, 2), num_seqs)
-        return self._if_affordable(choice, num_unfed * candidate.seconds_per_fed_token, instead)
-
-    def _if_affordable(self, choice: Choice, extra_s: float, instead: Choice) -> Choice:
-        """The choice, if what it takes beyond the other is within what trying may cost by now; else nothing."""
-        lost_s = extra_s + choice.seconds - instead.seconds
-        if choice.tokens_per_s <= instead.tokens_per_s or self._tried_s + lost_s > _CURIOSITY * self._planned_s:
-            return Choice(0, 0.0, 1.0)
-        self._tried_s += max(lost_s, 0.0)
+    def _try(self, candidate: Candidate, seq: Sequence, limit: int, num_seqs: int, instead: Choice) -> Choice:
+        """A short draft of a model that the estimates speak against: one of a trial that runs, or that can be afforded now."""
+        nothing = Choice(0, 0.0, 1.0)
+        choice = self.best_of_model(candidate, 1.0, min(limit, _TRIAL_TOKENS), num_seqs)
+        if choice.tokens_per_s <= instead.tokens_per_s:
+            return nothing
+        rounds = candidate.trials.get(seq.id, 0)
+        if not rounds:
+            rounds = _TRIAL_ROUNDS
+            at_best = self.best_of_model(candidate, 1.0, limit, num_seqs)
+            if not self._pays(candidate, seq, at_best, instead) or not self._afford(
+                candidate, candidate.catch_up_s(seq) + rounds * (choice.seconds - 1 / instead.tokens_per_s)
+            ):
+                return nothing
+            candidate.own[seq.id] = Acceptance()  # what it was like before does not count
+        candidate.trials[seq.id] = rounds - 1
         return choice
+
+    def _afford(self, candidate: Candidate, lost_s: float) -> bool:
+        """Take seconds that may be lost from a drafter's allowance, if it has them. Each has its own: texts are tried cheaply and
+        often, and would leave nothing for models.
+        """
+        if candidate.tried_s + lost_s > _CURIOSITY / len(self.candidates) * self._planned_s:
+            return False
+        candidate.tried_s += lost_s
+        return True
 
     def _best(self, confidences: list[float], seconds_per_token: float, num_seqs: int) -> Choice:
         best, tokens, likely = self.plain(num_seqs), 1.0, 1.0
@@ -315,9 +375,10 @@ class Planner:
                 best = choice
         return best
 
-    def _seconds(self, num_tokens: int, num_seqs: int) -> float:
-        """A sequence's share of verifying so many tokens for each."""
-        return self.costs.of(num_seqs * (num_tokens + 1)) / num_seqs
+    def _seconds(self, num_tokens: int, num_seqs: int, row: float = 1.0) -> float:
+        """A sequence's share of verifying so many tokens for each. row: as in `_cut`."""
+        plain_s = self.costs.of(num_seqs)
+        return (plain_s + row * (self.costs.of(num_seqs * (num_tokens + 1)) - plain_s)) / num_seqs
 
 
 def plan(target: Backend, texts: list[Proposer], chains: list[Model]) -> Planner:

@@ -1,5 +1,6 @@
 """Lengths and drafters are chosen as the cost model says, and what does not help is left alone."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.sequence import Sequence
 from cpuspec.spec import costs as costs_module
+from cpuspec.spec import planner as planner_module
 from cpuspec.spec.costs import Costs, find_costs
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.planner import Planner
@@ -19,6 +21,25 @@ from tools.make_tiny_model import make_tiny_gguf
 
 FLAT = Costs([1, 16, 17], [1.0, 1.0, 2.0])  # sixteen rows for the price of one
 STEEP = Costs([1, 2], [1.0, 2.0])  # each row costs a forward
+
+
+class Clock:
+    """Stands still unless a test moves it: nothing here depends on how long something took."""
+
+    now_s = 0.0
+
+    def elapsed_s(self, function: Callable[[], object]) -> float:
+        begin_s = self.now_s
+        function()
+        return self.now_s - begin_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(planner_module, "now_s", lambda: clock.now_s)
+    monkeypatch.setattr(planner_module, "elapsed_s", clock.elapsed_s)
+    return clock
 
 
 class Text(NullProposer):
@@ -53,6 +74,51 @@ class Model(NullProposer):
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         self.asked += limits
         return [Draft.chain([1] * limit, self.name) for limit in limits]
+
+
+class TimedModel(Model):
+    """Takes time for each token that it drafts, and for each that it was not fed yet."""
+
+    def __init__(self, clock: Clock, drafted_s: float, fed_s: float) -> None:
+        super().__init__()
+        self.costs = Costs([1, 2], [drafted_s, drafted_s + fed_s])
+        self._clock = clock
+        self._fed: dict[int, int] = {}
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        for seq, limit in zip(seqs, limits, strict=True):
+            num_missed = len(seq.tokens) - 1 - self._fed.get(seq.id, 0)
+            self._clock.now_s += max(num_missed, 0) * self.costs.per_row + limit * self.costs.of(1)
+            self._fed[seq.id] = len(seq.tokens)
+        return super().propose(seqs, limits)
+
+
+ROWS = [1, 2, 3, 4, 6, 8, 9, 12, 16, 24]
+
+
+def rising(slope: float) -> Costs:
+    """Each row more takes that share of the first."""
+    return Costs(ROWS, [1 + slope * (n - 1) for n in ROWS])
+
+
+def _answers(
+    planner: Planner, clock: Clock, truth: Costs, accept: Callable[[int], float], count: int, first: int = 0, tokens: int = 200
+) -> list[float]:
+    """Seconds of answers one after the other, over those of plain decoding. accept: the share of drafts accepted of an answer."""
+    ratios = []
+    for number in range(first, first + count):
+        seq = Sequence.new(number, [0] * 300, SamplingParams(max_tokens=tokens))
+        planner.begin(seq)
+        begin_s = clock.now_s
+        while seq.num_wanted:
+            [draft] = planner.propose([seq], [min(24, seq.num_wanted - 1)])
+            clock.now_s += truth.of(len(draft) + 1)
+            num_accepted = round(accept(number) * len(draft))
+            seq.extend([1] * (num_accepted + 1))
+            planner.accept(seq, Verdict([1] * (num_accepted + 1), np.arange(num_accepted, dtype=np.int32)), ())
+        planner.end(seq)
+        ratios.append((clock.now_s - begin_s) / (tokens * truth.of(1)))
+    return ratios
 
 
 def _sequence(number: int = 0, prompt: int = 4) -> Sequence:
@@ -95,7 +161,7 @@ def test_costs_are_measured_once_and_nonsense_is_measured_anew(
     kept.write_text(nonsense)
     calls = []
     monkeypatch.setattr(costs_module, "measure_costs", lambda backend: calls.append(backend) or FLAT)
-    assert find_costs(backend) is FLAT
+    assert find_costs(backend).seconds == FLAT.seconds
     assert calls == [backend]
 
 
@@ -172,15 +238,13 @@ def test_a_text_that_repeats_goes_before_a_model() -> None:
     assert not model.asked
 
 
-def test_trying_what_the_estimates_speak_against_takes_a_hundredth_of_the_time() -> None:
-    model = Model()
-    planner, seq = Planner(FLAT, [], [(model, Costs([1, 2], [0.4, 0.401]))]), _sequence()  # type: ignore[list-item]
+def test_trying_what_the_estimates_speak_against_takes_two_hundredths_of_the_time(clock: Clock) -> None:
+    model = TimedModel(clock, 0.4, 0.001)
+    planner, seq = Planner(FLAT, [], [(model, model.costs)]), _sequence()  # type: ignore[list-item]
     _rounds(planner, seq, 20, 0.0)  # learns that it is no good
     before = len(model.asked)
-    planner.models[0].seconds_per_token = 0.4
-    _rounds(planner, seq, 400, 0.0)
-    tried = sum(model.asked[before:]) * 0.4
-    assert 0 < tried < 0.02 * 420
+    _rounds(planner, seq, 600, 0.0)
+    assert 0 < sum(model.asked[before:]) * 0.4 < 0.02 * 620
 
 
 def test_a_model_is_not_asked_for_an_answer_too_short_to_pay_for_its_prompt() -> None:
@@ -193,3 +257,130 @@ def test_a_model_is_not_asked_for_an_answer_too_short_to_pay_for_its_prompt() ->
         lengths.append(len(draft))
     assert lengths[0] == 0
     assert lengths[1] > 0
+
+
+MODEL_SECONDS = [(0.1, 0.005), (0.3, 0.02), (0.5, 0.08), (0.9, 0.3)]  # of a drafted and of a fed token, over a plain forward
+
+
+@pytest.mark.parametrize(("drafted_s", "fed_s"), MODEL_SECONDS)
+@pytest.mark.parametrize("slope", [0.02, 0.2])
+@pytest.mark.parametrize("confidence", [None, 0.9])
+def test_where_nothing_helps_it_costs_three_hundredths_at_most(
+    clock: Clock, confidence: float | None, slope: float, drafted_s: float, fed_s: float
+) -> None:
+    model = TimedModel(clock, drafted_s, fed_s)
+    texts = [] if confidence is None else [Text(confidence)]
+    planner = Planner(rising(slope), texts, [(model, model.costs)])  # type: ignore[list-item]
+    ratios = _answers(planner, clock, rising(slope), lambda answer: 0.0, 20)
+    assert 1 <= np.mean(ratios) <= 1.03
+
+
+@pytest.mark.parametrize(("drafted_s", "fed_s", "within"), [(0.1, 0.005, 4), (0.3, 0.02, 8), (0.3, 0.08, 25), (0.5, 0.08, 25)])
+@pytest.mark.parametrize("texts", [[], [Text(0.3)]], ids=["alone", "beside a text"])
+def test_a_model_that_was_given_up_is_used_again_once_it_helps(
+    clock: Clock, texts: list[Text], drafted_s: float, fed_s: float, within: int
+) -> None:
+    model = TimedModel(clock, drafted_s, fed_s)
+    planner = Planner(rising(0.05), list(texts), [(model, model.costs)])  # type: ignore[list-item]
+    before = _answers(planner, clock, rising(0.05), lambda answer: 0.0, 12)
+    assert min(before) > 0.99
+    after = _answers(planner, clock, rising(0.05), lambda answer: 1.0 if model.asked else 0.0, within + 5, first=12)
+    assert max(after[within:]) < 0.85
+
+
+def test_a_trial_feeds_no_more_than_the_allowance_has() -> None:
+    """A model that must be fed as dearly as the target itself is not tried for ever."""
+    clock = Clock()
+    model = TimedModel(clock, 0.9, 0.5)
+    planner = Planner(rising(0.05), [], [(model, model.costs)])  # type: ignore[list-item]
+    assert _answers(planner, clock, rising(0.05), lambda answer: 0.0, 10) == pytest.approx([1.0] * 10)
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_costs_that_were_measured_wrong_are_found_out(clock: Clock, helps: bool) -> None:
+    """Rows that seem dear although they are cheap, and rows that seem cheap although they are dear."""
+    truth = rising(0.05 if helps else 0.3)
+    wrong = Costs(ROWS, [1.0, *(1.6 * truth.of(n) for n in ROWS[1:])] if helps else rising(0.1).seconds)
+    planner = Planner(wrong, [Text(0.6)], [])
+    _answers(planner, clock, truth, lambda answer: 0.5, 30)
+    right = [truth.of(n) / truth.of(1) for n in (2, 3)]
+    first = [1.6 * one for one in right] if helps else [1.1, 1.2]
+    found = [wrong.of(n) / wrong.of(1) for n in (2, 3)]
+    assert all(abs(f - r) < 0.5 * abs(w - r) for f, r, w in zip(found, right, first, strict=True))
+
+
+def test_a_slow_machine_makes_all_forwards_slow_and_no_row_cheaper() -> None:
+    costs = rising(0.05)
+    for _ in range(300):
+        costs.observe(1, 3.0)
+    assert costs.of(1) == pytest.approx(3.0, rel=0.1)
+    assert costs.of(4) / costs.of(1) == pytest.approx(1.15, rel=0.15)
+
+
+def test_rounds_correct_what_was_measured_within_bounds() -> None:
+    costs, once = rising(0.1), rising(0.1)
+    once.observe(4, 1e6)
+    assert once.of(4) < 2 * 1.3
+    for _ in range(1000):
+        costs.observe(4, 1e6)
+        costs.observe(1, 1e-6)
+    assert costs.of(4) <= 4 * 1.3 + 1e-9
+    assert costs.of(1) >= 1 / 4 - 1e-9
+    assert costs.seconds == sorted(costs.seconds)
+    costs.observe(2, 0.0)  # a clock that stood still
+    costs.observe(99, 5.0)  # more rows than were measured
+
+
+def test_what_agrees_teaches_nothing() -> None:
+    costs = rising(0.1)
+    for n in ROWS:
+        costs.observe(n, 1.04 * costs.of(n))
+    assert costs.seconds == rising(0.1).seconds
+
+
+def test_only_a_round_whose_rows_are_known_is_learned_from(clock: Clock) -> None:
+    """A first round feeds the prompt, and so does one after tokens were taken back that the verifier had not seen go."""
+    planner, seq = Planner(rising(0.05), [Text(0.01)], []), _sequence()
+    for rewinds in (False, True):
+        seconds = planner.costs.seconds
+        if rewinds:
+            seq.rewind(len(seq.tokens) - 1)
+        planner.propose([seq], [0])
+        clock.now_s += 1.5
+        seq.extend([1])
+        planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
+        assert planner.costs.seconds == seconds
+    planner.propose([seq], [0])
+    clock.now_s += 1.5
+    planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
+    assert planner.costs.seconds > seconds
+
+
+def test_what_was_learned_is_kept_for_the_next_process_where_it_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    backend = make_backend("numpy", open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen2")), EngineConfig(max_rows=16))
+    costs = find_costs(backend)
+    [kept] = tmp_path.glob("costs/*")
+    before = kept.read_text()
+    costs.observe(1, 1.06 * costs.of(1))
+    costs.keep()
+    assert kept.read_text() == before
+    for _ in range(5):
+        costs.observe(4, 2 * costs.of(4))
+    costs.keep()
+    assert find_costs(backend).seconds == costs.seconds
+    assert [path.name for path in tmp_path.glob("costs/*")] == [kept.name]
+
+
+def test_forwards_are_measured_until_a_round_finds_none_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend("numpy", open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", "qwen2")), EngineConfig(max_rows=2))
+    for busy_rounds, wanted_rounds in ((0, 3), (4, 6), (99, 10)):
+        calls: list[int] = []
+
+        def time(*_: object, calls: list[int] = calls, busy: int = busy_rounds) -> float:
+            calls.append(1)
+            return max(1.0, 2.0 - 0.1 * ((len(calls) - 1) // 2)) if (len(calls) - 1) // 2 < busy else 1.0
+
+        monkeypatch.setattr(costs_module, "_time", time)
+        assert costs_module.measure_costs(backend).seconds == [1.0 if busy_rounds < 99 else pytest.approx(1.1)] * 2
+        assert len(calls) == 2 * wanted_rounds
