@@ -309,8 +309,8 @@ def inspect(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show a model's shape and formats, and how fast this machine's memory could feed it."""
-    checkpoint = _open(model)
+    """Show a model's shape and formats, and how fast this machine's memory could feed it; of a chain, the target's."""
+    checkpoint = _open_target(model)
     with busy("measuring this machine's memory bandwidth"):
         report = describe_model(checkpoint, threads or usable_cores(), tensors)
     if as_json:
@@ -355,7 +355,7 @@ def bench(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure a model's speed: prefill, decoding, and forwards over a few rows. Random tokens, no sampling.
+    """Measure a model's speed: prefill, decoding, and forwards over a few rows. Random tokens, no sampling; of a chain, the target.
 
     Figures are means with standard deviations, and medians. Everything is measured in turn, round by round.
     """
@@ -370,7 +370,7 @@ def bench(
             rows_depth=rows_depth,
             repetitions=repetitions,
         )
-    checkpoint = _open(model)
+    checkpoint = _open_target(model)
     settings = EngineConfig(threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights)
     plan.check(checkpoint.config, settings.max_rows)
     with _loading(model, backend):
@@ -579,6 +579,11 @@ def info(as_json: options.Json = False) -> None:
 
 def _open(model: str) -> Checkpoint:
     return open_checkpoint(_fetched(options.checked_text(model, "MODEL")))
+
+
+def _open_target(model: str) -> Checkpoint:
+    """The model of that name or path, or the target of that chain."""
+    return _open(model_and_spec(options.checked_text(model, "MODEL"), None)[0])
 
 
 def _fetched(model: str) -> Path:
