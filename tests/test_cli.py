@@ -477,7 +477,7 @@ def test_ctrl_c_keeps_the_text_and_exits_with_130(model: str) -> None:
     rest, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (first + rest).endswith(b"\n")
-    assert re.search(r"interrupted after \d+ tokens", errors.decode())
+    assert re.search(r"interrupted after (\d+) tokens \| \d+ prompt tokens \| \d+ new tokens", errors.decode())
     assert b"Traceback" not in errors
 
 
@@ -524,6 +524,7 @@ class Interrupted:
     """Stands for an LLM whose user loses patience after the second piece."""
 
     closed = False
+    aborted_stats = None
 
     def stream(self, prompt: object, params: SamplingParams) -> Iterator[Output]:
         try:
@@ -684,6 +685,8 @@ class Terminal(io.StringIO):
 
 class Scripted:
     """Stands for an LLM that answers each request with the next of its answers, or fails."""
+
+    aborted_stats = None
 
     def __init__(self, *answers: str | type[BaseException]) -> None:
         self.answers = list(answers)
@@ -854,6 +857,16 @@ def bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SHORT = ("-p", "9", "-n", "2", "-r", "2", "--rows-depth", "3", "--backend", "numpy")
+
+
+@pytest.mark.usefixtures("bandwidth")
+def test_a_chain_is_inspected_and_measured_as_its_target(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "read_bandwidth", lambda threads: 1e9 * threads)
+    recipe = tmp_path / "fast.toml"
+    recipe.write_text(f'name = "fast"\ndescription = "x"\ntarget = "{model}"\nlevels = ["ngram@2"]\n')
+    chain, target = (json.loads(ok("inspect", one, "--json", "--threads", "1")) for one in (str(recipe), model))
+    assert chain["config"] == target["config"]
+    assert json.loads(ok("bench", str(recipe), *SHORT, "--rows", "1", "--json"))["rows"][0]["rows"] == 1
 
 
 @pytest.mark.usefixtures("bandwidth")

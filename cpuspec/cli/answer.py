@@ -15,7 +15,7 @@ from cpuspec.sequence import shared_prefix
 
 @dataclass
 class Answer:
-    """What an answer has so far. finish_reason "aborted" is an interrupted one, which has no stats."""
+    """What an answer has so far. finish_reason "aborted" is an interrupted one, its stats those until then."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ def collect(llm: LLM, prompt: str | list[Message], params: SamplingParams, show:
                 answer.stats = output.stats
                 show(output.text)
     except KeyboardInterrupt:
-        pass
+        answer.stats = answer.stats or llm.aborted_stats
     return answer
 
 
@@ -86,10 +86,11 @@ def compare(answer: Answer, plain: Answer, params: SamplingParams, row_invariant
 def figures(answer: Answer, params: SamplingParams) -> str:
     """The closing line: tokens, latency, rates, and what the draft levels contributed."""
     stats = answer.stats
+    interrupted = [f"interrupted after {len(answer.token_ids)} tokens"] if answer.finish_reason == "aborted" else []
     if stats is None:
-        return f"interrupted after {len(answer.token_ids)} tokens"
+        return "".join(interrupted)
     cached = f" ({stats.num_cached_tokens} cached)" if stats.num_cached_tokens else ""
-    parts = [f"{stats.num_prompt_tokens} prompt tokens{cached}", f"{stats.num_new_tokens} new tokens"]
+    parts = [*interrupted, f"{stats.num_prompt_tokens} prompt tokens{cached}", f"{stats.num_new_tokens} new tokens"]
     if stats.ttft_s is not None:
         parts.append(f"first token after {stats.ttft_s:.2f} s")
     if stats.tokens_per_s is not None:

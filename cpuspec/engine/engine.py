@@ -78,10 +78,15 @@ class Engine:
         return request_id
 
     def abort(self, request_id: int) -> Output | None:
-        """End a request and free its slot; returns its last output, or None if it is unknown or has finished."""
+        """End a request and free its slot; returns its last output, or None if it is unknown or has finished.
+
+        A request that a failed step aborted has its last output taken back from what the next step would return.
+        """
         request = self._requests.get(request_id)
         if request is None:
-            return None
+            waiting = [one for one in self._ready if one.request_id == request_id and one.finish_reason == "aborted"]
+            self._ready = [one for one in self._ready if one not in waiting]
+            return waiting[0] if waiting else None
         request.seq.finish_reason = "aborted"
         self._remove(request)
         return Output(request_id, "", [], [], "aborted", request.meter.stats())

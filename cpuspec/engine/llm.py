@@ -131,6 +131,7 @@ class LLM:
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = Context(backend, settings.max_sequences, self.context_length)
         self._engine = Engine(self._context, proposer, tokenizer)
+        self.aborted_stats: RequestStats | None = None  # of the request that was aborted last, its stream closed or interrupted
         self._inboxes: dict[int, list[Output]] = {}  # of the requests that somebody is waiting for
         self._closed = False
 
@@ -162,8 +163,10 @@ class LLM:
     def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None) -> Iterator[Output]:
         """Yield what each step adds; the last output carries finish_reason and stats.
 
-        The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot.
+        The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; what it cost until
+        then is in `aborted_stats`.
         """
+        self.aborted_stats = None
         return self._stream(self._prompt_ids(prompt), params or SamplingParams())
 
     def memory(self) -> list[LevelMemory]:
@@ -244,7 +247,8 @@ class LLM:
             raise
 
     def _drop(self, request_id: int) -> None:
-        self._engine.abort(request_id)
+        if output := self._engine.abort(request_id):
+            self.aborted_stats = output.stats
         self._inboxes.pop(request_id, None)
 
     def _prompt_ids(self, prompt: Any) -> list[int]:

@@ -126,6 +126,31 @@ def test_an_interrupted_call_leaves_the_model_usable(interrupt: type[BaseExcepti
     assert llm.generate("ab", PARAMS)[0].token_ids == expected([0, 4, 5])["token_ids"]
 
 
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_an_answer_that_is_broken_off_leaves_its_figures(interrupt: bool) -> None:
+    llm = toy_llm()
+    assert llm.aborted_stats is None
+    llm.generate("ab", PARAMS)
+    assert llm.aborted_stats is None
+    stream = llm.stream("ab", PARAMS)
+    num_tokens = sum(len(next(stream).token_ids) for _ in range(2))
+    whole = llm._backend.forward
+
+    def interrupted(batch: Any, cache: Any) -> Any:
+        raise KeyboardInterrupt
+
+    if interrupt:
+        llm._backend.forward = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        llm._backend.forward = whole  # type: ignore[method-assign]
+    else:
+        stream.close()  # type: ignore[attr-defined]
+    assert llm.aborted_stats is not None
+    assert llm.aborted_stats.num_new_tokens == num_tokens
+    assert not llm._engine.has_work
+
+
 def test_a_stream_whose_engine_was_interrupted_by_another_call_ends_as_aborted() -> None:
     llm = toy_llm(max_sequences=2)
     stream = llm.stream("ab", PARAMS)
