@@ -50,10 +50,6 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     """Raise BackendError unless `name` is an installed backend that has these settings: before gigabytes are loaded for it."""
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
-    modules, extra = _EXTRAS.get(name, ((), ""))
-    for module in modules:
-        if find_spec(module) is None:
-            raise BackendError(f"the {name} backend needs {module}, which is not installed; pip install 'cpuspec[{extra}]'")
     if engine and name != "torch":
         for setting, wanted in (("device", ("auto", "cpu")), ("dtype", ("auto",)), ("weights", ("auto",))):
             if getattr(engine, setting) not in wanted:
@@ -61,6 +57,10 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
                     f"{setting} {getattr(engine, setting)} is a setting of the torch backend, and this is {name}; "
                     f"leave it at auto, or use --backend torch"
                 )
+    modules, extra = _EXTRAS.get(name, ((), ""))
+    for module in modules:
+        if find_spec(module) is None:
+            raise BackendError(f"the {name} backend needs {module}, which is not installed; pip install 'cpuspec[{extra}]'")
 
 
 def make_backend(

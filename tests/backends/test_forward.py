@@ -349,7 +349,7 @@ def test_arrays_of_another_type_are_refused(small, name: str, array) -> None:  #
         backend.forward(ForwardBatch(array, good, good, np.array([0, 1], np.int32)), backend.new_cache(1, 8))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@every_backend()
 def test_a_batch_of_lists_is_a_batch_of_arrays(small, name: str) -> None:  # type: ignore[no-untyped-def]
     """Also a tree, several sequences, chosen rows and hidden states: everything that a batch has."""
     fields = ([5, 6, 7, 8, 9], [0, 1, 1, 0, 1], [1, 0], [0, 3, 5], [-1, 0, 0, -1, 3], [4, 1, 2])
