@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from cpuspec.backends.torch_weights import FEW_ROWS, Scales
+from cpuspec.backends.torch_weights import FEW_ROWS
+from cpuspec.formats.codings import Scales
 
 
 @triton.jit

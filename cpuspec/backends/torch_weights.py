@@ -1,15 +1,11 @@
 """Weight matrices as torch tensors: dequantized, or as codes and scales that are unpacked on the device when they are needed.
 
-Every block format of FORMATS is one formula, value = d * s * level(code) - base * z * zero: d and base are 16-bit floats of
-each block, s and z bytes of each group within it, zero a number, and level(code) the code itself or an entry of a table.
-In f32 every product of it is exact, so a value is the file's, bit for bit.
+Codes are unpacked by the formula of `formats.codings`, so that in f32 a value is the file's, bit for bit.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.util import find_spec
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from cpuspec.formats import FORMATS, Cast, QuantTensor, int4, kquants, lowbit, mx
-from cpuspec.formats.packing import PACKINGS, Parts
+from cpuspec.formats import Cast, QuantTensor
+from cpuspec.formats.codings import CODINGS, Scales, code_bits
+from cpuspec.formats.packing import PACKINGS
 
 # Values unpacked at a time: what a product of codes needs besides its result.
 _CHUNK_VALUES = 1 << 22
@@ -48,83 +45,19 @@ class Values:
         return functional.linear(x.to(self._values.dtype), self._values).to(torch.float32)
 
 
-class Scales(NamedTuple):
-    """The factors of the formula: d and base [N, blocks], s and z [N, groups]."""
-
-    d: Tensor
-    s: Tensor | None = None  # None: 1
-    base: Tensor | None = None  # None: d
-    z: Tensor | None = None  # None: s
-
-
-@dataclass(frozen=True)
-class Coding:
-    """How a format's parts, as its Packing splits them, are codes of `bits` bits (2, 4 or 8) and scales."""
-
-    bits: int
-    scales: Callable[[Parts], Scales]
-    zero: float = 0.0
-    levels: tuple[float, ...] | None = None
+def _kept_bits(format_name: str) -> int:
+    """Bits that a code takes: a byte holds whole ones, so three become four, and five and six become eight."""
+    return next(bits for bits in (2, 4, 8) if bits >= code_bits(format_name))
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _block(parts: Parts) -> Scales:
-    return Scales(_tensor(parts["d"]), z=_tensor(parts["zero"]) if "zero" in parts else None)
-
-
-def _with_minimum(parts: Parts) -> Scales:
-    return Scales(_tensor(parts["d"]), base=_tensor(parts["m"]))
-
-
-def _powers(parts: Parts) -> Scales:
-    return Scales(_tensor(mx.HALF_SCALES[parts["e"]]).to(torch.bfloat16))  # which has all powers of two that f32 has
-
-
-def _q2_k(parts: Parts) -> Scales:
-    s, z = _tensor(parts["scales"] & 0x0F), _tensor(parts["scales"] >> 4)
-    return Scales(_tensor(parts["d"]), s, _tensor(parts["dmin"]), z)
-
-
-def _q3_k(parts: Parts) -> Scales:
-    packed = parts["scales"]
-    return Scales(_tensor(parts["d"]), _tensor(kquants.unpack_signed_scales(packed.reshape(-1, 12)).reshape(len(packed), -1)))
-
-
-def _q45_k(parts: Parts) -> Scales:
-    return Scales(*(_tensor(parts[name]) for name in ("d", "scales", "dmin", "minima")))
-
-
-def _q6_k(parts: Parts) -> Scales:
-    return Scales(_tensor(parts["d"]), _tensor(parts["scales"]))
-
-
-# Three-bit codes take four bits here, five- and six-bit ones eight: a byte holds whole codes.
-CODINGS: Mapping[str, Coding] = MappingProxyType(
-    {
-        "q4_0": Coding(4, _block, 8),
-        "q4_1": Coding(4, _with_minimum, -1),
-        "q5_0": Coding(8, _block, 16),
-        "q5_1": Coding(8, _with_minimum, -1),
-        "q8_0": Coding(8, _block, 128),  # a Packing's codes are unsigned
-        "q2_k": Coding(2, _q2_k, 1),
-        "q3_k": Coding(4, _q3_k, 4),
-        "q4_k": Coding(4, _q45_k, 1),
-        "q5_k": Coding(8, _q45_k, 1),
-        "q6_k": Coding(8, _q6_k, 32),
-        "mxfp4": Coding(4, _powers, levels=tuple(map(float, mx.E2M1_DOUBLED))),
-        **{name: Coding(4, _block, 1 if "zero" in (layout.names or ()) else 8) for name, layout in int4.LAYOUTS.items()},
-        **{
-            name: Coding(2 if lowbit.code_bits(layout) == 2 else 4, _block, 1 / lowbit.ZERO_STEPS)
-            for name, layout in lowbit.LAYOUTS.items()
-        },
-    }
-)
-
-if CODINGS.keys() != {name for name, row in FORMATS.items() if row.block_size > 1}:
-    raise AssertionError(f"block formats without a coding: {CODINGS.keys() ^ FORMATS.keys()}")
+def _scales(found: Scales) -> Scales:
+    """The factors as tensors. Powers of two come in f32, and bf16 has all of them."""
+    tensors = [None if each is None else _tensor(each) for each in found]
+    return Scales(*(each.to(torch.bfloat16) if each is not None and each.dtype == torch.float32 else each for each in tensors))
 
 
 class Codes:
@@ -135,16 +68,16 @@ class Codes:
 
     def __init__(self, tensor: QuantTensor, dtype: torch.dtype, device: torch.device) -> None:
         coding = CODINGS[tensor.format.name]
-        self.shape, self.dtype, self.bits, self.zero = tensor.shape, dtype, coding.bits, coding.zero
+        self.shape, self.dtype, self.bits, self.zero = tensor.shape, dtype, _kept_bits(tensor.format.name), coding.zero
         self.levels = None if coding.levels is None else torch.tensor(coding.levels, dtype=torch.float32, device=device)
         pieces = []
         for rows in self._chunks():
             parts = PACKINGS[tensor.format.name].split(np.ascontiguousarray(tensor.data[rows]))
-            pieces.append((_side_by_side(_tensor(parts["codes"]), self.bits), coding.scales(parts)))
+            pieces.append((_side_by_side(_tensor(parts["codes"]), self.bits), _scales(coding.scales(parts))))
         self.codes = torch.cat([codes for codes, _ in pieces]).to(device)
         factors = zip(*(scales for _, scales in pieces), strict=True)
         gathered = [None if each[0] is None else torch.cat(each).to(device) for each in factors]
-        self.scales = Scales(*gathered)  # type: ignore[arg-type]  # every format has a d
+        self.scales = Scales(*gathered)
         self._kernel = few_rows_kernel(device)
         self.num_bytes = self.codes.nbytes + sum(each.nbytes for each in self.scales if each is not None)
 
@@ -159,8 +92,7 @@ class Codes:
 
     def values(self, rows: slice) -> Tensor:
         """Some rows dequantized, F32 [rows, K]."""
-        d, s, base, z = (None if each is None else each[rows].to(torch.float32) for each in self.scales)
-        assert d is not None, "every format has a scale"
+        d, s, base, z = Scales(*(None if each is None else each[rows].to(torch.float32) for each in self.scales))
         mask = (1 << self.bits) - 1
         codes = torch.cat([self.codes[rows] >> shift & mask for shift in range(0, 8, self.bits)], dim=1)
         levels = codes.to(torch.float32) if self.levels is None else self.levels[codes.to(torch.int32)]
