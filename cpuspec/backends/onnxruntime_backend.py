@@ -1,36 +1,28 @@
-"""ONNX Runtime as a backend: the graph of `onnx_graph` in its CPU provider.
-
-Not row-invariant: the library takes other kernels for one row than for several.
-"""
+"""ONNX Runtime as a backend: the graph of `onnx_graph` in its CPU provider."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from numpy.typing import NDArray
 
-from cpuspec.backends.graph_runner import GraphRunner
+from cpuspec.backends.graph_backend import GraphBackend
 from cpuspec.backends.onnx_graph import build_graph, external_tensor, graph_tensors, read_bytes
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
-from cpuspec.environment import usable_cores
-from cpuspec.errors import BackendError
 from cpuspec.formats import Format
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
-from cpuspec.model.cache import KVCache
+from cpuspec.model.batch import F32
 
 
-class OnnxruntimeBackend:
+class OnnxruntimeBackend(GraphBackend):
     """The transformer in ONNX Runtime. activations: what the linear layers of matrices in groups multiply with, int8 or f32.
 
-    casts: matrices that are cast to another format at load, by name. Nothing is shared with another backend: the library
-    rearranges weights for each session.
+    casts: matrices that are cast to another format at load, by name.
     """
 
     name = "onnxruntime"
-    row_invariant = False
-    shared_bytes = 0
 
     def __init__(
         self,
@@ -42,9 +34,7 @@ class OnnxruntimeBackend:
         import onnx
         import onnxruntime
 
-        self.config = c = checkpoint.config
-        self.max_rows = engine.max_rows
-        self.threads = engine.threads or usable_cores()
+        super().__init__(checkpoint.config, engine)
         held: dict[str, onnxruntime.OrtValue] = {}
 
         def hold(name: str, array: NDArray[Any], type: int) -> onnx.TensorProto:
@@ -52,8 +42,7 @@ class OnnxruntimeBackend:
             return external_tensor(name, array.shape, type, location="memory")
 
         weights = graph_tensors(checkpoint, casts)
-        graph = build_graph(c, weights, hold, activations, get_kv_format(engine.kv_format).name)
-        self._held = held  # the session reads some of these arrays where they are
+        graph = build_graph(self.config, weights, hold, activations, get_kv_format(engine.kv_format).name)
         self.weight_bytes = read_bytes(graph)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -61,24 +50,11 @@ class OnnxruntimeBackend:
         # Threads that wait for the next run would take the cores from the other models of a chain.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_external_initializers(list(held), list(held.values()))
-        self._session: Any = onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        self._runner = GraphRunner(c, self.max_rows, self._run)
+        session = onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        self._run = partial(_run_session, session, held)
 
-    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
-        """An empty cache for this model: f32 keys and values, rounded as the KV format rounds them."""
-        return self._runner.new_cache(num_slots, capacity)
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
-        """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
-        if self._session is None:
-            raise BackendError("this backend is closed; make a new one")
-        return self._runner.forward(batch, cache)
-
-    def close(self) -> None:
-        """Release the weights and the threads."""
-        self._session = None
-        self._held = {}
-
-    def _run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[F32]:
-        results: list[F32] = self._session.run(outputs, dict(inputs))
-        return results
+def _run_session(session: Any, held: object, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[F32]:
+    """held: arrays some of which the session reads where they are."""
+    results: list[F32] = session.run(outputs, dict(inputs))
+    return results

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.config import ModelConfig
+from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.environment import usable_cores
+from cpuspec.errors import BackendError
 from cpuspec.formats import Format
 from cpuspec.formats.kv import rounded
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, visible
@@ -38,35 +40,48 @@ class _Storage:
             self.arrays[i][:, :held] = old[:, :held]
 
 
-class GraphRunner:
-    """Caches and forwards of one model, whose graph `run` runs.
+class GraphBackend:
+    """A backend but for how its engine is made and run, which is up to `_run`.
 
+    Not row-invariant: the libraries take other kernels for one row than for several. Nothing is shared with another backend: they
+    rearrange weights for each compiled graph.
     stored: what keys and values are rounded to on their way into the cache, for an engine that leaves that out of the graph.
     """
 
-    def __init__(self, config: ModelConfig, max_rows: int, run: Run, stored: Format | None = None) -> None:
-        self._config, self._max_rows, self._run, self._stored = config, max_rows, run, stored
+    name: str
+    row_invariant = False
+    weight_bytes: int
+    shared_bytes = 0
+
+    def __init__(self, config: ModelConfig, engine: EngineConfig, stored: Format | None = None) -> None:
+        self.config = config
+        self.max_rows = engine.max_rows
+        self.threads = engine.threads or usable_cores()
+        self._run: Run | None = None
+        self._stored = stored
         kinds = [(kind, i) for i in range(config.num_layers) for kind in ("keys", "values")]
         self._past = [f"past_{kind}.{i}" for kind, i in kinds]
         self._new = [f"{kind}.{i}" for kind, i in kinds]
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model: f32 keys and values, rounded as the KV format rounds them."""
-        c = self._config
+        c = self.config
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
         return KVCache(num_slots, capacity, lambda: _Storage(c.num_layers, c.num_kv_heads, c.head_dim), _copy_rows, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
-        c = self._config
-        batch.check(c, cache, self._max_rows)
+        run, c = self._run, self.config
+        if run is None:
+            raise BackendError("this backend is closed; make a new one")
+        batch.check(c, cache, self.max_rows)
         wanted = np.arange(len(batch.tokens), dtype=np.int32) if batch.logit_rows is None else batch.logit_rows
         logits = np.empty((len(wanted), c.vocab_size), np.float32)
         hidden = {layer: np.empty((len(batch.tokens), c.hidden_size), np.float32) for layer in batch.hidden_layers}
         for sequence, slot in enumerate(batch.slots.tolist()):
             start, end = batch.q_start[sequence : sequence + 2].tolist()
             asked = (wanted >= start) & (wanted < end)
-            outputs = self._run_sequence(batch, sequence, cache, slot, wanted[asked] - start, list(hidden))
+            outputs = self._run_sequence(run, batch, sequence, cache, slot, wanted[asked] - start, list(hidden))
             logits[asked] = outputs[0]
             for rows, output in zip(hidden.values(), outputs[1:], strict=True):
                 rows[start:end] = output
@@ -74,8 +89,12 @@ class GraphRunner:
         cache.lengths[batch.slots] += np.diff(batch.q_start)
         return ForwardOutput(logits, tuple(hidden[layer] for layer in batch.hidden_layers))
 
+    def close(self) -> None:
+        """Release the weights and the threads."""
+        self._run = None
+
     def _run_sequence(
-        self, batch: ForwardBatch, sequence: int, cache: KVCache, slot: int, logit_rows: I32, hidden_layers: list[int]
+        self, run: Run, batch: ForwardBatch, sequence: int, cache: KVCache, slot: int, logit_rows: I32, hidden_layers: list[int]
     ) -> Sequence[F32]:
         """The rows of one sequence: their keys and values go behind the slot's, and logits and hidden states come back."""
         start, end = batch.q_start[sequence : sequence + 2].tolist()
@@ -94,7 +113,7 @@ class GraphRunner:
             **dict(zip(self._past, storage.arrays, strict=True)),
         }
         asked = ["logits", *(f"hidden.{layer}" for layer in hidden_layers)]
-        outputs = self._run(inputs, [*asked, *self._new])
+        outputs = run(inputs, [*asked, *self._new])
         for array, new in zip(storage.arrays, outputs[len(asked) :], strict=True):
             array[:, held : held + rows] = rounded(self._stored, new) if self._stored else new
         return outputs[: len(asked)]
