@@ -40,6 +40,8 @@ class Costs:
     def __init__(self, rows: list[int], seconds: list[float], path: Path | None = None) -> None:
         """Seconds of forwards over those numbers of rows, which rise from 1. path: where they are kept."""
         self.rows = rows
+        # For every number of rows up to the last, how much each measured one counts: [last + 1, measured].
+        self._shares = np.array([np.interp(range(rows[-1] + 1), rows, one) for one in np.eye(len(rows))]).T
         self._set(seconds)
         self._path = path
         self._measured, self._kept = np.array(self.seconds), np.array(self.seconds)
@@ -73,18 +75,18 @@ class Costs:
         if abs(off) < _AGREES:
             return
         off = min(max(off, -_FAR_OFF), _FAR_OFF)
-        nearest = np.interp(rows, self.rows, np.arange(len(self.rows)))
-        weights = np.maximum(0, 1 - np.abs(np.arange(len(self.rows)) - nearest))  # of the measured numbers beside it
         doubt = self._doubt + self._drift
-        shared = doubt @ weights
-        gain = shared / (weights @ shared + _NOISE**2)
+        shares = self._shares[rows]
+        shared = doubt @ shares
+        gain = shared / (shares @ shared + _NOISE**2)
         self._off = np.clip(self._off + gain * off, -_BOUND, _BOUND)
         self._doubt = doubt - np.outer(gain, shared)
         self._set(self._measured * np.exp(self._off))
 
     def _set(self, seconds: ArrayLike) -> None:
-        self.seconds: list[float] = np.maximum.accumulate(seconds).tolist()
-        self._of: list[float] = np.interp(range(self.rows[-1] + 1), self.rows, self.seconds).tolist()
+        rising = np.maximum.accumulate(seconds)
+        self.seconds: list[float] = rising.tolist()
+        self._of: list[float] = (self._shares @ rising).tolist()
 
     def keep(self) -> None:
         """Write down what was learned, for the next process, if it is worth it."""
@@ -126,7 +128,14 @@ def _read(path: Path) -> Costs | None:
     numbers = [rows, seconds]
     if not all(isinstance(one, list) and one and all(isinstance(n, int | float) and 0 < n < 1e6 for n in one) for one in numbers):
         return None
-    return Costs(rows, seconds, path) if len(rows) == len(seconds) and rows == sorted(set(rows)) and rows[0] == 1 else None
+    if (
+        len(rows) != len(seconds)
+        or rows != sorted(set(rows))
+        or rows[0] != 1
+        or not all(isinstance(n, int) and n in ROWS for n in rows)
+    ):
+        return None
+    return Costs(rows, seconds, path)
 
 
 def measure_costs(backend: Backend) -> Costs:

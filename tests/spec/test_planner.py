@@ -146,7 +146,15 @@ def test_costs_grow_between_what_was_measured_and_beyond() -> None:
 
 @pytest.mark.parametrize(
     "nonsense",
-    ["", "[]", '{"rows": [1, 2], "seconds": [1]}', '{"rows": [2, 1], "seconds": [1, 2]}', '{"rows": [1], "seconds": ["x"]}'],
+    [
+        "",
+        "[]",
+        '{"rows": [1, 2], "seconds": [1]}',
+        '{"rows": [2, 1], "seconds": [1, 2]}',
+        '{"rows": [1], "seconds": ["x"]}',
+        '{"rows": [1.0, 2.0], "seconds": [1, 2]}',
+        '{"rows": [1, 999999], "seconds": [1, 2]}',
+    ],
 )
 def test_costs_are_measured_once_and_nonsense_is_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nonsense: str
