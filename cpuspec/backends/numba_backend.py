@@ -97,7 +97,7 @@ class NumbaBackend:
         self._records, self._num_records = aligned_bytes((0,)), 0
         self._blocks = np.empty((rows, step.BLOCK_COLUMNS), np.int64)
         self._walked = np.zeros((rows, c.num_kv_heads), np.int64)
-        self._program = step.Program(self._write_program())
+        self._program = step.Program(self._write_program(), self.threads)
         state = self._program.state
         state[[step.STORAGE, step.CACHE_INDEX, step.LENGTH, step.STRAIGHT]] = [_at(row) for row in self._placed]
         state[step.PEAKS], state[step.PICKED] = _at(self._peaks), _at(self._picked)

@@ -26,6 +26,11 @@ from cpuspec.kernels.simd import f32x16
 _QUANTIZED_PASSES = (16, 8, 4, 3, 2, 1)
 _NUMBER_PASSES = (8, 6, 4, 3, 2, 1)
 
+# With few rows a thread's tiles are as many strands, read in turns: from several places at once memory gives a core more
+# (benchmarks/LOG.md).
+_STRANDS = 4
+_STRANDED_ROWS = 4
+
 _GROUPS = STRETCH // GROUP
 
 # Bytes of activations that are multiplied with some tiles before the next ones are: what stays near a core with the tiles.
@@ -37,30 +42,46 @@ def activation_order(format_name: str, precise: bool = False) -> str:
     return "f32" if format_name in NUMBERS else "int16" if precise else "int8"
 
 
-def _quantized_pass(o: Ops, name: str, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> list[Any]:
-    """The 16 outputs of each row, from activations in records."""
+def _quantized_pass(
+    o: Ops, name: str, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any, strands: Any, apart: Any
+) -> Callable[[Any, int], Any]:
+    """The 16 outputs of a strand's tile for a row, by their numbers, from activations in records. apart: bytes between tiles."""
     stretch = stretch_bytes(FORMATS[name])
+    share = stretch // _GROUPS
     groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
     stride = o.times(block_rows, ORDERS[order])
-    sums = [cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(rows)]
+    if rows > _STRANDED_ROWS:  # of one tile, in registers
+        sums = [cgutils.alloca_once(o.b, simd.F32X16) for _ in range(rows)]
+    else:
+        room = o.room(64 * rows * _STRANDS)
+
+    def place(strand: Any, row: int) -> Any:
+        if rows > _STRANDED_ROWS:
+            return sums[row]
+        return simd.pointer(o.b, o.at(o.b.add(room, o.times(strand, 64 * rows)), 64 * row))
+
+    with cgutils.for_range(o.b, strands) as strand:
+        for row in range(rows):
+            o.b.store(simd.constant(o.b, 0.0, f32x16), place(strand.index, row))
     with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches:
         first = o.times(stretches.index, _GROUPS)
         inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd.I64, _GROUPS))
-        here = o.b.add(tile, o.times(stretches.index, stretch))
-        with cgutils.for_range(o.b, inside) as loop:
-            share = stretch // _GROUPS
+        with cgutils.for_range(o.b, inside) as loop, cgutils.for_range(o.b, strands) as strand:
+            here = o.b.add(o.b.add(tile, o.b.mul(strand.index, apart)), o.times(stretches.index, stretch))
             o.fetch(o.b.add(here, o.times(loop.index, share)), AHEAD, share)
             group = READERS[name](o, here, inside, loop.index)
             shifted = sum_of_weights(o, group) if order == "int8" else None
             records = o.b.add(acts, o.b.mul(o.b.add(first, loop.index), stride))
-            for row, total in enumerate(sums):
-                record = o.at(records, row * ORDERS[order])
-                o.b.store(add_group(o, group, shifted, record, o.b.load(total)), total)
-    return [o.b.load(total) for total in sums]
+            for row in range(rows):
+                total, record = place(strand.index, row), o.at(records, row * ORDERS[order])
+                o.b.store(add_group(o, group, shifted, record, o.b.load(total, typ=simd.F32X16)), total)
+    return lambda strand, row: o.b.load(place(strand, row), typ=simd.F32X16)
 
 
-def _number_pass(o: Ops, format_name: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> list[Any]:
-    """The 16 outputs of each row, from f32 activations: even and odd inputs are summed apart, then together."""
+def _number_pass(
+    o: Ops, format_name: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any
+) -> Callable[[Any, int], Any]:
+    """As `_quantized_pass`, of one tile, from f32 activations: even and odd inputs are summed apart, then together."""
     size, load = NUMBERS[format_name]
     sums = [[cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(2)] for _ in range(rows)]
     stride = o.times(block_rows, 4)
@@ -80,26 +101,36 @@ def _number_pass(o: Ops, format_name: str, rows: int, tile: Any, in_features: An
         add_input(o.b.add(even, one), 1)
     with o.b.if_then(o.b.trunc(in_features, simd.I1)):
         add_input(o.b.sub(in_features, one), 0)
-    return [o.b.fadd(o.b.load(even), o.b.load(odd)) for even, odd in sums]
+    return lambda _, row: o.b.fadd(*[o.b.load(total) for total in sums[row]])
 
 
 @intrinsic(prefer_literal=True)
-def _pass(typingctx, format_name, order, rows, tile, in_features, acts, block_rows, bias, residual, out, stride):
-    """Outputs of one tile for `rows` rows, stored at out + row * stride: products + bias + residual (each where not 0)."""
-    signature = types.void(format_name, order, rows, *[types.int64] * 8)
+def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_features, acts, block_rows, bias, residual, out, stride):
+    """Outputs of one tile for `rows` rows, stored at out + row * stride: products + bias + residual (each where not 0).
+
+    apart: where not 0, also those of the tiles once, twice, ... so many further on: one of each strand, group by group in turns.
+    """
+    signature = types.void(format_name, order, rows, *[types.int64] * 10)
     name, count = format_name.literal_value, rows.literal_value
 
     def codegen(context, builder, sig, args):
-        _, _, _, tile, in_features, acts, block_rows, bias, residual, out, stride = args
+        _, _, _, tile, apart, tile_bytes, in_features, acts, block_rows, bias, residual, out, stride = args
         o = Ops(builder)
-        if name in READERS:
-            results = _quantized_pass(o, name, order.literal_value, count, tile, in_features, acts, block_rows)
+        strands = one = ir.Constant(simd.I64, 1)
+        if name in NUMBERS:
+            sums = _number_pass(o, name, count, tile, in_features, acts, block_rows)
         else:
-            results = _number_pass(o, name, count, tile, in_features, acts, block_rows)
-        results = _plus(o, results, bias, lambda row: bias)
-        results = _plus(o, results, residual, lambda row: o.b.add(residual, o.times(stride, row)))
-        for row, value in enumerate(results):
-            simd.store(builder, o.b.add(out, o.times(stride, row)), value)
+            if count <= _STRANDED_ROWS:
+                strands = o.b.select(o.b.icmp_unsigned("==", apart, ir.Constant(simd.I64, 0)), one, ir.Constant(simd.I64, _STRANDS))
+            bytes_apart = o.b.mul(apart, tile_bytes)
+            sums = _quantized_pass(o, name, order.literal_value, count, tile, in_features, acts, block_rows, strands, bytes_apart)
+        with cgutils.for_range(o.b, strands) as strand:
+            to = o.b.mul(strand.index, o.times(apart, 64))
+            values = [sums(strand.index, row) for row in range(count)]
+            values = _plus(o, values, bias, lambda row: o.b.add(bias, to))
+            values = _plus(o, values, residual, lambda row: o.b.add(residual, o.b.add(to, o.times(stride, row))))
+            for row, value in enumerate(values):
+                simd.store(builder, o.b.add(out, o.b.add(to, o.times(stride, row))), value)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -152,6 +183,7 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
     most, more, p4, p3, p2, p1 = _NUMBER_PASSES if name in NUMBERS else _QUANTIZED_PASSES
     in_tiles = isa.has_tiles() and name in READERS
+    strands, stranded_rows = _STRANDS, _STRANDED_ROWS if name in READERS else 0
     least, many, near = tiles.LEAST, tiles.MANY, _NEAR
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
@@ -160,9 +192,11 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
         span = max(ROWS, min(many, near // row_bytes // ROWS * ROWS))
         for top in range(0, rows, span):
             bottom = min(rows, top + span)
-            for tile in range(first, end):
+            length = (end - first) // strands if bottom - top <= stranded_rows else 0
+            for turn in range(end - first - (strands - 1) * length):
+                tile, apart = (first + turn, length) if turn < length else (first + turn + (strands - 1) * length, 0)
                 weights = matrix + tile * tile_bytes
-                tile_bias = bias + 64 * tile if bias != 0 else bias
+                plus = bias + 64 * tile if bias != 0 else bias
                 row = top
                 while row < bottom:
                     inside = row % ROWS
@@ -173,25 +207,25 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
                     add = residual + row * stride + 64 * tile if residual != 0 else residual
                     if in_tiles and left >= least:
                         count = bottom - row
-                        _many_rows(name, order, count, weights, in_features, here, row_bytes, tile_bias, add, to, stride)
+                        _many_rows(name, order, count, weights, in_features, here, row_bytes, plus, add, to, stride)
                         row += count
                     elif left >= most:
-                        _pass(name, order, most, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        _pass(name, order, most, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
                         row += most
                     elif left >= more:
-                        _pass(name, order, more, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        _pass(name, order, more, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
                         row += more
                     elif left >= p4:
-                        _pass(name, order, p4, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        _pass(name, order, p4, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
                         row += p4
                     elif left >= p3:
-                        _pass(name, order, p3, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        _pass(name, order, p3, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
                         row += p3
                     elif left >= p2:
-                        _pass(name, order, p2, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        _pass(name, order, p2, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
                         row += p2
                     else:
-                        _pass(name, order, p1, weights, in_features, here, block_rows, tile_bias, add, to, stride)
+                        _pass(name, order, p1, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
                         row += p1
         if in_tiles and rows >= least:
             tiles.release()

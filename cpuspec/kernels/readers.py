@@ -13,7 +13,7 @@ from cpuspec.kernels import simd
 from cpuspec.kernels.simd import i32x16
 
 # Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself (benchmarks/LOG.md).
-AHEAD = 8192
+AHEAD = 4096
 
 
 class Ops:

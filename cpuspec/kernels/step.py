@@ -95,8 +95,9 @@ F_TILES, F_STRIDE = 1, 2
 COLUMNS = L_FIRST + 3 * TENSOR_COLUMNS
 
 _NUMBERS = np.zeros(1)  # any array
+_LOWEST = np.float32(-np.inf)
 
-CHUNKS = 16  # of tiles of one LINEAR for each thread, at most
+CHUNKS = 8  # in each thread's share of the tiles of a LINEAR
 
 # In an array object of numpy, the address of its numbers: to ask for it in Python takes longer than all else about an array.
 _DATA_AT = next(at for at in range(0, 128, 8) if c_int64.from_address(id(_NUMBERS) + at).value == _NUMBERS.ctypes.data)
@@ -262,53 +263,70 @@ def _prepare(op, state, counter, threads):
 
 
 @compiled
-def _linear(op, state, counter, threads):
-    """Tiles of up to three matrices that read the same rows."""
+def _linear(op, state, counters, stride, threads, thread):
+    """Tiles of up to three matrices that read the same rows. counters: of the threads, `stride` bytes apart.
+
+    A thread goes through its own share from the first tile to the last, and then helps the others with what is left of theirs.
+    """
     vocab = op[L_VOCAB]
     rows = state[NUM_LOGIT_ROWS] if vocab else state[NUM_ROWS]
     tensors = op[L_TENSORS]
     items = 0
     for t in range(tensors):
         items += op[L_FIRST + t * TENSOR_COLUMNS + T_NUM_TILES]
-    chunk = _chunk(items, threads)
-    while True:
-        first = _take(counter, items, chunk)
-        if first == items:
-            return
-        start, end = first, min(items, first + chunk)
-        for t in range(tensors):
-            at = L_FIRST + t * TENSOR_COLUMNS
-            tiles = op[at + T_NUM_TILES]
-            if first < tiles and end > 0:
-                out = state[LOGITS] if vocab else op[at + T_OUT]
-                operands = (
-                    op[at + T_TILES],
-                    op[at + T_TILE_BYTES],
-                    op[L_FEATURES],
-                    max(first, 0),
-                    min(end, tiles),
-                    op[at + T_INPUTS],
-                    op[at + T_ROW_BYTES],
-                    rows,
-                    op[at + T_BIAS],
-                    op[at + T_RESIDUAL],
-                    out,
-                    op[at + T_STRIDE],
-                )
-                _call(op[at + T_KERNEL], operands)
-            first -= tiles
-            end -= tiles
-        if vocab:
-            for row in range(state[NUM_PICKED]):
-                logits = state[LOGITS] + row * op[L_FIRST + T_STRIDE]
-                peak = _peak(logits, start, min(items, start + chunk), vocab)
-                simd.poke_f32(_peaks(state, row, threads) + 4 * (start // chunk), peak)
+    for turn in range(threads):
+        owner = (thread + turn) % threads
+        start, share = _share(items, owner, threads)
+        while True:
+            number = _take(counters + owner * stride, CHUNKS, 1)
+            first, end = start + _chunk(share, number), start + _chunk(share, number + 1)
+            if first == end:
+                break
+            _multiply(op, state, rows, first, end)
+            if vocab:
+                for row in range(state[NUM_PICKED]):
+                    peak = _peak(state[LOGITS] + row * op[L_FIRST + T_STRIDE], first, end, vocab)
+                    simd.poke_f32(_peaks(state, row, threads) + 4 * (owner * CHUNKS + number), peak)
 
 
 @compiled
-def _chunk(tiles, threads):
-    """Tiles that a thread takes at a time, so that there are 8 to CHUNKS of them for each thread, or one."""
-    return max(1, tiles // (threads * 8)) if threads > 1 else tiles
+def _multiply(op, state, rows, first, end):
+    """Tiles first..end of a LINEAR, numbered through all of its matrices."""
+    for t in range(op[L_TENSORS]):
+        at = L_FIRST + t * TENSOR_COLUMNS
+        tiles = op[at + T_NUM_TILES]
+        if first < tiles and end > 0:
+            out = state[LOGITS] if op[L_VOCAB] else op[at + T_OUT]
+            operands = (
+                op[at + T_TILES],
+                op[at + T_TILE_BYTES],
+                op[L_FEATURES],
+                max(first, 0),
+                min(end, tiles),
+                op[at + T_INPUTS],
+                op[at + T_ROW_BYTES],
+                rows,
+                op[at + T_BIAS],
+                op[at + T_RESIDUAL],
+                out,
+                op[at + T_STRIDE],
+            )
+            _call(op[at + T_KERNEL], operands)
+        first -= tiles
+        end -= tiles
+
+
+@compiled
+def _share(tiles, thread, threads):
+    """A thread's share: the first of its tiles, and how many they are."""
+    start = tiles * thread // threads
+    return start, tiles * (thread + 1) // threads - start
+
+
+@compiled
+def _chunk(share, number):
+    """Where a chunk of a share begins. Each is half of what is left: memory is read in long runs, and threads end together."""
+    return share - (share >> number) if number < CHUNKS else share
 
 
 @compiled
@@ -339,14 +357,16 @@ def _peak(logits, first, end, vocab):
 def _finish(op, state, threads):
     """Pick the lowest id of each row's largest logit; count the rows to what the cache holds."""
     tiles = op[F_TILES]
-    chunk = _chunk(tiles, threads)
     for row in range(state[NUM_PICKED]):
-        peaks, first = _peaks(state, row, threads), 0
-        peak = simd.peek_f32(peaks)
-        for start in range(chunk, tiles, chunk):
-            other = simd.peek_f32(peaks + 4 * (start // chunk))
-            if not (other <= peak or simd.is_nan(peak)):
-                peak, first = other, start
+        peaks, peak, first = _peaks(state, row, threads), _LOWEST, 0
+        for owner in range(threads):
+            start, share = _share(tiles, owner, threads)
+            number = 0
+            while _chunk(share, number) < share:
+                other = simd.peek_f32(peaks + 4 * (owner * CHUNKS + number))
+                if not (other <= peak or simd.is_nan(peak)):
+                    peak, first = other, start + _chunk(share, number)
+                number += 1
         id = -1
         if not simd.is_nan(peak - peak):  # finite
             id = _find(state[LOGITS] + row * op[F_STRIDE], first, peak)
@@ -506,7 +526,7 @@ def _run(control, threads, thread):
         elif op[0] == PREPARE:
             _prepare(op, state, counter, threads)
         elif op[0] == LINEAR:
-            _linear(op, state, counter, threads)
+            _linear(op, state, counter, 8 * operations, threads, thread)
         elif op[0] == ROTATE:
             _rotate(op, state, counter, threads)
         elif op[0] == ATTEND:
@@ -564,13 +584,13 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 class Program:
-    """The operations of a forward, one row each, and the state block that they read."""
+    """The operations of a forward, one row each, and the state block that they read, for so many threads."""
 
-    def __init__(self, operations: NDArray[np.int64]) -> None:
+    def __init__(self, operations: NDArray[np.int64], threads: int) -> None:
         assert operations.shape[1:] == (COLUMNS,), "an operation is a row of COLUMNS numbers"
         self.state = np.zeros(STATE_LENGTH, np.int64)
         self.operations = np.ascontiguousarray(operations, np.int64)
-        self.counters = aligned_bytes((8 * len(operations),))
+        self.counters = aligned_bytes((8 * threads * len(operations),))
         self._state_address, self._enter = self.state.ctypes.data, _function("enter")
         # As `team.publish` takes them.
         self._job = np.array([self.operations.ctypes.data, len(operations), self._state_address, self.counters.ctypes.data])
@@ -631,7 +651,7 @@ class Team:
         self.closed = True
         atexit.unregister(self.close)
         self._control.view(np.int64)[QUIT // 8] = 1
-        nothing = Program(np.zeros((0, COLUMNS), np.int64))
+        nothing = Program(np.zeros((0, COLUMNS), np.int64), self.threads)
         self._publish(self._address, nothing.job, self.threads)
         self._wake_all()
         for worker in self._workers:

@@ -119,14 +119,14 @@ def await_work(control, seen, thread):
 
 @compiled
 def publish(control, job, threads):
-    """Reset the work counters, one for each operation, start a generation, and say how many workers are parked.
+    """Reset the work counters, of each thread one for each operation, start a generation, and say how many workers are parked.
 
     job: address of what is run, as it lies from JOB on.
     """
     for at in range(0, JOB_BYTES, 8):
         simd.poke_i64(control + JOB + at, simd.peek_i64(job + at))
     counters = simd.peek_i64(control + COUNTERS)
-    for i in range(simd.peek_i64(control + NUM_OPERATIONS)):
+    for i in range(threads * simd.peek_i64(control + NUM_OPERATIONS)):
         simd.poke_i64(counters + 8 * i, 0)
     simd.fetch_add(control + GENERATION, 1)
     wake(control + GENERATION)
