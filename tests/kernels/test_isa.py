@@ -27,7 +27,9 @@ def _chosen_and_digest(path: str) -> str:
     digest = hashlib.sha256()
     for kv_format in KV_FORMATS:
         backend = make_backend("numba", open_checkpoint(path), EngineConfig(threads=1, max_rows=32, kv_format=kv_format))
-        digest.update(np.ascontiguousarray(forward(backend, backend.new_cache(1, 64), {0: range(5, 25)}).logits).tobytes())
+        cache = backend.new_cache(1, 64)
+        for tokens in (range(5, 25), [3], [1, 4, 1]):  # many rows, and so few that weights are read in strands
+            digest.update(np.ascontiguousarray(forward(backend, cache, {0: tokens}).logits).tobytes())
         backend.close()
     return f"{isa.dot_isa()} {digest.hexdigest()}"
 
