@@ -27,9 +27,9 @@ _QUANTIZED_PASSES = (16, 8, 4, 3, 2, 1)
 _NUMBER_PASSES = (8, 6, 4, 3, 2, 1)
 
 # With few rows a thread's tiles are as many strands, read in turns: from several places at once memory gives a core more
-# (benchmarks/LOG.md).
+# (benchmarks/LOG.md). With more rows sums should stay in registers, and there is enough to do for each weight.
 _STRANDS = 4
-_STRANDED_ROWS = 4
+_STRANDED_ROWS = 8
 
 _GROUPS = STRETCH // GROUP
 
