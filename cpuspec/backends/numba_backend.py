@@ -19,8 +19,8 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
-from cpuspec.formats.packing import TILE, U8, PackedTensor, aligned_bytes
-from cpuspec.kernels import attention, embed, encode, isa, linear, pointwise, simd, step
+from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes
+from cpuspec.kernels import attention, embed, encode, isa, linear, pointwise, products, simd, step
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
@@ -84,7 +84,7 @@ class NumbaBackend:
         self._attended, self._gate, self._up = self._rows(heads), self._rows(c.intermediate_size), self._rows(c.intermediate_size)
         widest = max(m.shape[1] for m in self._matrices.values())
         # Whole blocks of rows, and whole vectors of the last block.
-        groups = _round_up(rows, linear.ROWS) * _round_up(widest, TILE) // 32 + 1
+        groups = _round_up(rows, linear.ROWS) * _round_up(widest, GROUP) // GROUP + 1
         self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
         self._placed = np.empty((4, rows), np.int64)
         self._peaks, self._picked = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32), np.empty(linear.ROWS, np.int32)
@@ -171,8 +171,8 @@ class NumbaBackend:
             self._team.close()
 
     def _rows(self, features: int) -> F32:
-        """Room for `max_rows` rows, zeroed, each padded to whole vectors."""
-        room = aligned_bytes((self.max_rows, 4 * _round_up(features, TILE))).view(np.float32)
+        """Room for `max_rows` rows, zeroed, each padded to whole groups."""
+        room = aligned_bytes((self.max_rows, 4 * _round_up(features, GROUP))).view(np.float32)
         room[:] = 0
         return room
 
@@ -272,6 +272,8 @@ class NumbaBackend:
             step.P_INT8: _at(self._inputs["int8"]) if "int8" in orders else 0,
             step.P_INT16: _at(self._inputs["int16"]) if "int16" in orders else 0,
             step.P_F32: _at(self._inputs["f32"]) if "f32" in orders else 0,
+            step.P_BF16: _at(self._inputs["bf16"]) if "bf16" in orders else 0,
+            step.P_ROUNDED: _at(self._inputs["rounded"]) if "rounded" in orders else 0,
             step.P_SELECT: logits,
         }
         product = {step.L_TENSORS: len(matrices), step.L_VOCAB: self.config.vocab_size if logits else 0, step.L_FEATURES: features}
@@ -282,7 +284,7 @@ class NumbaBackend:
                 step.T_TILE_BYTES: matrix.tile_bytes,
                 step.T_NUM_TILES: len(matrix.data),
                 step.T_INPUTS: _at(self._inputs[order]),
-                step.T_ROW_BYTES: features * linear.ORDERS[order] // 32,
+                step.T_ROW_BYTES: products.row_bytes(order, features),
                 step.T_BIAS: _at(self._vectors.get(name + "_bias")),
                 step.T_RESIDUAL: _at(out) if residual else 0,
                 step.T_OUT: _at(out),
@@ -361,6 +363,6 @@ def _round_up(value: int, to: int) -> int:
 
 
 def _padded(tensor: QuantTensor) -> F32:
-    """A vector in f32, padded with zeros to whole tiles."""
+    """A vector in f32, padded with zeros to whole groups."""
     values = tensor.dequantize()
-    return np.pad(values, (0, -len(values) % TILE)).astype(np.float32)
+    return np.pad(values, (0, -len(values) % GROUP)).astype(np.float32)

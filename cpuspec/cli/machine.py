@@ -18,7 +18,19 @@ from cpuspec.metrics import read_bandwidth
 Row = dict[str, Any]
 
 # The features that decide how fast kernels are, of the hundred that a processor has: LLVM's names.
-TELLING_FEATURES = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16", "amx-int8")
+TELLING_FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avxvnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512vnni",
+    "avx512bf16",
+    "amx-int8",
+    "amx-bf16",
+)
 
 _PREFERRED = ("avx512vnni", "avxvnni")  # how kernels like to multiply bytes, best first
 

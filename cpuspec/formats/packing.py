@@ -10,6 +10,8 @@ Codes of a group of 32 inputs, for lane (row) r and byte b of 0..3:
   bytes     load v of 0..7: input 4v + b
   one bit   one load: bit 8b + v = that bit of the code of input 4v + b
   two bits  load h of 0..1: bits 8b + 2v and 8b + 2v + 1 = those bits of the code of input 16h + 4v + b, v of 0..3
+
+Numbers of 16 bits that are multiplied in pairs (bf16) lie in pairs: load p of a group has inputs 2p and 2p + 1 of each row.
 """
 
 import math
@@ -50,6 +52,7 @@ class Packing:
     planes: tuple[Plane, ...]
     split: Callable[[U8], Parts]  # U8 [N, row_bytes] -> arrays [N, ...] by part name
     join: Callable[[Parts], U8]
+    step: int = 1  # inputs are padded with zeros to a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +76,7 @@ def stretch_bytes(format: Format, inputs: int = STRETCH) -> int:
 
 def tile_bytes(format: Format, in_features: int) -> int:
     """Bytes of a tile: its whole stretches and the rest."""
+    in_features = _padded(format, in_features)
     return in_features // STRETCH * stretch_bytes(format) + stretch_bytes(format, in_features % STRETCH)
 
 
@@ -80,19 +84,20 @@ def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
     """The matrix in kernel order. Raises nothing: a QuantTensor has whole blocks."""
     rows, in_features = tensor.shape
     packing = PACKINGS[tensor.format.name]
+    laid_features = _padded(tensor.format, in_features)
     data = aligned_bytes((-(-rows // TILE), tile_bytes(tensor.format, in_features)))
     for first in range(0, rows, rows_at_once):
         block = tensor.data[first : first + rows_at_once]
-        missing = -len(block) % TILE
-        if missing:
-            block = np.concatenate([block, np.zeros((missing, block.shape[1]), np.uint8)])
+        missing = -len(block) % TILE, tensor.format.row_bytes(laid_features) - block.shape[1]
+        if any(missing):
+            block = np.pad(block, ((0, missing[0]), (0, missing[1])))
         parts = packing.split(np.ascontiguousarray(block))
         tiles = data[first // TILE : (first + len(block)) // TILE]
         laid = [
             np.ascontiguousarray(plane.lay(parts[plane.part])).view(np.uint8).reshape(len(tiles), -1) for plane in packing.planes
         ]
         written = 0
-        for number, at, start, size in _places(tensor.format, in_features):
+        for number, at, start, size in _places(tensor.format, laid_features):
             tiles[:, written:at] = 0  # what rounds a stretch up
             tiles[:, at : at + size] = laid[number][:, start : start + size]
             written = at + size
@@ -103,15 +108,16 @@ def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
 def unpack(packed: PackedTensor) -> QuantTensor:
     """The inverse of `pack`, to the byte."""
     rows, in_features = packed.shape
-    packing = PACKINGS[packed.format.name]
-    laid = [np.empty((len(packed.data), _plane_bytes(plane, in_features)), np.uint8) for plane in packing.planes]
-    for number, at, start, size in _places(packed.format, in_features):
+    packing, laid_features = PACKINGS[packed.format.name], _padded(packed.format, in_features)
+    laid = [np.empty((len(packed.data), _plane_bytes(plane, laid_features)), np.uint8) for plane in packing.planes]
+    for number, at, start, size in _places(packed.format, laid_features):
         laid[number][:, start : start + size] = packed.data[:, at : at + size]
     parts: Parts = {}
     for plane, stored in zip(packing.planes, laid, strict=True):
         lifted = plane.lift(stored)
         parts[plane.part] = parts[plane.part] | lifted if plane.part in parts else lifted
-    return QuantTensor(packed.format, (rows, in_features), np.ascontiguousarray(packing.join(parts)[:rows]))
+    data = packing.join(parts)[:rows, : packed.format.row_bytes(in_features)]
+    return QuantTensor(packed.format, (rows, in_features), np.ascontiguousarray(data))
 
 
 def _places(format: Format, in_features: int) -> Iterator[tuple[int, int, int, int]]:
@@ -134,6 +140,12 @@ def aligned_bytes(shape: tuple[int, ...]) -> U8:
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].reshape(shape)
+
+
+def _padded(format: Format, in_features: int) -> int:
+    """Inputs as they are laid out."""
+    step = PACKINGS[format.name].step
+    return -(-in_features // step) * step
 
 
 def _plane_bytes(plane: Plane, in_features: int) -> int:
@@ -266,11 +278,16 @@ def _numbers(dtype: str) -> Packing:
     )
 
 
+def _pairs() -> Packing:
+    """Numbers of two bytes, two of a row side by side, in whole groups."""
+    return Packing((_words("values", 16),), lambda data: {"values": data}, lambda parts: parts["values"], step=GROUP)
+
+
 PACKINGS: Mapping[str, Packing] = MappingProxyType(
     {
         "f32": _numbers("<u4"),
         "f16": _numbers("<u2"),
-        "bf16": _numbers("<u2"),
+        "bf16": _pairs(),
         "q4_0": _blocks(legacy.Q4_0_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
         "q4_1": _blocks(legacy.Q4_1_LAYOUT, legacy.codes_4_bits, legacy.fields_4_bits, _NIBBLES),
         "q5_0": _blocks(legacy.Q5_0_LAYOUT, legacy.codes_5_bits, legacy.fields_5_bits, _NIBBLES, _bits(1, at=4)),

@@ -6,21 +6,21 @@ from cpuspec.formats.packing import TILE, PackedTensor
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.kernels import machine_code, pointwise
 from cpuspec.kernels.linear import linear_kernel
-from cpuspec.kernels.products import ORDERS, ROWS
+from cpuspec.kernels.products import ORDERS, ROWS, row_bytes
 
 
 def activations(x: F32, order: str) -> U8:
     """Rows [T, K] in a kernel's order, one of ORDERS, as bytes."""
     rows, features = x.shape
-    x = np.ascontiguousarray(np.pad(x, ((0, 0), (0, -features % 16))))
-    out = np.zeros((-(-rows // ROWS) * ROWS + 1) * (-(-features // 32) * ORDERS[order]), np.uint8)
+    x = np.ascontiguousarray(np.pad(x, ((0, 0), (0, -features % 32))))
+    out = np.zeros((-(-rows // ROWS) * ROWS + 1) * row_bytes(order, features), np.uint8)
     for row in range(rows):
         block, place = row // ROWS * ROWS, row % ROWS
-        base = out.ctypes.data + block * features * ORDERS[order] // 32
+        base = out.ctypes.data + block * row_bytes(order, features)
         to = {name: base if name == order else 0 for name in ORDERS}
         pointwise.prepare_row(
             pointwise.PLAIN, x[row].ctypes.data, 0, 0, np.float32(0), features, 0, features,
-            to["int8"], to["int16"], to["f32"], place, pointwise.rows_of_block(row, rows),
+            *to.values(), place, pointwise.rows_of_block(row, rows),
         )  # fmt: skip
     return out
 
@@ -38,6 +38,6 @@ def multiply(
     first, end = tiles or (0, len(packed.data))
     function(
         packed.data.ctypes.data, packed.tile_bytes, packed.shape[1], first, end, acts.ctypes.data,
-        packed.shape[1] * ORDERS[order] // 32, len(out), 0 if bias is None else bias.ctypes.data,
+        row_bytes(order, packed.shape[1]), len(out), 0 if bias is None else bias.ctypes.data,
         0 if residual is None else residual.ctypes.data, out.ctypes.data, out.strides[0],
     )  # fmt: skip

@@ -49,6 +49,12 @@ def has_tiles() -> bool:
     return {"amx-int8", "amx-tile", "avx512f"} <= features() and _may_use_tiles()
 
 
+@cache
+def has_bf16_tiles() -> bool:
+    """Whether bf16 numbers are multiplied in tile registers. The same bits either way."""
+    return {"amx-bf16", "amx-tile", "avx512f"} <= features() and _may_use_tiles()
+
+
 def _may_use_tiles() -> bool:
     """Ask Linux for it: the state of these registers is large, and kept only for processes that have asked."""
     if sys.platform != "linux" or platform.machine() != "x86_64":

@@ -3,6 +3,7 @@
 A tile is 16 output rows in 16 lanes. For each group of 32 inputs its weights are unpacked into registers once (`readers`), and
 every row of the batch, some at a time, is multiplied with them (`products`). Each output sums its groups in the order of the
 inputs, whatever the number of rows, the thread or the tile: a row's result does not depend on its company, bit for bit.
+Numbers (f32, f16) are multiplied with f32 activations, and bf16 with activations rounded to bf16, as tile registers do it.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
 from cpuspec.kernels import isa, machine_code, simd, tiles
 from cpuspec.kernels.products import ORDERS, ROWS, add_group, sum_of_weights
-from cpuspec.kernels.readers import AHEAD, NUMBERS, READERS, Ops
+from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS, Ops
 from cpuspec.kernels.simd import f32x16
 
 # Rows that one pass over a tile serves, by the kind of weights; other counts are made of these. Each is code to compile, once per
@@ -39,6 +40,8 @@ _NEAR = 640 << 10
 
 def activation_order(format_name: str, precise: bool = False) -> str:
     """The order of activations that a format wants: of ORDERS, "int16" rather than "int8" where precise."""
+    if format_name == PAIRED:
+        return "bf16" if isa.has_bf16_tiles() else "rounded"
     return "f32" if format_name in NUMBERS else "int16" if precise else "int8"
 
 
@@ -104,6 +107,31 @@ def _number_pass(
     return lambda _, row: o.b.fadd(*[o.b.load(total) for total in sums[row]])
 
 
+def _paired_pass(o: Ops, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> Callable[[Any, int], Any]:
+    """As `_quantized_pass`, of one tile, from "rounded" activations, with the bits of `tiles.bf16_pass`: even and odd inputs of a group
+    are summed apart from zero on, then together, then added to the groups before.
+    """
+    totals, evens, odds = ([cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(rows)] for _ in range(3))
+    restore = simd.flush_small_numbers(o.b)
+    with cgutils.for_range(o.b, o.rounded_up(in_features, GROUP)) as groups:
+        for total in (*evens, *odds):
+            o.b.store(simd.constant(o.b, 0.0, f32x16), total)
+        with cgutils.for_range(o.b, ir.Constant(simd.I64, GROUP // 2)) as loop:
+            pair = o.b.add(o.times(groups.index, GROUP // 2), loop.index)
+            here = o.b.add(tile, o.times(pair, 64))
+            o.fetch(here, AHEAD, 64)
+            words = o.i32(here)
+            for parity, weights in enumerate((o.left(words, 16), o.mask(words, 0xFFFF0000))):
+                numbers = o.b.bitcast(weights, simd.F32X16)
+                inputs = o.b.add(acts, o.b.mul(o.b.add(o.times(pair, 2), ir.Constant(simd.I64, parity)), o.times(block_rows, 4)))
+                for row, total in enumerate((evens, odds)[parity]):
+                    o.b.store(o.fma(numbers, o.every(o.at(inputs, 4 * row), simd.F32), o.b.load(total)), total)
+        for even, odd, total in zip(evens, odds, totals, strict=True):
+            o.b.store(o.b.fadd(o.b.load(total), o.b.fadd(o.b.load(even), o.b.load(odd))), total)
+    restore()
+    return lambda _, row: o.b.load(totals[row])
+
+
 @intrinsic(prefer_literal=True)
 def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_features, acts, block_rows, bias, residual, out, stride):
     """Outputs of one tile for `rows` rows, stored at out + row * stride: products + bias + residual (each where not 0).
@@ -119,6 +147,8 @@ def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_featu
         strands = one = ir.Constant(simd.I64, 1)
         if name in NUMBERS:
             sums = _number_pass(o, name, count, tile, in_features, acts, block_rows)
+        elif name == PAIRED:
+            sums = _paired_pass(o, count, tile, in_features, acts, block_rows)
         else:
             if count <= _STRANDED_ROWS:
                 strands = o.b.select(o.b.icmp_unsigned("==", apart, ir.Constant(simd.I64, 0)), one, ir.Constant(simd.I64, _STRANDS))
@@ -157,6 +187,27 @@ def _many_rows(typingctx, format_name, order, rows, tile, in_features, acts, row
     return signature, codegen
 
 
+@intrinsic(prefer_literal=True)
+def _bf16_rows(typingctx, width, blocks, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride):
+    """`_pass` of bf16 in tile registers, for `width` tiles and up to `blocks` blocks of rows from the start of one on."""
+    signature = types.void(width, blocks, *[types.int64] * 10)
+
+    def codegen(context, builder, sig, args):
+        _, _, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride = args
+        o = Ops(builder)
+
+        def finish(number, row, values):
+            [values] = _plus(o, [values], bias, lambda _: o.at(bias, 64 * number))
+            [values] = _plus(o, [values], residual, lambda _: o.at(o.b.add(residual, o.b.mul(stride, row)), 64 * number))
+            simd.store(builder, o.at(o.b.add(out, o.b.mul(stride, row)), 64 * number), values)
+
+        size = width.literal_value, blocks.literal_value
+        tiles.bf16_pass(o, *size, rows, tile, tile_bytes, in_features, acts, row_bytes, finish)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 def _plus(o: Ops, values: list[Any], given: Any, address_of_row: Callable[[int], Any]) -> list[Any]:
     """Each value plus the vector at its row's address, where the base address `given` is not 0."""
     totals = [cgutils.alloca_once_value(o.b, value) for value in values]
@@ -175,13 +226,49 @@ def linear_kernel(format_name: str, order: str) -> int:
 
     all int64, addresses and byte counts. Writes out[row * stride + 64 * tile] for tiles first..end and all rows.
     """
-    step = 4 if order == "f32" else ORDERS[order]
+    if order == "bf16":
+        return machine_code.address(f"linear-{format_name}-{order}", 12, _bf16_linear)
+    step = 4 if order in ("f32", "rounded") else ORDERS[order]
     return machine_code.address(f"linear-{format_name}-{order}", 12, lambda: _linear(format_name, order, step))
+
+
+def _bf16_linear() -> Callable[..., None]:
+    """The kernel of bf16 in tile registers, to be compiled: four tiles of up to 16 rows at a time, or two of up to 32."""
+    near = _NEAR
+
+    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        tiles.shape(PAIRED)
+        span = max(2 * ROWS, near // row_bytes // (2 * ROWS) * (2 * ROWS))
+        for top in range(0, rows, span):
+            bottom = min(rows, top + span)
+            tile = first
+            while tile < end:
+                weights = matrix + tile * tile_bytes
+                tile_bias = bias + 64 * tile if bias != 0 else bias
+                width = 4 if rows <= ROWS and end - tile >= 4 else 2 if end - tile >= 2 else 1
+                for row in range(top, bottom, 2 * ROWS):
+                    count = min(2 * ROWS, bottom - row)
+                    here, to = acts + row * row_bytes, out + row * stride + 64 * tile
+                    add = residual + row * stride + 64 * tile if residual != 0 else residual
+                    if width == 4:
+                        _bf16_rows(4, 1, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
+                    elif width == 2 and count > ROWS:
+                        _bf16_rows(2, 2, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
+                    elif width == 2:
+                        _bf16_rows(2, 1, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
+                    elif count > ROWS:
+                        _bf16_rows(1, 2, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
+                    else:
+                        _bf16_rows(1, 1, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
+                tile += width
+        tiles.release()
+
+    return linear
 
 
 def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
-    most, more, p4, p3, p2, p1 = _NUMBER_PASSES if name in NUMBERS else _QUANTIZED_PASSES
+    most, more, p4, p3, p2, p1 = _NUMBER_PASSES if name in (*NUMBERS, PAIRED) else _QUANTIZED_PASSES
     in_tiles = isa.has_tiles() and name in READERS
     strands, stranded_rows = _STRANDS, _STRANDED_ROWS if name in READERS else 0
     least, many, near = tiles.LEAST, tiles.MANY, _NEAR

@@ -19,7 +19,7 @@ from cpuspec.kernels.products import (
     VALUE_SUM,
 )
 
-_INT8_RECORD, _INT16_RECORD = ORDERS["int8"], ORDERS["int16"]
+_INT8_RECORD, _INT16_RECORD, _BF16_RECORD = ORDERS["int8"], ORDERS["int16"], ORDERS["bf16"]
 
 # What `prepare_row` does before it writes activations.
 PLAIN, NORM, SILU = range(3)
@@ -69,11 +69,11 @@ def _prepared(kind, row, other, weight, scale, at):
 
 
 @compiled
-def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16, f32, place, block_rows):
+def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16, f32, bf16, rounded, place, block_rows):
     """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
 
-    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other. int8, int16, f32: the row's block in that order, 0 where not
-    wanted; place: the row's place in its block of block_rows.
+    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other. int8 to rounded: the row's block in that order, 0 where not
+    wanted; place: the row's place in its block of block_rows. Rows, others and weights are padded with zeros to whole groups.
     """
     scale = simd.splat_f32(1.0)
     if kind == NORM:
@@ -87,10 +87,19 @@ def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16
                 quantize_to_int8(low, high, int8 + (group * block_rows + place) * _INT8_RECORD)
             if int16 != 0:
                 quantize_to_int16(low, high, int16 + (group * block_rows + place) * _INT16_RECORD)
+    if bf16 != 0:
+        for start in range(first, end, 32):
+            record = bf16 + (start // 32 * block_rows + place) * _BF16_RECORD
+            simd.store_bf16(record, _prepared(kind, row, other, weight, scale, start * 4))
+            simd.store_bf16(record + 32, _prepared(kind, row, other, weight, scale, start * 4 + 64))
     if f32 != 0:
         for start in range(first, end, 16):
             x = _prepared(kind, row, other, weight, scale, start * 4)
             simd.scatter_f32(f32 + (start * block_rows + place) * 4, block_rows * 4, min(16, end - start), x)
+    if rounded != 0:
+        for start in range(first, (end + 31) // 32 * 32, 16):
+            x = simd.rounded_to_bf16(_prepared(kind, row, other, weight, scale, start * 4))
+            simd.scatter_f32(rounded + (start * block_rows + place) * 4, block_rows * 4, 16, x)
 
 
 @compiled

@@ -1,12 +1,14 @@
 """A group of weights times the same inputs of a row: the arithmetic that every way to make a linear layer shares.
 
-Activations come in one of three orders, in blocks of up to ROWS rows:
+Activations come in one of these orders, in blocks of up to ROWS rows:
   "int8"   [group][row] records of 64 bytes: x = scale * byte + shift for 32 inputs, shift the middle of their range. Against
            bytes around zero this halves the error, for one more multiply-add a group.
   "int16"  [group][row] records of 128 bytes: x = scale * (256 * byte + low byte), for matrices where errors count most.
   "f32"    [input][row] numbers, for weights that are floating point themselves.
-A record holds 32 signed bytes, then at the offsets below the scale, the shift and what formats with a zero point or a minimum
-need of the sums; then in "int16" order the 32 low bytes.
+  "bf16"   [group][row] records of 32 numbers rounded to bf16, for bf16 weights on processors that multiply them in tile registers.
+  "rounded"  [input][row] the same numbers, in f32, for processors that do not.
+The last two are padded with zeros to whole groups. A record of integers holds 32 signed bytes, then at the offsets below the scale,
+the shift and what formats with a zero point or a minimum need of the sums; then in "int16" order the 32 low bytes.
 """
 
 from collections.abc import Mapping
@@ -21,8 +23,14 @@ ROWS = 16  # rows of a block of activations
 SCALE, SHIFT, VALUE_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 64, 4)
 LOW_BYTES = 64
 
-# Bytes of activations for each row and group of 32 inputs (of "f32", for each row and 32 inputs).
-ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 128})
+# Bytes of activations for each row and group of 32 inputs (where rows are side by side, for each row and 32 inputs).
+ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 128, "bf16": 64, "rounded": 128})
+
+
+def row_bytes(order: str, features: int) -> int:
+    """Bytes of activations for each row of so many inputs."""
+    return -(-features // 32) * ORDERS[order]
+
 
 # Field of a record that an integer sum starts from, by zero point and by half of the group.
 _STARTS = {8: (MINUS_8_SUMS,), 16: (MINUS_16_SUMS,), 128: (MINUS_128_SUMS,), 32: (MINUS_32_LOW, MINUS_32_HIGH)}

@@ -117,10 +117,10 @@ class Ops:
     def smaller(self, x: Any, y: Any) -> Any:
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
-    def fetch(self, address: Any, ahead: int, size: int) -> None:
+    def fetch(self, address: Any, ahead: int, size: int, nearest: bool = True) -> None:
         """Ask for `size` bytes that will be read soon: with many rows the processor does not look that far ahead itself."""
         for line in range(0, size, 64):
-            simd.prefetch(self.b, self.at(address, ahead + line))
+            simd.prefetch(self.b, self.at(address, ahead + line), nearest)
 
     def bit(self, address: Any, at: int) -> list[Any]:
         """Eight vectors with a bit of each byte from a plane of one bit."""
@@ -309,6 +309,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         **{name: _lowbit(lowbit.code_bits(layout), lowbit.group_size(layout)) for name, layout in lowbit.LAYOUTS.items()},
     }
 )
-NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType({"f32": (64, "f32"), "f16": (32, "f16"), "bf16": (32, "bf16")})
+NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType({"f32": (64, "f32"), "f16": (32, "f16")})
+PAIRED = "bf16"  # numbers in pairs of inputs
 # Scales that a group has, where it is not one.
 NUM_SCALES: Mapping[str, int] = MappingProxyType({"q2_k": 2, "q3_k": 2, "q6_k": 2})

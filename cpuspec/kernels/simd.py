@@ -117,9 +117,9 @@ def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     return builder.call(function, values)
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Bring the cache line of an address close, for reading; any address is allowed."""
-    flags = [ir.Constant(I32, value) for value in (0, 3, 1)]  # read, keep in all levels, data
+def prefetch(builder: Any, address: Any, nearest: bool = True) -> None:
+    """Bring the cache line of an address close, for reading; any address is allowed. nearest: into the first cache, too."""
+    flags = [ir.Constant(I32, value) for value in (0, 3 if nearest else 2, 1)]  # read, these levels, data
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer(builder, address), *flags)
 
 
@@ -135,6 +135,16 @@ def _nearest(builder: Any, values: Any) -> Any:
     parts = [builder.shuffle_vector(values, whole, ir.Constant(half, list(range(at, at + 8)))) for at in (0, 8)]
     parts = [call(builder, "llvm.x86.avx.cvt.ps2dq.256", half, part) for part in parts]
     return builder.shuffle_vector(*parts, ir.Constant(I32X16, list(range(LANES))))
+
+
+def _bf16_bits(builder: Any, values: Any, mask: int = 0xFFFFFFFF) -> Any:
+    """The bits of numbers rounded to bf16, to nearest even, in the upper halves; a nan stays one."""
+    bits, sixteen = builder.bitcast(values, I32X16), constant(builder, 16, i32x16)
+    odd = builder.and_(builder.lshr(bits, sixteen), constant(builder, 1, i32x16))
+    rounded = builder.add(bits, builder.add(odd, constant(builder, 0x7FFF, i32x16)))
+    quiet = builder.or_(bits, constant(builder, 0x400000, i32x16))
+    chosen = builder.select(builder.fcmp_unordered("uno", values, values), quiet, rounded)
+    return builder.and_(chosen, constant(builder, mask, i32x16))
 
 
 def call_address(builder: Any, address: Any, values: Any) -> Any:
@@ -218,6 +228,12 @@ where_less = _operation(  # x < limit: the third, else the fourth
     (f32x16, f32x16, f32x16, f32x16), f32x16, lambda b, x, limit, y, z: b.select(b.fcmp_ordered("<", x, limit), y, z)
 )
 f16_bits = _operation((f32x16,), i32x16, lambda b, v: b.zext(b.bitcast(b.fptrunc(v, vector_of(F16)), vector_of(I16)), I32X16))
+rounded_to_bf16 = _operation((f32x16,), f32x16, lambda b, v: b.bitcast(_bf16_bits(b, v, 0xFFFF0000), F32X16))
+store_bf16 = _operation(  # sixteen numbers in 32 bytes, rounded
+    (_a, f32x16),
+    types.int8,
+    lambda b, at, v: store(b, at, b.trunc(b.lshr(_bf16_bits(b, v), constant(b, 16, i32x16)), vector_of(I16))),
+)
 rounded_to_f16 = _operation((f32x16,), f32x16, lambda b, v: b.fpext(b.fptrunc(v, vector_of(F16)), F32X16))
 
 
@@ -386,6 +402,23 @@ def tile_dot_signed(builder: Any, total: int, rows: int, columns: int) -> None:
     """total[r][c] += sum over k, b of rows[r][4k + b] * columns[k][4c + b], signed bytes into exact 32-bit sums."""
     registers = [ir.Constant(I8, register) for register in (total, rows, columns)]
     call(builder, "llvm.x86.tdpbssd", ir.VoidType(), *registers)
+
+
+def tile_dot_bf16(builder: Any, total: int, rows: int, columns: int) -> None:
+    """total[r][c] += the f32 sums of rows[r][k] * columns[k // 2][2c + k % 2] over even k and over odd k, both from 0 upwards and
+    then added to each other. Numbers below the least normal one count as zeros.
+    """
+    registers = [ir.Constant(I8, register) for register in (total, rows, columns)]
+    call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), *registers)
+
+
+def flush_small_numbers(builder: Any) -> Callable[[], None]:
+    """From here on vector operations take numbers below the least normal one for zeros, until the result is called."""
+    kept, changed = (cgutils.alloca_once(builder, I32) for _ in range(2))
+    call(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), kept)
+    builder.store(builder.or_(builder.load(kept), ir.Constant(I32, 0x8040)), changed)  # results, and operands
+    call(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), changed)
+    return lambda: call(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), kept)
 
 
 # Threads.

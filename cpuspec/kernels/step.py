@@ -83,7 +83,8 @@ C_ROWS, C_LOGIT_ROWS, C_PARENTS, C_SEQUENCES, C_HEAD_BYTES, C_LENGTHS, C_LOGITS,
 
 # Operands, by operation. Column 0 is the operation. "_BITS" hold an f32 in their low half.
 E_DECODER, E_DATA, E_ROW_BYTES, E_BLOCKS, E_FEATURES, E_OUT, E_STRIDE = range(1, 8)
-P_KIND, P_ROWS, P_OTHER, P_STRIDE, P_WEIGHT, P_EPS_BITS, P_FEATURES, P_INT8, P_INT16, P_F32, P_SELECT = range(1, 12)
+P_KIND, P_ROWS, P_OTHER, P_STRIDE, P_WEIGHT, P_EPS_BITS, P_FEATURES, P_INT8, P_INT16, P_F32 = range(1, 11)
+P_BF16, P_ROUNDED, P_SELECT = range(11, 14)
 L_TENSORS, L_VOCAB, L_FEATURES, L_FIRST = 1, 2, 3, 4  # L_VOCAB: 0 unless these are the logits
 T_KERNEL, T_TILES, T_TILE_BYTES, T_NUM_TILES, T_INPUTS, T_ROW_BYTES, T_BIAS, T_RESIDUAL, T_OUT, T_STRIDE, TENSOR_COLUMNS = range(11)
 R_QUERIES, R_KEYS, R_VALUES, R_Q_STRIDE, R_K_STRIDE, R_V_STRIDE, R_Q_NORM, R_K_NORM, R_EPS_BITS, R_SCALE_BITS = range(1, 11)
@@ -108,7 +109,7 @@ BLOCK_QUERIES = 64  # of one key head that a block has at most, unless a single 
 _LEAST_QUERIES = 32  # that make a read of keys and values from memory worth its time
 _ITEMS_PER_THREAD = 8
 
-_INT8_BYTES, _INT16_BYTES = ORDERS["int8"], ORDERS["int16"]
+_INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
 
 
 @intrinsic
@@ -253,13 +254,31 @@ def _prepare(op, state, counter, threads):
         row = simd.peek_i64(state[LOGIT_ROWS] + 8 * place) if selected else place
         source = op[P_ROWS] + row * op[P_STRIDE]
         block, block_rows = place // ROWS * ROWS, rows_of_block(place, rows)
-        inputs = block * features // 32
+        inputs = block * ((features + 31) // 32)
         int8 = op[P_INT8] + inputs * _INT8_BYTES if op[P_INT8] != 0 else 0
         int16 = op[P_INT16] + inputs * _INT16_BYTES if op[P_INT16] != 0 else 0
-        f32 = op[P_F32] + block * features * 4 if op[P_F32] != 0 else 0
+        f32 = op[P_F32] + inputs * _F32_BYTES if op[P_F32] != 0 else 0
+        bf16 = op[P_BF16] + inputs * _BF16_BYTES if op[P_BF16] != 0 else 0
+        rounded = op[P_ROUNDED] + inputs * _F32_BYTES if op[P_ROUNDED] != 0 else 0
         other = op[P_OTHER] + row * op[P_STRIDE]
         end = min(features, first + part)
-        prepare_row(op[P_KIND], source, other, op[P_WEIGHT], eps, features, first, end, int8, int16, f32, place - block, block_rows)
+        prepare_row(
+            op[P_KIND],
+            source,
+            other,
+            op[P_WEIGHT],
+            eps,
+            features,
+            first,
+            end,
+            int8,
+            int16,
+            f32,
+            bf16,
+            rounded,
+            place - block,
+            block_rows,
+        )
 
 
 @compiled

@@ -1,6 +1,7 @@
 """Many rows at a time on processors with tile registers (AMX): one instruction makes the integer dots of 16 rows and 16 outputs.
 
-The float sums are those of `linear`'s other passes in the same order, and integer dots are exact: the bits are the same.
+The float sums are those of `linear`'s other passes in the same order, and integer dots are exact: the bits are the same. Numbers in
+bf16 are summed by the instruction itself, in an order that is documented, and that `linear` keeps to elsewhere.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, STRETCH, TILE, stretch_bytes
 from cpuspec.kernels import isa, simd
 from cpuspec.kernels.products import LOW_BYTES, ORDERS, ROWS, add_dots, sum_of_weights
-from cpuspec.kernels.readers import AHEAD, NUM_SCALES, READERS, Group, Ops
+from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group, Ops
 
 MANY = 8 * ROWS  # rows that one pass serves at most
 LEAST = 9  # fewer rows are quicker without
@@ -26,6 +27,7 @@ _GROUPS = STRETCH // GROUP
 
 # Tile registers: totals, rows of activations, codes.
 _TOTALS, _ACTS, _CODES = (0, 1, 2, 3), 4, 5
+_PAIRED_ACTS, _PAIRED_WEIGHTS = (4, 5), (6, 7)  # of bf16
 
 
 class _Stack:
@@ -131,13 +133,56 @@ def many_rows_pass(
         finish(loop.index, o.f32(o.b.add(sums, o.times(loop.index, 64))))
 
 
+def bf16_pass(
+    o: Ops, width: int, blocks: int, rows: Any, tile: Any, tile_bytes: Any, in_features: Any, acts: Any, row_bytes: Any,
+    finish: Callable[..., None],
+) -> None:  # fmt: skip
+    """The outputs of `width` tiles of bf16 weights for up to `blocks` blocks of rows, from the start of one on.
+
+    Weights of 32 inputs are one register, and so are those inputs of a block. Sums of rows that a block does not have are made of
+    whatever follows it, and nobody reads them; other blocks than the first must have a row. finish(number, row, values): what to
+    do with a row's 16 outputs of a tile.
+    """
+    assert width * blocks <= len(_TOTALS), "each tile and block has a register for its sums"
+    group_bytes, line = ORDERS["bf16"] * TILE, ir.Constant(simd.I64, ORDERS["bf16"])
+    parts: list[tuple[Any, Any]] = []  # of each block: where it begins, and the bytes from a group to the next
+    for block in range(blocks):
+        first = ir.Constant(simd.I64, ROWS * block)
+        left = o.smaller(o.b.sub(rows, first), ir.Constant(simd.I64, ROWS))
+        parts.append((o.b.add(acts, o.b.mul(first, row_bytes)), o.times(left, ORDERS["bf16"])))
+    places = [o.b.add(tile, o.times(tile_bytes, number)) for number in range(width)]
+    totals = {(number, block): _TOTALS[number * blocks + block] for number in range(width) for block in range(blocks)}
+    for total in totals.values():
+        simd.tile_zero(o.b, total)
+    with cgutils.for_range(o.b, o.rounded_up(in_features, GROUP)) as loop:
+        for number, place in enumerate(places):
+            here = o.b.add(place, o.times(loop.index, group_bytes))
+            o.fetch(here, AHEAD // width, group_bytes, nearest=False)  # the first cache is for the rows
+            weights = _PAIRED_WEIGHTS[number % 2]
+            simd.tile_load(o.b, weights, here, line)
+            for block, (start, stride) in enumerate(parts):
+                if not number:
+                    simd.tile_load(o.b, _PAIRED_ACTS[block], o.b.add(start, o.b.mul(loop.index, stride)), line)
+                simd.tile_dot_bf16(o.b, totals[number, block], _PAIRED_ACTS[block], weights)
+    sums = o.room(64 * ROWS * len(_TOTALS))
+    for (number, block), total in totals.items():
+        simd.tile_store(o.b, total, o.at(sums, 64 * ROWS * (number * blocks + block)), line)
+    with cgutils.for_range(o.b, rows) as loop:
+        for number in range(width):
+            own = o.at(sums, 64 * ROWS * blocks * number)
+            finish(number, loop.index, o.f32(o.b.add(own, o.times(loop.index, 64))))
+
+
 @intrinsic(prefer_literal=True)
 def shape(typingctx, format_name):
     """Shape the tile registers for a format, where there are some."""
+    pairs = format_name.literal_value == PAIRED
     inputs = GROUP // NUM_SCALES.get(format_name.literal_value, 1)
 
     def codegen(context, builder, sig, args):
-        if isa.has_tiles():
+        if pairs:
+            simd.tile_shapes(builder, dict.fromkeys(range(8), (ROWS, 64)))
+        elif isa.has_tiles():
             shapes = dict.fromkeys(_TOTALS, (ROWS, 64)) | {_ACTS: (ROWS, inputs), _CODES: (inputs // 4, 64)}
             simd.tile_shapes(builder, shapes)
         return context.get_dummy_value()
@@ -150,7 +195,7 @@ def release(typingctx):
     """Forget the shapes."""
 
     def codegen(context, builder, sig, args):
-        if isa.has_tiles():
+        if isa.has_tiles() or isa.has_bf16_tiles():
             simd.tile_release(builder)
         return context.get_dummy_value()
 

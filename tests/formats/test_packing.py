@@ -20,6 +20,14 @@ def test_unpacking_gives_back_the_bytes_of_the_file(format_name: str, rows: int)
     assert not np.array_equal(unpack(type(packed)(row, packed.shape, changed)).data, data)
 
 
+@pytest.mark.parametrize("format_name", [name for name in FORMATS if FORMATS[name].block_size == 1])
+@pytest.mark.parametrize("in_features", [1, 31, 50, 300])
+def test_any_number_of_inputs_can_be_packed(format_name: str, in_features: int) -> None:
+    values = np.random.default_rng(in_features).standard_normal((20, in_features)).astype(np.float32)
+    tensor = QuantTensor.encode(FORMATS[format_name], values)
+    assert np.array_equal(unpack(pack(tensor)).data, tensor.data)
+
+
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_packing_reads_at_most_three_percent_more_than_the_file(format_name: str) -> None:
     row = FORMATS[format_name]

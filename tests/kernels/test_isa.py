@@ -12,8 +12,10 @@ import pytest
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import EngineConfig
+from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.kv import KV_FORMATS
-from cpuspec.kernels import isa
+from cpuspec.formats.packing import pack
+from cpuspec.kernels import alone, isa, linear
 from tests.backends.models import forward
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -31,6 +33,12 @@ def _chosen_and_digest(path: str) -> str:
         for tokens in (range(5, 25), [3], [1, 4, 1]):  # many rows, and so few that weights are read in strands
             digest.update(np.ascontiguousarray(forward(backend, cache, {0: tokens}).logits).tobytes())
         backend.close()
+    rng = np.random.default_rng(1)
+    weights, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 200), (35, 200)))
+    products = np.empty((35, 48), np.float32)
+    order = linear.activation_order("bf16")
+    alone.multiply(pack(QuantTensor.encode(get_format("bf16"), weights)), order, alone.activations(x, order), products)
+    digest.update(products.tobytes())
     return f"{isa.dot_isa()} {digest.hexdigest()}"
 
 

@@ -17,7 +17,9 @@ from cpuspec.kernels.isa import features, lookup_isa
 from cpuspec.kernels.linear import ORDERS, activation_order
 
 CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
-CASES = list(dict.fromkeys(CASES))
+CASES = list(dict.fromkeys([*CASES, ("bf16", "rounded")]))  # what processors without tile registers for bf16 do
+NUMBERS = [(name, order) for name, order in CASES if FORMATS[name].block_size == 1]
+PAIRED = [order for name, order in CASES if name == "bf16"]
 OUT_FEATURES = 153  # ten tiles, the last in part: with few rows four are read in turns, twice, and two are left
 PADDED = 160
 
@@ -33,6 +35,8 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
     """The numbers that the records of `order` stand for, f64 [T, K]."""
     if order == "f32":
         return x.astype(np.float64)
+    if order in PAIRED:
+        return _rounded(x).astype(np.float64)
     rows, features = x.shape
     out = []
     for row in range(rows):
@@ -43,6 +47,10 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
             codes = codes * 256 + records[:, 64:96].view(np.int8)
         out.append((codes * scale[:, None] + shift[:, None]).ravel())
     return np.array(out)
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    return QuantTensor.encode(FORMATS["bf16"], x).dequantize()
 
 
 def _run(
@@ -99,13 +107,46 @@ def test_bias_and_residual_are_added_after_the_product(format_name: str, order: 
         assert np.array_equal(got, ((plain + bias) + residual)[:rows])
 
 
-@pytest.mark.parametrize("format_name", [name for name in FORMATS if FORMATS[name].block_size == 1])
+@pytest.mark.parametrize(("format_name", "order"), NUMBERS)
 @pytest.mark.parametrize("in_features", [1, 2, 31, 50])
-def test_number_formats_take_any_number_of_inputs(format_name: str, in_features: int) -> None:
+def test_number_formats_take_any_number_of_inputs(format_name: str, order: str, in_features: int) -> None:
     tensor, packed = _matrix(format_name, 5, in_features)
     x = np.random.default_rng(6).standard_normal((18, in_features)).astype(np.float32)
-    got = _run(packed, "f32", x)[:, :5]
-    assert np.allclose(got, x @ tensor.dequantize().T, rtol=1e-5, atol=1e-5)
+    got = _run(packed, order, x)[:, :5]
+    assert np.allclose(got, _decoded(x, order) @ tensor.dequantize().T, rtol=1e-5, atol=1e-5)
+
+
+def _without_small(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
+
+
+def _sums_of_pairs(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """x [T, K] times weights [N, K], f32 and of 8 bits each, as Intel's manual has TDPBF16PS: each product is exact in f32."""
+    features = x.shape[1]
+    pad = ((0, 0), (0, -features % 32))
+    x, weights = (_without_small(np.pad(one, pad)) for one in (x, weights))
+    total = np.zeros((len(x), len(weights)), np.float32)
+    for group in range(0, features, 32):
+        sums = [np.zeros_like(total), np.zeros_like(total)]
+        for k in range(group, group + 32):
+            exact = x[:, k, None].astype(np.longdouble) * weights[None, :, k] + sums[k % 2]
+            sums[k % 2] = _without_small(exact.astype(np.float32))
+        total = _without_small(total + _without_small(sums[0] + sums[1]))
+    return total
+
+
+@pytest.mark.parametrize("order", PAIRED)
+@pytest.mark.parametrize("in_features", [1, 50, 256])
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e-19, 1e-19), (1e-38, 1.0)])  # or some products, or numbers, are not normal
+def test_bf16_is_summed_in_the_order_of_the_instruction(order: str, in_features: int, sizes: tuple[float, float]) -> None:
+    rng = np.random.default_rng(9)
+    tensor = QuantTensor.encode(FORMATS["bf16"], (sizes[0] * rng.standard_normal((112, in_features))).astype(np.float32))
+    x = (sizes[1] * rng.standard_normal((35, in_features))).astype(np.float32)
+    got, wanted = _run(pack(tensor), order, x), _sums_of_pairs(_rounded(x), tensor.dequantize())
+    assert np.array_equal(got, wanted)
+    assert all(np.array_equal(_run(pack(tensor), order, x[:rows]), wanted[:rows]) for rows in (1, 16, 17))
+    assert got.any()
+    assert in_features == 1 or not np.array_equal(got, _rounded(x) @ tensor.dequantize().T)
 
 
 @pytest.mark.parametrize("order", ["int8", "int16"])
