@@ -50,7 +50,7 @@ from cpuspec.quantize.cast import cast
 from cpuspec.spec.levels import check_spec
 from cpuspec.tokenizer import make_tokenizer
 
-_WARM_UP = "one two three one two three one two"
+_WARM_UP, _WARM_UP_TOKENS = "one two three one two three one two", 32
 
 
 def main(
@@ -109,7 +109,7 @@ def main(
         for spec in specs:
             say(f"loading {spec}")
             llms[spec] = stack.enter_context(LLM(checkpoint, spec, threads=threads, context_length=room, max_sequences=1))
-            llms[spec].generate(warm_up, params)
+            llms[spec].generate(warm_up, SamplingParams(max_tokens=min(max_tokens, _WARM_UP_TOKENS)))
         peers = open_peers(choice, checkpoint.path, rounds.threads, room, sorted(tokenizer.eos_ids), stack)
         for peer in list(peers.arms):
             peers.answer(peer, warm_up, max_tokens)

@@ -108,8 +108,8 @@ def _number_pass(
 
 
 def _paired_pass(o: Ops, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any) -> Callable[[Any, int], Any]:
-    """As `_quantized_pass`, of one tile, from "rounded" activations, with the bits of `tiles.bf16_pass`: even and odd inputs of a group
-    are summed apart from zero on, then together, then added to the groups before.
+    """As `_quantized_pass`, of one tile, from "rounded" activations, with the bits of `tiles.bf16_pass`: even and odd inputs of a
+    group are summed apart from zero on, then together, then added to the groups before.
     """
     totals, evens, odds = ([cgutils.alloca_once_value(o.b, simd.constant(o.b, 0.0, f32x16)) for _ in range(rows)] for _ in range(3))
     restore = simd.flush_small_numbers(o.b)

@@ -15,7 +15,7 @@ OnProgress = Callable[[int, int], None]  # (weights cast, weights to cast)
 
 # An output matrix of more bits is not shared with a draft: at 16 bits it would be 40 % of what a 4-bit draft reads.
 _OUTPUT_BITS = 8.5
-_OUTPUT = FORMATS["q8_0"]
+_OUTPUT = FORMATS["mxfp4"]  # what it becomes where the draft has fewer bits: it chooses the tokens
 
 
 def cast(tensor: QuantTensor, format: Format) -> QuantTensor:
@@ -24,8 +24,8 @@ def cast(tensor: QuantTensor, format: Format) -> QuantTensor:
 
 
 def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:
-    """The matrices that a draft in `format` has cast, and to what: all linear layers to the format, and an output matrix of more
-    than 8.5 bits to q8_0. The embedding, norms, biases and other output matrices are the target's.
+    """The matrices that a draft in `format` has cast, and to what: all linear layers to the format, and so an output matrix of more
+    than 8.5 bits, but to no fewer bits than mxfp4 has. The embedding, norms, biases and other output matrices are the target's.
 
     Raises FormatError, naming the tensor, where the format does not fit.
     """
@@ -36,8 +36,9 @@ def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:
                 format.row_bytes(tensor.shape[1])
             found[name] = format
     output = checkpoint.tensors["embed" if checkpoint.config.tied_embeddings else "output"]
-    if output.format.bits > _OUTPUT_BITS and output.shape[1] % _OUTPUT.block_size == 0:
-        found["output"] = _OUTPUT
+    wanted = max(format, _OUTPUT, key=lambda one: one.bits)
+    if output.format.bits > max(_OUTPUT_BITS, wanted.bits):  # it fits: other matrices have as many inputs
+        found["output"] = wanted
     return found
 
 
