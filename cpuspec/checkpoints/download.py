@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
-from cpuspec.checkpoints.recipes import Recipe, did_you_mean, load_recipes, read_recipe
+from cpuspec.checkpoints.recipes import Recipe, did_you_mean, load_chains, load_recipes, read_recipe
 from cpuspec.environment import cache_dir, offline
 from cpuspec.errors import ConfigError, DownloadError
 
@@ -49,9 +49,15 @@ def find_model(text: str) -> Recipe | Path:
         return path
     looks_like_a_path = "/" in text or "\\" in text or text.lower().endswith((".gguf", ".safetensors"))
     problem = f"there is no file or directory {text!r}" if looks_like_a_path else f"no model is called {text!r}"
+    chains = load_chains()
+    if (chain := chains.get(text.strip().lower())) is not None:
+        near = f": that is a chain of {chain.target} and drafts for it"
+    else:
+        near = did_you_mean(text, [*recipes, *chains])
     raise ConfigError(
-        f"{problem}{did_you_mean(text, recipes)}; wanted a recipe ({', '.join(recipes)}), "
-        "the path of a GGUF file, or the path of a Hugging Face directory"
+        f"{problem}{near}; wanted a recipe ({', '.join(recipes)}), "
+        "the path of a GGUF file, or the path of a Hugging Face directory; "
+        f"LLM and -m also take a chain ({', '.join(chains)})"
     )
 
 

@@ -7,7 +7,7 @@ cache directory, or wherever a path ending in .toml points. Everything in it is 
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -146,10 +146,10 @@ def recipe_of(path: Path) -> Recipe | None:
     return next((one for one in load_recipes().values() if (one.file, one.num_bytes) == (name, num_bytes)), None)
 
 
-def did_you_mean(name: str, recipes: Mapping[str, Recipe]) -> str:
-    """`; did you mean ...?` with the recipe name nearest to `name`, or nothing."""
-    near = difflib.get_close_matches(name.strip().lower(), recipes, n=1, cutoff=0.5)
-    near = near or [known for known in recipes if name.strip() and name.strip().lower() in known][:1]
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """`; did you mean ...?` with the known name nearest to `name`, or nothing."""
+    near = difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.5)
+    near = near or [one for one in known if name.strip() and name.strip().lower() in one][:1]
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -96,6 +96,7 @@ MODELS: Mapping[str, Callable[[LevelSpec, Host], DraftModel]] = {
     "skip": _layer_skip,
     "match": _matched_by_text,
 }
+_PLANNED = AUTO.levels[0].name
 _BY_TEXT = "match"  # whose tokens come back through their text
 
 _MOST_TOKENS_FOR_ONE = 4  # a text may be so many times as long in the tokens of another vocabulary
@@ -125,7 +126,7 @@ def check_spec(spec: SpecConfig) -> None:
     for level in _levels(spec):
         for whole in _parts(level):
             part = _checked_backend(whole)
-            if part.name == AUTO:
+            if part.name == _PLANNED:
                 raise ConfigError(
                     f"auto stands alone or before the levels that it may choose from, as in auto,self:mxfp4; got {spec}"
                 )
@@ -258,7 +259,7 @@ def _checked_backend(part: LevelSpec) -> LevelSpec:
     drafter = _without_backend(part)
     if part.name in BACKENDS:
         check_backend(part.name)
-        if drafter is part or _is_source(drafter) or drafter.name in (AUTO.levels[0].name, *BACKENDS):
+        if drafter is part or _is_source(drafter) or drafter.name in (_PLANNED, *BACKENDS):
             raise ConfigError(f"{part.name} runs a model, as in {part.name}:MODEL and {part.name}:self:mxfp4; got {part.drafter!r}")
     return drafter
 

@@ -395,3 +395,12 @@ def test_a_model_is_a_recipe_a_file_or_a_directory(hub: Hub, cache: Path, tmp_pa
         resolve_model("tinny")
     with pytest.raises(ConfigError, match="no model is called ''"):
         resolve_model("")
+
+
+def test_a_name_that_is_none_is_told_those_of_recipes_and_of_chains(cache: Path) -> None:
+    (cache / "recipes").mkdir(parents=True)
+    (cache / "recipes" / "fast.toml").write_text('name="tiny-fast"\ndescription="d"\ntarget="tiny"\nlevels="ngram"\n')
+    with pytest.raises(ConfigError, match=r"did you mean tiny-fast\?.*a recipe \(.*smollm2.*also take a chain \(.*tiny-fast"):
+        resolve_model("tiny-fst")
+    with pytest.raises(ConfigError, match="'Tiny-fast': that is a chain of tiny and drafts for it; wanted a recipe"):
+        resolve_model("Tiny-fast")

@@ -167,9 +167,15 @@ def test_auto_chooses_among_the_levels_after_it(models: Path) -> None:
         assert llm.explain() == []  # whose bits a draft's company could change
 
 
-@pytest.mark.parametrize("text", ["ngram,auto", "auto,auto", "auto+ngram", "auto,self:q4_0+ngram"])
-def test_auto_stands_first_and_joins_no_models(text: str) -> None:
-    with pytest.raises(ConfigError, match="auto"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "auto stands alone or before the levels") for text in ("ngram,auto", "auto,auto", "auto+ngram", "auto@4")),
+        ("auto,self:q4_0+ngram", "auto chooses among models and does not join them"),
+    ],
+)
+def test_auto_stands_first_and_joins_no_models(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_spec(SpecConfig.parse(text))
 
 
