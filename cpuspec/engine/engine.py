@@ -118,7 +118,8 @@ class Engine:
         if not seqs:
             return
         before = [context.num_forwards for context in self._contexts]
-        rounds = speculate(self._context, self._proposer, seqs, [draft_limit(seq, self._context.capacity) for seq in seqs])
+        limits = [draft_limit(seq, self._context.capacity, len(self._contexts) > 1) for seq in seqs]
+        rounds = speculate(self._context, self._proposer, seqs, limits)
         num_forwards = [context.num_forwards - number for context, number in zip(self._contexts, before, strict=True)]
         for seq, done in zip(seqs, rounds, strict=True):
             self._ready.append(self._commit(self._requests[seq.id], done, num_forwards))

@@ -22,7 +22,7 @@ from cpuspec.spec.draft import Draft
 from cpuspec.spec.levels import SOURCES
 from cpuspec.spec.ngram import NgramProposer
 from cpuspec.spec.planner import Planner
-from cpuspec.spec.proposer import NullProposer, Proposer
+from cpuspec.spec.proposer import NullProposer, Proposer, levels_of
 from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, plain_greedy, string_probs
 
 VOCAB = 8
@@ -158,6 +158,38 @@ def test_greedy_output_is_identical_whatever_a_planner_chooses(seed: int) -> Non
     for prompt, one, outputs in zip(prompts, params, run(engine_over(model, planner), prompts, params), strict=True):
         assert joined(outputs)["token_ids"] == plain_greedy(model, ToyTokenizer(VOCAB), prompt, one)["token_ids"]
     assert {one.name for one in planner.explain() if one.num_rounds} >= {"toy" + str(seed)}
+
+
+WITH_MODELS = [name for name, make in PROPOSER_FACTORIES.items() if levels_of(make())]
+
+
+@pytest.mark.parametrize("proposer", [*WITH_MODELS, "planned over a model"])
+def test_no_draft_model_runs_before_a_requests_first_token(proposer: str) -> None:
+    """Nor, where another request has it drafting, over the new one's prompt."""
+    if proposer == "planned over a model":
+        model = cast(ChainProposer, chain_over(NullProposer(), 0))
+        drafter: Proposer = Planner(Costs(CHEAP_ROWS.rows, CHEAP_ROWS.seconds), [], [(model, Costs([1, 2], [0.1, 0.11]))])
+    else:
+        drafter = PROPOSER_FACTORIES[proposer]()
+    models = [cast(ToyBackend, level.context.backend) for level in levels_of(drafter)]
+    engine = engine_over(ToyBackend(0, VOCAB, memory=0.0), drafter)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, logit_bias={VOCAB - 1: -np.inf})  # which one of them does not know
+    engine.add_request([0, 4, 5, 4, 5, 4], params)
+    (first,) = engine.step()
+    assert len(first.token_ids) == 1
+    assert [model.num_forwards for model in models] == [0] * len(models)
+    for _ in range(3):
+        engine.step()
+    assert sum(model.num_forwards for model in models) > 0
+    fed = [model.num_rows for model in models]
+    prompt = [0, *range(2, VOCAB - 1)] * 5
+    engine.add_request(prompt, params)
+    (_, second) = engine.step()
+    assert len(second.token_ids) == 1
+    assert all(model.num_rows - before < len(prompt) for model, before in zip(models, fed, strict=True))
+    while engine.has_work:
+        engine.step()
+    assert any(model.num_rows - before > len(prompt) for model, before in zip(models, fed, strict=True))
 
 
 def test_the_greedy_requests_above_exercise_acceptance_rejection_and_every_ending() -> None:
