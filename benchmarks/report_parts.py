@@ -335,7 +335,10 @@ PARTS = (
     Part("Quality", ("python benchmarks/quality.py MODEL TEXT --json benchmarks/results/quality-NAME.json",), quality),
     Part(
         "Identical answers",
-        ("python benchmarks/identity.py MODEL FILE.jsonl:FIELD:COUNT --json benchmarks/results/identity-NAME.json",),
+        (
+            "python benchmarks/identity.py MODEL FILE.jsonl:FIELD:COUNT --draft-model OTHER_MODEL "
+            "--json benchmarks/results/identity-NAME.json",
+        ),
         identity,
     ),
     Part(
