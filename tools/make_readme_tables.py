@@ -127,6 +127,7 @@ def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
         ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
         *(("chains", label, cell) for label, cell in _gains(results)),
         ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
+        ("certificates", "drafts certified: the same greedy ids and distribution, and a lie seen", _certified),
     ]  # fmt: skip
 
 
@@ -211,7 +212,12 @@ def _gain(name: str, dtype: str, pick: Callable[[Mapping[str, Any]], str | None]
 
 
 def _identical(result: Result) -> str:
-    return f"{min(arm['identical_prompts'] for arm in result['arms'])} of {result['prompts']}"
+    return f"{min(arm['identical_prompts'] for arm in result['arms'])} of {result['prompts']}, {len(result['arms'])} ways"
+
+
+def _certified(result: Result) -> str:
+    certificates = result["certificates"]
+    return f"{sum(one['passed'] for one in certificates)} of {len(certificates)}: {'; '.join(one['spec'] for one in certificates)}"
 
 
 def _range(spread: Mapping[str, Any] | None, digits: int | None = None, times: float = 1, unit: str = "") -> str | None:

@@ -102,6 +102,18 @@ def test_a_benchmark_that_compares_engines_needs_no_row_of_its_own():
     assert "two" not in text.split("```")[0]
 
 
+def test_identity_and_certificates_tell_the_worst_of_all_ways():
+    arms = [{"arm": name, "identical_prompts": same} for name, same in (("none", 40), ("ngram", 39))]
+    certificates = [{"spec": "auto", "passed": True}, {"spec": "ngram,skip:4", "passed": False}]
+    results = {
+        "a": result("identity", prompts=40, arms=arms),
+        "b": result("certificates", certificates=certificates),
+    }
+    text = with_tables(README, results)
+    assert row(text, "prompts with identical greedy ids whatever drafts, threads, batches, chunks") == "39 of 40, 2 ways"
+    assert row(text, "drafts certified: the same greedy ids and distribution, and a lie seen") == "1 of 2: auto; ngram,skip:4"
+
+
 def test_drafts_are_told_for_each_set_of_prompts_and_target():
     def arm(ratio):
         return {"over_plain": ratio, "over_plain_interval": [ratio - 0.25, ratio + 0.25]}
