@@ -50,6 +50,7 @@ from cpuspec.quantize.cast import cast
 from cpuspec.spec.levels import check_spec
 from cpuspec.tokenizer import make_tokenizer
 
+_NO_REPEATS, _MORE_THAN_ANY_LOGIT = "no repeats", 1e4
 _WARM_UP, _WARM_UP_TOKENS = "one two three one two three one two", 32
 
 
@@ -60,6 +61,9 @@ def main(
     auto: Annotated[bool, typer.Option(help="Whether auto is an arm.")] = True,
     quote: Annotated[str | None, typer.Option("--quote", metavar="FILE:COUNT", help="Passages to summarize and quote.")] = None,
     words: Annotated[int, typer.Option("--random-words", metavar="COUNT", min=0, help="Prompts of random letters.")] = 0,
+    no_repeats: Annotated[
+        int, typer.Option(metavar="COUNT", min=0, help="Such prompts, answered without a token of theirs or any twice.")
+    ] = 0,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=2)] = 128,
     target_dtype: Annotated[
         str | None,
@@ -85,6 +89,7 @@ def main(
         sets = [read_prompts(text) for text in texts or []]
         sets += [read_quotes(quote)] if quote else []
         sets += [random_words(words)] if words else []
+        sets += [replace(random_words(no_repeats, seed=1), name=_NO_REPEATS)] if no_repeats else []
         checkpoint = open_checkpoint(resolve_model(model))
         interpreter = read_interpreters(python or [], ("torch",)).get("torch")
         choice = Choice(llama_cpp, tuple(llama_cpp_drafts or LLAMA_CPP_DRAFTS), interpreter, lookup)
@@ -93,7 +98,7 @@ def main(
     except (CpuspecError, PeerError) as error:
         raise typer.BadParameter(str(error)) from None
     if not sets:
-        raise typer.BadParameter("there are no prompts; give FILE:FIELD:COUNT, --quote or --random-words")
+        raise typer.BadParameter("there are no prompts; give FILE:FIELD:COUNT, --quote, --random-words or --no-repeats")
     tokenizer = make_tokenizer(checkpoint)
     questions = {one.name: [prompt_ids(tokenizer, prompt) for prompt in one.prompts] for one in sets}
     warm_up = prompt_ids(tokenizer, _WARM_UP)
@@ -115,16 +120,17 @@ def main(
             peers.answer(peer, warm_up, max_tokens)
         for number in rounds:
             name, each = list(questions.items())[number]
-            turns = [_in_turn(llms, peers, ids, params, first) for first, ids in enumerate(each)]
-            answers, peer_answers = [own for own, _ in turns], [others for _, others in turns]
+            rule, others = (_no_repeats, Peers()) if name == _NO_REPEATS else (_as_it_is, peers)  # peers have no such rule
+            turns = [_in_turn(llms, others, ids, rule(params, ids), first) for first, ids in enumerate(each)]
+            answers, peer_answers = [own for own, _ in turns], [theirs for _, theirs in turns]
             rows += [
-                {"set": name, "prompt": i, "arms": _row(own)} | ({"peers": peer_row(others)} if others else {})
-                for i, (own, others) in enumerate(turns)
+                {"set": name, "prompt": i, "arms": _row(own)} | ({"peers": peer_row(theirs)} if theirs else {})
+                for i, (own, theirs) in enumerate(turns)
             ]
             summaries[name] = {spec: summarize([one[spec] for one in answers], [one[PLAIN] for one in answers]) for spec in specs}
             print(table(name, summaries[name]), flush=True)
-            if peers.arms:
-                whole = {peer: [one[peer] for one in peer_answers] for peer in peers.arms}
+            if others.arms:
+                whole = {peer: [one[peer] for one in peer_answers] for peer in others.arms}
                 peer_summaries[name] = summarize_peers(whole, [one[compared].stats.tokens_per_s for one in answers])
                 print(peer_table(peer_summaries[name], compared), flush=True)
         memory = {spec: [asdict(level) for level in llm.memory()] for spec, llm in llms.items()}
@@ -135,6 +141,16 @@ def main(
     save(head, json_file)
     if any(one["num_identical"] < one["num_prompts"] for arms in summaries.values() for one in arms.values()):
         raise typer.Exit(1)
+
+
+def _as_it_is(params: SamplingParams, ids: list[int]) -> SamplingParams:
+    return params
+
+
+def _no_repeats(params: SamplingParams, ids: list[int]) -> SamplingParams:
+    """For an answer that has no token of the prompt, none twice, and no end: whatever text predicts is wrong."""
+    never = dict.fromkeys(ids, float("-inf"))
+    return replace(params, logit_bias=never, presence_penalty=_MORE_THAN_ANY_LOGIT, ignore_eos=True)
 
 
 def dequantized(checkpoint: Checkpoint, format_name: str) -> Checkpoint:

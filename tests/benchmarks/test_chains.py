@@ -77,6 +77,26 @@ def test_every_arm_answers_every_prompt_as_plain_decoding_does(model, prompts, t
     assert "| ngram,self:q4_0 |" in shown
 
 
+def test_an_answer_without_repeats_has_no_token_of_its_prompt_none_twice_and_no_end(model, tmp_path, monkeypatch):
+    asked = []
+
+    class Noted(LLM):
+        def generate(self, prompts, params=None):
+            answers = super().generate(prompts, params)
+            asked.append((prompts, answers[0].token_ids))
+            return answers
+
+    monkeypatch.setattr(chains, "LLM", lambda checkpoint, spec, **settings: Noted(checkpoint, spec, "numpy", **settings))
+    saved, _ = measured(tmp_path / "chains.json", model, "--no-repeats", "2", "--random-words", "1", "--arm", "ngram", "--no-auto")
+    assert [(name, arms["ngram"]["num_identical"]) for name, arms in saved["sets"].items()] == [
+        ("random words", 1),
+        ("no repeats", 2),
+    ]
+    repeats = [len({*prompt, *ids}) < len({*prompt}) + len(ids) for prompt, ids in asked]
+    assert repeats == [True] * 4 + [False] * 4  # warm-up and random words, then what was to be shown
+    assert all(len(ids) == 12 for _, ids in asked[4:])
+
+
 def test_an_arm_with_another_id_fails(model, prompts, monkeypatch):
     class Wrong(LLM):
         def generate(self, prompts, params=None):
