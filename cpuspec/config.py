@@ -276,6 +276,7 @@ def _read_drafter(text: str, level: str) -> LevelSpec:
 
 DTYPES = ("auto", "f32", "bf16", "f16")
 WEIGHTS = ("auto", "values", "codes")
+ACTIVATIONS = ("auto", "int8", "f32")
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,8 @@ class EngineConfig:
     """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads, disk, KV format.
 
     The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
-    and weights are settings of the torch backend; others take "auto", and "cpu" as the device.
+    and weights are settings of the torch backend, activations of onnxruntime and openvino; others take "auto", and "cpu" as the
+    device (`cpuspec.backends.check_backend`).
     """
 
     max_sequences: int = 16
@@ -296,9 +298,10 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N
     dtype: str = "auto"  # of products with weights: f32, bf16, f16; auto: f32 on a CPU and bf16 on a GPU
     weights: str = "auto"  # values: dequantized at load; codes: as in the file, unpacked on the device; auto: codes on a GPU
+    activations: str = "auto"  # that 4- and 8-bit matrices are multiplied with: int8, fast; f32, as exact as sums are; auto: int8
 
     def __post_init__(self) -> None:
-        for name, choices in (("dtype", DTYPES), ("weights", WEIGHTS)):
+        for name, choices in (("dtype", DTYPES), ("weights", WEIGHTS), ("activations", ACTIVATIONS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name, limit in (("max_sequences", 4096), ("max_rows", 8192)):

@@ -30,6 +30,7 @@ from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import app
 from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import size
+from cpuspec.config import EngineConfig
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
@@ -324,6 +325,10 @@ def test_a_model_without_a_template_asks_for_raw(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------------- certify
 
 
+ARM = Arm("ngram", 1, 1, num_identical=1, first_differences={0: 3}, num_draft_tokens=0, num_accepted_tokens=0)
+SAMPLED = Sampled(60, 1e-5, (Comparison(1.0, "token 1", 99.0, 3, 1e-9),), 5, 4)
+
+
 def test_a_certificate_says_what_was_tested_and_how(model: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "one two one two"}\n{"text": "three"}\n', "utf-8")
@@ -338,12 +343,29 @@ def test_a_certificate_says_what_was_tested_and_how(model: str, tmp_path: Path) 
     assert "smallest p-value" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [
+        ("torch", {"device": "cpu", "dtype": "bf16", "weights": "codes"}),
+        ("onnxruntime", {"activations": "f32", "kv_format": "bf16"}),
+    ],
+)
+def test_a_certificate_is_of_the_settings_that_were_asked_for(
+    model: str, monkeypatch: pytest.MonkeyPatch, backend: str, settings: dict[str, str]
+) -> None:
+    seen: dict[str, Any] = {}
+    certificate = Certificate("ngram", 1, Greedy(1, 8, (ARM,)), SAMPLED, SAMPLED)
+    monkeypatch.setattr("cpuspec.backends.find_spec", lambda module: module)
+    monkeypatch.setattr("cpuspec.cli.app.certify_drafts", lambda *_, **given: seen.update(given) or certificate)
+    options = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", value)]
+    result = run("certify", model, "--draft", "ngram", "--backend", backend, "--threads", "1", *options, "--json")
+    assert (seen["backend"], seen["settings"]) == (backend, EngineConfig(threads=1, **settings))  # type: ignore[arg-type]
+    assert json.loads(result.stdout).items() >= {"backend": backend, **settings}.items()
+
+
 def test_a_refused_certificate_exits_with_1(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    greedy = Greedy(
-        2, 16, (Arm("ngram", 1, 1, num_identical=1, first_differences={0: 3}, num_draft_tokens=0, num_accepted_tokens=0),)
-    )
-    sampled = Sampled(60, 1e-5, (Comparison(1.0, "token 1", 99.0, 3, 1e-9),), 5, 4)
-    monkeypatch.setattr("cpuspec.cli.app.certify_drafts", lambda *_, **__: Certificate("ngram", 1, greedy, sampled, sampled))
+    certificate = Certificate("ngram", 1, Greedy(2, 16, (ARM,)), SAMPLED, SAMPLED)
+    monkeypatch.setattr("cpuspec.cli.app.certify_drafts", lambda *_, **__: certificate)
     result = run("certify", model, "--draft", "ngram", "--backend", "numpy")
     assert result.exit_code == 1
     for wanted in ("NOT CERTIFIED", "1 of 2 prompts", "NOTHING WAS DRAFTED", "DOES NOT FOLLOW", "A LIE IS NOT SEEN"):
@@ -379,6 +401,7 @@ def test_nothing_is_certified_that_proves_nothing(model: str, options: tuple[str
         (("--kv-format", "q4_0"), "f32, f16, bf16, int8"),
         (("--dtype", "f8"), "auto, f32, bf16, f16"),
         (("--weights", "packed"), "auto, values, codes"),
+        (("--activations", "int4"), "auto, int8, f32"),
         (("--draft", "telepathy"), "ngram"),
         (("--draft", "ngram:8"), "ngram@8"),
         (("--draft", "ngram@"), "cannot read 'ngram@'"),
@@ -885,6 +908,15 @@ def test_bench_as_json_is_what_scripts_rely_on(model: str) -> None:
     assert "round 2 of 2" in result.stderr
     assert not CONTROL.search(result.stderr)
     assert json.loads(ok("bench", model, *SHORT, *options, "-o", "json")).keys() == shown.keys()
+
+
+@pytest.mark.usefixtures("bandwidth")
+def test_bench_measures_a_backend_with_its_settings_and_says_which(model: str) -> None:
+    options = (*SHORT, "--rows", "1", "--backend", "torch", "--device", "cpu", "--dtype", "bf16", "--weights", "values")
+    shown = json.loads(ok("bench", model, *options, "--json"))
+    assert (shown["backend"], shown["device"], shown["dtype"], shown["activations"]) == ("torch", "cpu", "bf16", "auto")
+    assert "torch backend with dtype bf16, weights values, " in ok("bench", model, *options).splitlines()[0]
+    assert "is a setting of the torch backend" in run("bench", model, *SHORT, "--dtype", "bf16").stderr
 
 
 @pytest.mark.usefixtures("bandwidth")

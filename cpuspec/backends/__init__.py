@@ -1,6 +1,7 @@
 """The seam between engines: one whole forward. A backend runs one loaded model and owns its cache storage."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Protocol
@@ -19,6 +20,15 @@ _EXTRAS = {
     "torch": (("torch",), "torch"),
     "onnxruntime": (("onnx", "onnxruntime"), "onnx"),
     "openvino": (("onnx", "openvino"), "openvino"),
+}
+
+
+# Settings that only some backends have: what every other one takes, and which have it.
+_OWN_SETTINGS = {
+    "device": (("auto", "cpu"), ("torch",)),
+    "dtype": (("auto",), ("torch",)),
+    "weights": (("auto",), ("torch",)),
+    "activations": (("auto",), ("onnxruntime", "openvino")),
 }
 
 
@@ -50,17 +60,28 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     """Raise BackendError unless `name` is an installed backend that has these settings: before gigabytes are loaded for it."""
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
-    if engine and name != "torch":
-        for setting, wanted in (("device", ("auto", "cpu")), ("dtype", ("auto",)), ("weights", ("auto",))):
-            if getattr(engine, setting) not in wanted:
+    if engine:
+        for setting, (elsewhere, owners) in _OWN_SETTINGS.items():
+            if name not in owners and getattr(engine, setting) not in elsewhere:
+                whose = f"{' and '.join(owners)} backend{'s' * (len(owners) > 1)}"
                 raise BackendError(
-                    f"{setting} {getattr(engine, setting)} is a setting of the torch backend, and this is {name}; "
-                    f"leave it at auto, or use --backend torch"
+                    f"{setting} {getattr(engine, setting)} is a setting of the {whose}, and this is {name}; "
+                    f"leave it at auto, or use --backend {owners[0]}"
                 )
     modules, extra = _EXTRAS.get(name, ((), ""))
     for module in modules:
         if find_spec(module) is None:
             raise BackendError(f"the {name} backend needs {module}, which is not installed; pip install 'cpuspec[{extra}]'")
+
+
+def settings_on(name: str, engine: EngineConfig) -> EngineConfig:
+    """The same settings for another backend: what is not a setting of it is auto."""
+    return replace(engine, **{setting: "auto" for setting, (_, owners) in _OWN_SETTINGS.items() if name not in owners})
+
+
+def device_of(backend: Backend) -> str:
+    """Where it computes, as "cpu" and "cuda:0"."""
+    return str(getattr(backend, "device", "cpu"))  # of those that have a choice
 
 
 def make_backend(

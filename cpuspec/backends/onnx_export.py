@@ -25,13 +25,13 @@ _PAGE = 4096  # large tensors begin at one, so that runtimes can map them
 def export_onnx(
     checkpoint: Checkpoint,
     path: Path,
-    activations: str = "int8",
+    activations: str = EngineConfig.activations,
     kv_format: str = EngineConfig.kv_format,
     casts: Mapping[str, Format] = MappingProxyType({}),
 ) -> int:
     """Write the checkpoint to `path` and `path`.data; returns the bytes of both. `onnx_graph` says what the graph takes and gives.
 
-    activations: what ONNX Runtime multiplies matrices in groups with: int8, which is fast, or f32.
+    activations: what ONNX Runtime multiplies matrices in groups with: int8, which is fast and what auto is, or f32.
     casts: matrices that are cast to another format, by name.
     Raises BackendError where a file is there already or cannot be written, or `onnx` is not installed.
     """

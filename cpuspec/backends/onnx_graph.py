@@ -39,7 +39,7 @@ OPSET, IR_VERSION = 21, 10
 _LARGE_BYTES = 4096  # initializers beyond are handed to `Store`
 
 # How exact MatMulNBits computes: its accuracy_level, by what activations become.
-ACTIVATIONS: Mapping[str, int] = MappingProxyType({"int8": 4, "f32": 1})
+_ACCURACY: Mapping[str, int] = MappingProxyType({"auto": 4, "int8": 4, "f32": 1})
 
 KV_FORMATS = ("f32", "f16", "bf16")  # that a cast and a cast back make
 
@@ -49,7 +49,8 @@ def build_graph(
 ) -> "onnx.ModelProto":
     """The model, its large initializers given to `store` one by one.
 
-    activations: int8, blockwise, which is fast, or f32, for matrices in groups. Raises BackendError for what a graph cannot do.
+    activations: that matrices in groups are multiplied with: int8, blockwise, which is fast and what auto is, or f32.
+    Raises BackendError for what a graph cannot do.
     """
     return _Writer(config, tensors, store, activations, kv_format).model()
 
@@ -98,15 +99,15 @@ class _Writer:
     ) -> None:
         import onnx
 
-        if activations not in ACTIVATIONS:
-            raise BackendError(f"activations {activations!r} are not known; wanted one of {', '.join(ACTIVATIONS)}")
+        if activations not in _ACCURACY:
+            raise BackendError(f"activations {activations!r} are not known; wanted one of {', '.join(_ACCURACY)}")
         if kv_format not in KV_FORMATS:
             raise BackendError(
                 f"an ONNX graph cannot round keys and values to {kv_format}; wanted one of {', '.join(KV_FORMATS)} as --kv-format"
             )
         self._onnx, self._types = onnx, onnx.TensorProto
         self._config, self._tensors, self._store = config, tensors, store
-        self._accuracy, self._kv_format = ACTIVATIONS[activations], kv_format
+        self._accuracy, self._kv_format = _ACCURACY[activations], kv_format
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []

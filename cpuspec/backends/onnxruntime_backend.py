@@ -17,7 +17,7 @@ from cpuspec.model.batch import F32
 
 
 class OnnxruntimeBackend(GraphBackend):
-    """The transformer in ONNX Runtime. activations: what the linear layers of matrices in groups multiply with, int8 or f32.
+    """The transformer in ONNX Runtime. `EngineConfig.activations` are what matrices in groups are multiplied with.
 
     casts: matrices that are cast to another format at load, by name.
     """
@@ -29,7 +29,6 @@ class OnnxruntimeBackend(GraphBackend):
         checkpoint: Checkpoint,
         engine: EngineConfig,
         casts: Mapping[str, Format] = MappingProxyType({}),
-        activations: str = "int8",
     ) -> None:
         import onnx
         import onnxruntime
@@ -42,7 +41,7 @@ class OnnxruntimeBackend(GraphBackend):
             return external_tensor(name, array.shape, type, location="memory")
 
         weights = graph_tensors(checkpoint, casts)
-        graph = build_graph(self.config, weights, hold, activations, get_kv_format(engine.kv_format).name)
+        graph = build_graph(self.config, weights, hold, engine.activations, get_kv_format(engine.kv_format).name)
         self.weight_bytes = read_bytes(graph)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads

@@ -27,11 +27,11 @@ from cpuspec.formats.kv import get_kv_format
 from cpuspec.model.batch import F32
 
 # Inputs of a matrix under one scale where activations become int8, as OpenVINO chooses by itself; 0 leaves them f32.
-_QUANTIZATION_GROUPS: Mapping[str, int] = MappingProxyType({"int8": 32, "f32": 0})
+_QUANTIZATION_GROUPS: Mapping[str, int] = MappingProxyType({"auto": 32, "int8": 32, "f32": 0})
 
 
 class OpenvinoBackend(GraphBackend):
-    """The transformer in OpenVINO. activations: what 4-bit matrices are multiplied with, int8 or f32.
+    """The transformer in OpenVINO. `EngineConfig.activations` are what 4-bit matrices are multiplied with.
 
     casts: matrices that are cast to another format at load, by name.
     """
@@ -43,7 +43,6 @@ class OpenvinoBackend(GraphBackend):
         checkpoint: Checkpoint,
         engine: EngineConfig,
         casts: Mapping[str, Format] = MappingProxyType({}),
-        activations: str = "int8",
     ) -> None:
         import onnx
         import openvino
@@ -54,13 +53,13 @@ class OpenvinoBackend(GraphBackend):
             "INFERENCE_NUM_THREADS": self.threads,
             "ENABLE_CPU_PINNING": False,
             "INFERENCE_PRECISION_HINT": "f32",  # where there is AMX, it would compute everything in bf16
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": _QUANTIZATION_GROUPS[activations],
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": _QUANTIZATION_GROUPS[engine.activations],
         }
         cache_dir().mkdir(parents=True, exist_ok=True)
         # OpenVINO reads more than 2 GB of weights from files only, and keeps none of them.
         with TemporaryDirectory(prefix="openvino-", dir=cache_dir(), ignore_cleanup_errors=True) as directory:
             path = Path(directory) / "model.onnx"
-            export_onnx(checkpoint, path, activations, engine.kv_format, casts)
+            export_onnx(checkpoint, path, engine.activations, engine.kv_format, casts)
             self.weight_bytes = read_bytes(onnx.load(path, load_external_data=False))
             core = openvino.Core()
             request = core.compile_model(core.read_model(path), "CPU", settings).create_infer_request()

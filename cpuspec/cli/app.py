@@ -136,6 +136,7 @@ def generate(
     device: options.Device = EngineConfig.device,
     dtype: options.DType = EngineConfig.dtype,
     weights: options.Weights = EngineConfig.weights,
+    activations: options.Activations = EngineConfig.activations,
 ) -> None:
     """Answer one prompt. The text goes to stdout, everything else to stderr.
 
@@ -173,7 +174,16 @@ def generate(
     from cpuspec.cli.answer import collect, compare, explanation, figures, keep_quiet, memory
 
     question = text if raw else messages
-    settings = EngineConfig(1, context_length, threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights)
+    settings = EngineConfig(
+        1,
+        context_length,
+        threads=threads,
+        kv_format=kv_format,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        activations=activations,
+    )
     with _load(model, draft, backend, settings) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
@@ -240,6 +250,7 @@ def chat(
     device: options.Device = EngineConfig.device,
     dtype: options.DType = EngineConfig.dtype,
     weights: options.Weights = EngineConfig.weights,
+    activations: options.Activations = EngineConfig.activations,
 ) -> None:
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."""
     with options.usage_errors():
@@ -262,7 +273,16 @@ def chat(
 
     from cpuspec.cli.chat import Chat, converse
 
-    settings = EngineConfig(1, context_length, threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights)
+    settings = EngineConfig(
+        1,
+        context_length,
+        threads=threads,
+        kv_format=kv_format,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        activations=activations,
+    )
     with _load(model, draft, backend, settings) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
@@ -349,6 +369,7 @@ def bench(
     device: options.Device = EngineConfig.device,
     dtype: options.DType = EngineConfig.dtype,
     weights: options.Weights = EngineConfig.weights,
+    activations: options.Activations = EngineConfig.activations,
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FORMAT", callback=_known_output, help="md, csv or json; md by default."),
@@ -371,14 +392,16 @@ def bench(
             repetitions=repetitions,
         )
     checkpoint = _open_target(model)
-    settings = EngineConfig(threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights)
+    settings = EngineConfig(
+        threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights, activations=activations
+    )
     plan.check(checkpoint.config, settings.max_rows)
     with _loading(model, backend):
         loaded = make_backend(backend, checkpoint, settings)
     try:
         # Lines and no spinner: it would take turns with the measured threads.
         report = measure_speed(loaded, plan, note)
-        OUTPUTS["json" if as_json else output or "md"](describe_run(model, loaded, kv_format, plan), report)
+        OUTPUTS["json" if as_json else output or "md"](describe_run(model, loaded, settings, plan), report)
     finally:
         loaded.close()
 
@@ -404,6 +427,11 @@ def certify(
     ] = NUM_SAMPLES,
     backend: options.Backend = "numba",
     threads: options.Threads = None,
+    kv_format: options.KVFormat = EngineConfig.kv_format,
+    device: options.Device = EngineConfig.device,
+    dtype: options.DType = EngineConfig.dtype,
+    weights: options.Weights = EngineConfig.weights,
+    activations: options.Activations = EngineConfig.activations,
     as_json: options.Json = False,
 ) -> None:
     """Test that drafts change no answer: greedy token ids, and the distribution of sampled ones. Exit code 1 if they do.
@@ -415,8 +443,11 @@ def certify(
     if not spec.levels:
         raise typer.BadParameter("there is no draft to certify; name one with --draft, as --draft ngram")
     _announce_compiling(backend)
-    found = certify_drafts(checkpoint, spec, questions, tokens, samples, backend=backend, threads=threads, on_progress=note)
-    report = describe_certificate(model, checkpoint, backend, found)
+    settings = EngineConfig(
+        threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights, activations=activations
+    )
+    found = certify_drafts(checkpoint, spec, questions, tokens, samples, backend=backend, settings=settings, on_progress=note)
+    report = describe_certificate(model, checkpoint, backend, settings, found)
     if as_json:
         _emit_json(report)
     else:
@@ -545,14 +576,7 @@ def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
     out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write; weights go to OUT.onnx.data beside it.")],
     *,
-    activations: Annotated[
-        str,
-        typer.Option(
-            "--activations",
-            metavar="A",
-            help="What ONNX Runtime multiplies 4- and 8-bit matrices with: int8, which is fast, or f32.",
-        ),
-    ] = "int8",
+    activations: options.Activations = EngineConfig.activations,
     kv_format: options.KVFormat = EngineConfig.kv_format,
 ) -> None:
     """Write a model as ONNX for other programs, with its weights' own values and its cache as inputs and outputs."""
@@ -606,18 +630,7 @@ def _load(model: str, draft: str | None, backend: str, settings: EngineConfig) -
     with _loading(model, backend):
         from cpuspec.engine.llm import LLM
 
-        llm = LLM(
-            checkpoint,
-            spec,
-            backend,
-            settings.threads,
-            context_length=settings.context_length,
-            max_sequences=settings.max_sequences,
-            kv_format=settings.kv_format,
-            device=settings.device,
-            dtype=settings.dtype,
-            weights=settings.weights,
-        )
+        llm = LLM.from_settings(checkpoint, spec, backend, settings)
     with llm:
         yield llm
 

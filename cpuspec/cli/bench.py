@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cpuspec.backends import Backend
+from cpuspec.backends import Backend, device_of
 from cpuspec.cli.console import emit, size
+from cpuspec.cli.options import describe_settings
+from cpuspec.config import EngineConfig
 from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport
 
 Setting = dict[str, Any]
 
 
-def describe_run(model: str, backend: Backend, kv_format: str, plan: Plan) -> Setting:
+def describe_run(model: str, backend: Backend, settings: EngineConfig, plan: Plan) -> Setting:
     """What was measured, and on what."""
     from cpuspec.kernels import isa  # imports numba
 
@@ -22,7 +24,8 @@ def describe_run(model: str, backend: Backend, kv_format: str, plan: Plan) -> Se
         "model": model,
         "backend": backend.name,
         "threads": backend.threads,
-        "kv_format": kv_format,
+        **describe_settings(settings),
+        "device": device_of(backend),
         "processor": isa.describe(),
         "weight_bytes": backend.weight_bytes,
         "repetitions": plan.repetitions,
@@ -47,11 +50,17 @@ def show_csv(setting: Setting, report: SpeedReport) -> None:
 
 def show_markdown(setting: Setting, report: SpeedReport) -> None:
     """A line about the setting, then a table of rates and a table of forwards, as far as they were measured."""
-    emit(
-        f"{setting['model']}: {size(setting['weight_bytes'])} of weights to read for a token, {setting['backend']} backend, "
-        f"{setting['kv_format']} keys and values, {setting['threads']} thread{'s' * (setting['threads'] > 1)}, "
-        f"{setting['processor']}, memory reads {report.read_bytes_per_s / 1e9:.1f} GB/s\n"
-    )
+    chosen = [f"{name} {setting[name]}" for name in ("dtype", "weights", "activations") if setting[name] != "auto"]
+    facts = [
+        f"{size(setting['weight_bytes'])} of weights to read for a token",
+        " with ".join([f"{setting['backend']} backend", *([", ".join(chosen)] if chosen else [])]),
+        f"{setting['kv_format']} keys and values",
+        *([f"on {setting['device']}"] if setting["device"] != "cpu" else []),
+        f"{setting['threads']} thread{'s' * (setting['threads'] > 1)}",
+        setting["processor"],
+        *([f"memory reads {report.read_bytes_per_s / 1e9:.1f} GB/s"] if report.read_bytes_per_s else []),
+    ]
+    emit(f"{setting['model']}: {', '.join(facts)}\n")
     if rated := [*report.prefill, *report.decode]:
         emit("\n" + _table(("test", "tokens/s", "median", "GB/s", "of memory"), [_rate_cells(speed) for speed in rated]))
     if report.rows:

@@ -5,12 +5,14 @@ from typing import Any
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli.console import print_table
 from cpuspec.cli.machine import versions
+from cpuspec.cli.options import describe_settings
+from cpuspec.config import EngineConfig
 from cpuspec.evaluate.certify import Certificate, file_identity
 
 Report = dict[str, Any]
 
 
-def describe_certificate(model: str, checkpoint: Checkpoint, backend: str, found: Certificate) -> Report:
+def describe_certificate(model: str, checkpoint: Checkpoint, backend: str, settings: EngineConfig, found: Certificate) -> Report:
     """The certificate, the model's files with their sha256, and what ran them."""
     from cpuspec.kernels import isa  # imports numba
 
@@ -18,6 +20,7 @@ def describe_certificate(model: str, checkpoint: Checkpoint, backend: str, found
         "model": model,
         "files": file_identity(checkpoint.path),
         "backend": backend,
+        **describe_settings(settings),
         "processor": isa.describe(),
         "versions": versions(),
         **found.as_dict(),

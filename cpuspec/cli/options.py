@@ -9,7 +9,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from cpuspec.backends import BACKENDS, check_backend
-from cpuspec.config import DTYPES, EngineConfig, SpecConfig
+from cpuspec.config import ACTIVATIONS, DTYPES, EngineConfig, SpecConfig
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import KV_FORMATS, get_kv_format
 from cpuspec.spec.levels import SOURCES, check_spec
@@ -129,6 +129,17 @@ Weights = Annotated[
         help="What the torch backend keeps of weights: values, dequantized at load; codes, as small as in the file; or auto.",
     ),
 ]
+Activations = Annotated[
+    str,
+    typer.Option(
+        "--activations",
+        metavar="A",
+        callback=lambda name: _known_setting("activations", name),
+        rich_help_panel=_RUNNING,
+        help="What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with, one of "
+        f"{', '.join(ACTIVATIONS)}: int8 is fast and what auto is, f32 exact but for the order of sums.",
+    ),
+]
 ContextLength = Annotated[
     int | None,
     typer.Option(
@@ -214,6 +225,11 @@ IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", rich_help_panel=_SAMPLING, help="Go on when the model ends its answer, up to --max-tokens.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def describe_settings(settings: EngineConfig) -> dict[str, str]:
+    """What reports say of how a backend computes and what it keeps."""
+    return {name: getattr(settings, name) for name in ("kv_format", "device", "dtype", "weights", "activations")}
 
 
 def read_numbers(text: str, name: str) -> tuple[int, ...]:

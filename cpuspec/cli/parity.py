@@ -35,7 +35,7 @@ from cpuspec.tokenizer import make_tokenizer
 
 Report = dict[str, Any]
 
-_SETTINGS = ("threads", "kv_format", "device", "dtype", "weights")  # that one side may have otherwise than the other
+_SETTINGS = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # that one side may have otherwise than the other
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class LLM:
     max_sequences: how many run at once; more wait their turn.
     keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
     kv_format: what the cache keeps keys and values in, of `cpuspec.formats.kv.KV_FORMATS`: f32, f16, bf16 or int8.
-    device, dtype, weights: of the torch backend, as `EngineConfig` has them.
+    device, dtype, weights, activations: of backends that have them, as `EngineConfig` says.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class LLM:
         device: str = EngineConfig.device,
         dtype: str = EngineConfig.dtype,
         weights: str = EngineConfig.weights,
+        activations: str = EngineConfig.activations,
     ) -> None:
         settings = EngineConfig(
             max_sequences,
@@ -80,7 +81,20 @@ class LLM:
             device=device,
             dtype=dtype,
             weights=weights,
+            activations=activations,
         )
+        self._open(model, spec, backend, settings)
+
+    @classmethod
+    def from_settings(
+        cls, model: str | Path | Checkpoint, spec: str | SpecConfig | None, backend: str, settings: EngineConfig
+    ) -> "LLM":
+        """The same, where an EngineConfig has the settings."""
+        llm = cls.__new__(cls)
+        llm._open(model, spec, backend, settings)
+        return llm
+
+    def _open(self, model: str | Path | Checkpoint, spec: str | SpecConfig | None, backend: str, settings: EngineConfig) -> None:
         if isinstance(model, Checkpoint):
             spec = _read_spec(spec)
         else:
@@ -88,7 +102,7 @@ class LLM:
         # A bad setting fails before gigabytes are loaded, and so does a draft that does not fit.
         check_spec(spec)
         check_backend(backend, settings)
-        get_kv_format(kv_format)
+        get_kv_format(settings.kv_format)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model))
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
         build = prepare(spec, Host(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))

@@ -8,7 +8,7 @@ is run on a proposer that lies about its rows, and must reject it.
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -161,21 +161,24 @@ def certify(
     num_samples: int = NUM_SAMPLES,
     *,
     backend: str = "numba",
-    threads: int | None = None,
+    settings: EngineConfig | None = None,
     on_progress: OnProgress = lambda text: None,
 ) -> Certificate:
     """Test that drafting with `spec` changes nothing: greedy answers to `prompts`, `num_samples` sampled ones a temperature.
 
+    Of the settings, sequences at once and context length are decided here.
     Raises ConfigError for numbers that prove nothing, and what making an LLM raises.
     """
     if num_samples < MIN_SAMPLES:
         raise ConfigError(f"frequencies of {num_samples} samples prove nothing; wanted at least {MIN_SAMPLES}")
-    threads = threads or usable_cores()
-    greedy = check_greedy(checkpoint, spec, prompts, max_tokens, backend, threads, on_progress)
+    settings = settings or EngineConfig()
+    settings = replace(settings, threads=settings.threads or usable_cores())
+    greedy = check_greedy(checkpoint, spec, prompts, max_tokens, backend, settings, on_progress)
     tokenizer = make_tokenizer(checkpoint)
     prompt = prompt_ids(tokenizer, _SAMPLED_PROMPT)
     room = _room(checkpoint, len(prompt) + _LENGTH + _TOKENS_AFTER)
-    plain = make_backend(backend, checkpoint, EngineConfig(_AT_ONCE, room, threads=threads))
+    settings = replace(settings, max_sequences=_AT_ONCE, context_length=room)
+    plain = make_backend(backend, checkpoint, settings)
     try:
         rows = plain_rows(plain, prompt)
         liar = Liar(plain.config.vocab_size, rows)
@@ -185,13 +188,13 @@ def certify(
         plain.close()
     verdict = "is seen" if control.rejected_at() == set(TEMPERATURES) else "IS NOT SEEN: the test is too weak"
     on_progress(f"a proposer that lies about its rows {verdict}")
-    with LLM(checkpoint, spec, backend, threads, context_length=room, max_sequences=_AT_ONCE) as llm:
+    with LLM.from_settings(checkpoint, spec, backend, settings) as llm:
 
         def answering(each: list[SamplingParams]) -> list[Answer]:
             return [(one.token_ids, one.stats) for one in llm.generate([prompt] * len(each), each)]
 
         sampled = check_sampled(answering, rows, num_samples, on_progress)
-    return Certificate(str(spec), threads, greedy, sampled, control)
+    return Certificate(str(spec), settings.threads or 1, greedy, sampled, control)
 
 
 def check_greedy(
@@ -200,23 +203,25 @@ def check_greedy(
     prompts: Sequence[Prompt],
     max_tokens: int,
     backend: str,
-    threads: int,
+    settings: EngineConfig,
     on_progress: OnProgress = lambda text: None,
 ) -> Greedy:
-    """Greedy answers with drafts, by one thread and by `threads`, one at a time and several at once, beside plain ones.
+    """Greedy answers with drafts beside plain ones: by one thread and by the settings', one at a time and several at once.
 
     Every answer has `max_tokens` tokens, whatever ends there are in it.
     """
     tokenizer, params = make_tokenizer(checkpoint), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     questions = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     room = _room(checkpoint, max(map(len, questions)) + max_tokens)
-    with LLM(checkpoint, SpecConfig(), backend, threads, context_length=room, max_sequences=1) as llm:
+    settings = replace(settings, context_length=room)
+    with LLM.from_settings(checkpoint, SpecConfig(), backend, replace(settings, max_sequences=1)) as llm:
         plain = [answer.token_ids for answer in llm.generate(questions, params)]
     num_tokens = sum(map(len, plain))
     on_progress(f"greedy, plain: {num_tokens} tokens of {len(plain)} prompts")
     arms = []
-    for num_threads in sorted({1, threads}):
-        with LLM(checkpoint, spec, backend, num_threads, context_length=room, max_sequences=_AT_ONCE) as llm:
+    for num_threads in sorted({1, settings.threads or 1}):
+        one = replace(settings, threads=num_threads, max_sequences=_AT_ONCE)
+        with LLM.from_settings(checkpoint, spec, backend, one) as llm:
             for at_once in (1, _AT_ONCE):
                 answers = [
                     answer

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cpuspec.backends import make_backend
+from cpuspec.backends import device_of, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
@@ -246,7 +246,7 @@ def open_side(
         "name": backend,
         "backend": backend,
         "recorded": None,
-        "device": str(getattr(loaded, "device", "cpu")),  # of backends that have a choice
+        "device": device_of(loaded),
         "threads": loaded.threads,
         "row_invariant": loaded.row_invariant,
         "weight_bytes": loaded.weight_bytes,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cpuspec.backends import Backend
+from cpuspec.backends import Backend, device_of
 from cpuspec.config import ModelConfig
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import read_bandwidth
@@ -101,7 +101,8 @@ class Speed:
     """What one workload took. Rates without a prefix are of the median time; sd is 0 for a single sample.
 
     gb_per_s: weights, keys and values that its forwards read / time, where each reads what it needs once (None for prompts, which
-    arithmetic bounds). bandwidth_share: that over the read bandwidth measured in the same round, median of the rounds.
+    arithmetic bounds). bandwidth_share: that over the read bandwidth measured in the same round, median of the rounds (None on a
+    GPU, whose memory is not measured).
     """
 
     name: str
@@ -132,7 +133,7 @@ class RowsSpeed:
 class SpeedReport:
     """The figures of one run. prefill and decode have one entry for each depth, in the plan's order."""
 
-    read_bytes_per_s: float  # median of the rounds
+    read_bytes_per_s: float | None  # of the processor's memory, median of the rounds; None if a GPU computes
     prefill: list[Speed]
     decode: list[Speed]
     rows: list[RowsSpeed]
@@ -164,7 +165,8 @@ def measure_speed(backend: Backend, plan: Plan, on_progress: Callable[[str], Non
     samples_s: dict[Workload, list[float]] = {work: [] for work in (*prefill, *decode, *forwards)}
     for number in range(1, plan.repetitions + 1):
         on_progress(f"round {number} of {plan.repetitions}")
-        bandwidths.append(read_bandwidth(backend.threads))
+        if device_of(backend) == "cpu":
+            bandwidths.append(read_bandwidth(backend.threads))
         for work in (*prefill, *decode, *forwards * FORWARDS_PER_ROUND):
             samples_s[work].append(stage.run(work))
 
@@ -173,7 +175,7 @@ def measure_speed(backend: Backend, plan: Plan, on_progress: Callable[[str], Non
 
     one_row_s = next((samples_s[work] for work in forwards if work.rows == 1), None)
     return SpeedReport(
-        read_bytes_per_s=statistics.median(bandwidths),
+        read_bytes_per_s=statistics.median(bandwidths) if bandwidths else None,
         prefill=[speed(work) for work in prefill],
         decode=[speed(work) for work in decode],
         rows=[
@@ -232,11 +234,10 @@ class _Stage:
 
 
 def _speed(work: Workload, samples_s: Sequence[float], bandwidths: Sequence[float], read_bytes: int | None) -> Speed:
-    """The figures of samples that were taken in equal numbers in each round. bandwidths: bytes per second, one for each round."""
+    """The figures of samples that were taken in equal numbers in each round. bandwidths: bytes per second, one a round, or none."""
     rates = [work.tokens / sample_s for sample_s in samples_s]
     median_s = statistics.median(samples_s)
-    per_round = len(samples_s) // len(bandwidths)
-    in_turn = [bandwidth for bandwidth in bandwidths for _ in range(per_round)]
+    in_turn = [bandwidth for bandwidth in bandwidths for _ in range(len(samples_s) // len(bandwidths))]
     return Speed(
         name=work.name,
         tokens=work.tokens,
@@ -250,7 +251,7 @@ def _speed(work: Workload, samples_s: Sequence[float], bandwidths: Sequence[floa
         mean_tokens_per_s=statistics.mean(rates),
         sd_tokens_per_s=_sd(rates),
         gb_per_s=None if read_bytes is None else read_bytes / median_s / 1e9,
-        bandwidth_share=None if read_bytes is None else _median_ratio([read_bytes / s for s in samples_s], in_turn),
+        bandwidth_share=_median_ratio([read_bytes / s for s in samples_s], in_turn) if read_bytes is not None and in_turn else None,
     )
 
 

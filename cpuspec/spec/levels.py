@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
+from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.config import AUTO, EngineConfig, LevelSpec, SpecConfig
@@ -37,10 +37,7 @@ class Host:
 
     def on(self, backend: str) -> "Host":
         """The same for a draft on a certain backend; another one than the target's has none of the settings that are its own."""
-        if backend == self.backend:
-            return self
-        device = self.settings.device if backend == "torch" else "auto"
-        return replace(self, backend=backend, settings=replace(self.settings, device=device, dtype="auto", weights="auto"))
+        return self if backend == self.backend else replace(self, backend=backend, settings=settings_on(backend, self.settings))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The ONNX graph means what the reference means, in every engine that runs it and from the files that an export writes."""
 
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -12,8 +13,6 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.backends.onnx_export import export_onnx
 from cpuspec.backends.onnx_graph import KV_FORMATS
-from cpuspec.backends.onnxruntime_backend import OnnxruntimeBackend
-from cpuspec.backends.openvino_backend import OpenvinoBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.errors import BackendError
@@ -28,8 +27,9 @@ from cpuspec.spec.round import speculate
 from tests.backends.models import every_backend, forward, tiny
 from tests.backends.test_forward import DEPTHS, FAMILIES, PARENTS, TOKENS, TREE, _kl
 
-GRAPHS = {"onnxruntime": OnnxruntimeBackend, "openvino": OpenvinoBackend}
+GRAPHS = ("onnxruntime", "openvino")
 F32 = EngineConfig(threads=1, max_rows=64, kv_format="f32")
+EXACT = replace(F32, activations="f32")
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def checkpoint(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
     return tiny(tmp_path_factory, weight_format="q4_k", embed_format="q6_k")
 
 
-@pytest.fixture(scope="module", params=every_backend(list(GRAPHS)).args[1])
+@pytest.fixture(scope="module", params=every_backend(GRAPHS).args[1])
 def backend(request, checkpoint: Checkpoint):  # type: ignore[no-untyped-def]
-    made = GRAPHS[request.param](checkpoint, F32, activations="f32")
+    made = make_backend(request.param, checkpoint, EXACT)
     yield made
     made.close()
 
@@ -59,7 +59,7 @@ def _logits(backend, chunks=(20, 1, 24)) -> np.ndarray:  # type: ignore[no-untyp
 def _means_the_same(name: str, checkpoint: Checkpoint) -> None:
     """With f32 activations to what the order of f32 sums makes of logits around 1; with int8 ones to what rounding costs."""
     wanted = _logits(_reference(checkpoint))
-    exact = GRAPHS[name](checkpoint, F32, activations="f32")
+    exact = make_backend(name, checkpoint, EXACT)
     assert np.abs(_logits(exact) - wanted).max() < 1e-4
     fast = make_backend(name, checkpoint, F32)
     got = _logits(fast)
@@ -69,23 +69,23 @@ def _means_the_same(name: str, checkpoint: Checkpoint) -> None:
         made.close()
 
 
-@every_backend(list(GRAPHS))
+@every_backend(GRAPHS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_means_what_the_reference_means(tmp_path_factory, family: str, name: str) -> None:  # type: ignore[no-untyped-def]
     _means_the_same(name, tiny(tmp_path_factory, **FAMILIES[family]))
 
 
-@every_backend(list(GRAPHS))
+@every_backend(GRAPHS)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_every_format_has_the_values_of_the_file(tmp_path_factory, weight_format: str, name: str) -> None:  # type: ignore[no-untyped-def]
     _means_the_same(name, tiny(tmp_path_factory, weight_format=weight_format))
 
 
-@every_backend(list(GRAPHS))
+@every_backend(GRAPHS)
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_keys_and_values_are_rounded_as_the_kv_format_rounds_them(checkpoint: Checkpoint, kv_format: str, name: str) -> None:
     engine = EngineConfig(threads=1, max_rows=64, kv_format=kv_format)
-    made = GRAPHS[name](checkpoint, engine, activations="f32")
+    made = make_backend(name, checkpoint, replace(engine, activations="f32"))
     forward(made, cache := made.new_cache(1, 64), {0: TOKENS})
     arrays = [array[:, : len(TOKENS)] for array in cache.storage(0).arrays]
     assert all(np.array_equal(array, rounded(get_kv_format(kv_format), array)) for array in arrays)
@@ -99,7 +99,7 @@ def test_keys_and_values_are_rounded_as_the_kv_format_rounds_them(checkpoint: Ch
     made.close()
 
 
-@every_backend(list(GRAPHS))
+@every_backend(GRAPHS)
 def test_a_kv_format_that_a_graph_cannot_round_to_is_refused(checkpoint: Checkpoint, name: str) -> None:
     with pytest.raises(BackendError, match="int8; wanted one of f32, f16, bf16"):
         make_backend(name, checkpoint, EngineConfig(kv_format="int8"))
@@ -141,7 +141,7 @@ def test_a_tree_row_means_its_path(checkpoint: Checkpoint, backend: Backend, pre
     assert np.abs(logits[0][2:7] - chain[2:]).max() > 0.1  # which the tree is not
 
 
-@every_backend(list(GRAPHS))
+@every_backend(GRAPHS)
 def test_positions_far_out_are_turned_as_exactly_as_the_engine_can(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
     """OpenVINO computes the sines of doubles in f32, where a position of a million has steps of 1/16."""
     checkpoint = tiny(tmp_path_factory, weight_format="f32")
@@ -165,7 +165,7 @@ def _generate(target, proposer: Proposer, num_tokens: int = 24) -> list[int]:  #
     return seq.output
 
 
-@every_backend(list(GRAPHS))
+@every_backend(GRAPHS)
 def test_a_draft_in_another_engine_leaves_the_answer_of_a_row_invariant_target_as_it_is(checkpoint: Checkpoint, name: str) -> None:
     target, draft = (make_backend(one, checkpoint, EngineConfig(threads=1, max_rows=64)) for one in ("numba", name))
     plain = _generate(target, NullProposer())
@@ -231,7 +231,7 @@ def test_an_export_overwrites_nothing_and_leaves_nothing_behind(checkpoint: Chec
     for path, wanted in ((tmp_path / "model.pb", r"ends with \.onnx"), (tmp_path / "no" / "model.onnx", "cannot be written")):
         with pytest.raises(BackendError, match=wanted):
             export_onnx(checkpoint, path)
-    with pytest.raises(BackendError, match="wanted one of int8, f32"):
+    with pytest.raises(BackendError, match="wanted one of auto, int8, f32"):
         export_onnx(checkpoint, tmp_path / "other.onnx", "int4")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx.data"]
 

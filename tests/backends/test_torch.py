@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpuspec import backends
-from cpuspec.backends import check_backend, make_backend, torch_backend, torch_weights
+from cpuspec.backends import check_backend, torch_backend, torch_weights
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.backends.torch_backend import TorchBackend, best_ids, find_device
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
@@ -314,13 +314,6 @@ def test_devices_that_are_not_there_are_named() -> None:
     ):
         with pytest.raises(BackendError, match=wanted):
             find_device(name)
-
-
-@pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "torch"])
-@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"dtype": "bf16"}, {"weights": "codes"}])
-def test_other_backends_refuse_torchs_settings(checkpoint: Checkpoint, name: str, settings: dict) -> None:  # type: ignore[type-arg]
-    with pytest.raises(BackendError, match="is a setting of the torch backend"):
-        make_backend(name, checkpoint, EngineConfig(**settings))
 
 
 def test_settings_are_checked_by_name() -> None:

@@ -22,6 +22,7 @@ from tools.make_tiny_model import make_tiny_gguf
 
 VOCAB = 384
 NGRAM = SpecConfig.parse("ngram")
+ONE_THREAD = EngineConfig(threads=1)
 PROMPT = [5, 9, 7, 5, 9, 8, 5, 9]
 
 
@@ -43,7 +44,7 @@ def rows(plain):
 
 @pytest.fixture(scope="module")
 def certificate(checkpoint):
-    return certify(checkpoint, NGRAM, max_tokens=12, num_samples=60, backend="numpy", threads=1)
+    return certify(checkpoint, NGRAM, max_tokens=12, num_samples=60, backend="numpy", settings=ONE_THREAD)
 
 
 def sampled(checkpoint, plain, rows, proposer, num_samples=64):
@@ -63,7 +64,7 @@ def test_drafts_that_change_nothing_are_certified_by_a_test_that_sees_a_lie(cert
 
 @pytest.mark.parametrize(("backend", "draft"), [("numba", "torch:self:mxfp4@3"), ("torch", "ngram,numba:self:q8_0@3")])
 def test_drafts_on_another_backend_than_the_targets_are_certified(checkpoint, backend, draft):
-    found = certify(checkpoint, SpecConfig.parse(draft), max_tokens=12, num_samples=60, backend=backend, threads=1)
+    found = certify(checkpoint, SpecConfig.parse(draft), max_tokens=12, num_samples=60, backend=backend, settings=ONE_THREAD)
     assert found.passed
     assert found.control_rejected
     assert found.sampled.num_draft_tokens > 0
@@ -86,7 +87,7 @@ def test_a_token_that_drafts_changed_is_found(checkpoint, monkeypatch):
             return answers
 
     monkeypatch.setattr(module, "LLM", Wrong)
-    found = check_greedy(checkpoint, NGRAM, ["one", "two", "three"], 8, "numpy", 1)
+    found = check_greedy(checkpoint, NGRAM, ["one", "two", "three"], 8, "numpy", ONE_THREAD)
     assert not found.passed
     assert [arm.first_differences for arm in found.arms] == [{0: 4, 1: 4, 2: 4}, {2: 4}]
 

@@ -104,6 +104,15 @@ def test_figures_are_what_their_definitions_say(watched: Watched) -> None:
     assert report.rows[1].speed.gb_per_s == pytest.approx((10**9 + 9 * 1000) / 2 / 1e9)
 
 
+def test_a_gpus_speed_is_no_share_of_the_processors_memory(watched: Watched) -> None:
+    with_memory = measure_speed(watched, PLAN)
+    watched.device = "cuda:0"  # type: ignore[attr-defined]
+    report = measure_speed(watched, PLAN)
+    assert report.read_bytes_per_s is report.decode[0].bandwidth_share is report.rows[0].speed.bandwidth_share is None
+    assert report.decode[0].gb_per_s == with_memory.decode[0].gb_per_s
+    assert None not in (with_memory.read_bytes_per_s, with_memory.decode[0].bandwidth_share)
+
+
 def test_spread_and_median_are_of_all_samples(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     takes = iter([0.0, 1.0, 3.0, 8.0])  # a warm-up, then three rounds
     monkeypatch.setattr(watched, "forward", lambda batch, cache: slow(batch, cache, next(takes)))

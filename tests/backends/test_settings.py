@@ -1,0 +1,38 @@
+"""Settings that only some backends have: the others refuse them and say whose they are, and drafts elsewhere do without."""
+
+from dataclasses import replace
+
+import pytest
+
+from cpuspec.backends import _OWN_SETTINGS, BACKENDS, check_backend, settings_on
+from cpuspec.config import EngineConfig
+from cpuspec.errors import BackendError
+
+OTHERWISE = {"device": "cuda", "dtype": "bf16", "weights": "codes", "activations": "f32"}
+assert OTHERWISE.keys() == _OWN_SETTINGS.keys()
+
+ALL = EngineConfig(threads=3, kv_format="f32", **OTHERWISE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("setting", OTHERWISE)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_setting_is_refused_by_backends_that_do_not_have_it(monkeypatch: pytest.MonkeyPatch, name: str, setting: str) -> None:
+    monkeypatch.setattr("cpuspec.backends.find_spec", lambda module: module)  # whatever is installed here
+    _, owners = _OWN_SETTINGS[setting]
+    engine = EngineConfig(**{setting: OTHERWISE[setting]})  # type: ignore[arg-type]
+    if name in owners:
+        check_backend(name, engine)
+        return
+    wanted = f"{setting} {OTHERWISE[setting]} is a setting of the {owners[0]}.* and this is {name}; .* --backend {owners[0]}"
+    with pytest.raises(BackendError, match=wanted):
+        check_backend(name, engine)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_settings_for_another_backend_are_those_that_it_has(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("cpuspec.backends.find_spec", lambda module: module)
+    there = settings_on(name, ALL)
+    check_backend(name, there)
+    assert replace(there, **OTHERWISE) == ALL  # type: ignore[arg-type]
+    for setting, (_, owners) in _OWN_SETTINGS.items():
+        assert getattr(there, setting) == (OTHERWISE[setting] if name in owners else "auto")
