@@ -13,6 +13,7 @@ from peers_report import OWN
 
 from cpuspec.config import SpecConfig
 from cpuspec.evaluate.parity import Parity, Run, compare
+from cpuspec.evaluate.statistics import mean_ratio
 
 Result = Mapping[str, Any]
 PLAIN, AUTO = "none", "auto"
@@ -25,6 +26,12 @@ _UPPER = (
 _PEERS = (
     "llama.cpp reads the same file. The others run a model of the same shape with random weights, in their own 4-bit format "
     "(torch: 8 bits). All engines took turns, round by round."
+)
+
+_SAME_PROMPTS = (
+    "llama.cpp reads the same file, transformers the values of its weights. All engines answered a prompt before the next one had "
+    "its turn. Where an engine's forward over several rows differs in last bits from one over a single row, drafts may change its "
+    "greedy answers."
 )
 
 
@@ -86,6 +93,35 @@ def gains(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
             Table(columns, rows),
         ]
     return [_UPPER, *blocks] if blocks else []
+
+
+def drafts_of_peers(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+    """Our arms and other engines' drafts on the same prompts, set by set."""
+    blocks: list[Block] = []
+    seen: set[tuple[str, str]] = set()
+    for number, result in enumerate(result for result in _of(results, "chains") if "peers" in result):
+        target = _target(result)
+        sets = {name: theirs for name, theirs in result["peers"]["sets"].items() if (target, name) not in seen}
+        seen |= {(target, name) for name in sets}
+        panels, rows = {}, []
+        for name, theirs in sets.items():
+            ours = result["sets"][name]
+            arms = {f"{OWN}: {_arm(spec, target)}": arm for spec, arm in ours.items()} | dict(theirs)
+            rates = {label: arm["tokens_per_s"] for label, arm in arms.items() if arm["tokens_per_s"]}
+            panels[f"{name}: {_prompts(ours)}"] = {
+                label: plots.Bar(rates[label]) for label in sorted(rates, key=lambda one: -rates[one])
+            }
+            for peer, arm in theirs.items():
+                cells = [_figure(arm["tokens_per_s"], 1), _figure(arm["over_plain"]), _same(arm)]
+                rows.append([f"{name}: {peer}", *cells, _fastest_over(result, name, peer)])
+        blocks.append(f"**{target}**")
+        if rows:
+            caption = f"{target}: tokens per second of greedy answers to the same prompts, geometric mean, the fastest first"
+            blocks.append(Plot(f"drafts-of-peers-{number}", caption, plots.bars(panels, "tokens/s", 1)))
+            columns = ["prompts: engine, drafts", "tokens/s", "over its plain", "identical to it", f"{OWN}'s fastest over it"]
+            blocks.append(Table(columns, rows))
+        blocks += [f"{engine} was left out: {reason}" for engine, reason in result["peers"]["failed"].items()]
+    return [_SAME_PROMPTS, *blocks] if blocks else []
 
 
 def four_arms(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
@@ -312,6 +348,10 @@ def machines(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
 
 
 _CHAINS = "python benchmarks/chains.py MODEL FILE.jsonl:FIELD:COUNT --arm SPEC --json benchmarks/results/chains-NAME.json"
+_WITH_PEERS = (
+    "python benchmarks/chains.py MODEL FILE.jsonl:FIELD:COUNT --arm SPEC --llama-cpp PROGRAMS --python torch=PYTHON "
+    "--json benchmarks/results/chains-NAME.json"
+)
 _IN_BF16 = (
     "python benchmarks/chains.py MODEL FILE.jsonl:FIELD:COUNT --target-dtype bf16 --arm self:mxfp4 --arm DRAFT_MODEL "
     "--arm DRAFT_MODEL,self:mxfp4 --json benchmarks/results/chains-NAME-bf16.json"
@@ -319,6 +359,7 @@ _IN_BF16 = (
 
 PARTS = (
     Part("Drafts over plain decoding", (_CHAINS, _IN_BF16), gains),
+    Part("Other engines' drafts", (_WITH_PEERS,), drafts_of_peers),
     Part("The four arms: baseline, quantization, speculation, both", (_CHAINS, _IN_BF16), four_arms),
     Part(
         "Peers side by side",
@@ -403,12 +444,29 @@ def _best(arms: Mapping[str, Any]) -> str | None:
     return max(measured, key=measured.__getitem__, default=None)
 
 
+def _fastest_over(result: Result, name: str, peer: str) -> str:
+    """Of a set of prompts: our arm with most tokens/s, and how many times a peer's, prompt by prompt, with the interval."""
+    rates = {spec: arm["tokens_per_s"] for spec, arm in result["sets"][name].items() if arm["tokens_per_s"]}
+    if not rates:
+        return ""
+    best, prompts = max(rates, key=rates.__getitem__), [one for one in result["prompts"] if one["set"] == name]
+    ratio, interval = mean_ratio(
+        [one["arms"][best]["tokens_per_s"] for one in prompts],
+        [one.get("peers", {}).get(peer, {}).get("tokens_per_s") for one in prompts],
+    )
+    return "" if ratio is None else f"{best}: {ratio:.2f} ({_interval(interval)})"
+
+
 def _gain(arm: Mapping[str, Any]) -> plots.Bar:
     return plots.Bar(arm["over_plain"], *arm["over_plain_interval"])
 
 
 def _prompts(arms: Mapping[str, Any]) -> str:
     return f"{next(iter(arms.values()))['num_prompts']} prompts"
+
+
+def _same(arm: Mapping[str, Any]) -> str:
+    return "" if arm["num_identical"] is None else f"{arm['num_identical']} of {arm['num_prompts']}"
 
 
 def _with(spec: str | None) -> str:

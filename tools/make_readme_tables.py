@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cpuspec.evaluate.statistics import mean_ratio
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 START, END = "<!-- made by tools/make_readme_tables.py -->", "<!-- end of what is made -->"
@@ -125,7 +127,7 @@ def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
         ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
         ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
         ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
-        *(("chains", label, cell) for label, cell in _gains(results)),
+        *(("chains", label, cell) for label, cell in (*_gains(results), *_over_drafts(results, "llama.cpp"))),
         ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
         ("certificates", "drafts certified: the same greedy ids and distribution, and a lie seen", _certified),
     ]  # fmt: skip
@@ -209,6 +211,35 @@ def _gain(name: str, dtype: str, pick: Callable[[Mapping[str, Any]], str | None]
         return f"{arms[spec]['over_plain']:.2f}x ({low:.2f} to {high:.2f})" + (f", {spec}" if spec != "auto" else "")
 
     return cell
+
+
+def _over_drafts(results: Mapping[str, Result], engine: str) -> list[tuple[str, Cell]]:
+    """(label, cell) of each set of prompts that another engine's drafts were measured on."""
+    names = sorted({name for result in results.values() for name in result.get("peers", {}).get("sets", {})})
+    return [(f"{name}: fastest arm over {engine}'s fastest", _over_fastest(name, engine)) for name in names]
+
+
+def _over_fastest(name: str, engine: str) -> Cell:
+    """The fastest arm's tokens/s over those of the engine's fastest, prompt by prompt, with the interval and both drafts."""
+
+    def cell(result: Result) -> str | None:
+        arms, theirs = result["sets"].get(name, {}), result.get("peers", {}).get("sets", {}).get(name, {})
+        theirs = {arm: one for arm, one in theirs.items() if arm.partition(":")[0] == engine}
+        best, other = _fastest(arms), _fastest(theirs)
+        if best is None or other is None:
+            return None
+        rows = [row for row in result["prompts"] if row["set"] == name]
+        rates = [
+            [row.get(part, {}).get(arm, {}).get("tokens_per_s") for row in rows] for part, arm in (("arms", best), ("peers", other))
+        ]
+        ratio, (low, high) = mean_ratio(*rates)
+        return None if ratio is None else f"{ratio:.2f}x ({low:.2f} to {high:.2f}), {best} over {other.split()[1]}"
+
+    return cell
+
+
+def _fastest(arms: Mapping[str, Any]) -> str | None:
+    return max((arm for arm in arms if arms[arm]["tokens_per_s"]), key=lambda arm: arms[arm]["tokens_per_s"], default=None)
 
 
 def _identical(result: Result) -> str:

@@ -76,8 +76,23 @@ def chains(factor, **more):
     return result("chains", **{"target_dtype": None, "sets": {"mbpp": arms}, "memory": memory} | more)
 
 
+def peers_of_chains():
+    """llama.cpp on two prompts: half and a quarter as fast as our fastest arm."""
+    theirs = {"num_prompts": 2, "num_identical": 1, "tokens_per_s": 8.0, "over_plain": 1.25}
+    prompts = [
+        {
+            "set": "mbpp",
+            "arms": {"suffix,self:mxfp4": {"tokens_per_s": 16.0}},
+            "peers": {"llama.cpp: mod": {"tokens_per_s": 16.0 / times}},
+        }
+        for times in (2, 4)
+    ]
+    sets = {"mbpp": {"llama.cpp: mod": theirs}}
+    return {"peers": {"sets": sets, "failed": {"transformers": "it did not answer either"}}, "prompts": prompts}
+
+
 RESULTS_OF_ALL = {
-    "chains": chains(1.0),
+    "chains": chains(1.0, **peers_of_chains()),
     "chains-bf16": chains(2.0, target_dtype="bf16"),
     "peers": result(
         "peers",
@@ -133,6 +148,10 @@ def test_every_part_tells_its_figures(tmp_path, drawn):
             "| mbpp: suffix,self:mxfp4 (MULTI) | 45.0 |",
             "quantized",
         ],
+        "Other engines' drafts": [
+            "| mbpp: llama.cpp: mod | 8.0 | 1.25 | 1 of 2 | suffix,self:mxfp4: 2.83 (2.00 to 4.00) |",
+            "transformers was left out: it did not answer either",
+        ],
         "The four arms: baseline, quantization, speculation, both": [
             "| mbpp: baseline: target in bf16, plain | 10.0 | 1.00 |",
             "| mbpp: speculation only: target in bf16, suffix,self:mxfp4 | 45.0 | 4.50 |",
@@ -159,6 +178,11 @@ def test_pictures_show_the_figures_that_the_tables_have(tmp_path, drawn):
     made(on_file(tmp_path / "results", RESULTS_OF_ALL))
     bars = next(panels for panels in drawn if "plain" in panels.get("mbpp: 20 prompts", ()))
     assert bars["mbpp: 20 prompts"]["suffix,self:mxfp4"] == report_plots.Bar(2.25, 2.125, 2.375)
+    beside = next(panels["mbpp: 20 prompts"] for panels in drawn if "llama.cpp: mod" in panels.get("mbpp: 20 prompts", ()))
+    assert [(label, bar.value) for label, bar in beside.items()][::6] == [
+        ("cpuspec: suffix,self:mxfp4", 22.5),
+        ("llama.cpp: mod", 8.0),
+    ]
     curves = next(panels["mbpp"] for panels in drawn if "mbpp" in panels)
     assert curves["suffix"] == [(1.0, 0.9), (2.0, 0.3)]
     assert {"one|two.gguf": {"cpuspec": [(1.0, 50.0)]}} in drawn
@@ -237,7 +261,7 @@ def test_the_page_needs_no_other_file_and_takes_no_text_for_markup(tmp_path, dra
     assert any("A <b>processor</b>" in cell for cell in page.cells)
     pictures = set(re.findall(r"\]\(([\w-]+\.png)\)", (tmp_path / "out" / "report.md").read_text("utf-8")))
     assert pictures == {path.name for path in (tmp_path / "out").glob("*.png")}
-    assert len(pictures) == 9
+    assert len(pictures) == 10
 
 
 @pytest.mark.parametrize(

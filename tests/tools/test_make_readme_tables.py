@@ -129,3 +129,23 @@ def test_drafts_are_told_for_each_set_of_prompts_and_target():
     assert row(text, "mbpp: auto over plain decoding") == "2.00x (1.75 to 2.25)"
     assert row(text, "mbpp, target in bf16: best drafts over plain decoding") == "3.00x (2.75 to 3.25), ngram"
     assert "words" not in text
+
+
+def test_our_fastest_arm_is_compared_with_another_engines_prompt_by_prompt():
+    def rates(*figures):
+        return [{"tokens_per_s": figure} for figure in figures]
+
+    def arms(prompt):
+        return {"arms": dict(zip(("none", "auto"), rates(1.0, (8.0, 2.0)[prompt]), strict=True))}
+
+    def peer(prompt):
+        return {"peers": dict(zip(("llama.cpp: none", "llama.cpp: mod -n 3", "hf: x"), rates(1.0, 2.0, 99.0), strict=True))}
+
+    prompts = [{"set": "mbpp", "prompt": number, **arms(number), **peer(number)} for number in range(2)]
+    ours = {"none": {"tokens_per_s": 1.0}, "auto": {"tokens_per_s": 4.0}}
+    ours = {spec: one | {"over_plain": None, "over_plain_interval": [None, None]} for spec, one in ours.items()}
+    theirs = {"mbpp": peer(0)["peers"]}
+    found = result("chains", sets={"mbpp": ours, "words": ours}, target_dtype=None, prompts=prompts, peers={"sets": theirs})
+    text = with_tables(README, {"a": found})
+    assert row(text, "mbpp: fastest arm over llama.cpp's fastest") == "2.00x (1.00 to 4.00), auto over mod"
+    assert text.count("over llama.cpp's fastest") == 1  # nothing of it was measured on words
