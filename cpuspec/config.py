@@ -284,8 +284,8 @@ class EngineConfig:
     """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads, disk, KV format.
 
     The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
-    and weights are settings of the torch backend, activations of onnxruntime and openvino; others take "auto", and "cpu" as the
-    device (`cpuspec.backends.check_backend`).
+    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy; others take "auto", and "cpu" as
+    the device (`cpuspec.backends.check_backend`).
     """
 
     max_sequences: int = 16
@@ -298,7 +298,7 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N
     dtype: str = "auto"  # of products with weights: f32, bf16, f16; auto: f32 on a CPU and bf16 on a GPU
     weights: str = "auto"  # values: dequantized at load; codes: as in the file, unpacked on the device; auto: codes on a GPU
-    activations: str = "auto"  # that 4- and 8-bit matrices are multiplied with: int8, fast; f32, as exact as sums are; auto: int8
+    activations: str = "auto"  # that matrices in codes are multiplied with: int8 or f32; auto: int8, but f32 in the reference
 
     def __post_init__(self) -> None:
         for name, choices in (("dtype", DTYPES), ("weights", WEIGHTS), ("activations", ACTIVATIONS)):

@@ -163,7 +163,7 @@ def test_a_limit_that_is_not_kept_exits_with_1_and_is_named(
         (("abacus", "numpy"), "'abacus' does not exist"),
         (("numpy:threads=many", "numpy"), "threads in 'numpy:threads=many'"),
         (("numpy:cuda", "numpy"), "device cuda is a setting of the torch backend"),
-        (("numpy:activations=f32", "numpy"), "activations f32 is a setting of the onnxruntime and openvino backends"),
+        (("numba:activations=f32", "numpy"), "activations f32 is a setting of the onnxruntime, openvino and numpy backends"),
         (("onnxruntime:activations=int4", "numpy"), "activations must be one of auto, int8, f32"),
         (("numpy:speed=9", "numpy"), "SETTING=VALUE"),
         (("numpy:threads=1,", "numpy"), "SETTING=VALUE"),

@@ -28,7 +28,7 @@ _OWN_SETTINGS = {
     "device": (("auto", "cpu"), ("torch",)),
     "dtype": (("auto",), ("torch",)),
     "weights": (("auto",), ("torch",)),
-    "activations": (("auto",), ("onnxruntime", "openvino")),
+    "activations": (("auto",), ("onnxruntime", "openvino", "numpy")),
 }
 
 
@@ -63,7 +63,7 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     if engine:
         for setting, (elsewhere, owners) in _OWN_SETTINGS.items():
             if name not in owners and getattr(engine, setting) not in elsewhere:
-                whose = f"{' and '.join(owners)} backend{'s' * (len(owners) > 1)}"
+                whose = f"{' and '.join(', '.join(owners).rsplit(', ', 1))} backend{'s' * (len(owners) > 1)}"
                 raise BackendError(
                     f"{setting} {getattr(engine, setting)} is a setting of the {whose}, and this is {name}; "
                     f"leave it at auto, or use --backend {owners[0]}"
@@ -77,6 +77,12 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
 def settings_on(name: str, engine: EngineConfig) -> EngineConfig:
     """The same settings for another backend: what is not a setting of it is auto."""
     return replace(engine, **{setting: "auto" for setting, (_, owners) in _OWN_SETTINGS.items() if name not in owners})
+
+
+def settings_of(name: str, engine: EngineConfig) -> dict[str, str]:
+    """How a backend was told to compute: the KV format, and those settings that it has, but for the device."""
+    own = (setting for setting, (_, owners) in _OWN_SETTINGS.items() if name in owners and setting != "device")
+    return {setting: getattr(engine, setting) for setting in ("kv_format", *own)}
 
 
 def device_of(backend: Backend) -> str:

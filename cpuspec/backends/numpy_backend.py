@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.formats.codings import CODINGS
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
@@ -32,6 +33,8 @@ class _Storage:
 class NumpyBackend:
     """The transformer in plain numpy. `dtype` is the precision of weights and of every intermediate result.
 
+    `EngineConfig.activations` int8 rounds what matrices in codes are multiplied with, as engines with integer products do: how far
+    that is from f32 is what their arithmetic explains.
     share: a backend of the same dtype whose weights this one uses, for every tensor object that both checkpoints hold.
     casts: matrices that are cast to another format at load, by name.
     """
@@ -52,11 +55,13 @@ class NumpyBackend:
         self.threads = 1
         self._dtype = np.dtype(dtype)
         self._kv_format = get_kv_format(engine.kv_format)
+        self._int8 = engine.activations == "int8"
         self._embed = checkpoint.tensors["embed"]
         tensors = {name: t for name, t in checkpoint.tensors.items() if name != "embed"}
         if self.config.tied_embeddings:
             tensors["output"] = self._embed
         weights = {name: Cast(t, casts[name]) if name in casts else t for name, t in tensors.items()}
+        self._in_codes = {name for name, t in weights.items() if t.format.name in CODINGS}
         shared = share._values if share and share._dtype == self._dtype else {}
         self._weights = {
             name: shared[t] if t in shared else t.dequantize().astype(self._dtype, copy=False) for name, t in weights.items()
@@ -77,7 +82,7 @@ class NumpyBackend:
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
-        c, w = self.config, self._weights
+        c = self.config
         batch.check(c, cache, self.max_rows)
         cos, sin = (table.astype(self._dtype)[:, None, :] for table in rope_table(c, batch.positions))  # [T, 1, D/2]
         x = self._embed.rows(batch.tokens).astype(self._dtype)  # [T, C]
@@ -98,7 +103,7 @@ class NumpyBackend:
             if i in batch.hidden_layers:
                 hidden[i] = x.astype(np.float32)
         rows = x if batch.logit_rows is None else x[batch.logit_rows]
-        logits = self._norm(rows, "norm") @ w["output"].T
+        logits = self._linear(self._norm(rows, "norm"), "output")
         cache.lengths[batch.slots] += np.diff(batch.q_start)
         return ForwardOutput(logits.astype(np.float32, copy=False), tuple(hidden[i] for i in batch.hidden_layers))
 
@@ -114,6 +119,8 @@ class NumpyBackend:
         return x * scale * self._weights[name]
 
     def _linear(self, x: Array, name: str) -> Array:
+        if self._int8 and name in self._in_codes:
+            x = _in_int8(x)
         y = x @ self._weights[name].T
         bias = self._weights.get(name + "_bias")
         return y if bias is None else y + bias
@@ -146,6 +153,14 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Turn pairs (i, i + D/2) of every head by the row's position (arXiv 2104.09864, rotate-half layout)."""
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _in_int8(x: Array) -> Array:
+    """Rows [T, K] with each 32 consecutive numbers rounded to multiples of 1/127 of the largest of them."""
+    groups = x.reshape(len(x), -1, 32)
+    scales = np.abs(groups).max(axis=2, keepdims=True) / groups.dtype.type(127)
+    steps = np.rint(groups / np.where(scales > 0, scales, groups.dtype.type(1)))
+    return (steps * scales).reshape(x.shape)
 
 
 def _silu(x: Array) -> Array:

@@ -137,7 +137,8 @@ Activations = Annotated[
         callback=lambda name: _known_setting("activations", name),
         rich_help_panel=_RUNNING,
         help="What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with, one of "
-        f"{', '.join(ACTIVATIONS)}: int8 is fast and what auto is, f32 exact but for the order of sums.",
+        f"{', '.join(ACTIVATIONS)}: int8 is fast and what auto is, f32 exact but for the order of sums. numpy with int8 shows what "
+        "that rounding costs.",
     ),
 ]
 ContextLength = Annotated[

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cpuspec.backends import device_of, make_backend
+from cpuspec.backends import device_of, make_backend, settings_of
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
@@ -250,7 +250,7 @@ def open_side(
         "threads": loaded.threads,
         "row_invariant": loaded.row_invariant,
         "weight_bytes": loaded.weight_bytes,
-        "kv_format": settings.kv_format,
+        **settings_of(backend, settings),
         "draft": str(spec),
     }
     with llm:

@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 512 << 20
 MAX_ARRAY_BYTES = 4 << 30  # of all arrays of a file: a few deflated bytes may stand for gigabytes
 MAX_TEXT = 200
 
-_TEXTS = ("name", "backend", "kv_format", "draft", "processor", "device", "date")
+_TEXTS = ("name", "backend", "kv_format", "dtype", "weights", "activations", "draft", "processor", "device", "date")
 _COUNTS = ("threads", "weight_bytes")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _ROUNDING = 1e-3  # that sums of probabilities may be off by

@@ -62,7 +62,10 @@ def test_drafts_that_change_nothing_are_certified_by_a_test_that_sees_a_lie(cert
     assert len(certificate.sampled.comparisons) == 4 * len(TEMPERATURES)
 
 
-@pytest.mark.parametrize(("backend", "draft"), [("numba", "torch:self:mxfp4@3"), ("torch", "ngram,numba:self:q8_0@3")])
+@pytest.mark.parametrize(
+    ("backend", "draft"),
+    [("numba", "torch:self:mxfp4@3"), ("numba", "onnxruntime:self:mxfp4@3"), ("torch", "ngram,numba:self:q8_0@3")],
+)
 def test_drafts_on_another_backend_than_the_targets_are_certified(checkpoint, backend, draft):
     found = certify(checkpoint, SpecConfig.parse(draft), max_tokens=12, num_samples=60, backend=backend, settings=ONE_THREAD)
     assert found.passed

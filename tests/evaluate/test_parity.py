@@ -9,8 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from typer import BadParameter
 
 from cpuspec.backends import BACKENDS
+from cpuspec.cli.parity import read_side
 from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate import parity_file, quality
@@ -151,18 +153,64 @@ def test_the_first_difference_has_its_position_and_both_margins(two, live):
     assert not live.greedy_identical
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_agrees_with_the_reference_on_the_same_weights(checkpoints, backend):
+# Pairs with the reference, and what makes them differ: the order of f32 sums, or int8 activations on one side.
+PAIRS = {
+    "numpy": "nothing",
+    "torch:cpu": "sums",
+    "onnxruntime:activations=f32": "sums",
+    "openvino:activations=f32": "sums",
+    "numba": "int8",
+    "onnxruntime": "int8",
+    "openvino": "int8",
+}
+assert {name.partition(":")[0] for name in PAIRS} == set(BACKENDS)
+READ = [Question(np.random.default_rng(1).integers(0, 300, 200).tolist(), 0)]
+
+
+def compared(checkpoint, name, questions=QUESTIONS, spec=NGRAM, of=None):
+    """A side as `cpuspec parity` names it, beside the reference (of the same checkpoint, or of another one)."""
     try:
-        with sides(("numpy", checkpoints[1]), (backend, checkpoints[1]), spec=NGRAM) as both:
-            found = compare(*both, QUESTIONS)
-    except BackendError as error:
-        if "install" not in str(error):
+        wanted = read_side(name, EngineConfig(threads=1, kv_format="f32"))
+    except BadParameter as error:
+        if "not installed" not in str(error):
             raise
         pytest.skip(str(error))
-    assert found.kl_mean < 1e-3
-    assert found.same_top > 0.9
+    with ExitStack() as stack:
+        [reference] = stack.enter_context(sides(("numpy", of or checkpoint), questions=questions, spec=spec))
+        side = stack.enter_context(open_side(wanted.backend, checkpoint, questions, spec, wanted.settings))
+        return compare(reference, side, questions)
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama"])
+def explained(request, tmp_path_factory):
+    """A model, and how far rounding activations to int8 takes the reference itself."""
+    checkpoint = tiny(tmp_path_factory, architecture=request.param, weight_format="q4_k", embed_format="q6_k")
+    return checkpoint, compared(checkpoint, "numpy:activations=int8", READ, None)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_backend_is_as_far_from_the_reference_as_its_arithmetic_explains(explained, name):
+    checkpoint, rounded = explained
+    found = compared(checkpoint, name, READ, None)
+    as_rounded = (2 * rounded.max_abs_logit_difference, 2 * rounded.kl_mean, 1 - 2 * (1 - rounded.same_top))
+    difference, kl, same_top = {"nothing": (0, 0, 1), "sums": (1e-3, 1e-7, 0.99), "int8": as_rounded}[PAIRS[name]]
+    assert found.max_abs_logit_difference <= difference
+    assert found.kl_mean <= kl
+    assert found.same_top >= same_top
+
+
+def test_what_int8_explains_is_much_less_than_what_fewer_bits_of_weights_cost(checkpoints):
+    rounded = compared(checkpoints[1], "numpy:activations=int8", READ, None)
+    coarser = compared(checkpoints[1], "numpy", READ, None, of=checkpoints[0])
+    assert 0 < 10 * rounded.kl_mean < coarser.kl_mean
+    assert 0 < 3 * rounded.max_abs_logit_difference < coarser.max_abs_logit_difference
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_break_no_promise_of_any_backend(checkpoints, backend):
+    found = compared(checkpoints[1], backend)
     assert found.failures(Limits()) == []
+    assert all(side["drafted"]["num_answers"] == 2 for side in found.sides)
     if backend == "numpy":
         assert (found.kl_max, found.max_abs_logit_difference, found.greedy_identical) == (0, 0, True)
 
