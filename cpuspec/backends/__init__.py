@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig
@@ -76,7 +76,8 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
 
 def settings_on(name: str, engine: EngineConfig) -> EngineConfig:
     """The same settings for another backend: what is not a setting of it is auto."""
-    return replace(engine, **{setting: "auto" for setting, (_, owners) in _OWN_SETTINGS.items() if name not in owners})
+    without: dict[str, Any] = {setting: "auto" for setting, (_, owners) in _OWN_SETTINGS.items() if name not in owners}
+    return replace(engine, **without)
 
 
 def settings_of(name: str, engine: EngineConfig) -> dict[str, str]:

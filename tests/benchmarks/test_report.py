@@ -13,7 +13,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.config import EngineConfig
+from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.evaluate.parity import ModelIdentity, Question, open_side, record
 from cpuspec.evaluate.parity_file import write_run
 from tools.make_readme_tables import RESULTS
@@ -167,7 +167,7 @@ def test_every_part_tells_its_figures(tmp_path, drawn):
         "Memory": ["peak memory, MB, cpuspec | 777.00 |"],
         "Quality": ["| 2.00e-04 | 1.00e-03 | 5.00e-01 | 99.2% | 1.0010 |"],
         "Identical answers": ["| 39 of 40 | 5 of 8 |"],
-        "Machines: GPU and CPU": ["No result on file", "cpuspec parity"],
+        "Backends and machines": ["No result on file", "cpuspec parity"],
         "Where this comes from": ["yes: load average up to 0.5", "NO: load average up to 9.0", "`python benchmarks/peers.py one`"],
     }.items():
         for line in wanted:
@@ -216,15 +216,17 @@ def test_recorded_runs_of_a_model_are_compared(tmp_path, drawn):
     (tmp_path / "runs").mkdir()
     checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf", **SMALL))
     questions, first = [Question([1, 2, 3], 4)], None
+    drafts = SpecConfig.parse("ngram")
     for name, kv_format, device, date in (("gpu", "f32", "cuda:0", "2026-01-01"), ("cpu", "int8", "cpu", "2026-01-02")):
         settings, about = EngineConfig(kv_format=kv_format), {"device": device, "processor": "A processor", "date": date}
-        with open_side("numpy", checkpoint, questions, None, settings, about) as side:
+        with open_side("numpy", checkpoint, questions, drafts, settings, about) as side:
             run = record(side, ModelIdentity.of(checkpoint), questions, first, top=8)
         first = first or run
         write_run(run, tmp_path / "runs" / f"{name}.json")
-    text = chapter(made(tmp_path), "Machines: GPU and CPU")
+    text = chapter(made(tmp_path), "Backends and machines")
     assert "reference numpy on cuda:0" in text
-    assert re.search(r"\| numpy on A processor \| 7 \| [\d.]+% \| \S+ \| \S+ \| [01] of 1 \|", text)
+    assert re.search(r"\| numpy on A processor \| 7 \| [\d.]+% \| \S+ \| \S+ \| [01] of 1 \| [01] of 1 \|", text)
+    assert "numpy:activations=int8" in text
     assert "runs/gpu.json" in chapter(made(tmp_path), "Where this comes from")
 
 
