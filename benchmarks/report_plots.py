@@ -4,6 +4,7 @@ Colours are those of Okabe and Ito, which colour-blind people tell apart; marker
 """
 
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -149,7 +150,10 @@ def _png(figure: "Figure") -> bytes:
 
 
 def _wrapped(label: str) -> str:
-    return textwrap.fill(label, _LABEL, break_on_hyphens=False)
+    """A label in lines that end at spaces and after commas: a chain's name has no spaces."""
+    after_comma = "\x1f"  # marks where there was no space
+    lines = textwrap.fill(re.sub(r",(?=\S)", f",{after_comma} ", label), _LABEL, break_on_hyphens=False)
+    return lines.replace(f"{after_comma} ", "").replace(after_comma, "")
 
 
 def _cycle(values: Sequence[str], count: int) -> list[str]:

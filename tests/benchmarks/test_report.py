@@ -345,6 +345,11 @@ def test_texts_lie_within_the_picture_and_cover_no_other(kind, monkeypatch):
             assert apart, (text, other)
 
 
+def test_labels_are_broken_between_the_levels_of_a_chain():
+    label = "self:mxfp4 in match:smollm2-135m-instruct@4,self:mxfp4@8,suffix"
+    assert report_plots._wrapped(label) == "self:mxfp4 in\nmatch:smollm2-135m-instruct@4,\nself:mxfp4@8,suffix"
+
+
 def test_a_label_has_one_colour_in_every_panel(monkeypatch):
     pytest.importorskip("matplotlib")
     figures = []
