@@ -4,10 +4,12 @@ import hashlib
 import json
 import math
 import os
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from cpuspec.backends import Backend
 from cpuspec.environment import cache_dir, processor_name
@@ -37,30 +39,32 @@ class Costs:
     and then works while it is busy, would else decide wrongly for ever.
     """
 
-    def __init__(self, rows: list[int], seconds: list[float], path: Path | None = None) -> None:
+    def __init__(self, rows: list[int], seconds: Iterable[float], path: Path | None = None) -> None:
         """Seconds of forwards over those numbers of rows, which rise from 1. path: where they are kept."""
         self.rows = rows
-        # For every number of rows up to the last, how much each measured one counts: [last + 1, measured].
-        self._shares = np.array([np.interp(range(rows[-1] + 1), rows, one) for one in np.eye(len(rows))]).T
-        self._set(seconds)
+        self._between = [_between(rows, number) for number in range(rows[-1] + 1)]
+        self.seconds = list(accumulate(seconds, max))
         self._path = path
-        self._measured, self._kept = np.array(self.seconds), np.array(self.seconds)
-        self._off = np.zeros(len(rows))  # logarithm of what rounds take over what was measured
-        distances = np.abs(np.subtract.outer(np.log2(rows), np.log2(rows)))
-        self._doubt = _PACE**2 + _SHAPE**2 * np.exp(-distances)  # its covariance: neighbouring numbers of rows go together
-        self._drift = _DRIFT * self._doubt
+        self._measured = self._kept = self.seconds
+        self._off = [0.0] * len(rows)  # logarithm of what rounds take over what was measured
+        # Its covariance: neighbouring numbers of rows go together.
+        self._doubt = [[_PACE**2 + _SHAPE**2 * math.exp(-abs(math.log2(one / other))) for other in rows] for one in rows]
+        self._drift = [[_DRIFT * doubt for doubt in row] for row in self._doubt]
 
     def of(self, rows: int) -> float:
         """Seconds of a forward over `rows` rows; beyond the largest measured number each costs what the last ones did."""
-        last = self.rows[-1]
-        return self._of[rows] if rows <= last else float(self.seconds[-1] + self.per_row * (rows - last))
+        seconds = self.seconds
+        if rows >= len(self._between):
+            return seconds[-1] + self.per_row * (rows - self.rows[-1])
+        below, above, share = self._between[rows]
+        return seconds[below] + share * (seconds[above] - seconds[below])
 
     @property
     def per_row(self) -> float:
         """Seconds that one row more takes where there are many."""
         if len(self.rows) == 1:
             return self.seconds[0]
-        return float((self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2]))
+        return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from what a round over `rows` rows took, if so many were measured.
@@ -69,31 +73,42 @@ class Costs:
         changes no choice; only many rounds over different numbers change how these compare. Each round counts for a factor of 2 at
         most, and all of them together for a factor of 4.
         """
-        if rows > self.rows[-1] or seconds <= 0:
+        if rows >= len(self._between) or seconds <= 0:
             return
         off = math.log(seconds / self.of(rows))
         if abs(off) < _AGREES:
             return
         off = min(max(off, -_FAR_OFF), _FAR_OFF)
-        doubt = self._doubt + self._drift
-        shares = self._shares[rows]
-        shared = doubt @ shares
-        gain = shared / (shares @ shared + _NOISE**2)
-        self._off = np.clip(self._off + gain * off, -_BOUND, _BOUND)
-        self._doubt = doubt - np.outer(gain, shared)
-        self._set(self._measured * np.exp(self._off))
-
-    def _set(self, seconds: ArrayLike) -> None:
-        rising = np.maximum.accumulate(seconds)
-        self.seconds: list[float] = rising.tolist()
-        self._of: list[float] = (self._shares @ rising).tolist()
+        # In lists: a matrix of ten by ten takes numpy longer, all the more where the round before put numpy out of the caches.
+        doubt, drift, (below, above, share) = self._doubt, self._drift, self._between[rows]
+        shared = [
+            (1 - share) * (row[below] + more[below]) + share * (row[above] + more[above])
+            for row, more in zip(doubt, drift, strict=True)
+        ]
+        expected = (1 - share) * shared[below] + share * shared[above] + _NOISE**2
+        gains = [one / expected for one in shared]
+        self._off = [min(max(had + gain * off, -_BOUND), _BOUND) for had, gain in zip(self._off, gains, strict=True)]
+        self._doubt = [
+            [had + more - gain * one for had, more, one in zip(row, drifts, shared, strict=True)]
+            for row, drifts, gain in zip(doubt, drift, gains, strict=True)
+        ]
+        self.seconds = list(accumulate((one * math.exp(off) for one, off in zip(self._measured, self._off, strict=True)), max))
 
     def keep(self) -> None:
         """Write down what was learned, for the next process, if it is worth it."""
-        if self._path is None or np.abs(np.log(self.seconds / self._kept)).max() < _WORTH_KEEPING:
+        changes = [abs(math.log(now / kept)) for now, kept in zip(self.seconds, self._kept, strict=True)]
+        if self._path is None or max(changes) < _WORTH_KEEPING:
             return
-        self._kept = np.array(self.seconds)
+        self._kept = self.seconds
         _write(self._path, self)
+
+
+def _between(rows: list[int], number: int) -> tuple[int, int, float]:
+    """The places in `rows`, which rise, of what is below and above a number, and how far it is from the first to the second."""
+    below = max(bisect_right(rows, number) - 1, 0)
+    if number <= rows[below]:
+        return below, below, 0.0
+    return below, below + 1, (number - rows[below]) / (rows[below + 1] - rows[below])
 
 
 def find_costs(backend: Backend) -> Costs:

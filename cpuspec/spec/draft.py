@@ -1,7 +1,7 @@
 """What a proposer hands to a verifier: tokens, how they hang together, and the distributions they were drawn from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ class Draft:
             return self
         probs = None if self.probs is None else self.probs[:num_tokens]
         confidence = None if self.confidence is None else self.confidence[:num_tokens]
-        return replace(self, tokens=self.tokens[:num_tokens], parents=self.parents[:num_tokens], probs=probs, confidence=confidence)
+        return Draft(self.tokens[:num_tokens], self.parents[:num_tokens], probs, self.source, self.cycles, confidence)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -76,6 +76,8 @@ class Draft:
 
     def num_below(self, node: int) -> int:
         """How many tokens the longest path has that goes on from `node`; -1 is where the draft begins."""
+        if self.is_chain:
+            return len(self) - 1 - node
         depths = {node: 0}
         for child, parent in enumerate(self.parents.tolist()):
             if parent in depths:

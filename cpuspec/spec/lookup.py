@@ -1,12 +1,15 @@
 """What followed the latest tokens wherever they occurred before, and how likely it is to follow again.
 
-Where a suffix tree walks to the latest tokens, this scans an array of ids for them, a few microseconds for 8,000: nothing is
-built, and undoing is setting a length. Shared by the proposers that draft from text alone; knows no models and draws nothing.
+Of each run of one, two and four tokens it is noted where it occurred last, and of each occurrence where the one before is: what
+the latest tokens followed before is found, and a token that is taken back undone, in a few steps, without a numpy array, which
+would take longer to make. Shared by the proposers that draft from text alone; knows no models and draws nothing.
 """
 
 import heapq
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
+from functools import cache
 from itertools import count
 from typing import NamedTuple
 
@@ -14,17 +17,15 @@ import numpy as np
 
 from cpuspec.config import LevelSpec
 from cpuspec.errors import ConfigError
-from cpuspec.model.batch import I32
 from cpuspec.sequence import Mark, Sequence
 from cpuspec.spec.draft import Draft
 
 MAX_MATCH = 24  # tokens that a match looks back
-# In text of one repeated token every position matches to the full depth; comparing them all would take milliseconds.
-MAX_OCCURRENCES = 1024
+RUNS = (4, 2, 1)  # tokens of the runs that are looked up, one after the other
+MAX_OCCURRENCES = 128  # of each that are looked at: most have a few, but in tables and indentation there may be thousands
 NUM_MATCHES = 8  # in a text, where several continuations are weighed; beyond these nothing changes (benchmarks/LOG.md)
 MIN_PROB = 0.1  # worth a row of a forward, with text that is drafted well and with text that is not (benchmarks/LOG.md)
 STRENGTH = 4.0
-NOTHING = -2  # stands before a sequence's first token
 END = -1  # stands after each text where several follow one another
 
 
@@ -38,63 +39,109 @@ class Match(NamedTuple):
 Source = tuple[list[Match], float]  # matches, the longest first, and the strength of what they are smoothed by
 
 
-class Text:
-    """Token ids that grow at the end. `before` stands before the first one."""
+class _Runs:
+    """Where each run of `size` tokens of a text ended last. Told apart by a hash, so what is found may be another one."""
 
-    def __init__(self, before: int = NOTHING) -> None:
+    def __init__(self, size: int, tokens: list[int]) -> None:
+        self.size = size
+        self.before: list[int] = []  # for each place, where the run that ends there ended before, or -1
+        self._latest: dict[int, int] = {}
+        self.extend(tokens)
+
+    def latest(self, tokens: list[int]) -> int:
+        """Where the run that ends `tokens` ended last, or -1."""
+        return self._latest.get(self._run(tokens, len(tokens) - 1), -1)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Take in what is new of the text's tokens."""
+        latest, before = self._latest, self.before
+        for end in range(len(before), len(tokens)):
+            run = self._run(tokens, end)
+            before.append(latest.get(run, -1))
+            latest[run] = end
+
+    def retract(self, tokens: list[int], num_tokens: int) -> None:
+        """Only the first `num_tokens` of those that were taken in remain."""
+        for end in range(len(self.before) - 1, num_tokens - 1, -1):
+            run, before = self._run(tokens, end), self.before.pop()
+            if before < 0:
+                del self._latest[run]
+            else:
+                self._latest[run] = before
+
+    def _run(self, tokens: list[int], end: int) -> int:
+        return tokens[end] if self.size == 1 else hash(tuple(tokens[max(end + 1 - self.size, 0) : end + 1]))
+
+
+class Text:
+    """Token ids that grow at the end."""
+
+    def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._ids = np.full(MAX_MATCH + 256, before, np.int32)  # `before` MAX_MATCH times, the tokens, room
+        self._num_forgotten = 0  # of them, the first ones
+        self._runs = [_Runs(size, self.tokens) for size in RUNS]
         self._mark = Mark()  # state of the sequence that it follows
+
+    def __len__(self) -> int:
+        return len(self.tokens) - self._num_forgotten
 
     def follow(self, seq: Sequence) -> None:
         """Hold exactly the sequence's tokens, by looking at those alone that changed since the last call."""
-        del self.tokens[seq.unchanged(self._mark) :]
-        self.extend(seq.tokens[len(self.tokens) :])
+        unchanged = seq.unchanged(self._mark)
+        if unchanged < len(self.tokens):
+            for runs in self._runs:
+                runs.retract(self.tokens, unchanged)
+            del self.tokens[unchanged:]
+        self.extend(seq.tokens[unchanged:])
         self._mark = seq.mark()
 
     def extend(self, tokens: Tokens[int]) -> None:
         """Add tokens."""
-        begin = MAX_MATCH + len(self.tokens)
-        end = begin + len(tokens)
-        if end > len(self._ids):
-            self._ids = np.concatenate([self._ids[:begin], np.empty(end, np.int32)])
-        self._ids[begin:end] = tokens
         self.tokens.extend(tokens)
+        for runs in self._runs:
+            runs.extend(self.tokens)
 
     def forget(self, num_tokens: int) -> None:
-        """Forget that many of the first tokens."""
-        del self.tokens[:num_tokens]
-        end = MAX_MATCH + len(self.tokens)
-        self._ids[MAX_MATCH:end] = self._ids[MAX_MATCH + num_tokens : end + num_tokens]
+        """Forget that many of the first tokens. They are given up in large portions: it takes reading in all that remain."""
+        self._num_forgotten += num_tokens
+        if 4 * self._num_forgotten > len(self.tokens):
+            self.tokens, self._num_forgotten = self.tokens[self._num_forgotten :], 0
+            self._runs = [_Runs(size, self.tokens) for size in RUNS]
 
     @property
-    def latest(self) -> I32:
-        """The last ids [MAX_MATCH], filled up in front."""
-        return self._ids[len(self.tokens) : len(self.tokens) + MAX_MATCH]
+    def latest(self) -> list[int]:
+        """The last tokens, at most MAX_MATCH."""
+        return self.tokens[-MAX_MATCH:]
 
-    def matches(self, latest: I32, num_matches: int, num_ahead: int) -> list[Match]:
-        """The `num_matches` longest occurrences of the end of `latest` [MAX_MATCH], the longest first, then the most recent.
+    def matches(self, latest: list[int], num_matches: int, num_ahead: int) -> list[Match]:
+        """The `num_matches` longest occurrences of the end of `latest`, the longest first, then the most recent.
 
         Each comes with `num_ahead` tokens that followed, or those before an END. One that reaches the end of the text reads on in
-        what it predicts, which carries a repetition on. Only the most recent `MAX_OCCURRENCES` of the last id are looked at.
+        what it predicts, which carries a repetition on. Of each of the latest RUNS only the most recent `MAX_OCCURRENCES` are
+        looked at.
         """
-        ids = self._ids[: MAX_MATCH + len(self.tokens)]
-        ends = MAX_MATCH + np.flatnonzero(ids[MAX_MATCH:-1] == latest[-1])[-MAX_OCCURRENCES:]  # of occurrences
-        if not len(ends):
-            return []
-        depth = 1
-        while len(ends) > num_matches and depth < MAX_MATCH:
-            agree = ids[ends - depth] == latest[-1 - depth]
-            longer = ends[agree]
-            if len(longer) < num_matches:
-                ends = np.concatenate([ends[~agree][len(longer) - num_matches :], longer])
+        tokens, first = self.tokens, self._num_forgotten
+        last = len(tokens) - 1  # nothing follows what ends here
+        found: dict[int, int] = {}  # lengths, by where they end
+        longest = MAX_MATCH  # that a match not found yet may be
+        for runs in self._runs:
+            end, num_seen = runs.latest(latest), 0
+            num_longest = len(found)
+            while end >= first and num_longest < num_matches and num_seen < MAX_OCCURRENCES:
+                if end != last and end not in found:
+                    length, most = 0, min(len(latest), end + 1 - first)
+                    while length < most and tokens[end - length] == latest[-1 - length]:
+                        length += 1
+                    if length >= runs.size:
+                        found[end] = length
+                        num_longest += length >= longest
+                end = runs.before[end]
+                num_seen += 1
+            if len(found) >= num_matches:
                 break
-            ends, depth = longer, depth + 1
-        ends = ends[-num_matches:]
-        differ = ids[ends[:, None] - np.arange(1, MAX_MATCH)] != latest[-2::-1]
-        lengths = np.where(differ.any(axis=1), differ.argmax(axis=1) + 1, MAX_MATCH)
-        longest = sorted(zip(lengths.tolist(), (ends + 1 - MAX_MATCH).tolist(), strict=True), reverse=True)
-        return [Match(length, self._ahead(position, num_ahead)) for length, position in longest]
+            longest = runs.size - 1
+        ranked = sorted([(length, end) for end, length in found.items()], reverse=True)[:num_matches]
+        return [Match(length, self._ahead(end + 1, num_ahead)) for length, end in ranked]
 
     def _ahead(self, position: int, num_tokens: int) -> list[int]:
         ahead = self.tokens[position : position + num_tokens]
@@ -129,6 +176,55 @@ def next_probs(sources: Iterable[Source], depth: int) -> dict[int, float]:
     return probs
 
 
+def draft_likely(sources: list[Source], num_tokens: int, min_prob: float, name: str, tree: bool = False) -> Draft:
+    """The likeliest tokens ahead, at most `num_tokens`, as long as the path to a token has a probability of `min_prob`.
+
+    A chain of the best next tokens, or a tree of the likeliest paths (arXiv 2411.04975, section 3). Point masses, with confidence.
+    """
+    nodes = (_likely_tree if tree else _likely_chain)(sources, num_tokens, min_prob)
+    if not nodes:
+        return _nothing(name)
+    tokens, parents, confidence = zip(*nodes, strict=True)
+    ids, hang, sure = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32)
+    return Draft(ids, hang, None, name, confidence=sure)
+
+
+_Node = tuple[int, int, float]  # token, parent, probability after its parent
+
+
+def _likely_chain(sources: list[Source], num_tokens: int, min_prob: float) -> list[_Node]:
+    nodes: list[_Node] = []
+    path_prob = 1.0
+    while (depth := len(nodes)) < num_tokens:
+        probs = next_probs(sources, depth)
+        token = max(probs, key=probs.__getitem__, default=END)
+        sources = _narrowed(sources, depth, token)
+        going_on = [(token, probs.get(token, 0.0))]
+        if len(probs) == 1:
+            going_on += _alike(sources, depth + 1, probs[token])
+        for token, prob in going_on[: num_tokens - depth]:
+            path_prob *= prob
+            if not prob or path_prob < min_prob:
+                return nodes
+            nodes.append((token, len(nodes) - 1, prob))
+    return nodes
+
+
+def _alike(sources: list[Source], depth: int, prob: float) -> list[tuple[int, float]]:
+    """The tokens from `depth` on in which all matches agree, with what `next_probs` has for them. prob: of the one before.
+
+    Each token is one context more, in which all of them went on alike.
+    """
+    left = math.prod(strength / (strength + len(matches)) for matches, strength in sources)
+    found = []
+    for token, *others in zip(*(match.ahead[depth:] for matches, _ in sources for match in matches), strict=False):
+        if others.count(token) < len(others):
+            break
+        prob = 1 - (1 - prob) * left
+        found.append((token, prob))
+    return found
+
+
 class _Leaf(NamedTuple):
     """A token that could be drafted next, and where it would hang."""
 
@@ -139,36 +235,32 @@ class _Leaf(NamedTuple):
     sources: list[Source]  # the matches that its parent left
 
 
-def draft_likely(sources: list[Source], num_tokens: int, min_prob: float, name: str, tree: bool = False) -> Draft:
-    """The likeliest tokens ahead, at most `num_tokens`, as long as the path to a token has a probability of `min_prob`.
-
-    A chain of the best next tokens, or a tree of the likeliest paths (arXiv 2411.04975, section 3). Point masses, with confidence.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    confidence: list[float] = []
+def _likely_tree(sources: list[Source], num_tokens: int, min_prob: float) -> list[_Node]:
+    nodes: list[_Node] = []
     leaves: list[tuple[float, int, _Leaf]] = []  # a heap, the likeliest path first
     order = count()
     node, path_prob, depth = -1, 1.0, 0
-    while len(tokens) < num_tokens:
-        probs = next_probs(sources, depth)
-        for token in probs if tree else heapq.nlargest(1, probs, probs.__getitem__):
-            if path_prob * probs[token] >= min_prob:
-                leaf = _Leaf(token, node, probs[token], depth, sources)
-                heapq.heappush(leaves, (-path_prob * probs[token], next(order), leaf))
+    while len(nodes) < num_tokens:
+        for token, prob in next_probs(sources, depth).items():
+            if path_prob * prob >= min_prob:
+                heapq.heappush(leaves, (-path_prob * prob, next(order), _Leaf(token, node, prob, depth, sources)))
         if not leaves:
             break
         negative, _, leaf = heapq.heappop(leaves)
-        node, path_prob, depth = len(tokens), -negative, leaf.depth + 1
-        sources = [
-            ([m for m in matches if len(m.ahead) >= depth and m.ahead[leaf.depth] == leaf.token], strength)
-            for matches, strength in leaf.sources
-        ]
-        tokens.append(leaf.token)
-        parents.append(leaf.parent)
-        confidence.append(leaf.prob)
-    ids, hang, sure = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32)
-    return Draft(ids, hang, None, name, confidence=sure)
+        node, path_prob, depth = len(nodes), -negative, leaf.depth + 1
+        sources = _narrowed(leaf.sources, leaf.depth, leaf.token)
+        nodes.append((leaf.token, leaf.parent, leaf.prob))
+    return nodes
+
+
+def _narrowed(sources: list[Source], depth: int, token: int) -> list[Source]:
+    """The matches that a token follows, `depth` tokens on."""
+    return [([m for m in matches if len(m.ahead) > depth and m.ahead[depth] == token], strength) for matches, strength in sources]
+
+
+@cache
+def _nothing(name: str) -> Draft:
+    return Draft(np.zeros(0, np.int32), np.zeros(0, np.int32), None, name, confidence=np.zeros(0, np.float32))
 
 
 def wants_tree(level: LevelSpec) -> bool:

@@ -13,6 +13,7 @@ allowance gains in the meantime is tried where few are missed, early in a later 
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cpuspec.backends import Backend
 from cpuspec.metrics import elapsed_s, now_s
@@ -103,8 +104,7 @@ class Candidate:
         return self.num_unfed(seq) * self.costs.per_row if self.costs else 0.0
 
 
-@dataclass(frozen=True)
-class _Drafted:
+class _Drafted(NamedTuple):
     """A draft that is out: whose, the tokens its drafter expected, their number, and where it is a trial what each earns back."""
 
     candidate: Candidate
@@ -134,8 +134,7 @@ class PlannedDrafter:
     speedup: float | None
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A draft length with what it is expected to yield."""
 
     num_tokens: int
@@ -188,16 +187,19 @@ class Planner:
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The most promising draft for each sequence."""
         # A verifier that has scored all but a sequence's last token feeds this one and the draft, and nothing else.
-        known = all(self._scored.get(seq.id) == seq.mark() for seq in seqs)
+        known = [self._scored.get(seq.id) for seq in seqs] == [seq.mark() for seq in seqs]
         drafts, choices = self._best_of_texts(seqs, limits)
         for candidate in self.models:
             self._ask(candidate, seqs, limits, drafts, choices)
+        rows = 0
         for seq, draft, choice in zip(seqs, drafts, choices, strict=True):
             self._planned_s += choice.seconds
-            if not len(draft):
+            num_tokens = len(draft)
+            rows += num_tokens + 1
+            if not num_tokens:
                 self.num_plain_rounds += 1
                 self._drafted.pop(seq.id, None)
-        self._begun = (len(drafts) + sum(map(len, drafts)), now_s()) if known else None
+        self._begun = (rows, now_s()) if known else None
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
@@ -209,7 +211,7 @@ class Planner:
         self._scored[seq.id] = seq.mark()
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
         for text in self.texts:
-            text.proposer.accept(seq, verdict, tuple(layers[layer] for layer in text.proposer.hidden_layers))
+            text.proposer.accept(seq, verdict, tuple([layers[layer] for layer in text.proposer.hidden_layers]))
         draft = self._drafted.pop(seq.id, None)
         if draft is None:
             return
@@ -270,7 +272,7 @@ class Planner:
 
     def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice]]:
         drafts = [self._nothing] * len(seqs)
-        choices = [self.plain(len(seqs)) for _ in seqs]
+        choices = [self.plain(len(seqs))] * len(seqs)
         for candidate in self.texts:
             for i, draft in enumerate(candidate.proposer.propose(seqs, limits)):
                 if not len(draft):
@@ -295,16 +297,18 @@ class Planner:
         """
         if draft.confidence is None or draft.probs is not None:
             return Choice(len(draft), 1 + rate * len(draft), self._seconds(len(draft), num_seqs, row)), float(len(draft))
-        best, said = self.plain(num_seqs), 0.0
+        rate, said, said_of_best = min(rate, 1.0), 0.0, 0.0
         likely: list[float] = []
-        said_of_best = 0.0
+        of, plain_s = self.costs.of, self.costs.of(num_seqs)
+        num_tokens, tokens, seconds = 0, 1.0, plain_s / num_seqs
         for n, (parent, confidence) in enumerate(zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True), 1):
             likely.append(confidence * (likely[parent] if parent >= 0 else 1.0))
             said += likely[-1]
-            choice = Choice(n, 1 + min(rate, 1.0) * said, self._seconds(n, num_seqs, row))
-            if choice.tokens_per_s > best.tokens_per_s:
-                best, said_of_best = choice, said
-        return best, said_of_best
+            its_tokens = 1 + rate * said
+            its_seconds = (plain_s + row * (of(num_seqs * (n + 1)) - plain_s)) / num_seqs
+            if its_tokens / its_seconds > tokens / seconds:
+                num_tokens, tokens, seconds, said_of_best = n, its_tokens, its_seconds, said
+        return Choice(num_tokens, tokens, seconds), said_of_best
 
     def _ask(
         self, candidate: Candidate, seqs: list[Sequence], limits: list[int], drafts: list[Draft], choices: list[Choice]

@@ -36,7 +36,7 @@ class SuffixProposer:
         self.tree = tree
         self.max_past_tokens = max_past_tokens
         self._texts: dict[int, Text] = {}
-        self._past = Text(END)
+        self._past = Text()
 
     def begin(self, seq: Sequence) -> None:
         """Take in the prompt."""
@@ -49,8 +49,9 @@ class SuffixProposer:
         for seq, limit in zip(seqs, limits, strict=True):
             text, num_tokens = self._texts[seq.id], min(self.num_tokens, limit)
             text.follow(seq)
-            own = text.matches(text.latest, NUM_MATCHES, num_tokens)
-            past = self._past.matches(text.latest, NUM_MATCHES, num_tokens)
+            latest = text.latest
+            own = text.matches(latest, NUM_MATCHES, num_tokens)
+            past = self._past.matches(latest, NUM_MATCHES, num_tokens)
             sources = [(own, STRENGTH), (past, PAST_STRENGTH)]
             drafts.append(draft_likely(sources, num_tokens, self.min_prob, self.name, self.tree))
         return drafts
@@ -62,7 +63,7 @@ class SuffixProposer:
         """Remember the answer and forget the sequence."""
         if self._texts.pop(seq.id, None) is not None:
             self._past.extend([*seq.output, END])
-            self._past.forget(max(0, len(self._past.tokens) - self.max_past_tokens))
+            self._past.forget(max(0, len(self._past) - self.max_past_tokens))
 
 
 def make_suffix(level: LevelSpec) -> SuffixProposer:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from cpuspec.config import SamplingParams
 from cpuspec.sequence import Sequence
 from cpuspec.spec.draft import Draft
-from cpuspec.spec.lookup import END, MAX_MATCH, MAX_OCCURRENCES, Match, Source, Text, draft_likely, next_probs
+from cpuspec.spec.lookup import END, MAX_MATCH, MAX_OCCURRENCES, RUNS, Match, Source, Text, draft_likely, next_probs
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 NUM_AHEAD = 5
 
 
-def text_of(tokens: list[int], before: int = -2) -> Text:
-    text = Text(before)
+def text_of(tokens: list[int]) -> Text:
+    text = Text()
     text.extend(tokens)
     return text
 
@@ -69,7 +69,7 @@ def path_to(draft: Draft, node: int) -> list[int]:
 def some_sources(draw: st.DrawFn) -> list[Source]:
     own, past = draw(TOKENS), draw(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5))
     num_matches = draw(st.integers(1, 9))
-    remembered = text_of([token for answer in past for token in [*answer, END]], END)
+    remembered = text_of([token for answer in past for token in [*answer, END]])
     text = text_of(own)
     return [(t.matches(text.latest, num_matches, NUM_AHEAD), strength) for t, strength in ((text, 4.0), (remembered, 8.0))]
 
@@ -82,7 +82,7 @@ def test_matches_are_the_longest_and_latest_of_all_occurrences(
     text = text_of(own)
     assert text.matches(text.latest, num_matches, 4) == all_matches(own, own, 4)[:num_matches]
     answers = [token for answer in past for token in [*answer, END]]
-    remembered = text_of(answers, END)
+    remembered = text_of(answers)
     remembered.forget(min(num_forgotten, len(answers)))
     assert remembered.matches(text.latest, num_matches, 4) == all_matches(answers[num_forgotten:], own, 4)[:num_matches]
 
@@ -94,19 +94,37 @@ def test_a_text_that_was_rewound_and_extended_equals_a_fresh_one(prompt: list[in
     for num_back, new in rounds:
         text.follow(seq)
         seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
-        seq.extend(new * 3)  # long enough to outgrow the first array
+        seq.extend(new * 3)
     text.follow(seq)
     fresh = text_of(seq.tokens)
     assert text.tokens == seq.tokens
-    np.testing.assert_array_equal(text.latest, fresh.latest)
+    assert text.latest == fresh.latest
     assert text.matches(text.latest, 5, 4) == fresh.matches(fresh.latest, 5, 4)
 
 
-def test_only_the_most_recent_occurrences_of_the_last_token_are_looked_at() -> None:
-    start = [5, 6, 7, 8]  # the longest match of all, and the oldest
-    for num_others, length in ((MAX_OCCURRENCES - 1, 4), (MAX_OCCURRENCES, 1)):
-        text = text_of([*start, *[9, 8] * num_others, *start])
+@pytest.mark.parametrize("size", RUNS)
+def test_of_a_run_only_the_most_recent_occurrences_are_looked_at(size: int) -> None:
+    run = list(range(1, size + 1))
+    start = [0, *run]  # the longest match of all, and the oldest
+    # The last occurrence is the one that is looked for. A run of one token more is found by itself where that is looked up, too.
+    for num_others, length in ((MAX_OCCURRENCES - 2, size + 1), (MAX_OCCURRENCES, size if size + 1 not in RUNS else size + 1)):
+        text = text_of([*start, *[9, *run] * num_others, *start])
         assert text.matches(text.latest, 1, 1)[0].length == length
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), TOKENS), max_size=12))
+def test_what_is_forgotten_bit_by_bit_is_forgotten(changes: list[tuple[int, list[int]]]) -> None:
+    text, tokens = text_of([]), list[int]()
+    for num_forgotten, new in changes:
+        text.extend(new)
+        tokens += new
+        text.forget(min(num_forgotten, len(tokens)))
+        del tokens[:num_forgotten]
+        assert len(text) == len(tokens)
+        for latest in (new, tokens[-MAX_MATCH:]):
+            if latest:
+                assert text.matches(latest, 4, 3) == all_matches(tokens, latest, 3)[:4]
 
 
 @settings(max_examples=300, deadline=None)

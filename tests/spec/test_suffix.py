@@ -96,7 +96,7 @@ def test_more_of_an_answer_agreeing_means_a_longer_draft() -> None:
 
 def test_past_answers_stay_within_their_bound_and_the_oldest_go_first() -> None:
     proposer = remembering([[4, 5], *([[6, token] for token in range(10, 40)])], max_past_tokens=50)
-    assert len(proposer._past.tokens) == 50
+    assert len(proposer._past) == 50
     assert drafted(proposer, [4]) == []
     assert drafted(proposer, [6], limit=1) == [39]
     assert remembering([[4, 5]], max_past_tokens=0)._past.tokens == []
