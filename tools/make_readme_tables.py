@@ -108,6 +108,7 @@ def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
     figures = [(r["benchmark"], figure) for r in results.values() for figure in r.get("figures", ())]
     depths = sorted({int(figure.removeprefix("decode @ d")) for _, figure in figures if figure.startswith("decode @ d")})
     others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark not in ("peers", "kernels"))
+    steps = dict.fromkeys(arm for r in results.values() if r["benchmark"] == "overhead" for arm in r["us_per_step"])
     return [
         ("peers", "decoding, tokens/s", _own("decode")),
         ("peers", "decoding over llama.cpp on the same file", _over("decode", "llama.cpp")),
@@ -123,6 +124,7 @@ def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
         ("peers", "a forward over 2 / 4 / 8 / 16 rows over one row, all logits", _over_one_row(OWN)),
         ("peers", "the same, llama.cpp", _over_one_row("llama.cpp")),
         *(("peers", f"a forward over {rows} rows over the best of all peers", _over_best(f"{rows} rows")) for rows in (4, 8, 16)),
+        *(("overhead", f"a step besides the compiled forward, drafts {arm}", _overhead(arm)) for arm in steps),
         *((benchmark, figure, _every_engine(figure)) for benchmark, figure in others),
         ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
         ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
@@ -174,6 +176,11 @@ def _every_engine(figure: str) -> Cell:
         return "; ".join(text for text in (*own, *others) if text) or None
 
     return cell
+
+
+def _overhead(arm: str) -> Cell:
+    """Microseconds by the clock."""
+    return lambda result: _range(result["us_per_step"].get(arm, {}).get("time"), 0, unit=" us")
 
 
 def _best(arms: Mapping[str, Any]) -> str | None:

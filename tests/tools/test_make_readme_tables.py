@@ -114,6 +114,15 @@ def test_identity_and_certificates_tell_the_worst_of_all_ways():
     assert row(text, "drafts certified: the same greedy ids and distribution, and a lie seen") == "1 of 2: auto; ngram,skip:4"
 
 
+def test_what_a_step_takes_besides_its_forward_has_a_row_for_each_arm():
+    spread = {"median": 90.6, "min": 85.5, "max": 100.4}
+    older = result("overhead", us_per_step={"none, 1 threads": {"time": SPREAD}, "none, 2 threads": {"time": SPREAD}})
+    newer = result("overhead", date="2026-02-01T00:00:00+00:00", us_per_step={"none, 2 threads": {"time": spread}})
+    text = with_tables(README, {"b": newer, "a": older})
+    assert row(text, "a step besides the compiled forward, drafts none, 2 threads") == "91 us (86 to 100)"
+    assert row(text, "a step besides the compiled forward, drafts none, 1 threads") == "2 us (1 to 2)"
+
+
 def test_drafts_are_told_for_each_set_of_prompts_and_target():
     def arm(ratio):
         return {"over_plain": ratio, "over_plain_interval": [ratio - 0.25, ratio + 0.25]}
