@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from cpuspec.errors import ConfigError
@@ -165,6 +166,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the next token is the argmax of the processed logits."""
         return self.temperature == 0
+
+    @cached_property
+    def keeps_order(self) -> bool:
+        """Whether the processed logits are the raw logits, so that their argmax needs no history."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return not self.logit_bias and penalties == (1, 0, 0)
 
 
 def _real(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -128,30 +128,35 @@ class RequestStats:
 class RequestMeter:
     """Collects what `RequestStats` needs while a request runs. Its clock starts when it is made."""
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, reads: Sequence[tuple[int, int]]) -> None:
+        """reads: of the target, then of each draft model, the bytes of weights and of one token's keys and values."""
         self.num_cached_tokens = 0
+        self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_forwards = 0
-        self._decode_bytes = 0
+        self._reads = reads
         self._num_new_tokens: list[int] = []  # of each step
+        self._num_forwards: list[tuple[int, ...]] = []  # of each model, up to each step's end; first before the first step
         self._times_s: list[float] = []
-        self._levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)
         self._arrival_s = perf_counter()
 
-    def record_step(self, num_new_tokens: int, num_forwards: int, read_bytes: int) -> None:
-        """Count a step that has just committed tokens. read_bytes: weights, keys and values its forwards read."""
-        self._decode_bytes += read_bytes if self._times_s else 0
+    def begin(self, num_forwards: tuple[int, ...]) -> None:
+        """The first step begins. num_forwards: of each model, as `reads` has them, until now."""
+        self._num_forwards = [num_forwards]
+
+    def record_step(self, num_new_tokens: int, num_forwards: tuple[int, ...]) -> None:
+        """Count a step that has just committed tokens; what follows from that is computed when `stats` asks for it."""
         self._times_s.append(perf_counter())
         self._num_new_tokens.append(num_new_tokens)
-        self._num_forwards += num_forwards
-
-    def record_round(self, source: str, num_draft_tokens: int, num_accepted_tokens: int, num_positions: int) -> None:
-        """Count one verification of a draft by `source`, as `LevelCounters.record` does."""
-        self._levels[source].record(num_draft_tokens, num_accepted_tokens, num_positions)
+        self._num_forwards.append(num_forwards)
 
     def stats(self) -> RequestStats:
         """The figures so far."""
         times, counts = np.array(self._times_s), np.array(self._num_new_tokens, np.int64)
+        num_models = len(self._reads)
+        num_forwards = np.diff(np.array(self._num_forwards, np.int64).reshape(-1, num_models), axis=0)  # [steps, models]
+        weights, per_token = np.array(self._reads, np.int64).reshape(num_models, 2).T
+        lengths = self._num_prompt_tokens + np.cumsum(counts)  # after each step
+        read_bytes = (num_forwards * (weights + np.outer(lengths, per_token)))[1:].sum()  # the first step is the prompt's
         num_decoded = int(counts[1:].sum())
         decode_s = float(times[-1] - times[0]) if num_decoded else None
         gaps = np.diff(times)
@@ -162,16 +167,16 @@ class RequestMeter:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_new_tokens=int(counts.sum()),
-            num_forwards=self._num_forwards,
+            num_forwards=int(num_forwards[:, 0].sum()),
             num_forwards_saved=int(counts.sum()) - len(counts),
             ttft_s=float(times[0] - self._arrival_s) if len(times) else None,
             decode_s=decode_s,
             tpot_s=decode_s / num_decoded if decode_s else None,
             tokens_per_s=num_decoded / decode_s if decode_s else None,
-            gb_per_s=self._decode_bytes / decode_s / 1e9 if decode_s else None,
+            gb_per_s=float(read_bytes) / decode_s / 1e9 if decode_s else None,
             itl_s=_percentiles(between_tokens),
             step_s=_percentiles(gaps),
-            levels={name: level for name, level in self._levels.items() if level.num_drafts},
+            levels={name: level for name, level in self.levels.items() if level.num_drafts},
         )
 
 

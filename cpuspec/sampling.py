@@ -95,13 +95,6 @@ class TokenHistory:
         return np.concatenate([self._prompt_ids, ids]), ids, counts
 
 
-def keeps_order(params: SamplingParams) -> bool:
-    """Whether the processed logits are the raw logits, so that their argmax needs no history."""
-    return (
-        not params.logit_bias and params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0
-    )
-
-
 def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> NDArray[Any]:
     """Logits [V] after bias and penalties: in float64, or as they are where nothing changes them.
 
@@ -111,7 +104,7 @@ def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead:
     """
     if not np.isfinite(logits.max()):
         raise _not_finite(logits)
-    if keeps_order(params):
+    if params.keeps_order:
         return logits
     x, bias = logits.astype(np.float64), params.logit_bias
     x[np.fromiter(bias.keys(), np.int64, len(bias))] += np.fromiter(bias.values(), np.float64, len(bias))

@@ -31,16 +31,17 @@ class Sequence:
     params: SamplingParams
     seed: int
     rng: np.random.Generator
-    history: TokenHistory
     finish_reason: str | None = None  # "stop", "length", "aborted"
     rewinds: list[int] = field(default_factory=list)  # the lengths that were rewound to
+    _history: TokenHistory | None = None
+    _num_counted: int = 0  # of the tokens, in the history
 
     @staticmethod
     def new(id: int, prompt: Tokens[int], params: SamplingParams) -> "Sequence":
         """A sequence that holds the prompt and has generated nothing."""
         tokens = [int(t) for t in prompt]
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed), TokenHistory(tokens))
+        return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed))
 
     @property
     def output(self) -> list[int]:
@@ -53,6 +54,15 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def history(self) -> TokenHistory:
+        """What penalties count. Brought up to date when asked for: most requests have no penalties."""
+        if self._history is None:
+            self._history, self._num_counted = TokenHistory(self.tokens[: self.num_prompt_tokens]), self.num_prompt_tokens
+        self._history.extend(self.tokens[self._num_counted :])
+        self._num_counted = len(self.tokens)
+        return self._history
+
+    @property
     def num_wanted(self) -> int:
         """How many tokens the request may still generate."""
         return self.params.max_tokens - self.num_output_tokens
@@ -60,13 +70,14 @@ class Sequence:
     def extend(self, tokens: Tokens[int]) -> None:
         """Commit generated tokens."""
         self.tokens.extend(tokens)
-        self.history.extend(tokens)
 
     def rewind(self, length: int) -> None:
         """Take generated tokens back, so that `length` tokens remain. Random numbers that were drawn stay drawn."""
         assert self.num_prompt_tokens <= length <= len(self.tokens), "a rewind takes back generated tokens only"
         self.rewinds.append(length)
-        self.history.retract(self.tokens[length:])
+        if self._history and length < self._num_counted:
+            self._history.retract(self.tokens[length : self._num_counted])
+            self._num_counted = length
         del self.tokens[length:]
 
     def mark(self) -> Mark:
@@ -75,7 +86,9 @@ class Sequence:
 
     def unchanged(self, since: Mark) -> int:
         """How many leading tokens are still those of an earlier state, whatever was committed since. Looks at no token."""
-        return min([since.length, *self.rewinds[since.num_rewinds :]])
+        if len(self.rewinds) == since.num_rewinds:
+            return since.length
+        return min(since.length, *self.rewinds[since.num_rewinds :])
 
     def finish(self, num_output_tokens: int, reason: str) -> None:
         """End the sequence after that many output tokens; a round may have committed more."""

@@ -100,6 +100,7 @@ class Tokenizer:
         self._control = {token.text: token for token in parts.control if token.text}
         self._control_pattern = _any_of(self._control)
         self._control_marks = {char for char in "".join(self._control) if not char.isalnum() and not char.isspace()}
+        self._whole: dict[int, str] = {}  # text of the tokens met so far that are text and whole characters
 
     @property
     def has_chat_template(self) -> bool:
@@ -312,22 +313,30 @@ class StreamDecoder:
         self._skip_special = skip_special
         self._strip = strips_first_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between_characters = not strips_first_space  # and nothing is to be stripped
 
     def push(self, token_id: int) -> str:
         """The text that is complete with this token; "" while a character is still missing bytes, or for a skipped token."""
         tokenizer = self._tokenizer
+        if self._between_characters and (whole := tokenizer._whole.get(token_id)) is not None:
+            return whole
         if tokenizer.is_special(token_id):
             text = tokenizer._text(token_id)
             data = b"" if self._skip_special or text is None else text.encode()
         else:
             data = tokenizer.token_bytes(token_id)
+            with contextlib.suppress(UnicodeDecodeError):
+                tokenizer._whole[token_id] = data.decode()
         if self._strip and data:
             data = data.removeprefix(b" ")
             self._strip = False
-        return self._utf8.decode(data)
+        shown = self._utf8.decode(data)
+        self._between_characters = not self._strip and not self._utf8.getstate()[0]
+        return shown
 
     def finish(self) -> str:
         """What an unfinished character at the end becomes. The decoder is as new afterwards, in the middle of a text."""
+        self._between_characters = not self._strip
         return self._utf8.decode(b"", final=True)
 
 

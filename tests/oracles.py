@@ -66,7 +66,7 @@ class ToyBackend:
                 rows[index] = token, (int(hashed) * 31 + token * 7 + int(batch.positions[t]) * 13 + 3) % 1_000_003
                 logits[t] = self._recent[(token * 11 + int(before)) % 53] + self._whole[rows[index, 1] % 97]
                 hidden[t] = token, batch.positions[t], rows[index, 1] % 997, 0
-        cache.lengths[batch.slots] += np.diff(batch.q_start)
+        cache.advance(batch)
         scored = logits if batch.logit_rows is None else logits[batch.logit_rows]
         return ForwardOutput(scored, tuple(hidden + np.float32(layer) for layer in batch.hidden_layers))
 

@@ -41,23 +41,26 @@ def test_counters_and_shares_follow_their_definitions(cycles: list[tuple[int, in
 def test_latencies_and_rates_are_of_the_steps_times(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 12.0, 13.0, 13.5])  # arrival, then three steps
     monkeypatch.setattr(metrics, "perf_counter", lambda: next(times))
-    meter = RequestMeter(7)
-    for num_new_tokens in (1, 3, 2):
-        meter.record_step(num_new_tokens, num_forwards=2, read_bytes=3 * 10**9)
+    meter = RequestMeter(7, [(10**9, 10**6), (5 * 10**8, 0)])  # a target and a draft model
+    meter.begin((10, 20))
+    for num_new_tokens, num_forwards in ((1, (13, 20)), (3, (14, 22)), (2, (15, 22))):
+        meter.record_step(num_new_tokens, num_forwards)
     stats = meter.stats()
-    assert (stats.num_prompt_tokens, stats.num_new_tokens, stats.num_forwards) == (7, 6, 6)
+    assert (stats.num_prompt_tokens, stats.num_new_tokens, stats.num_forwards) == (7, 6, 5)
     assert (stats.ttft_s, stats.decode_s, stats.tpot_s) == (2.0, 1.5, 1.5 / 5)
     assert stats.tokens_per_s == pytest.approx(5 / 1.5)
-    assert stats.gb_per_s == pytest.approx(6 / 1.5)  # the first step is the prompt's
+    # The first step is the prompt's; the second leaves 7 + 4 tokens and takes two drafting forwards, the third 7 + 6 and none.
+    assert stats.gb_per_s == pytest.approx((1 + 0.011 + 2 * 0.5 + 1 + 0.013) / 1.5)
     assert stats.itl_s == {f"p{q}": np.percentile([1.0, 0, 0, 0.5, 0], q) for q in (50, 95, 99)}
     assert stats.step_s == {f"p{q}": np.percentile([1.0, 0.5], q) for q in (50, 95, 99)}
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_figures_that_do_not_exist_are_none(num_steps: int) -> None:
-    meter = RequestMeter(1)
-    for _ in range(num_steps):
-        meter.record_step(1, 1, 1)
+    meter = RequestMeter(1, [(1, 1)])
+    for step in range(num_steps):
+        meter.begin((0,))
+        meter.record_step(1, (step + 1,))
     stats = meter.stats()
     assert (stats.decode_s, stats.tpot_s, stats.tokens_per_s, stats.gb_per_s) == (None,) * 4
     assert (stats.ttft_s is None) == (num_steps == 0)

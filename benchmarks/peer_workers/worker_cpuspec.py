@@ -26,7 +26,7 @@ class _Cpuspec:
         chunks = [tokens[start : start + size] for start in range(0, len(tokens), size)]
         outputs = []
         for number, chunk in enumerate(chunks, 1):
-            held = int(self._cache.lengths[0])
+            held = self._cache.lengths[0]
             last = [len(chunk) - 1] if number == len(chunks) else []
             batch = ForwardBatch(
                 tokens=np.array(chunk, np.int32),

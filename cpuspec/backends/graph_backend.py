@@ -86,7 +86,7 @@ class GraphBackend:
             for rows, output in zip(hidden.values(), outputs[1:], strict=True):
                 rows[start:end] = output
         # Only now, so that a run that failed has changed nothing.
-        cache.lengths[batch.slots] += np.diff(batch.q_start)
+        cache.advance(batch)
         return ForwardOutput(logits, tuple(hidden[layer] for layer in batch.hidden_layers))
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class GraphBackend:
     ) -> Sequence[F32]:
         """The rows of one sequence: their keys and values go behind the slot's, and logits and hidden states come back."""
         start, end = batch.q_start[sequence : sequence + 2].tolist()
-        held, rows = int(cache.lengths[slot]), end - start
+        held, rows = cache.lengths[slot], end - start
         storage: _Storage = cache.storage(slot)
         storage.provide(held, held + rows)
         past = storage.arrays[0].shape[1]

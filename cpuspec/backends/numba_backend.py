@@ -60,7 +60,8 @@ class NumbaBackend:
         self.threads: int = share.threads if share else engine.threads or usable_cores()
         self._embed = checkpoint.tensors["embed"]
         self._decoder = embed.row_decoder(self._embed.format.name)
-        self._logit_stride = 4 * _round_up(c.vocab_size, TILE)
+        self._num_logits = _round_up(c.vocab_size, TILE)  # of a row, padded
+        self._logit_stride = 4 * self._num_logits
         tensors = dict(checkpoint.tensors)
         if c.tied_embeddings:
             tensors["output"] = self._embed
@@ -88,13 +89,14 @@ class NumbaBackend:
         self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
         self._placed = np.empty((4, rows), np.int64)
         self._peaks, self._picked = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32), np.empty(linear.ROWS, np.int32)
+        self._picks = memoryview(self._picked)  # whose numbers are read in less time than an array's
         self._paths = np.empty(0, np.int64)
         self._kv_format = get_kv_format(engine.kv_format)
         self._record_bytes = attention.record_bytes(self._kv_format.name, c.head_dim)
         self._records_at = attention.records_offset(self._kv_format.name, c.head_dim)
         queries = attention.QUERIES + max(step.BLOCK_QUERIES, c.num_heads // c.num_kv_heads)
         self._scratch = aligned_bytes((self.threads, self._records_at + queries * self._record_bytes))
-        self._records, self._num_records = aligned_bytes((0,)), 0
+        self._records = aligned_bytes((0,))
         self._blocks = np.empty((rows, step.BLOCK_COLUMNS), np.int64)
         self._walked = np.zeros((rows, c.num_kv_heads), np.int64)
         self._program = step.Program(self._write_program(), self.threads)
@@ -105,6 +107,7 @@ class NumbaBackend:
         state[step.BLOCKS], state[step.WALKED] = _at(self._blocks), _at(self._walked)
         state[step.SCRATCH], state[step.SCRATCH_BYTES] = _at(self._scratch), self._scratch.strides[0]
         self._rotations: tuple[F32, F32] = rope_table(c, np.arange(0))
+        self._num_rotations = 0
         self._provide_rotations(255)
         self._team: step.Team = share._team if share else step.Team(self.threads)
         self._owns_team = share is None
@@ -134,36 +137,43 @@ class NumbaBackend:
         num_rows = len(tokens)
         if parents:
             self._provide_paths(num_rows)
-        self._provide_rotations(max(positions))
+        if (last := max(positions)) >= self._num_rotations:
+            self._provide_rotations(last)
         if self._decoder is None:
             self._x[:num_rows, : c.hidden_size] = self._embed.rows(batch.tokens)
             self._x[:num_rows, c.hidden_size :] = 0
         num_logits = num_rows if logit_rows is None else len(logit_rows)
-        logits = np.empty((num_logits, self._logit_stride // 4), np.float32)
+        logits = np.empty((num_logits, self._num_logits), np.float32)
         kept: NDArray[np.int64] | None = None
         hidden: dict[int, F32] = {}
         if batch.hidden_layers:
             kept = np.zeros(c.num_layers, np.int64)
             hidden = {layer: np.empty((num_rows, c.hidden_size), np.float32) for layer in batch.hidden_layers}
             kept[list(hidden)] = [_at(array) for array in hidden.values()]
-        storages = [cache.storage(slot) for slot in slots]
-        num_records = self._program.enter(
+        lengths, addresses, head_bytes = [], [], 0
+        for slot in slots:
+            _, address, head_bytes = cache.storage(slot)
+            lengths.append(cache.lengths[slot])
+            addresses.append(address)
+        self._program.enter(
             tokens,
             positions,
             parents or [],
             range(num_rows) if logit_rows is None else logit_rows,
             q_start,
-            slots,
-            [storage.address for storage in storages],
-            storages[0].head_bytes,
-            cache.lengths,
+            lengths,
+            addresses,
+            head_bytes,
             kept,
             logits,
         )
-        self._provide_records(num_records)
-        self._team.run(self._program)
-        best = self._picked.tolist()[:num_logits] if num_logits <= linear.ROWS else None
-        return ForwardOutput(logits[:, : c.vocab_size], tuple(hidden[layer] for layer in batch.hidden_layers), best)
+        while num_records := self._team.run(self._program):
+            self._provide_records(num_records)
+        cache.advance(batch)
+        best = [self._picks[i] for i in range(num_logits)] if num_logits <= linear.ROWS else None
+        if self._num_logits > c.vocab_size:
+            logits = logits[:, : c.vocab_size]
+        return ForwardOutput(logits, tuple([hidden[layer] for layer in batch.hidden_layers]), best)
 
     def close(self) -> None:
         """End the threads, if they are this backend's own."""
@@ -178,10 +188,8 @@ class NumbaBackend:
 
     def _provide_records(self, number: int) -> None:
         """Room for the records of attention that several threads make."""
-        if number > self._num_records:
-            self._num_records = 2 * number
-            self._records = aligned_bytes((self._num_records * self._record_bytes,))
-            self._program.state[step.RECORDS] = _at(self._records)
+        self._records = aligned_bytes((2 * number * self._record_bytes,))
+        self._program.state[step.RECORDS], self._program.state[step.MOST_RECORDS] = _at(self._records), 2 * number
 
     def _provide_paths(self, rows: int) -> None:
         """Room for the paths of tree rows: what is left of the prefix after whole vectors, and up to all rows."""
@@ -192,9 +200,9 @@ class NumbaBackend:
 
     def _provide_rotations(self, last: int) -> None:
         """Cosines and sines of positions up to `last`, in a table that grows by doubling."""
-        if last >= len(self._rotations[0]):
-            cosines, sines = self._rotations = rope_table(self.config, np.arange(2 * last))
-            self._program.state[step.COSINES], self._program.state[step.SINES] = _at(cosines), _at(sines)
+        self._num_rotations = 2 * last
+        cosines, sines = self._rotations = rope_table(self.config, np.arange(self._num_rotations))
+        self._program.state[step.COSINES], self._program.state[step.SINES] = _at(cosines), _at(sines)
 
     def _write_program(self) -> NDArray[np.int64]:
         """The operations of one forward, in order."""

@@ -104,7 +104,7 @@ class NumpyBackend:
                 hidden[i] = x.astype(np.float32)
         rows = x if batch.logit_rows is None else x[batch.logit_rows]
         logits = self._linear(self._norm(rows, "norm"), "output")
-        cache.lengths[batch.slots] += np.diff(batch.q_start)
+        cache.advance(batch)
         return ForwardOutput(logits.astype(np.float32, copy=False), tuple(hidden[i] for i in batch.hidden_layers))
 
     def close(self) -> None:

@@ -157,7 +157,7 @@ class TorchBackend:
             else:
                 logits, best, *hidden = run([each.to(self.device) for each in step.tensors])
         output = ForwardOutput(logits.cpu().numpy(), tuple(layer.cpu().numpy() for layer in hidden), best.tolist())
-        cache.lengths[batch.slots] += np.diff(batch.q_start)
+        cache.advance(batch)
         return output
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class TorchBackend:
 
     def _part(self, batch: ForwardBatch, b: int, cache: KVCache, for_recording: bool) -> _Part:
         slot, rows = int(batch.slots[b]), slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
-        storage, prefix = cache.storage(slot), int(cache.lengths[slot])
+        storage, prefix = cache.storage(slot), cache.lengths[slot]
         end = prefix + rows.stop - rows.start
         if storage.provide(end) and self._recorder:
             self._recorder.clear()

@@ -6,10 +6,11 @@ The engine never learns how drafts are made or how a backend computes. Single-th
 from collections import defaultdict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from cpuspec.config import SamplingParams
-from cpuspec.engine.scheduler import Scheduler, draft_limit
+from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
@@ -35,19 +36,21 @@ class Output(NamedTuple):
     stats: RequestStats | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Request:
     seq: Sequence
     text: StopText
     meter: RequestMeter
     end_ids: frozenset[int]
+    max_length: int  # tokens, prompt included, that it may have
+    max_draft_tokens: int
 
 
 class Engine:
     """Runs requests over one target context with one proposer."""
 
     def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer) -> None:
-        self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)  # totals over all requests, by proposer
+        self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)  # totals over all ended requests, by proposer
         self._context = context
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in levels_of(proposer))]
@@ -73,7 +76,11 @@ class Engine:
         seq = Sequence.new(request_id, prompt, params)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(), params.stop)
-        self._requests[request_id] = _Request(seq, text, RequestMeter(len(seq.tokens)), end_ids)
+        meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
+        # More than the context holds would be cut to what the context's end allows anyway.
+        max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
+        max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
+        self._requests[request_id] = _Request(seq, text, meter, end_ids, max_length, max_drafted)
         self._scheduler.add(seq)
         return request_id
 
@@ -111,64 +118,74 @@ class Engine:
         self._ready += [output for request_id in list(self._requests) if (output := self.abort(request_id))]
 
     def _step(self) -> None:
-        for seq in self._scheduler.admit(self._context.num_free_slots):
-            self._requests[seq.id].meter.num_cached_tokens = self._context.acquire(seq)
-            self._proposer.begin(seq)
-        seqs = list(self._scheduler.running)
+        if self._scheduler.waiting:
+            self._admit()
+        seqs, requests, limits = list(self._scheduler.running), [], []
         if not seqs:
             return
-        before = [context.num_forwards for context in self._contexts]
-        limits = [draft_limit(seq, self._context.capacity, len(self._contexts) > 1) for seq in seqs]
+        for seq in seqs:
+            request = self._requests[seq.id]
+            requests.append(request)
+            # Draft models would read the prompt while the first token waits, so that one comes without a draft.
+            waits = len(self._contexts) > 1 and len(seq.tokens) == seq.num_prompt_tokens
+            # With the bonus token, what is drafted must not exceed what the request may have.
+            limits.append(0 if waits else min(request.max_length - len(seq.tokens) - 1, request.max_draft_tokens))
         rounds = speculate(self._context, self._proposer, seqs, limits)
-        num_forwards = [context.num_forwards - number for context, number in zip(self._contexts, before, strict=True)]
-        for seq, done in zip(seqs, rounds, strict=True):
-            self._ready.append(self._commit(self._requests[seq.id], done, num_forwards))
+        num_forwards = self._num_forwards()
+        for request, done in zip(requests, rounds, strict=True):
+            self._ready.append(self._commit(request, done, num_forwards))
 
-    def _commit(self, request: _Request, done: Round, num_forwards: list[int]) -> Output:
+    def _admit(self) -> None:
+        """Begin waiting requests, as many as there are free slots."""
+        for seq in self._scheduler.admit(self._context.num_free_slots):
+            meter = self._requests[seq.id].meter
+            meter.num_cached_tokens = self._context.acquire(seq)
+            self._proposer.begin(seq)
+            meter.begin(self._num_forwards())
+
+    def _num_forwards(self) -> tuple[int, ...]:
+        """Of each model so far, the target's first."""
+        return tuple(map(attrgetter("num_forwards"), self._contexts))
+
+    def _commit(self, request: _Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
-        seq, params, text = request.seq, request.seq.params, ""
-        new = done.verdict.tokens
-        before = seq.num_output_tokens - len(new)
-        num_taken, reason = 0, None
-        while num_taken < len(new) and reason is None:
-            token = new[num_taken]
+        seq, new, text, reason, num_taken = request.seq, done.verdict.tokens, "", None, 0
+        before = len(seq.tokens) - len(new)
+        for token in new:
             num_taken += 1
             if token in request.end_ids:
                 reason = "stop"
-            else:
-                text += request.text.push(token)
-                num_tokens = seq.num_prompt_tokens + before + num_taken
-                if request.text.stopped:
-                    reason = "stop"
-                elif before + num_taken == params.max_tokens or num_tokens == self._context.capacity:
-                    reason = "length"
-        chosen = []
-        if params.logprobs is not None:
-            chosen = [logprobs(done.output.logits[i], new[i], params.logprobs) for i in range(num_taken)]
-        self._count(request, done, num_taken, num_forwards)
+                break
+            text += request.text.push(token)
+            if request.text.stopped:
+                reason = "stop"
+                break
+            if before + num_taken == request.max_length:
+                reason = "length"
+                break
+        chosen: list[TokenLogprobs] = []
+        if seq.params.logprobs is not None:
+            chosen = [logprobs(done.output.logits[i], new[i], seq.params.logprobs) for i in range(num_taken)]
+        meter = request.meter
+        meter.record_step(num_taken, num_forwards)
+        for source, num_drafted, num_accepted, num_positions in done.cycles:
+            meter.levels[source].record(num_drafted, num_accepted, num_positions)
         if reason is None:
             return Output(seq.id, text, new, chosen)
         if not request.text.stopped:
             text += request.text.finish()
             reason = "stop" if request.text.stopped else reason
-        seq.finish(before + num_taken, reason)
+        seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats())
-
-    def _count(self, request: _Request, done: Round, num_taken: int, num_forwards: list[int]) -> None:
-        """Count a step. num_forwards: of the target, then of each draft model."""
-        contexts = zip(num_forwards, self._contexts, strict=True)
-        read_bytes = sum(number * context.read_bytes(request.seq) for number, context in contexts)
-        request.meter.record_step(num_taken, num_forwards[0], read_bytes)
-        for source, *counts in done.cycles:
-            request.meter.record_round(source, *counts)
-            self.levels[source].record(*counts)
+        return Output(seq.id, text, new[:num_taken], chosen, reason, meter.stats())
 
     def _remove(self, request: _Request) -> None:
         self._scheduler.remove(request.seq)
         self._proposer.end(request.seq)
         self._context.release(request.seq)
-        self._requests.pop(request.seq.id, None)
+        if self._requests.pop(request.seq.id, None):
+            for source, counters in request.meter.levels.items():
+                self.levels[source] += counters
 
     def _check(self, prompt: Tokens[int], params: SamplingParams) -> None:
         vocab_size = self._context.backend.config.vocab_size

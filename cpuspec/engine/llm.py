@@ -239,12 +239,13 @@ class LLM:
 
     def _outputs(self, request_id: int) -> Iterator[Output]:
         """The outputs of one request, running the engine as far as they need; what others gain meanwhile waits for them."""
+        inbox = self._inboxes[request_id]
         while True:
-            while not self._inboxes[request_id]:
+            while not inbox:
                 self._run()
-                if not (self._inboxes[request_id] or self._engine.has_work):
+                if not (inbox or self._engine.has_work):
                     raise CpuspecError("the end of this answer was lost when another call was interrupted; ask again")
-            output = self._inboxes[request_id].pop(0)
+            output = inbox.pop(0)
             yield output
             if output.finish_reason is not None:
                 return

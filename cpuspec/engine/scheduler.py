@@ -26,15 +26,3 @@ class Scheduler:
         """Forget a sequence, waiting or running."""
         self.running = [other for other in self.running if other is not seq]
         self.waiting = deque(other for other in self.waiting if other is not seq)
-
-
-def draft_limit(seq: Sequence, capacity: int, by_models: bool) -> int:
-    """How many tokens may be drafted, so that with the bonus token they exceed neither the context nor what the request allows.
-
-    by_models: whether models draft. They would read the prompt while the first token waits, so that one comes without a draft.
-    """
-    if by_models and not seq.num_output_tokens:
-        return 0
-    params = seq.params
-    room = min(capacity - len(seq.tokens), params.max_tokens - seq.num_output_tokens) - 1
-    return max(0, room if params.max_draft_tokens is None else min(room, params.max_draft_tokens))

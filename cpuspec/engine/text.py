@@ -26,7 +26,8 @@ class StopText:
 
     def push(self, token: int) -> str:
         """Text that became safe to show with this token; sets `stopped` where a stop string is complete."""
-        return self._release(self._decoder.push(token))
+        piece = self._decoder.push(token)
+        return self._release(piece) if self._stop else piece
 
     def finish(self) -> str:
         """What was held back, at the end of a sequence that no stop string ended."""

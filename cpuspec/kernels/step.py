@@ -26,6 +26,7 @@ from cpuspec.kernels.pointwise import prepare_row, rotate_head, rows_of_block
 from cpuspec.kernels.products import ORDERS, ROWS
 from cpuspec.kernels.team import (
     COUNTERS,
+    JOB,
     NUM_OPERATIONS,
     OPERATIONS,
     PARKED,
@@ -45,13 +46,9 @@ EMBED, PREPARE, LINEAR, ROTATE, ATTEND, KEEP, FINISH = range(7)
     NUM_ROWS,
     NUM_LOGIT_ROWS,
     NUM_PICKED,  # rows of logits whose largest is looked for: all of a few, or none
-    NUM_SEQUENCES,
     TOKENS,  # int64 [rows]
     POSITIONS,  # int64 [rows]
     LOGIT_ROWS,  # int64 rows to project
-    Q_START,  # int64 [sequences + 1]
-    SLOTS,  # int64 [sequences]
-    LENGTHS,  # int32 [slots]: how many tokens each cache slot holds; grows by the rows
     LOGITS,  # where the logits go
     KEPT,  # for each layer, where its output rows go, or 0; 0 where no layer is kept
     STORAGE,  # int64 address of each row's cache slot; here `enter` writes rows
@@ -72,14 +69,15 @@ EMBED, PREPARE, LINEAR, ROTATE, ATTEND, KEEP, FINISH = range(7)
     NUM_BLOCKS,
     NUM_ITEMS,  # of all blocks
     RECORDS,  # of chunks that several threads walk over
+    MOST_RECORDS,  # that have room there
     WALKED,  # int64 [blocks, kv heads], zeros: how many spans of a block's chunks are done
     PEAKS,  # f32 [ROWS, threads * CHUNKS]: the largest logit of each chunk of tiles
     PICKED,  # int32 [ROWS]: the lowest id of a row's largest logit; -1 where that is no finite number
     STATE_LENGTH,
-) = range(34)
+) = range(31)
 
 # What `Program.enter` passes on begins with these int64; of arrays it has the addresses of their objects.
-C_ROWS, C_LOGIT_ROWS, C_PARENTS, C_SEQUENCES, C_HEAD_BYTES, C_LENGTHS, C_LOGITS, C_KEPT, CALL_LENGTH = range(9)
+C_ROWS, C_LOGIT_ROWS, C_PARENTS, C_SEQUENCES, C_HEAD_BYTES, C_LOGITS, C_KEPT, CALL_LENGTH = range(8)
 
 # Operands, by operation. Column 0 is the operation. "_BITS" hold an f32 in their low half.
 E_DECODER, E_DATA, E_ROW_BYTES, E_BLOCKS, E_FEATURES, E_OUT, E_STRIDE = range(1, 8)
@@ -129,25 +127,26 @@ def _take(counter, items, chunk):
     return min(simd.fetch_add(counter, chunk), items)
 
 
+@compiled
 def _enter(state_address, numbers):
-    """`Program.enter`, with the numbers that it passes on."""
+    """Write into the state block what the numbers that `Program.enter` notes say. Returns how many records that takes."""
     state = carray(simd.words(state_address), STATE_LENGTH)
     call = carray(simd.words(numbers), CALL_LENGTH)
     num_rows, num_logit_rows, num_parents, num_slots = call[C_ROWS], call[C_LOGIT_ROWS], call[C_PARENTS], call[C_SEQUENCES]
-    state[NUM_ROWS], state[NUM_LOGIT_ROWS], state[NUM_SEQUENCES] = num_rows, num_logit_rows, num_slots
+    state[NUM_ROWS], state[NUM_LOGIT_ROWS] = num_rows, num_logit_rows
     state[NUM_PICKED] = num_logit_rows if num_logit_rows <= ROWS else 0
-    state[HEAD_BYTES], state[LENGTHS], state[LOGITS] = call[C_HEAD_BYTES], _data(call[C_LENGTHS]), _data(call[C_LOGITS])
+    state[HEAD_BYTES], state[LOGITS] = call[C_HEAD_BYTES], _data(call[C_LOGITS])
     state[KEPT] = _data(call[C_KEPT]) if call[C_KEPT] != 0 else 0
     state[TOKENS] = numbers + 8 * CALL_LENGTH
     state[POSITIONS] = state[TOKENS] + 8 * num_rows
     state[LOGIT_ROWS] = state[POSITIONS] + 8 * num_rows
-    state[SLOTS] = state[LOGIT_ROWS] + 8 * num_logit_rows
-    storage = state[SLOTS] + 8 * num_slots
-    state[Q_START] = storage + 8 * num_slots
-    parents = state[Q_START] + 8 * (num_slots + 1)
+    lengths = state[LOGIT_ROWS] + 8 * num_logit_rows
+    storage = lengths + 8 * num_slots
+    starts = storage + 8 * num_slots
+    parents = starts + 8 * (num_slots + 1)
     for b in range(num_slots):
-        start, end = simd.peek_i64(state[Q_START] + 8 * b), simd.peek_i64(state[Q_START] + 8 * b + 8)
-        prefix = simd.peek_i32(state[LENGTHS] + 4 * simd.peek_i64(state[SLOTS] + 8 * b))
+        start, end = simd.peek_i64(starts + 8 * b), simd.peek_i64(starts + 8 * b + 8)
+        prefix = simd.peek_i64(lengths + 8 * b)
         for row in range(start, end):
             depth = row - start + 1
             if num_parents > 0:
@@ -374,7 +373,7 @@ def _peak(logits, first, end, vocab):
 
 @compiled
 def _finish(op, state, threads):
-    """Pick the lowest id of each row's largest logit; count the rows to what the cache holds."""
+    """Pick the lowest id of each row's largest logit."""
     tiles = op[F_TILES]
     for row in range(state[NUM_PICKED]):
         peaks, peak, first = _peaks(state, row, threads), _LOWEST, 0
@@ -390,10 +389,6 @@ def _finish(op, state, threads):
         if not simd.is_nan(peak - peak):  # finite
             id = _find(state[LOGITS] + row * op[F_STRIDE], first, peak)
         simd.poke_i32(state[PICKED] + 4 * row, simd.int32(id))
-    for b in range(state[NUM_SEQUENCES]):
-        start, end = simd.peek_i64(state[Q_START] + 8 * b), simd.peek_i64(state[Q_START] + 8 * b + 8)
-        length = state[LENGTHS] + 4 * simd.peek_i64(state[SLOTS] + 8 * b)
-        simd.poke_i32(length, simd.int32(simd.peek_i32(length) + end - start))
 
 
 @compiled
@@ -560,8 +555,15 @@ def _run(control, threads, thread):
         barrier(control, threads, thread)
 
 
-def _lead(control, job, threads, run):
-    """Publish a forward and run the caller's part of it; returns how many workers sleep, and if any has only published."""
+def _lead(control, job, threads, run, numbers):
+    """Enter a forward, publish it and run the caller's part of it.
+
+    Returns how many workers sleep, and if any has only published. A negative number: so many records must have room before.
+    """
+    state_address = simd.peek_i64(job + STATE - JOB)
+    state, records = carray(simd.words(state_address), STATE_LENGTH), _enter(state_address, numbers)
+    if records > state[MOST_RECORDS]:
+        return -records
     asleep = publish(control, job, threads)
     if asleep == 0:
         simd.call_3(run, control, threads, 0)
@@ -580,9 +582,8 @@ def _work(control, threads, thread, seen, run):
 
 # By name: the Python function, its number of arguments, whether it returns something.
 _ENTRIES = {
-    "enter": (_enter, 2, True),
     "run": (_run, 3, False),
-    "lead": (_lead, 4, True),
+    "lead": (_lead, 5, True),
     "work": (_work, 5, True),
     "publish": (publish.py_func, 3, True),
 }
@@ -610,32 +611,31 @@ class Program:
         self.state = np.zeros(STATE_LENGTH, np.int64)
         self.operations = np.ascontiguousarray(operations, np.int64)
         self.counters = aligned_bytes((8 * threads * len(operations),))
-        self._state_address, self._enter = self.state.ctypes.data, _function("enter")
         # As `team.publish` takes them.
-        self._job = np.array([self.operations.ctypes.data, len(operations), self._state_address, self.counters.ctypes.data])
+        addresses = [self.operations.ctypes.data, len(operations), self.state.ctypes.data, self.counters.ctypes.data]
+        self._job = np.array(addresses)
         self.job: int = self._job.ctypes.data
         self._numbers = array("q")
+        self.numbers = 0  # the address of what `enter` notes
 
     def enter(
         self, tokens: list[int], positions: list[int], parents: list[int], logit_rows: Sequence[int], q_start: list[int],
-        slots: list[int], storage: list[int], head_bytes: int, lengths: _Array, kept: _Array | None, logits: _Array,
-    ) -> int:  # fmt: skip
-        """Write into the state block what a forward is about, where its rows go in the cache and what they attend to.
+        lengths: list[int], storage: list[int], head_bytes: int, kept: _Array | None, logits: _Array,
+    ) -> None:  # fmt: skip
+        """Note what the next run is about, where its rows go in the cache and what they attend to.
 
-        As in `ForwardBatch`, parents empty where every sequence is a chain. storage: addresses of the sequences' slots; head_bytes:
-        of one head of one layer in them; lengths int32 of all cache slots; kept: for each layer, int64 address of where its rows
-        are kept, None for no layer; logits f32 [logit rows, stride]. The arrays must stay until the forward is over. Returns how
-        many records must have room at RECORDS.
+        As in `ForwardBatch`, parents empty where every sequence is a chain. lengths: tokens that each sequence's slot holds;
+        storage: addresses of the slots; head_bytes: of one head of one layer in them; kept: for each layer, int64 address of where
+        its rows are kept, None for no layer; logits f32 [logit rows, stride]. The arrays must stay until the run is over.
         """
         self._numbers = array(
             "q",
             (
-                len(tokens), len(logit_rows), len(parents), len(slots), head_bytes, id(lengths), id(logits),
-                0 if kept is None else id(kept), *tokens, *positions, *logit_rows, *slots, *storage, *q_start, *parents,
+                len(tokens), len(logit_rows), len(parents), len(q_start) - 1, head_bytes, id(logits),
+                0 if kept is None else id(kept), *tokens, *positions, *logit_rows, *lengths, *storage, *q_start, *parents,
             ),
         )  # fmt: skip
-        num_records: int = self._enter(self._state_address, self._numbers.buffer_info()[0])
-        return num_records
+        self.numbers = self._numbers.buffer_info()[0]
 
 
 class Team:
@@ -658,12 +658,19 @@ class Team:
             worker.start()
         atexit.register(self.close)
 
-    def run(self, program: Program) -> None:
-        """Run a program on its state, on all threads, and return when it is done. One caller at a time."""
+    def run(self, program: Program) -> int:
+        """Run a program on all threads as it was entered, and return 0 when it is done. One caller at a time.
+
+        Where attention takes more records than have room, nothing is run, and their number is returned.
+        """
         # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
-        if self._lead(self._address, program.job, self.threads, self._run_address):
+        asleep = self._lead(self._address, program.job, self.threads, self._run_address, program.numbers)
+        if asleep < 0:
+            return -asleep
+        if asleep:
             self._wake_all()
             self._run(self._address, self.threads, 0)
+        return 0
 
     def close(self) -> None:
         """End the workers. A closed team cannot run; closing twice does nothing."""

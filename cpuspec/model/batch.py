@@ -1,7 +1,7 @@
 """What goes into a forward and what comes out. Prefill, decode and verify are the same ragged batch of rows."""
 
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,12 @@ if TYPE_CHECKING:
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
+MAX_POSITIONS = 1 << 26
 
-class Lists(NamedTuple):
-    """The numbers of a batch as lists of ints."""
 
-    tokens: list[int]  # [T]
-    positions: list[int]  # [T] rotary position; depth for tree nodes
-    slots: list[int]  # [B] cache slot of each sequence
-    q_start: list[int]  # [B+1] rows of sequence b are q_start[b]:q_start[b+1]
-    parents: list[int] | None  # [T] row (of this batch) of the parent, -1 = the cached prefix; None = causal chain
-    logit_rows: list[int] | None  # rows to project to logits; None = all
+# The numbers of a batch: tokens, positions, slots, q_start, parents, logit_rows, as `ForwardBatch` has them.
+Lists = tuple[list[int], list[int], list[int], list[int], list[int] | None, list[int] | None]
+_LISTED = frozenset({list, type(None)})
 
 
 class ForwardBatch:
@@ -44,46 +40,42 @@ class ForwardBatch:
         logit_rows: list[int] | I32 | None = None,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        """As in `Lists`; hidden_layers: those whose outputs a proposer asked for. Raises BackendError for other arrays."""
-        self.lists = Lists(
-            _listed(tokens),
-            _listed(positions),
-            _listed(slots),
-            _listed(q_start),
-            None if parents is None else _listed(parents),
-            None if logit_rows is None else _listed(logit_rows),
-        )
+        """As the properties below; hidden_layers: whose outputs a proposer asked for. Raises BackendError for other arrays."""
+        fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
+        if not _LISTED.issuperset(map(type, fields)):
+            fields = tuple(map(_listed, fields))
+        self.lists: Lists = fields
         self.hidden_layers = hidden_layers
 
     @cached_property
     def tokens(self) -> I32:
         """[T]"""
-        return np.array(self.lists.tokens, np.int32)
+        return np.array(self.lists[0], np.int32)
 
     @cached_property
     def positions(self) -> I32:
         """[T] rotary position; depth for tree nodes."""
-        return np.array(self.lists.positions, np.int32)
+        return np.array(self.lists[1], np.int32)
 
     @cached_property
     def slots(self) -> I32:
         """[B] cache slot of each sequence."""
-        return np.array(self.lists.slots, np.int32)
+        return np.array(self.lists[2], np.int32)
 
     @cached_property
     def q_start(self) -> I32:
         """[B+1] rows of sequence b are q_start[b]:q_start[b+1]."""
-        return np.array(self.lists.q_start, np.int32)
+        return np.array(self.lists[3], np.int32)
 
     @cached_property
     def parents(self) -> I32 | None:
         """[T] row (of this batch) of the parent, -1 = the cached prefix; None = causal chain."""
-        return None if self.lists.parents is None else np.array(self.lists.parents, np.int32)
+        return None if self.lists[4] is None else np.array(self.lists[4], np.int32)
 
     @cached_property
     def logit_rows(self) -> I32 | None:
         """Rows to project to logits; None = all."""
-        return None if self.lists.logit_rows is None else np.array(self.lists.logit_rows, np.int32)
+        return None if self.lists[5] is None else np.array(self.lists[5], np.int32)
 
     def check(self, config: ModelConfig, cache: "KVCache", max_rows: int) -> None:
         """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to."""
@@ -102,21 +94,27 @@ class ForwardBatch:
                 raise CacheError(f"slot {slot} does not exist; the cache has {cache.num_slots}")
             if end <= start:
                 raise BackendError(f"every sequence of a batch needs at least one row, q_start is {starts}")
-            held = int(cache.lengths[slot])
+            held = cache.lengths[slot]
             if held + end - start > cache.capacity:
                 raise CacheError(f"slot {slot} holds {held} of {cache.capacity} tokens; {end - start} more do not fit")
             if parents is not None and not all(p == -1 or start <= p < row for row, p in enumerate(parents[start:end], start)):
                 raise BackendError("a parent must be -1 or an earlier row of the same sequence")
-        ranges = ("tokens", tokens, config.vocab_size), ("positions", positions, 1 << 26), ("logit_rows", logit_rows, num_rows)
-        for name, numbers, limit in ranges:
-            if numbers and (min(numbers) < 0 or max(numbers) >= limit):
-                raise BackendError(f"{name} must be in [0, {limit}), got {min(numbers)} to {max(numbers)}")
+        if min(tokens) < 0 or max(tokens) >= config.vocab_size:
+            raise _out_of_range("tokens", tokens, config.vocab_size)
+        if min(positions) < 0 or max(positions) >= MAX_POSITIONS:
+            raise _out_of_range("positions", positions, MAX_POSITIONS)
+        if logit_rows and (min(logit_rows) < 0 or max(logit_rows) >= num_rows):
+            raise _out_of_range("logit_rows", logit_rows, num_rows)
         if self.hidden_layers and not 0 <= min(self.hidden_layers) <= max(self.hidden_layers) < config.num_layers:
             raise BackendError(f"hidden_layers must be in [0, {config.num_layers}), got {self.hidden_layers}")
 
 
-def _listed(numbers: list[int] | I32) -> list[int]:
-    if isinstance(numbers, list):
+def _out_of_range(name: str, numbers: list[int], limit: int) -> BackendError:
+    return BackendError(f"{name} must be in [0, {limit}), got {min(numbers)} to {max(numbers)}")
+
+
+def _listed(numbers: list[int] | I32 | None) -> list[int] | None:
+    if numbers is None or isinstance(numbers, list):
         return numbers
     if numbers.dtype != np.int32 or numbers.ndim != 1:
         raise BackendError(f"a batch is made of lists or int32 vectors, got {numbers.dtype} of shape {numbers.shape}")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.errors import CacheError
-from cpuspec.model.batch import I32
+from cpuspec.model.batch import I32, ForwardBatch
 
 
 class KVCache:
@@ -34,7 +34,7 @@ class KVCache:
         self.num_slots = num_slots
         self.capacity = capacity
         self.bytes_per_token = bytes_per_token
-        self.lengths: I32 = np.zeros(num_slots, np.int32)
+        self.lengths = [0] * num_slots  # tokens that each slot holds
         self._new_storage = new_storage
         self._copy_rows = copy_rows
         self._storage: list[Any] = [None] * num_slots
@@ -57,10 +57,16 @@ class KVCache:
         Raises CacheError if `length` exceeds the slot's length or is negative.
         """
         self._check_slot(slot)
-        held = int(self.lengths[slot])
+        held = self.lengths[slot]
         if not 0 <= length <= held:
             raise CacheError(f"cannot truncate slot {slot} to {length} tokens: it holds {held}")
         self.lengths[slot] = length
+
+    def advance(self, batch: ForwardBatch) -> None:
+        """Count a batch's rows to what the slots hold: they were appended."""
+        _, _, slots, starts, _, _ = batch.lists
+        for slot, start, end in zip(slots, starts, starts[1:], strict=False):
+            self.lengths[slot] += end - start
 
     def keep_path(self, slot: int, length: int, path: I32) -> None:
         """Of the tree whose nodes follow the first `length` tokens of `slot`, keep those on `path` (rising), one after the other.
@@ -68,7 +74,7 @@ class KVCache:
         Raises CacheError if the path does not rise or leaves the slot.
         """
         self._check_slot(slot)
-        num_nodes = int(self.lengths[slot]) - length
+        num_nodes = self.lengths[slot] - length
         if length < 0 or any(a >= b for a, b in pairwise([-1, *path.tolist(), num_nodes])):
             raise CacheError(f"path {path.tolist()} does not rise within the {num_nodes} tokens after {length} in slot {slot}")
         moved = path[path != np.arange(len(path))]

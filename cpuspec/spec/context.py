@@ -20,7 +20,7 @@ from cpuspec.spec.draft import Draft
 MIN_SHARED_PREFIX = 0.1
 
 
-@dataclass
+@dataclass(slots=True)
 class _Seat:
     """A sequence's place in the cache."""
 
@@ -28,11 +28,12 @@ class _Seat:
     agreed: Mark  # a state of the sequence all of whose tokens the slot was about to hold
 
 
-@dataclass
+@dataclass(slots=True)
 class _Feed:
     """What a score still has to run of one sequence, and what it has."""
 
     slot: int
+    held: list[int]  # tokens that the slot holds
     tokens: list[int]  # committed and drafted ones that the slot does not hold yet
     num_unscored: int  # how many of them come before the first whose row is asked for
     tree: Draft | None  # the draft, unless its tokens follow one another
@@ -41,7 +42,7 @@ class _Feed:
     @property
     def num_straight(self) -> int:
         """How many of the tokens follow one another."""
-        return len(self.tokens) - len(self.tree or ())
+        return len(self.tokens) - len(self.tree) if self.tree else len(self.tokens)
 
 
 class Context:
@@ -111,7 +112,7 @@ class Context:
         waiting = feeds
         while waiting:
             waiting = self._forward(waiting, hidden_layers)
-        return [self._fit(_join(feed.outputs)) for feed in feeds]
+        return [self._fit(feed.outputs[0] if len(feed.outputs) == 1 else _join(feed.outputs)) for feed in feeds]
 
     def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
         """Hold the nodes on `path` of a tree that was just scored, so that they need not be fed again."""
@@ -124,10 +125,6 @@ class Context:
     def kv_bytes(self) -> int:
         """Bytes of keys and values that the cache has taken up so far."""
         return sum(self._most_held) * self.cache.bytes_per_token
-
-    def read_bytes(self, seq: Sequence) -> int:
-        """Bytes of weights, and of keys and values for all the sequence's tokens, that one forward reads."""
-        return self.backend.weight_bytes + len(seq.tokens) * self.cache.bytes_per_token
 
     def _fit(self, output: ForwardOutput) -> ForwardOutput:
         """Rows of `vocab_size` logits. Fitted before they become probabilities: a draft declares what it draws from."""
@@ -142,67 +139,74 @@ class Context:
 
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
         """Truncate the sequence's slot to what it shares with the wanted tokens."""
-        seat, drafted, num_committed = self._seats[seq.id], draft.tokens.tolist(), len(seq.tokens)
+        seat, drafted, num_committed = self._seats[seq.id], len(draft), len(seq.tokens)
         tree = None if draft.is_chain else draft
-        if tree and len(tree) > self.backend.max_rows:
-            raise ConfigError(
-                f"a forward takes {self.backend.max_rows} rows, and {tree.source} drafted a tree of {len(tree)} tokens"
-            )
-        if num_committed + len(drafted) > self.capacity:
+        if tree and drafted > self.backend.max_rows:
+            raise ConfigError(f"a forward takes {self.backend.max_rows} rows, and {tree.source} drafted a tree of {drafted} tokens")
+        if num_committed + drafted > self.capacity:
             raise CacheError(
-                f"{num_committed + len(drafted)} tokens do not fit a context of {self.capacity}; raise context_length or send fewer"
+                f"{num_committed + drafted} tokens do not fit a context of {self.capacity}; raise context_length or send fewer"
             )
         held = self._held[seat.slot]
         # Only what is new since the last score is compared: in a long context, comparing it all takes longer than the rest.
         # The last committed token is always fed: its row is asked for even where a slot already holds it.
         agreed = min(seq.unchanged(seat.agreed), len(held), num_committed - 1)
-        wanted = seq.tokens[agreed:] + drafted
-        shared = min(shared_prefix(held[agreed:], wanted), num_committed - 1 - agreed)
-        del held[agreed + shared :]
-        self.cache.truncate(seat.slot, agreed + shared)
+        wanted = seq.tokens[agreed:]
+        if drafted:
+            wanted += draft.tokens.tolist()
+        # The cache may have more rows than are held: of a tree, or of a forward that was interrupted.
+        if agreed < self.cache.lengths[seat.slot]:
+            shared = min(shared_prefix(held[agreed:], wanted), num_committed - 1 - agreed)
+            agreed += shared
+            del held[agreed:], wanted[:shared]
+            self.cache.truncate(seat.slot, agreed)
         seat.agreed = seq.mark()
-        return _Feed(seat.slot, wanted[shared:], num_committed - 1 - agreed - shared, tree, [])
+        return _Feed(seat.slot, held, wanted, num_committed - 1 - agreed, tree, [])
 
     def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...]) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds that have rows left."""
         tokens: list[int] = []
         positions: list[int] = []
+        slots: list[int] = []
         logit_rows: list[int] = []
-        q_start = [0]
-        parts: list[tuple[_Feed, slice, slice]] = []  # with its rows, and those of them that are scored
+        q_start, num_scored = [0], [0]
+        hangs = False
         for feed in feeds:
-            first, start, num_scored = len(tokens), len(self._held[feed.slot]), len(logit_rows)
-            size = min(self.backend.max_rows - first, len(feed.tokens))
-            if size < len(feed.tokens):
-                size = min(size, feed.num_straight)  # a tree goes as a whole
-            if not size:
-                break
+            first, start, size = len(tokens), len(feed.held), len(feed.tokens)
+            if first + size > self.backend.max_rows:
+                size = min(self.backend.max_rows - first, feed.num_straight)  # a tree goes as a whole
+                if not size:
+                    break
+            hangs = hangs or feed.tree is not None
             tokens += feed.tokens[:size]
             positions += range(start, start + size)
+            slots.append(feed.slot)
             logit_rows += range(first + feed.num_unscored, first + size)
             q_start.append(first + size)
-            parts.append((feed, slice(first, first + size), slice(num_scored, len(logit_rows))))
-        fed = [feed for feed, _, _ in parts]
-        parents = _hang(fed, q_start, positions) if any(feed.tree for feed in fed) else None
-        output = self.backend.forward(
-            ForwardBatch(tokens, positions, [feed.slot for feed in fed], q_start, parents, logit_rows, hidden_layers), self.cache
-        )
+            num_scored.append(len(logit_rows))
+        parents = _hang(feeds, q_start, positions) if hangs else None
+        batch = ForwardBatch(tokens, positions, slots, q_start, parents, logit_rows, hidden_layers)
+        output = self.backend.forward(batch, self.cache)
         self.num_forwards += 1
-        for feed, rows, scored in parts:
-            size, held = rows.stop - rows.start, self._held[feed.slot]
+        left = []
+        for i, feed in enumerate(feeds[: len(slots)]):
+            rows, held = slice(q_start[i], q_start[i + 1]), feed.held
+            size = rows.stop - rows.start
             self._most_held[feed.slot] = max(self._most_held[feed.slot], len(held) + size)
             held += feed.tokens[: min(size, feed.num_straight)]
-            del feed.tokens[:size]
-            feed.num_unscored = max(feed.num_unscored - size, 0)
-            feed.outputs.append(output if len(parts) == 1 else _part(output, rows, scored))
-        return [feed for feed in feeds if feed.tokens]
+            feed.outputs.append(output if len(slots) == 1 else _part(output, rows, slice(num_scored[i], num_scored[i + 1])))
+            if size < len(feed.tokens):
+                del feed.tokens[:size]
+                feed.num_unscored = max(feed.num_unscored - size, 0)
+                left.append(feed)
+        return left + feeds[len(slots) :]
 
 
 def _hang(feeds: list[_Feed], q_start: list[int], positions: list[int]) -> I32:
     """The parents of a batch's rows; sets the positions of tree rows to their depths."""
     parents = np.arange(q_start[-1], dtype=np.int32) - 1
     parents[q_start[:-1]] = -1
-    for feed, start, end in zip(feeds, q_start[:-1], q_start[1:], strict=True):
+    for feed, start, end in zip(feeds, q_start, q_start[1:], strict=False):
         if feed.tree and end - start == len(feed.tokens):
             first = end - len(feed.tree)
             positions[first:end] = (positions[first] - 1 + feed.tree.depths).tolist()
@@ -217,8 +221,6 @@ def _part(output: ForwardOutput, rows: slice, scored: slice) -> ForwardOutput:
 
 
 def _join(parts: list[ForwardOutput]) -> ForwardOutput:
-    if len(parts) == 1:
-        return parts[0]
     layers = zip(*(part.hidden for part in parts), strict=True)
     return ForwardOutput(
         np.concatenate([part.logits for part in parts]),

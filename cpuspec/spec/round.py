@@ -6,7 +6,7 @@ import numpy as np
 
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, ForwardOutput
-from cpuspec.sampling import Row, argmax, distribution, is_row, keeps_order, processed
+from cpuspec.sampling import Row, argmax, distribution, is_row, processed
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Cycle, Draft
@@ -24,9 +24,11 @@ class Round(NamedTuple):
     @property
     def cycles(self) -> tuple[Cycle, ...]:
         """The verifications that the round took, those of lower levels first."""
-        draft, path = self.draft, [-1, *self.verdict.path]
-        num_accepted = len(path) - 1
-        return (*draft.cycles, Cycle(draft.source, len(draft), num_accepted, num_accepted + draft.num_below(path[-1])))
+        draft, path = self.draft, self.verdict.path
+        if not len(draft):
+            return (*draft.cycles, Cycle(draft.source, 0, 0, 0))
+        last = path[-1] if path else -1
+        return (*draft.cycles, Cycle(draft.source, len(draft), len(path), len(path) + draft.num_below(last)))
 
 
 def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[Round]:
@@ -34,7 +36,9 @@ def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits
 
     Each sequence gains one to limit + 1 tokens, distributed as the context's model alone would draw them.
     """
-    limits = [min(limit, context.backend.max_rows - 1) for limit in limits]  # a draft that takes two forwards gains nothing
+    most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
+    if max(limits) > most:
+        limits = [min(limit, most) for limit in limits]
     drafts = proposer.propose(seqs, limits)
     _check(proposer, drafts, limits, context)
     rounds = []
@@ -55,7 +59,10 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
     A block of drawn tokens is verified as one; greedy requests, point masses and trees go token by token.
     best: the rows' argmax, as `ForwardOutput` has it.
     """
-    params, history = seq.params, seq.history
+    params = seq.params
+    if params.greedy and params.keeps_order:
+        return verify_greedy(draft, argmax(logits, best).__getitem__)
+    history = seq.history
     if not params.greedy:
         rows: dict[int, Row] = {}
 
@@ -67,8 +74,6 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
         rule = verify_block if draft.probs and draft.is_chain else verify_sampled
         verdict = rule(draft, target_probs, seq.rng)
         return verdict._replace(probs=(rows[0], *(rows[node + 1] for node in verdict.path)))
-    if keeps_order(params):
-        return verify_greedy(draft, argmax(logits, best).__getitem__)
     return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
 
 
@@ -85,15 +90,18 @@ def _along(path: list[int], output: ForwardOutput) -> ForwardOutput:
 
 def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
     """A user's proposer is bad input like any other."""
-    vocab_size = context.vocab_size
-    num_known = min(vocab_size, context.backend.config.vocab_size)
     if len(drafts) != len(limits):
         raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
+    vocab_size = context.vocab_size
+    num_known = min(vocab_size, context.backend.config.vocab_size)
     for draft, limit in zip(drafts, limits, strict=True):
+        if not len(draft) and draft.is_chain and not draft.probs:
+            continue
         if len(draft) > limit:
             raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limit} fit")
-        if len(draft) and not 0 <= draft.tokens.min() <= draft.tokens.max() < num_known:
-            raise ConfigError(f"{proposer.name} drafted tokens {draft.tokens.tolist()}; ids must be in [0, {num_known})")
+        tokens = draft.tokens.tolist()
+        if tokens and not 0 <= min(tokens) <= max(tokens) < num_known:
+            raise ConfigError(f"{proposer.name} drafted tokens {tokens}; ids must be in [0, {num_known})")
         if not draft.is_chain:
             parents, nodes = draft.parents, np.arange(len(draft))
             if parents.shape != nodes.shape or (parents < -1).any() or (parents >= nodes).any():

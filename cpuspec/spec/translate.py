@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cpuspec.model.batch import F32
-from cpuspec.sampling import TokenHistory
 from cpuspec.sequence import Mark, Sequence, shared_prefix
 from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.context import Context
@@ -112,7 +111,7 @@ class _Other:
         params = replace(seq.params, logit_bias=bias, temperature=0 if greedy else seq.params.temperature)
         # A request may forbid every token that could be drafted, and a text of control tokens alone may become no token.
         can_draft = list(bias.values()).count(-np.inf) < len(shared) and bool(ids)
-        other = Sequence(seq.id, ids, len(ids), params, seq.seed, seq.rng, TokenHistory(ids))
+        other = Sequence(seq.id, ids, len(ids), params, seq.seed, seq.rng)
         return _Other(other, can_draft, [(seq.num_prompt_tokens, len(ids))], Mark(seq.num_prompt_tokens, len(seq.rewinds)))
 
     def follow(self, seq: Sequence, shared: SharedTokens) -> None:

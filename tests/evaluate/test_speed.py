@@ -41,9 +41,9 @@ class Watched:
         rows, (slot,) = len(batch.tokens), batch.slots
         assert batch.positions.tolist() == list(range(cache.lengths[slot], cache.lengths[slot] + rows))
         num_logits = rows if batch.logit_rows is None else len(batch.logit_rows)
-        self.seen.append((int(cache.lengths[slot]), rows, num_logits))
+        self.seen.append((cache.lengths[slot], rows, num_logits))
         self.tokens += batch.tokens.tolist()
-        cache.lengths[slot] += rows
+        cache.advance(batch)
         self.now_s += 1 + rows / 4
         return ForwardOutput(np.zeros((num_logits, self.config.vocab_size), np.float32))
 
@@ -118,7 +118,7 @@ def test_spread_and_median_are_of_all_samples(watched: Watched, monkeypatch: pyt
     monkeypatch.setattr(watched, "forward", lambda batch, cache: slow(batch, cache, next(takes)))
 
     def slow(batch: ForwardBatch, cache: KVCache, seconds: float) -> None:
-        cache.lengths[batch.slots] += 1
+        cache.advance(batch)
         watched.now_s += seconds
 
     report = measure_speed(watched, Plan(prompt_tokens=0, new_tokens=1, rows=(), repetitions=3))
