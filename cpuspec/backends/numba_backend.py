@@ -89,7 +89,7 @@ class NumbaBackend:
         self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
         self._placed = np.empty((4, rows), np.int64)
         self._peaks, self._picked = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32), np.empty(linear.ROWS, np.int32)
-        self._picks = memoryview(self._picked)  # whose numbers are read in less time than an array's
+        self._picks = self._picked.data  # whose numbers are read in less time than an array's
         self._paths = np.empty(0, np.int64)
         self._kv_format = get_kv_format(engine.kv_format)
         self._record_bytes = attention.record_bytes(self._kv_format.name, c.head_dim)
