@@ -21,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 START, END = "<!-- made by tools/make_readme_tables.py -->", "<!-- end of what is made -->"
 
 OWN = "cpuspec"
+_COUNTING = ("identity", "certificates")  # benchmarks that time nothing: how busy the machine was is no matter
 
 Result = Mapping[str, Any]
 Cell = Callable[[Result], str | None]  # what a file says in a row of the table; None: nothing
@@ -90,8 +91,9 @@ def _sources(results: Mapping[str, Result]) -> str:
     texts = []
     for machine, group in by_machine.items():
         dates = sorted({result["date"][:10] for result in group})
-        reads = [result["read_bytes_per_s"]["median"] / 1e9 for result in group if result["read_bytes_per_s"]]
-        loads = [load for result in group for load in result["load_average"]]
+        timed = [result for result in group if result["benchmark"] not in _COUNTING]
+        reads = [result["read_bytes_per_s"]["median"] / 1e9 for result in timed if result["read_bytes_per_s"]]
+        loads = [load for result in timed for load in result["load_average"]]
         facts = [
             machine,
             *([f"memory reads {min(reads):.1f} to {max(reads):.1f} GB/s"] if reads else []),

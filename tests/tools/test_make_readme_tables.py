@@ -110,6 +110,8 @@ def test_identity_and_certificates_tell_the_worst_of_all_ways():
         "b": result("certificates", certificates=certificates),
     }
     text = with_tables(README, results)
+    assert "memory reads" not in text  # nothing was timed, so nobody asks how busy it was
+    assert "load average" not in text
     assert row(text, "prompts with identical greedy ids whatever drafts, threads, batches, chunks") == "39 of 40, 2 ways"
     assert row(text, "drafts certified: the same greedy ids and distribution, and a lie seen") == "1 of 2: auto; ngram,skip:4"
 
