@@ -11,7 +11,7 @@ from record import Rounds, record, save, say
 
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import SpecConfig
+from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.certify import NUM_SAMPLES, certify, file_identity
@@ -35,12 +35,12 @@ def main(
         checkpoint = open_checkpoint(resolve_model(model))
     except CpuspecError as error:
         raise typer.BadParameter(str(error)) from None
-    threads = threads or usable_cores()
-    files, rounds = file_identity(checkpoint.path), Rounds(len(specs), threads)
+    settings = EngineConfig(threads=threads or usable_cores())
+    files, rounds = file_identity(checkpoint.path), Rounds(len(specs), settings.threads or 1)
     certificates: list[dict[str, Any]] = []
     for number in rounds:
         spec, begin_s = specs[number], now_s()
-        one = certify(checkpoint, spec, max_tokens=tokens, num_samples=samples, threads=threads, on_progress=say)
+        one = certify(checkpoint, spec, max_tokens=tokens, num_samples=samples, settings=settings, on_progress=say)
         seconds = now_s() - begin_s
         certificates.append({"seconds": round(seconds, 1)} | one.as_dict())
         print(f"{spec}: {'certified' if one.passed else 'NOT CERTIFIED'} in {seconds:.0f} s", flush=True)
