@@ -1,7 +1,6 @@
 """Counters, latencies and rates, each defined once. With `evaluate.speed` and the benchmarks the only place that reads a clock."""
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -131,7 +130,7 @@ class RequestMeter:
     def __init__(self, num_prompt_tokens: int, reads: Sequence[tuple[int, int]]) -> None:
         """reads: of the target, then of each draft model, the bytes of weights and of one token's keys and values."""
         self.num_cached_tokens = 0
-        self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)
+        self.levels: dict[str, LevelCounters] = {}
         self._num_prompt_tokens = num_prompt_tokens
         self._reads = reads
         self._num_new_tokens: list[int] = []  # of each step
@@ -148,6 +147,14 @@ class RequestMeter:
         self._times_s.append(perf_counter())
         self._num_new_tokens.append(num_new_tokens)
         self._num_forwards.append(num_forwards)
+
+    def record_cycles(self, cycles: Sequence[tuple[str, int, int, int]]) -> None:
+        """Count the verifications of a round, the cheapest level's first: its name, then what `LevelCounters.record` takes."""
+        for source, num_drafted, num_accepted, num_positions in cycles:
+            if source not in self.levels:
+                # A round without a draft, as a chain's first is, names the topmost level alone: those below come before it.
+                self.levels = {name: self.levels.get(name, LevelCounters()) for name, *_ in cycles} | self.levels
+            self.levels[source].record(num_drafted, num_accepted, num_positions)
 
     def stats(self) -> RequestStats:
         """The figures so far."""

@@ -168,8 +168,7 @@ class Engine:
             chosen = [logprobs(done.output.logits[i], new[i], seq.params.logprobs) for i in range(num_taken)]
         meter = request.meter
         meter.record_step(num_taken, num_forwards)
-        for source, num_drafted, num_accepted, num_positions in done.cycles:
-            meter.levels[source].record(num_drafted, num_accepted, num_positions)
+        meter.record_cycles(done.cycles)
         if reason is None:
             return Output(seq.id, text, new, chosen)
         if not request.text.stopped:

@@ -2,7 +2,7 @@
 
 A tile is 16 consecutive output rows; one 64-byte load holds four bytes of each. A tile is a row of stretches of 256 inputs (the
 last may be shorter), and a stretch is a few planes one after another: codes first, then scales, each [steps along the
-inputs][16 rows]. So a kernel reads one stream from the first byte of a matrix to the last, which is what prefetchers follow.
+inputs][16 rows]. So whatever a kernel reads of neighbouring tiles lies in one piece, which is what prefetchers follow.
 Matrices are padded to whole tiles, and stretches to whole cache lines, with zero bytes.
 
 Codes of a group of 32 inputs, for lane (row) r and byte b of 0..3:

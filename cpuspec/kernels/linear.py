@@ -22,10 +22,10 @@ from cpuspec.kernels.products import ORDERS, ROWS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS, Ops
 from cpuspec.kernels.simd import f32x16
 
-# Rows that one pass over a tile serves, by the kind of weights; other counts are made of these. Each is code to compile, once per
-# format. Numbers need two registers for the sums of a row, of 32.
-_QUANTIZED_PASSES = (16, 8, 4, 3, 2, 1)
-_NUMBER_PASSES = (8, 6, 4, 3, 2, 1)
+# Rows that one pass over a tile serves; other counts are made of these. Each is code to compile, once per format. Sixteen are not
+# wanted of numbers, which need two registers for the sums of a row, of 32, nor where tile registers serve that many.
+_PASSES = (16, 8, 4, 3, 2, 1)
+_PASSES_OF_FEW = (8, 6, 4, 3, 2, 1)
 
 # With few rows a thread's tiles are as many strands, read in turns: from several places at once memory gives a core more
 # (benchmarks/LOG.md). With more rows sums should stay in registers, and there is enough to do for each weight.
@@ -268,8 +268,8 @@ def _bf16_linear() -> Callable[..., None]:
 
 def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
-    most, more, p4, p3, p2, p1 = _NUMBER_PASSES if name in (*NUMBERS, PAIRED) else _QUANTIZED_PASSES
     in_tiles = isa.has_tiles() and name in READERS
+    most, more, p4, p3, p2, p1 = _PASSES if name in READERS and not in_tiles else _PASSES_OF_FEW
     strands, stranded_rows = _STRANDS, _STRANDED_ROWS if name in READERS else 0
     least, many, near = tiles.LEAST, tiles.MANY, _NEAR
 

@@ -20,7 +20,7 @@ from cpuspec.kernels.products import LOW_BYTES, ORDERS, ROWS, add_dots, sum_of_w
 from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group, Ops
 
 MANY = 8 * ROWS  # rows that one pass serves at most
-LEAST = 9  # fewer rows are quicker without
+LEAST = 13  # fewer rows are quicker without
 _TOGETHER = 8  # rows that are summed at once
 
 _GROUPS = STRETCH // GROUP
