@@ -35,8 +35,9 @@ def main(
         checkpoint = open_checkpoint(resolve_model(model))
     except CpuspecError as error:
         raise typer.BadParameter(str(error)) from None
-    settings = EngineConfig(threads=threads or usable_cores())
-    files, rounds = file_identity(checkpoint.path), Rounds(len(specs), settings.threads or 1)
+    threads = threads or usable_cores()
+    settings = EngineConfig(threads=threads)
+    files, rounds = file_identity(checkpoint.path), Rounds(len(specs), threads)
     certificates: list[dict[str, Any]] = []
     for number in rounds:
         spec, begin_s = specs[number], now_s()

@@ -22,14 +22,15 @@ _EXTRAS = {
     "openvino": (("onnx", "openvino"), "openvino"),
 }
 
-
 # Settings that only some backends have: what every other one takes, and which have it.
-_OWN_SETTINGS = {
-    "device": (("auto", "cpu"), ("torch",)),
-    "dtype": (("auto",), ("torch",)),
-    "weights": (("auto",), ("torch",)),
-    "activations": (("auto",), ("onnxruntime", "openvino", "numpy")),
-}
+OWN_SETTINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(
+    {
+        "device": (("auto", "cpu"), ("torch",)),
+        "dtype": (("auto",), ("torch",)),
+        "weights": (("auto",), ("torch",)),
+        "activations": (("auto",), ("onnxruntime", "openvino", "numpy")),
+    }
+)
 
 
 class Backend(Protocol):
@@ -61,7 +62,7 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     if name not in BACKENDS:
         raise BackendError(f"backend {name!r} does not exist; wanted one of {', '.join(BACKENDS)}")
     if engine:
-        for setting, (elsewhere, owners) in _OWN_SETTINGS.items():
+        for setting, (elsewhere, owners) in OWN_SETTINGS.items():
             if name not in owners and getattr(engine, setting) not in elsewhere:
                 whose = f"{' and '.join(', '.join(owners).rsplit(', ', 1))} backend{'s' * (len(owners) > 1)}"
                 raise BackendError(
@@ -76,13 +77,13 @@ def check_backend(name: str, engine: EngineConfig | None = None) -> None:
 
 def settings_on(name: str, engine: EngineConfig) -> EngineConfig:
     """The same settings for another backend: what is not a setting of it is auto."""
-    without: dict[str, Any] = {setting: "auto" for setting, (_, owners) in _OWN_SETTINGS.items() if name not in owners}
+    without: dict[str, Any] = {setting: "auto" for setting, (_, owners) in OWN_SETTINGS.items() if name not in owners}
     return replace(engine, **without)
 
 
 def settings_of(name: str, engine: EngineConfig) -> dict[str, str]:
     """How a backend was told to compute: the KV format, and those settings that it has, but for the device."""
-    own = (setting for setting, (_, owners) in _OWN_SETTINGS.items() if name in owners and setting != "device")
+    own = (setting for setting, (_, owners) in OWN_SETTINGS.items() if name in owners and setting != "device")
     return {setting: getattr(engine, setting) for setting in ("kv_format", *own)}
 
 

@@ -106,8 +106,6 @@ class NumbaBackend:
         state[step.HEADS], state[step.KV_HEADS], state[step.THREADS] = c.num_heads, c.num_kv_heads, self.threads
         state[step.BLOCKS], state[step.WALKED] = _at(self._blocks), _at(self._walked)
         state[step.SCRATCH], state[step.SCRATCH_BYTES] = _at(self._scratch), self._scratch.strides[0]
-        self._rotations: tuple[F32, F32] = rope_table(c, np.arange(0))
-        self._num_rotations = 0
         self._provide_rotations(255)
         self._team: step.Team = share._team if share else step.Team(self.threads)
         self._owns_team = share is None
@@ -137,7 +135,7 @@ class NumbaBackend:
         num_rows = len(tokens)
         if parents:
             self._provide_paths(num_rows)
-        if (last := max(positions)) >= self._num_rotations:
+        if (last := max(positions)) >= len(self._rotations[0]):
             self._provide_rotations(last)
         if self._decoder is None:
             self._x[:num_rows, : c.hidden_size] = self._embed.rows(batch.tokens)
@@ -200,8 +198,7 @@ class NumbaBackend:
 
     def _provide_rotations(self, last: int) -> None:
         """Cosines and sines of positions up to `last`, in a table that grows by doubling."""
-        self._num_rotations = 2 * last
-        cosines, sines = self._rotations = rope_table(self.config, np.arange(self._num_rotations))
+        cosines, sines = self._rotations = rope_table(self.config, np.arange(2 * last))
         self._program.state[step.COSINES], self._program.state[step.SINES] = _at(cosines), _at(sines)
 
     def _write_program(self) -> NDArray[np.int64]:

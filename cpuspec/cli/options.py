@@ -8,7 +8,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from cpuspec.backends import BACKENDS, check_backend
+from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend
 from cpuspec.config import ACTIVATIONS, DTYPES, EngineConfig, SpecConfig
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import KV_FORMATS, get_kv_format
@@ -230,7 +230,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 def describe_settings(settings: EngineConfig) -> dict[str, str]:
     """What reports say of how a backend computes and what it keeps."""
-    return {name: getattr(settings, name) for name in ("kv_format", "device", "dtype", "weights", "activations")}
+    return {name: getattr(settings, name) for name in ("kv_format", *OWN_SETTINGS)}
 
 
 def read_numbers(text: str, name: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from cpuspec.backends import BACKENDS, check_backend
+from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
 from cpuspec.cli.console import emit, print_table
@@ -35,7 +35,7 @@ from cpuspec.tokenizer import make_tokenizer
 
 Report = dict[str, Any]
 
-_SETTINGS = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # that one side may have otherwise than the other
+_SETTINGS = ("threads", "kv_format", *OWN_SETTINGS)  # that one side may have otherwise than the other
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,8 @@ def certify(
     if num_samples < MIN_SAMPLES:
         raise ConfigError(f"frequencies of {num_samples} samples prove nothing; wanted at least {MIN_SAMPLES}")
     settings = settings or EngineConfig()
-    settings = replace(settings, threads=settings.threads or usable_cores())
+    threads = settings.threads or usable_cores()
+    settings = replace(settings, threads=threads)
     greedy = check_greedy(checkpoint, spec, prompts, max_tokens, backend, settings, on_progress)
     tokenizer = make_tokenizer(checkpoint)
     prompt = prompt_ids(tokenizer, _SAMPLED_PROMPT)
@@ -194,7 +195,7 @@ def certify(
             return [(one.token_ids, one.stats) for one in llm.generate([prompt] * len(each), each)]
 
         sampled = check_sampled(answering, rows, num_samples, on_progress)
-    return Certificate(str(spec), settings.threads or 1, greedy, sampled, control)
+    return Certificate(str(spec), threads, greedy, sampled, control)
 
 
 def check_greedy(
@@ -219,7 +220,7 @@ def check_greedy(
     num_tokens = sum(map(len, plain))
     on_progress(f"greedy, plain: {num_tokens} tokens of {len(plain)} prompts")
     arms = []
-    for num_threads in sorted({1, settings.threads or 1}):
+    for num_threads in sorted({1, settings.threads or usable_cores()}):
         one = replace(settings, threads=num_threads, max_sequences=_AT_ONCE)
         with LLM.from_settings(checkpoint, spec, backend, one) as llm:
             for at_once in (1, _AT_ONCE):

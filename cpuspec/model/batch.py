@@ -18,8 +18,17 @@ F32 = NDArray[np.float32]
 MAX_POSITIONS = 1 << 26
 
 
-# The numbers of a batch: tokens, positions, slots, q_start, parents, logit_rows, as `ForwardBatch` has them.
-Lists = tuple[list[int], list[int], list[int], list[int], list[int] | None, list[int] | None]
+class Lists(NamedTuple):
+    """The numbers of a batch, as `ForwardBatch` has them, in lists."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    q_start: list[int]
+    parents: list[int] | None
+    logit_rows: list[int] | None
+
+
 _LISTED = frozenset({list, type(None)})
 
 
@@ -44,38 +53,38 @@ class ForwardBatch:
         fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
         if not _LISTED.issuperset(map(type, fields)):
             fields = tuple(map(_listed, fields))
-        self.lists: Lists = fields
+        self.lists = Lists(*fields)
         self.hidden_layers = hidden_layers
 
     @cached_property
     def tokens(self) -> I32:
         """[T]"""
-        return np.array(self.lists[0], np.int32)
+        return np.array(self.lists.tokens, np.int32)
 
     @cached_property
     def positions(self) -> I32:
         """[T] rotary position; depth for tree nodes."""
-        return np.array(self.lists[1], np.int32)
+        return np.array(self.lists.positions, np.int32)
 
     @cached_property
     def slots(self) -> I32:
         """[B] cache slot of each sequence."""
-        return np.array(self.lists[2], np.int32)
+        return np.array(self.lists.slots, np.int32)
 
     @cached_property
     def q_start(self) -> I32:
         """[B+1] rows of sequence b are q_start[b]:q_start[b+1]."""
-        return np.array(self.lists[3], np.int32)
+        return np.array(self.lists.q_start, np.int32)
 
     @cached_property
     def parents(self) -> I32 | None:
         """[T] row (of this batch) of the parent, -1 = the cached prefix; None = causal chain."""
-        return None if self.lists[4] is None else np.array(self.lists[4], np.int32)
+        return None if self.lists.parents is None else np.array(self.lists.parents, np.int32)
 
     @cached_property
     def logit_rows(self) -> I32 | None:
         """Rows to project to logits; None = all."""
-        return None if self.lists[5] is None else np.array(self.lists[5], np.int32)
+        return None if self.lists.logit_rows is None else np.array(self.lists.logit_rows, np.int32)
 
     def check(self, config: ModelConfig, cache: "KVCache", max_rows: int) -> None:
         """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to."""

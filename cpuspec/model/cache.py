@@ -64,8 +64,8 @@ class KVCache:
 
     def advance(self, batch: ForwardBatch) -> None:
         """Count a batch's rows to what the slots hold: they were appended."""
-        _, _, slots, starts, _, _ = batch.lists
-        for slot, start, end in zip(slots, starts, starts[1:], strict=False):
+        starts = batch.lists.q_start
+        for slot, start, end in zip(batch.lists.slots, starts, starts[1:], strict=False):
             self.lengths[slot] += end - start
 
     def keep_path(self, slot: int, length: int, path: I32) -> None:
