@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from cpuspec.backends import _OWN_SETTINGS, BACKENDS, check_backend, settings_on
+from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend, settings_on
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 
 OTHERWISE = {"device": "cuda", "dtype": "bf16", "weights": "codes", "activations": "f32"}
-assert OTHERWISE.keys() == _OWN_SETTINGS.keys()
+assert OTHERWISE.keys() == OWN_SETTINGS.keys()
 
 ALL = EngineConfig(threads=3, kv_format="f32", **OTHERWISE)  # type: ignore[arg-type]
 
@@ -18,7 +18,7 @@ ALL = EngineConfig(threads=3, kv_format="f32", **OTHERWISE)  # type: ignore[arg-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_setting_is_refused_by_backends_that_do_not_have_it(monkeypatch: pytest.MonkeyPatch, name: str, setting: str) -> None:
     monkeypatch.setattr("cpuspec.backends.find_spec", lambda module: module)  # whatever is installed here
-    _, owners = _OWN_SETTINGS[setting]
+    _, owners = OWN_SETTINGS[setting]
     engine = EngineConfig(**{setting: OTHERWISE[setting]})  # type: ignore[arg-type]
     if name in owners:
         check_backend(name, engine)
@@ -34,5 +34,5 @@ def test_settings_for_another_backend_are_those_that_it_has(monkeypatch: pytest.
     there = settings_on(name, ALL)
     check_backend(name, there)
     assert replace(there, **OTHERWISE) == ALL  # type: ignore[arg-type]
-    for setting, (_, owners) in _OWN_SETTINGS.items():
+    for setting, (_, owners) in OWN_SETTINGS.items():
         assert getattr(there, setting) == (OTHERWISE[setting] if name in owners else "auto")
