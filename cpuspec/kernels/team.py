@@ -18,7 +18,9 @@ from cpuspec.kernels.options import compiled
 # Slots of the control block, cache lines of their own (in bytes); PARKED is the first of as many as there are threads.
 GENERATION, ROUND, ARRIVED, QUIT, JOB, PARKED = 0, 128, 256, 320, 384, 448
 
-# On the line behind GENERATION and ROUND, which others look at all the time: how many sleep until the number changes.
+# On the line behind GENERATION and ROUND, which others look at all the time: how many sleep until the number changes, are about to
+# or just woke up. Each takes itself off: were it who wakes them, one that comes to sleep on the next number meanwhile would sleep
+# unseen, and for ever.
 SLEEPING = 64
 
 # Behind PARKED: until when, in cycles of the time stamp counter, a thread sleeps where it would yield.
@@ -49,12 +51,12 @@ if sys.platform == "linux":
         """Sleep until somebody changes the number at `at`, or not at all if it is no longer `seen`; may wake up for nothing."""
         simd.fetch_add(at + SLEEPING, 1)
         _system_call(_FUTEX, at, _WAIT, seen & 0xFFFFFFFF, 0, 0, 0)
+        simd.fetch_add(at + SLEEPING, -1)
 
     @compiled
     def wake(at):
         """Wake who sleeps until the number at `at` changes: to be called after changing it."""
         if simd.acquire(at + SLEEPING) != 0:
-            simd.exchange(at + SLEEPING, 0)
             _system_call(_FUTEX, at, _WAKE, _ALL, 0, 0, 0)
 
 else:

@@ -1,5 +1,6 @@
 """Threads that run a forward together: however they wait for each other, they come to the same and to an end."""
 
+import sys
 import threading
 import time
 
@@ -8,7 +9,7 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.config import EngineConfig
-from cpuspec.kernels.team import CROWDED, PARKED
+from cpuspec.kernels.team import CROWDED, PARKED, SLEEPING, sleep_while, wake
 from tests.backends.models import forward, tiny
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -32,6 +33,26 @@ def test_threads_that_sleep_while_they_wait_come_to_the_same_as_those_that_yield
     _ends(run)
     assert len(crowded) == threads
     assert all(np.array_equal(one, logits[NEVER][0]) for one in logits[NEVER] + logits[FOR_EVER])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads sleep on a number on Linux only")
+def test_a_thread_counts_as_sleeping_until_it_is_awake() -> None:
+    """Whoever wakes others must still see one that noted that it sleeps and does not yet: it would sleep for ever."""
+    words = np.zeros(SLEEPING // 8 + 1, np.int64)
+    at, sleeping = words.ctypes.data, words[SLEEPING // 8 :]
+    sleep_while(at, 1)  # has changed already
+    assert sleeping == 0
+    sleeper = threading.Thread(target=sleep_while, args=(at, 0), daemon=True)
+    sleeper.start()
+    while sleeping != 1:
+        time.sleep(0.001)
+    sleeping += 1  # as one that is between noting it and sleeping
+    words[0] = 1
+    while sleeper.is_alive():  # the first call may come before the thread sleeps
+        wake(at)
+        assert sleeping >= 1
+    wake(at)
+    assert sleeping == 1
 
 
 def _ends(run) -> None:  # type: ignore[no-untyped-def]
