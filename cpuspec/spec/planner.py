@@ -3,7 +3,8 @@
 One level, in closed form (arXiv 2211.17192, section 3.3): n drafted tokens of which each is accepted with probability a yield
 1 + a + ... + a^n tokens for the seconds of n drafted tokens and of a forward over n + 1 rows. A model's seconds for a token are
 those with its own drafters, so levels are settled from the bottom up (arXiv 2510.19705), each by a planner of its own. Drafting
-nothing is always among the choices.
+nothing is always among the choices. So is asking nobody: where a token takes little, even looking for a draft in the text takes a
+share of it, so a text is asked where that has gained more than it took.
 
 Estimates decide; what they speak against is tried on an allowance, a share of all time so far. A trial begins once the allowance
 covers the most that it can lose: feeding the tokens that a model has missed, then enough drafts in a row to learn from, as if none
@@ -12,114 +13,37 @@ that nothing helps loses no more than the share, however often it changes; and a
 allowance gains in the meantime is tried where few are missed, early in a later request.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cpuspec.backends import Backend
 from cpuspec.metrics import elapsed_s, now_s
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Mark, Sequence
+from cpuspec.spec.candidates import Candidate, Drafted, Model, ModelCandidate, TextCandidate
 from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.costs import Costs, find_costs
 from cpuspec.spec.draft import Draft
 from cpuspec.spec.proposer import Proposer, levels_of
-from cpuspec.spec.translate import TranslatedProposer
 from cpuspec.spec.verify import Verdict
 
-Model = ChainProposer | TranslatedProposer
-
 MAX_TOKENS = 16  # drafted by a model at once
-_DECAY = 0.98  # of what a round is worth to the estimates, from one round to the next
-_PRIOR = 3.0  # tokens' worth of belief in what held for earlier requests
-_LEAST_USUAL = 0.2  # of what texts say: earlier requests do not pull those that begin below this share
-_FIRST_ACCEPTANCE = 0.7  # of a model's token before anything is known
 _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's seconds say what a token takes where no more than this was fed first
-_LEARNING = 0.1  # weight of the latest draft in the seconds of a token
 _CURIOSITY = 0.02  # share of the time that may be lost by trying what the estimates speak against
+_WORTH = 1.05  # what a draft from text must promise over none: what seems to gain less than this loses as often
+_PLAIN_LOOKS = 4  # of so many rounds without a draft one is timed: learning from each takes one percent of a short token
 _TRIAL_ROUNDS = 6  # drafts of a model in a row, short ones, that a trial takes to learn from
 _TRIAL_TOKENS = 2
 _TRIAL_ROW = 0.25  # share of a row's believed cost that a trial of a text counts
-
-
-@dataclass
-class Acceptance:
-    """Accepted over expected: tokens over evaluated ones of a model, or over the sum of a text drafter's confidences."""
-
-    accepted: float = 0.0
-    expected: float = 0.0
-
-    def record(self, accepted: float, expected: float) -> None:
-        """Count a round; older ones fade."""
-        self.accepted = _DECAY * self.accepted + accepted
-        self.expected = _DECAY * self.expected + expected
-
-    def rate(self, prior: float) -> float:
-        """The ratio, pulled to `prior` while little is known."""
-        return (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR)
-
-
-@dataclass
-class Candidate:
-    """One drafter of a planner: what it takes, and how its drafts have fared.
-
-    seconds_per_token: of drafting, for one sequence. costs: of a model's forwards.
-    usual: acceptance over ended requests; own: of each running one. trials: rounds of a running trial that are left.
-    """
-
-    proposer: Proposer
-    model: Model | None  # None for a drafter from text
-    costs: Costs | None
-    seconds_per_token: float
-    first_rate: float
-    usual: Acceptance = field(default_factory=Acceptance)
-    own: dict[int, Acceptance] = field(default_factory=dict)
-    fed: dict[int, int] = field(default_factory=dict)  # how long each sequence was when it last drafted
-    trials: dict[int, int] = field(default_factory=dict)
-    tried_s: float = 0.0  # lost by trials, at most
-    num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-    def rate(self, seq: Sequence | None = None) -> float:
-        """The acceptance to expect now of a sequence, or of a new one."""
-        usual = self.usual.rate(self.first_rate)
-        if not self.model:
-            usual = max(usual, _LEAST_USUAL * self.first_rate)
-        return self.own[seq.id].rate(usual) if seq and seq.id in self.own else usual
-
-    def forget(self, seq: Sequence) -> None:
-        """The sequence has ended."""
-        own = self.own.pop(seq.id, None)
-        if own:
-            self.usual.record(own.accepted, own.expected)
-        self.fed.pop(seq.id, None)
-        self.trials.pop(seq.id, None)
-
-    def num_unfed(self, seq: Sequence) -> int:
-        """Tokens of the sequence that a model's context has not seen."""
-        return len(seq.tokens) - self.fed.get(seq.id, 0)
-
-    def catch_up_s(self, seq: Sequence) -> float:
-        """Seconds of feeding those."""
-        return self.num_unfed(seq) * self.costs.per_row if self.costs else 0.0
-
-
-class _Drafted(NamedTuple):
-    """A draft that is out: whose, the tokens its drafter expected, their number, and where it is a trial what each earns back."""
-
-    candidate: Candidate
-    expected: float
-    num_tokens: int
-    earns_s: float
 
 
 @dataclass(frozen=True)
 class PlannedDrafter:
     """What a planner knows of one drafter, or of drafting nothing, over all requests so far.
 
-    verifies: the model that its drafts are for. cost_of_token: of drafting, in plain forwards of that model; cost_of_rows: of
-    forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of what a text drafter says.
-    num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its own confidences.
+    verifies: the model that its drafts are for. cost_of_token: of drafting, in plain forwards of that model, of a text a draft's;
+    cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of what a text
+    drafter says. num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its confidences.
     """
 
     name: str
@@ -150,10 +74,9 @@ class Choice(NamedTuple):
 class Planner:
     """Drafts with whichever drafter, and as far as, promises most tokens per second from its verifier, in each round anew.
 
-    costs: of the verifier's forwards. texts: drafters without a model, asked in every round, for that takes no time worth
-    counting; their drafts carry confidences and are cut where a row costs more than it promises. models: chains, asked only
-    where they promise more. serves: whether this planner begins and ends sequences for its drafters, or one above does.
-    The time from a draft to its verdict corrects the costs.
+    costs: of the verifier's forwards. texts: drafters without a model, asked while that pays; their drafts carry confidences and
+    are cut where a row costs more than it promises. models: chains, asked only where they promise more. serves: whether this
+    planner begins and ends sequences for its drafters, or one above does. The time from a draft to its verdict corrects the costs.
     """
 
     name = "auto"
@@ -163,12 +86,13 @@ class Planner:
         self.costs = costs
         self.hidden_layers = tuple(sorted({layer for text in texts for layer in text.hidden_layers}))
         self.levels = tuple(level for model, _ in models for level in levels_of(model)) if serves else ()
-        self.texts = [Candidate(text, None, None, 0.0, 1.0) for text in texts]
-        self.models = [Candidate(model, model, cost, cost.of(1), _FIRST_ACCEPTANCE) for model, cost in models]
+        share = _CURIOSITY / max(len(texts) + len(models), 1)
+        self.texts = [TextCandidate(text, share) for text in texts]
+        self.models = [ModelCandidate(model, cost, share) for model, cost in models]
         self.num_plain_rounds = 0
         self._serves = serves
         self._nothing = Draft.chain([], self.name)
-        self._drafted: dict[int, _Drafted] = {}  # by sequence
+        self._drafted: dict[int, Drafted] = {}  # by sequence
         self._planned_s = 0.0  # of all rounds, as they were planned
         self._scored: dict[int, Mark] = {}  # each sequence as its verifier last left it
         self._begun: tuple[int, float] | None = None  # rows of the forward that is out, and when it began
@@ -199,7 +123,8 @@ class Planner:
             if not num_tokens:
                 self.num_plain_rounds += 1
                 self._drafted.pop(seq.id, None)
-        self._begun = (rows, now_s()) if known else None
+        timed = known and (rows > len(seqs) or self.num_plain_rounds % _PLAIN_LOOKS == 0)
+        self._begun = (rows, now_s()) if timed else None
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
@@ -211,17 +136,11 @@ class Planner:
         self._scored[seq.id] = seq.mark()
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
         for text in self.texts:
-            text.proposer.accept(seq, verdict, tuple([layers[layer] for layer in text.proposer.hidden_layers]))
+            wanted = text.proposer.hidden_layers
+            text.proposer.accept(seq, verdict, tuple([layers[layer] for layer in wanted]) if wanted else ())
         draft = self._drafted.pop(seq.id, None)
-        if draft is None:
-            return
-        candidate, num_accepted = draft.candidate, len(verdict.tokens) - 1
-        candidate.tried_s -= num_accepted * draft.earns_s
-        candidate.num_rounds += 1
-        candidate.num_draft_tokens += draft.num_tokens
-        candidate.num_accepted_tokens += num_accepted
-        expected = min(num_accepted + 1, draft.num_tokens) if candidate.model else draft.expected  # of a model's, evaluated ones
-        candidate.own.setdefault(seq.id, Acceptance()).record(num_accepted, expected)
+        if draft:
+            draft.candidate.learn(seq, draft, len(verdict.tokens) - 1)
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence, and keep what was learned of the costs."""
@@ -230,7 +149,7 @@ class Planner:
         self._begun = None
         self.costs.keep()
         for candidate in self.candidates:
-            candidate.forget(seq)
+            candidate.end(seq)
             if self._serves:
                 candidate.proposer.end(seq)
 
@@ -240,8 +159,11 @@ class Planner:
         rows = {n: self.costs.of(n) / plain_s for n in self.costs.rows}
         table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, rows, 0, 1.0)]
         for one in self.candidates:
-            rate = one.rate()
-            best = self.best_of_model(one, rate, MAX_TOKENS, 1) if one.model else None
+            rate, best, draft_s = one.acceptance.of(), None, 0.0
+            if isinstance(one, TextCandidate):
+                draft_s = one.asking_s
+            elif isinstance(one, ModelCandidate):
+                best, draft_s = self.best_of_model(one, rate, MAX_TOKENS, 1), one.seconds_per_token
             table.append(
                 PlannedDrafter(
                     one.proposer.name,
@@ -250,44 +172,57 @@ class Planner:
                     one.num_draft_tokens,
                     one.num_accepted_tokens,
                     rate,
-                    one.seconds_per_token / plain_s,
+                    draft_s / plain_s,
                     rows,
                     best.num_tokens if best else None,
                     best.tokens_per_s * plain_s if best else None,
                 )
             )
-            if isinstance(one.model, ChainProposer) and isinstance(one.model.inner, Planner):
-                table += one.model.inner.explain(one.proposer.name)
+            below = one.proposer.inner if isinstance(one.proposer, ChainProposer) else None
+            if isinstance(below, Planner):
+                table += below.explain(one.proposer.name)
         return table
 
     def plain(self, num_seqs: int) -> Choice:
         """Drafting nothing, for one of so many sequences that share a forward."""
         return Choice(0, 1.0, self.costs.of(num_seqs) / num_seqs)
 
-    def best_of_model(self, candidate: Candidate, rate: float, limit: int, num_seqs: int) -> Choice:
+    def best_of_model(self, candidate: ModelCandidate, rate: float, limit: int, num_seqs: int) -> Choice:
         """The best length of a model's draft whose tokens are accepted at that rate."""
-        assert candidate.model is not None, "a drafter from text shows its draft instead"
         limit = min(limit, candidate.model.num_tokens)
         return self._best([rate] * limit, candidate.seconds_per_token, num_seqs)
 
     def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice]]:
-        drafts = [self._nothing] * len(seqs)
-        choices = [self.plain(len(seqs))] * len(seqs)
+        plain = self.plain(len(seqs))
+        drafts, choices = [self._nothing] * len(seqs), [plain] * len(seqs)
         for candidate in self.texts:
-            for i, draft in enumerate(candidate.proposer.propose(seqs, limits)):
-                if not len(draft):
-                    continue
-                choice, expected = self._cut(draft, candidate.rate(seqs[i]), len(seqs))
-                earns_s, pays = 0.0, choice.tokens_per_s > choices[i].tokens_per_s
-                if not choice.num_tokens:
-                    # Rows that are believed to be dear would never be seen again: a trial takes them for cheap.
-                    choice, expected = self._cut(draft.first(_TRIAL_TOKENS), candidate.first_rate, len(seqs), _TRIAL_ROW)
-                    earns_s, lost_s = 1 / choices[i].tokens_per_s, self._seconds(choice.num_tokens, len(seqs))
-                    pays = choice.tokens_per_s > choices[i].tokens_per_s and self._afford(candidate, lost_s - earns_s)
-                if pays:
-                    drafts[i], choices[i] = draft.first(choice.num_tokens), choice
-                    self._drafted[seqs[i].id] = _Drafted(candidate, expected, choice.num_tokens, earns_s)
+            asked = [i for i, seq in enumerate(seqs) if candidate.is_worth_asking(seq, plain.seconds, self._planned_s)]
+            if not asked:
+                continue
+            begin_s = now_s()
+            found = candidate.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
+            for i, draft in zip(asked, found, strict=True):
+                if len(draft):
+                    self._weigh(candidate, seqs[i], draft, i, drafts, choices)
+            candidate.has_proposed([seqs[i] for i in asked], now_s() - begin_s)
         return drafts, choices
+
+    def _weigh(
+        self, candidate: TextCandidate, seq: Sequence, draft: Draft, place: int, drafts: list[Draft], choices: list[Choice]
+    ) -> None:
+        """Take a draft from text as far as it promises more than what there is, or where trying it is affordable."""
+        num_seqs, instead = len(drafts), choices[place]
+        choice, expected = self._cut(draft, candidate.acceptance.of(seq), num_seqs)
+        earns_s, pays = 0.0, choice.tokens_per_s > _WORTH * instead.tokens_per_s
+        if not pays:
+            # Rows that are believed to be dear would never be seen again: a trial takes them for cheap.
+            choice, expected = self._cut(draft.first(_TRIAL_TOKENS), candidate.acceptance.first, num_seqs, _TRIAL_ROW)
+            earns_s, lost_s = 1 / instead.tokens_per_s, self._seconds(choice.num_tokens, num_seqs)
+            pays = choice.tokens_per_s > instead.tokens_per_s and candidate.trials.take(lost_s - earns_s, self._planned_s)
+        if pays:
+            drafts[place], choices[place] = draft.first(choice.num_tokens), choice
+            cost = num_seqs * self._seconds(choice.num_tokens, num_seqs) / self.costs.of(num_seqs) - 1
+            self._drafted[seq.id] = Drafted(candidate, choice.num_tokens, expected, cost, earns_s)
 
     def _cut(self, draft: Draft, rate: float, num_seqs: int, row: float = 1.0) -> tuple[Choice, float]:
         """Where a draft from text promises most, and the tokens it says will be accepted up to there.
@@ -311,12 +246,12 @@ class Planner:
         return Choice(num_tokens, tokens, seconds), said_of_best
 
     def _ask(
-        self, candidate: Candidate, seqs: list[Sequence], limits: list[int], drafts: list[Draft], choices: list[Choice]
+        self, candidate: ModelCandidate, seqs: list[Sequence], limits: list[int], drafts: list[Draft], choices: list[Choice]
     ) -> None:
         """Let a model draft for the sequences where it promises more than what there is, or where trying it is affordable."""
         places, wanted, earns_s = [], [], []
         for i, seq in enumerate(seqs):
-            choice, earns = self.best_of_model(candidate, candidate.rate(seq), limits[i], len(seqs)), 0.0
+            choice, earns = self.best_of_model(candidate, candidate.acceptance.of(seq), limits[i], len(seqs)), 0.0
             if not self._pays(candidate, seq, choice, choices[i]):
                 choice, earns = self._try(candidate, seq, limits[i], len(seqs), choices[i]), 1 / choices[i].tokens_per_s
             if choice.num_tokens:
@@ -327,47 +262,35 @@ class Planner:
         if not places:
             return
         found: list[Draft] = []
-        caught_up = all(candidate.num_unfed(seqs[i]) <= _USUALLY_UNFED for i in places)
-        seconds = elapsed_s(lambda: found.extend(candidate.proposer.propose([seqs[i] for i in places], wanted)))
-        num_tokens = sum(map(len, found))
-        if num_tokens and caught_up:
-            candidate.seconds_per_token += _LEARNING * (seconds / num_tokens - candidate.seconds_per_token)
+        asked = [seqs[i] for i in places]
+        caught_up = all(candidate.num_unfed(seq) <= _USUALLY_UNFED for seq in asked)
+        seconds = elapsed_s(lambda: found.extend(candidate.proposer.propose(asked, wanted)))
+        candidate.has_proposed(asked, sum(map(len, found)), seconds if caught_up else None)
         for i, draft, earns in zip(places, found, earns_s, strict=True):
             drafts[i] = draft
-            candidate.fed[seqs[i].id] = len(seqs[i].tokens)
-            self._drafted[seqs[i].id] = _Drafted(candidate, 0.0, len(draft), earns)
+            self._drafted[seqs[i].id] = Drafted(candidate, len(draft), 0.0, 0.0, earns)
 
-    def _pays(self, candidate: Candidate, seq: Sequence, choice: Choice, instead: Choice) -> bool:
+    def _pays(self, candidate: ModelCandidate, seq: Sequence, choice: Choice, instead: Choice) -> bool:
         """Whether a model's draft promises more, what its context has missed included, over the tokens that are still wanted."""
         saved_s = seq.num_wanted * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s)
         return saved_s > candidate.catch_up_s(seq)
 
-    def _try(self, candidate: Candidate, seq: Sequence, limit: int, num_seqs: int, instead: Choice) -> Choice:
+    def _try(self, candidate: ModelCandidate, seq: Sequence, limit: int, num_seqs: int, instead: Choice) -> Choice:
         """A short draft of a model that the estimates speak against: one of a trial that runs, or that can be afforded now."""
         nothing = Choice(0, 0.0, 1.0)
         choice = self.best_of_model(candidate, 1.0, min(limit, _TRIAL_TOKENS), num_seqs)
         if choice.tokens_per_s <= instead.tokens_per_s:
             return nothing
-        rounds = candidate.trials.get(seq.id, 0)
+        rounds = candidate.trial_rounds.get(seq.id, 0)
         if not rounds:
             rounds = _TRIAL_ROUNDS
             at_best = self.best_of_model(candidate, 1.0, limit, num_seqs)
-            if not self._pays(candidate, seq, at_best, instead) or not self._afford(
-                candidate, candidate.catch_up_s(seq) + rounds * (choice.seconds - 1 / instead.tokens_per_s)
-            ):
+            lost_s = candidate.catch_up_s(seq) + rounds * (choice.seconds - 1 / instead.tokens_per_s)
+            if not self._pays(candidate, seq, at_best, instead) or not candidate.trials.take(lost_s, self._planned_s):
                 return nothing
-            candidate.own[seq.id] = Acceptance()  # what it was like before does not count
-        candidate.trials[seq.id] = rounds - 1
+            candidate.acceptance.restart(seq)
+        candidate.trial_rounds[seq.id] = rounds - 1
         return choice
-
-    def _afford(self, candidate: Candidate, lost_s: float) -> bool:
-        """Take seconds that may be lost from a drafter's allowance, if it has them. Each has its own: texts are tried cheaply and
-        often, and would leave nothing for models.
-        """
-        if candidate.tried_s + lost_s > _CURIOSITY / len(self.candidates) * self._planned_s:
-            return False
-        candidate.tried_s += lost_s
-        return True
 
     def _best(self, confidences: list[float], seconds_per_token: float, num_seqs: int) -> Choice:
         best, tokens, likely = self.plain(num_seqs), 1.0, 1.0

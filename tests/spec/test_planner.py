@@ -62,6 +62,21 @@ class Text(NullProposer):
         return drafts
 
 
+class TimedText(Text):
+    """Takes time for each proposal, which is empty unless it finds something."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.finds = False
+        self.num_asked = 0
+        self._clock, self._seconds = clock, seconds
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        self.num_asked += len(seqs)
+        self._clock.now_s += self._seconds * len(seqs)
+        return super().propose(seqs, [limit if self.finds else 0 for limit in limits])
+
+
 class Model(NullProposer):
     """Stands for a chain."""
 
@@ -283,6 +298,43 @@ def test_where_nothing_helps_it_costs_three_hundredths_at_most(
     assert 1 <= np.mean(ratios) <= 1.03
 
 
+@pytest.mark.parametrize("seconds", [0.003, 0.03, 0.1, 1.0])
+@pytest.mark.parametrize("finds", [True, False])
+def test_asking_a_text_that_never_helps_costs_three_hundredths_at_most(clock: Clock, finds: bool, seconds: float) -> None:
+    text = TimedText(clock, seconds)
+    text.finds = finds
+    ratios = _answers(Planner(rising(0.05), [text], []), clock, rising(0.05), lambda answer: 0.0, 20)
+    assert 1 <= np.mean(ratios[1:]) <= 1.03
+    assert (
+        text.num_asked * seconds <= 0.02 * 20 * 200 or seconds < 0.02
+    )  # where asking takes next to nothing it is asked every time
+    assert text.num_asked > 20
+
+
+@pytest.mark.parametrize("seconds", [0.003, 0.03, 0.1])
+def test_a_text_that_helps_is_asked_every_time_and_one_that_begins_to_soon(clock: Clock, seconds: float) -> None:
+    text = TimedText(clock, seconds)
+    planner = Planner(rising(0.05), [text], [])
+    _answers(planner, clock, rising(0.05), lambda answer: 0.0, 12)
+    text.finds = True
+    asked, answers = text.num_asked, _answers(planner, clock, rising(0.05), lambda answer: 1.0, 1, first=12)
+    assert answers[0] < 0.35  # drafts of 15 and more for 1.75 forwards, and a few rounds until it is asked
+    [draft] = planner.propose([_sequence(13)], [24])
+    assert len(draft) > 4
+    assert text.num_asked - asked < 60
+
+
+def test_what_came_between_is_not_held_against_a_text(clock: Clock) -> None:
+    text = TimedText(clock, 0.001)
+    text.finds = True
+    planner = Planner(rising(0.05), [text], [])
+    seq = _sequence()
+    text._seconds = 1e3
+    _rounds(planner, seq, 1, 1.0)
+    text._seconds = 0.001
+    assert min(_rounds(planner, seq, 30, 1.0)) > 0
+
+
 @pytest.mark.parametrize(("drafted_s", "fed_s", "within"), [(0.1, 0.005, 4), (0.3, 0.02, 8), (0.3, 0.08, 25), (0.5, 0.08, 25)])
 @pytest.mark.parametrize("texts", [[], [Text(0.3)]], ids=["alone", "beside a text"])
 def test_a_model_that_was_given_up_is_used_again_once_it_helps(
@@ -348,20 +400,30 @@ def test_what_agrees_teaches_nothing() -> None:
 
 def test_only_a_round_whose_rows_are_known_is_learned_from(clock: Clock) -> None:
     """A first round feeds the prompt, and so does one after tokens were taken back that the verifier had not seen go."""
-    planner, seq = Planner(rising(0.05), [Text(0.01)], []), _sequence()
+    planner, seq = Planner(rising(0.05), [Text(0.9)], []), _sequence()
     for rewinds in (False, True):
         seconds = planner.costs.seconds
         if rewinds:
             seq.rewind(len(seq.tokens) - 1)
-        planner.propose([seq], [0])
+        assert planner.propose([seq], [1])[0].tokens.tolist() == [1]
         clock.now_s += 1.5
         seq.extend([1])
         planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
         assert planner.costs.seconds == seconds
-    planner.propose([seq], [0])
+    assert planner.propose([seq], [1])[0].tokens.tolist() == [1]
     clock.now_s += 1.5
     planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
     assert planner.costs.seconds > seconds
+
+
+def test_rounds_without_a_draft_teach_what_one_row_takes(clock: Clock) -> None:
+    planner, seq = Planner(rising(0.05), [], []), _sequence()
+    for _ in range(100):
+        planner.propose([seq], [0])
+        clock.now_s += 1.5
+        seq.extend([1])
+        planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
+    assert planner.costs.of(1) == pytest.approx(1.5, rel=0.1)
 
 
 def test_what_was_learned_is_kept_for_the_next_process_where_it_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
