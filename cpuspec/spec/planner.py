@@ -189,8 +189,7 @@ class Planner:
 
     def best_of_model(self, candidate: ModelCandidate, rate: float, limit: int, num_seqs: int) -> Choice:
         """The best length of a model's draft whose tokens are accepted at that rate."""
-        limit = min(limit, candidate.model.num_tokens)
-        return self._best([rate] * limit, candidate.seconds_per_token, num_seqs)
+        return best_length(self.costs, rate, min(limit, candidate.model.num_tokens), candidate.seconds_per_token, num_seqs)
 
     def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice]]:
         plain = self.plain(len(seqs))
@@ -292,20 +291,35 @@ class Planner:
         candidate.trial_rounds[seq.id] = rounds - 1
         return choice
 
-    def _best(self, confidences: list[float], seconds_per_token: float, num_seqs: int) -> Choice:
-        best, tokens, likely = self.plain(num_seqs), 1.0, 1.0
-        for n, confidence in enumerate(confidences, 1):
-            likely *= confidence
-            tokens += likely
-            choice = Choice(n, tokens, n * seconds_per_token + self._seconds(n, num_seqs))
-            if choice.tokens_per_s > best.tokens_per_s:
-                best = choice
-        return best
-
     def _seconds(self, num_tokens: int, num_seqs: int, row: float = 1.0) -> float:
         """A sequence's share of verifying so many tokens for each. row: as in `_cut`."""
         plain_s = self.costs.of(num_seqs)
         return (plain_s + row * (self.costs.of(num_seqs * (num_tokens + 1)) - plain_s)) / num_seqs
+
+
+def best_length(costs: Costs, rate: float, limit: int, seconds_per_token: float, num_seqs: int = 1) -> Choice:
+    """The best length of a draft whose tokens take so long each and are accepted at that rate, none included.
+
+    costs: of who verifies it, for so many sequences at once.
+    """
+    best, tokens, likely = Choice(0, 1.0, costs.of(num_seqs) / num_seqs), 1.0, 1.0
+    for n in range(1, limit + 1):
+        likely *= rate
+        tokens += likely
+        choice = Choice(n, tokens, n * seconds_per_token + costs.of(num_seqs * (n + 1)) / num_seqs)
+        if choice.tokens_per_s > best.tokens_per_s:
+            best = choice
+    return best
+
+
+def best_chain(costs: list[Costs], rate: float) -> list[Choice]:
+    """The best lengths of a target's drafts, of their drafts, and so on, all accepted at one rate. costs: the target's first."""
+    choices: list[Choice] = []
+    seconds_per_token = costs[-1].of(1)
+    for verifier in reversed(costs[:-1]):
+        choices.insert(0, best_length(verifier, rate, MAX_TOKENS, seconds_per_token))
+        seconds_per_token = 1 / choices[0].tokens_per_s
+    return choices
 
 
 def plan(target: Backend, texts: list[Proposer], chains: list[Model]) -> Planner:

@@ -1,0 +1,82 @@
+"""What the planner's cost model promises of drafts by models, for acceptances that nobody has measured yet.
+
+    python benchmarks/predict.py TARGET.gguf DRAFT.gguf [CHEAPER_DRAFT.gguf ...] --acceptance 0.6 --acceptance 0.75
+
+What depends on the machine is measured: the seconds of a forward by its rows, of every model. What depends on the texts is given:
+how often a drafted token is accepted, at every level alike. So weights may be random ones of the right shape. Lengths and speed-ups
+over plain decoding are the best of the closed form in `cpuspec/spec/planner.py`, level by level from the cheapest.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from record import Rounds, record, save
+
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints.download import resolve_model
+from cpuspec.config import EngineConfig
+from cpuspec.environment import usable_cores
+from cpuspec.errors import CpuspecError
+from cpuspec.spec.costs import Costs, measure_costs
+from cpuspec.spec.planner import best_chain
+
+ACCEPTANCES = [0.6, 0.7, 0.75, 0.8, 0.9]
+
+
+class Timed(NamedTuple):
+    """A model and the seconds of its forwards."""
+
+    name: str
+    costs: Costs
+
+
+def main(
+    target: Annotated[str, typer.Argument(help="Recipe name, GGUF file or Hugging Face directory.")],
+    drafts: Annotated[list[str], typer.Argument(help="Draft models; each drafts for the one before it, the first for the target.")],
+    acceptance: Annotated[list[float] | None, typer.Option(help="Of a drafted token, between 0 and 1. Repeatable.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
+) -> None:
+    """Print the costs of the models, and for each acceptance what drafts with one, two, ... of them promise."""
+    wanted = acceptance or ACCEPTANCES
+    if not all(0 < one < 1 for one in wanted):
+        raise typer.BadParameter(f"acceptances lie between 0 and 1, got {', '.join(map(str, wanted))}")
+    threads, models = threads or usable_cores(), []
+    rounds = Rounds(1 + len(drafts), threads)
+    for number in rounds:
+        models.append(_timed([target, *drafts][number], threads))
+    predictions = [
+        {"acceptance": one, "levels": count} | _predicted(models[: count + 1], one)
+        for one in wanted
+        for count in range(1, len(models))
+    ]
+    costs = {model.name: dict(zip(model.costs.rows, model.costs.seconds, strict=True)) for model in models}
+    for name, seconds in costs.items():
+        plain_s = seconds[1]
+        print(f"{name}: {1e3 * plain_s:.1f} ms; by rows " + ", ".join(f"{n}: {s / plain_s:.2f}" for n, s in seconds.items()))
+    print("\n| acceptance | drafts | lengths | tokens a round | over plain |\n|---|---|---|---|---|")
+    for one in predictions:
+        lengths = ", ".join(map(str, one["lengths"]))
+        print(f"| {one['acceptance']} | {one['levels']} | {lengths} | {one['tokens']:.2f} | {one['over_plain']:.2f}x |")
+    save(record("predict", models[0].name, rounds) | {"costs_s": costs, "predictions": predictions}, json_file)
+
+
+def _timed(name: str, threads: int) -> Timed:
+    try:
+        checkpoint = open_checkpoint(resolve_model(name))
+        return Timed(checkpoint.path.name, measure_costs(make_backend("numba", checkpoint, EngineConfig(threads=threads))))
+    except CpuspecError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _predicted(models: list[Timed], acceptance: float) -> dict[str, Any]:
+    """Target first."""
+    choices = best_chain([model.costs for model in models], acceptance)
+    best, plain_s = choices[0], models[0].costs.of(1)
+    return {"lengths": [one.num_tokens for one in choices], "tokens": best.tokens, "over_plain": best.tokens_per_s * plain_s}
+
+
+if __name__ == "__main__":
+    typer.run(main)
