@@ -152,7 +152,7 @@ def test_raw_continues_the_prompt_as_it_is(model: str) -> None:
 def test_explain_tells_what_auto_decided_from(model: str) -> None:
     told = run("generate", "hello", "-m", model, "--max-tokens", "8", "--explain").stderr
     assert "target: a forward by its rows costs 1: 1.00, 2: " in told
-    assert "suffix for target: judged draft by draft" in told
+    assert "forwards a draft, each judged by its confidences" in told
     assert (
         "--explain tells what auto decides from; the draft here is ngram"
         in run("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "2", "--explain", "--draft", "ngram").stderr

@@ -9,6 +9,7 @@ from typing import Any
 import numba
 from llvmlite import binding
 
+from cpuspec.environment import processor_name
 from cpuspec.errors import BackendError
 
 _config: Any = numba.config
@@ -84,5 +85,5 @@ def target() -> tuple[str, str]:
 
 
 def describe() -> str:
-    """The choice in words, for `cpuspec inspect` and error reports."""
-    return f"{_processor()}, {dot_isa()}{', amx' if has_tiles() else ''}"
+    """The choice in words, for `cpuspec inspect` and error reports. LLVM names a processor it does not know after another one."""
+    return f"{processor_name()}, {dot_isa()}{', amx' if has_tiles() else ''}"

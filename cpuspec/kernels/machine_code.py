@@ -29,7 +29,8 @@ from cpuspec.kernels.options import OPTIONS
 
 def _fingerprint() -> str:
     sources = [sources_digest(Path(file).parent) for file in (__file__, formats.__file__)]
-    facts = (sources, sys.version, numba.__version__, binding.llvm_version_info, isa.describe(), sorted(isa.features()))
+    processor = (isa.describe(), isa.target(), sorted(isa.features()))
+    facts = (sources, sys.version, numba.__version__, binding.llvm_version_info, processor)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cpuspec.backends import Backend
-from cpuspec.environment import cache_dir, processor_name
+from cpuspec.environment import cache_dir, processor_name, sources_digest
 from cpuspec.metrics import elapsed_s
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
@@ -30,6 +30,8 @@ _AGREES = 0.05  # a round that is off by less teaches nothing, and takes no time
 _FAR_OFF = math.log(2)  # a round that is further off counts as this far: something came between
 _BOUND = math.log(4)  # the most that rounds may correct what was measured
 _WORTH_KEEPING = 0.1  # a correction of this share is written down
+
+_KERNELS = sources_digest(Path(__file__).parents[1] / "kernels")  # others take other times; importing them would import numba
 
 
 class Costs:
@@ -184,5 +186,5 @@ def _batch(backend: Backend, depth: int, rows: int) -> ForwardBatch:
 
 def _path(backend: Backend) -> Path:
     """Named after what the seconds depend on."""
-    facts = (backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name())
+    facts = (backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), _KERNELS)
     return cache_dir() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
