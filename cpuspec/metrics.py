@@ -124,43 +124,50 @@ class RequestStats:
         return json.dumps(self.as_dict())
 
 
+_Cycles = Sequence[tuple[str, int, int, int]]
+
+
 class RequestMeter:
     """Collects what `RequestStats` needs while a request runs. Its clock starts when it is made."""
 
     def __init__(self, num_prompt_tokens: int, reads: Sequence[tuple[int, int]]) -> None:
         """reads: of the target, then of each draft model, the bytes of weights and of one token's keys and values."""
         self.num_cached_tokens = 0
-        self.levels: dict[str, LevelCounters] = {}
         self._num_prompt_tokens = num_prompt_tokens
         self._reads = reads
-        self._num_new_tokens: list[int] = []  # of each step
-        self._num_forwards: list[tuple[int, ...]] = []  # of each model, up to each step's end; first before the first step
-        self._times_s: list[float] = []
+        self._first_forwards: tuple[int, ...] = ()  # of each model, before the first step
+        self._steps: list[tuple[float, int, tuple[int, ...], _Cycles]] = []  # when each ended, and what was told of it
         self._arrival_s = perf_counter()
 
     def begin(self, num_forwards: tuple[int, ...]) -> None:
         """The first step begins. num_forwards: of each model, as `reads` has them, until now."""
-        self._num_forwards = [num_forwards]
+        self._first_forwards = num_forwards
 
-    def record_step(self, num_new_tokens: int, num_forwards: tuple[int, ...]) -> None:
-        """Count a step that has just committed tokens; what follows from that is computed when `stats` asks for it."""
-        self._times_s.append(perf_counter())
-        self._num_new_tokens.append(num_new_tokens)
-        self._num_forwards.append(num_forwards)
+    def record_step(self, num_new_tokens: int, num_forwards: tuple[int, ...], cycles: _Cycles) -> None:
+        """Note a step that has just committed tokens; what follows from that is computed when somebody asks for it.
 
-    def record_cycles(self, cycles: Sequence[tuple[str, int, int, int]]) -> None:
-        """Count the verifications of a round, the cheapest level's first: its name, then what `LevelCounters.record` takes."""
-        for source, num_drafted, num_accepted, num_positions in cycles:
-            if source not in self.levels:
-                # A round without a draft, as a chain's first is, names the topmost level alone: those below come before it.
-                self.levels = {name: self.levels.get(name, LevelCounters()) for name, *_ in cycles} | self.levels
-            self.levels[source].record(num_drafted, num_accepted, num_positions)
+        cycles: its verifications, the cheapest level's first: the level's name, then what `LevelCounters.record` takes.
+        """
+        self._steps.append((perf_counter(), num_new_tokens, num_forwards, cycles))
+
+    @property
+    def levels(self) -> dict[str, LevelCounters]:
+        """The counts so far by drafter, the cheapest first."""
+        levels: dict[str, LevelCounters] = {}
+        for *_, cycles in self._steps:
+            for source, num_drafted, num_accepted, num_positions in cycles:
+                if source not in levels:
+                    # A round without a draft, as a chain's first is, names the topmost level alone: those below come before it.
+                    levels = {name: levels.get(name, LevelCounters()) for name, *_ in cycles} | levels
+                levels[source].record(num_drafted, num_accepted, num_positions)
+        return levels
 
     def stats(self) -> RequestStats:
         """The figures so far."""
-        times, counts = np.array(self._times_s), np.array(self._num_new_tokens, np.int64)
-        num_models = len(self._reads)
-        num_forwards = np.diff(np.array(self._num_forwards, np.int64).reshape(-1, num_models), axis=0)  # [steps, models]
+        steps, num_models = self._steps, len(self._reads)
+        times, counts = np.array([time_s for time_s, *_ in steps]), np.array([num_new for _, num_new, *_ in steps], np.int64)
+        so_far = [self._first_forwards, *(num_forwards for _, _, num_forwards, _ in steps)]
+        num_forwards = np.diff(np.array(so_far, np.int64).reshape(-1, num_models), axis=0)  # [steps, models]
         weights, per_token = np.array(self._reads, np.int64).reshape(num_models, 2).T
         lengths = self._num_prompt_tokens + np.cumsum(counts)  # after each step
         read_bytes = (num_forwards * (weights + np.outer(lengths, per_token)))[1:].sum()  # the first step is the prompt's

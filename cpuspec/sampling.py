@@ -186,7 +186,7 @@ def argmax(logits: NDArray[Any], best: Sequence[int] | None = None) -> Any:
 
     best: the same ids, where whoever computed the logits has noted them already, with -1 for what is to raise.
     """
-    if best is not None and min(best, default=0) >= 0:
+    if best is not None and -1 not in best:
         return best
     ids = logits.argmax(axis=-1)
     if not np.isfinite(np.take_along_axis(logits, np.expand_dims(ids, -1), -1)).all():

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +10,8 @@ from cpuspec.config import SamplingParams
 from cpuspec.sampling import TokenHistory
 
 
-class Mark(NamedTuple):
+@dataclass(slots=True)
+class Mark:
     """A state of a sequence, to ask later what has changed since (`Sequence.unchanged`)."""
 
     length: int = 0
@@ -33,8 +33,12 @@ class Sequence:
     rng: np.random.Generator
     finish_reason: str | None = None  # "stop", "length", "aborted"
     rewinds: list[int] = field(default_factory=list)  # the lengths that were rewound to
+    takes_best: bool = field(init=False)  # whether each token is the argmax of the raw logits
     _history: TokenHistory | None = None
     _num_counted: int = 0  # of the tokens, in the history
+
+    def __post_init__(self) -> None:
+        self.takes_best = self.params.greedy and self.params.keeps_order
 
     @staticmethod
     def new(id: int, prompt: Tokens[int], params: SamplingParams) -> "Sequence":

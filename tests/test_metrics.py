@@ -44,7 +44,7 @@ def test_latencies_and_rates_are_of_the_steps_times(monkeypatch: pytest.MonkeyPa
     meter = RequestMeter(7, [(10**9, 10**6), (5 * 10**8, 0)])  # a target and a draft model
     meter.begin((10, 20))
     for num_new_tokens, num_forwards in ((1, (13, 20)), (3, (14, 22)), (2, (15, 22))):
-        meter.record_step(num_new_tokens, num_forwards)
+        meter.record_step(num_new_tokens, num_forwards, ())
     stats = meter.stats()
     assert (stats.num_prompt_tokens, stats.num_new_tokens, stats.num_forwards) == (7, 6, 5)
     assert (stats.ttft_s, stats.decode_s, stats.tpot_s) == (2.0, 1.5, 1.5 / 5)
@@ -60,7 +60,7 @@ def test_figures_that_do_not_exist_are_none(num_steps: int) -> None:
     meter = RequestMeter(1, [(1, 1)])
     for step in range(num_steps):
         meter.begin((0,))
-        meter.record_step(1, (step + 1,))
+        meter.record_step(1, (step + 1,), ())
     stats = meter.stats()
     assert (stats.decode_s, stats.tpot_s, stats.tokens_per_s, stats.gb_per_s) == (None,) * 4
     assert (stats.ttft_s is None) == (num_steps == 0)

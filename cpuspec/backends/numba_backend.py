@@ -5,8 +5,10 @@ kernel is told has been checked here or by `ForwardBatch.check`; the kernels the
 """
 
 from collections.abc import Mapping
+from ctypes import addressof, c_int32
+from dataclasses import dataclass
+from sys import getrefcount
 from types import MappingProxyType
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,7 +30,8 @@ from cpuspec.model.rope import rope_table
 _SMALL = 768  # hidden size under which a model is small
 
 
-class _Storage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Storage:
     """A cache slot's memory."""
 
     memory: U8  # [layers * kv heads, head_bytes]
@@ -88,8 +91,10 @@ class NumbaBackend:
         groups = _round_up(rows, linear.ROWS) * _round_up(widest, GROUP) // GROUP + 1
         self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
         self._placed = np.empty((4, rows), np.int64)
-        self._peaks, self._picked = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32), np.empty(linear.ROWS, np.int32)
-        self._picks = self._picked.data  # whose numbers are read in less time than an array's
+        self._logits = np.empty((1, self._num_logits), np.float32)
+        self._unheld = getrefcount(self._logits)
+        self._peaks = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32)
+        self._picked = (c_int32 * linear.ROWS)()  # of which a part is a list
         self._paths = np.empty(0, np.int64)
         self._kv_format = get_kv_format(engine.kv_format)
         self._record_bytes = attention.record_bytes(self._kv_format.name, c.head_dim)
@@ -102,7 +107,7 @@ class NumbaBackend:
         self._program = step.Program(self._write_program(), self.threads)
         state = self._program.state
         state[[step.STORAGE, step.CACHE_INDEX, step.LENGTH, step.STRAIGHT]] = [_at(row) for row in self._placed]
-        state[step.PEAKS], state[step.PICKED] = _at(self._peaks), _at(self._picked)
+        state[step.PEAKS], state[step.PICKED] = _at(self._peaks), addressof(self._picked)
         state[step.HEADS], state[step.KV_HEADS], state[step.THREADS] = c.num_heads, c.num_kv_heads, self.threads
         state[step.BLOCKS], state[step.WALKED] = _at(self._blocks), _at(self._walked)
         state[step.SCRATCH], state[step.SCRATCH_BYTES] = _at(self._scratch), self._scratch.strides[0]
@@ -131,34 +136,34 @@ class NumbaBackend:
         batch.check(c, cache, self.max_rows)
         if self._team.closed:
             raise BackendError("this backend, or the one that it shares threads with, is closed; make a new one")
-        tokens, positions, slots, q_start, parents, logit_rows = batch.lists
-        num_rows = len(tokens)
-        if parents:
+        lists = batch.lists
+        num_rows, logit_rows = len(lists.tokens), lists.logit_rows
+        if lists.parents:
             self._provide_paths(num_rows)
-        if (last := max(positions)) >= len(self._rotations[0]):
+        if (last := max(lists.positions)) >= len(self._rotations[0]):
             self._provide_rotations(last)
         if self._decoder is None:
             self._x[:num_rows, : c.hidden_size] = self._embed.rows(batch.tokens)
             self._x[:num_rows, c.hidden_size :] = 0
         num_logits = num_rows if logit_rows is None else len(logit_rows)
-        logits = np.empty((num_logits, self._num_logits), np.float32)
-        kept: NDArray[np.int64] | None = None
-        hidden: dict[int, F32] = {}
+        logits = self._room_for_logits(num_logits)
+        # Made before the run, behind which nothing that Python touches is in the processor's caches.
+        output = ForwardOutput(logits if self._num_logits == c.vocab_size else logits[:, : c.vocab_size])
+        kept = None
         if batch.hidden_layers:
-            kept = np.zeros(c.num_layers, np.int64)
-            hidden = {layer: np.empty((num_rows, c.hidden_size), np.float32) for layer in batch.hidden_layers}
-            kept[list(hidden)] = [_at(array) for array in hidden.values()]
+            kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
         lengths, addresses, head_bytes = [], [], 0
-        for slot in slots:
-            _, address, head_bytes = cache.storage(slot)
+        for slot in lists.slots:
+            storage: _Storage = cache.storage(slot)
             lengths.append(cache.lengths[slot])
-            addresses.append(address)
+            addresses.append(storage.address)
+            head_bytes = storage.head_bytes
         self._program.enter(
-            tokens,
-            positions,
-            parents or [],
+            lists.tokens,
+            lists.positions,
+            lists.parents or [],
             range(num_rows) if logit_rows is None else logit_rows,
-            q_start,
+            lists.q_start,
             lengths,
             addresses,
             head_bytes,
@@ -168,10 +173,9 @@ class NumbaBackend:
         while num_records := self._team.run(self._program):
             self._provide_records(num_records)
         cache.advance(batch)
-        best = [self._picks[i] for i in range(num_logits)] if num_logits <= linear.ROWS else None
-        if self._num_logits > c.vocab_size:
-            logits = logits[:, : c.vocab_size]
-        return ForwardOutput(logits, tuple([hidden[layer] for layer in batch.hidden_layers]), best)
+        if num_logits <= linear.ROWS:
+            output.best = self._picked[:num_logits]
+        return output
 
     def close(self) -> None:
         """End the threads, if they are this backend's own."""
@@ -183,6 +187,22 @@ class NumbaBackend:
         room = aligned_bytes((self.max_rows, 4 * _round_up(features, GROUP))).view(np.float32)
         room[:] = 0
         return room
+
+    def _room_for_logits(self, num_rows: int) -> F32:
+        """Rows of logits to write into: those of the last forward again, if nobody holds them, or a part of them, any more."""
+        if num_rows > linear.ROWS:
+            return np.empty((num_rows, self._num_logits), np.float32)
+        if len(self._logits) != num_rows or getrefcount(self._logits) != self._unheld:
+            self._logits = np.empty((num_rows, self._num_logits), np.float32)
+        return self._logits
+
+    def _room_for_hidden(self, layers: tuple[int, ...], num_rows: int) -> tuple[NDArray[np.int64], tuple[F32, ...]]:
+        """Of each layer of the model the address to which its rows go, 0 for none; and rows for each that was asked for."""
+        c = self.config
+        rows = {layer: np.empty((num_rows, c.hidden_size), np.float32) for layer in layers}
+        kept = np.zeros(c.num_layers, np.int64)
+        kept[list(rows)] = [_at(one) for one in rows.values()]
+        return kept, tuple(rows[layer] for layer in layers)
 
     def _provide_records(self, number: int) -> None:
         """Room for the records of attention that several threads make."""

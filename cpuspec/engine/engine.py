@@ -6,8 +6,6 @@ The engine never learns how drafts are made or how a backend computes. Single-th
 from collections import defaultdict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
@@ -22,7 +20,8 @@ from cpuspec.spec.round import Round, speculate
 from cpuspec.tokenizer import Tokenizer
 
 
-class Output(NamedTuple):
+@dataclass(slots=True)
+class Output:
     """What one step added to one request. The last output of a request has a finish_reason and its stats.
 
     text excludes the token that ended the request and everything from a stop string on; token_ids include them.
@@ -132,8 +131,8 @@ class Engine:
             limits.append(0 if waits else min(request.max_length - len(seq.tokens) - 1, request.max_draft_tokens))
         rounds = speculate(self._context, self._proposer, seqs, limits)
         num_forwards = self._num_forwards()
-        for request, done in zip(requests, rounds, strict=True):
-            self._ready.append(self._commit(request, done, num_forwards))
+        for i, request in enumerate(requests):
+            self._ready.append(self._commit(request, rounds[i], num_forwards))
 
     def _admit(self) -> None:
         """Begin waiting requests, as many as there are free slots."""
@@ -145,7 +144,7 @@ class Engine:
 
     def _num_forwards(self) -> tuple[int, ...]:
         """Of each model so far, the target's first."""
-        return tuple(map(attrgetter("num_forwards"), self._contexts))
+        return tuple([context.num_forwards for context in self._contexts])
 
     def _commit(self, request: _Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
@@ -163,12 +162,10 @@ class Engine:
             if before + num_taken == request.max_length:
                 reason = "length"
                 break
-        chosen: list[TokenLogprobs] = []
-        if seq.params.logprobs is not None:
-            chosen = [logprobs(done.output.logits[i], new[i], seq.params.logprobs) for i in range(num_taken)]
+        num_top = seq.params.logprobs
+        chosen = [] if num_top is None else _logprobs(done, num_taken, num_top)
         meter = request.meter
-        meter.record_step(num_taken, num_forwards)
-        meter.record_cycles(done.cycles)
+        meter.record_step(num_taken, num_forwards, done.cycles)
         if reason is None:
             return Output(seq.id, text, new, chosen)
         if not request.text.stopped:
@@ -202,3 +199,8 @@ class Engine:
                 raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
         if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:
             raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
+
+
+def _logprobs(done: Round, num_tokens: int, num_top: int) -> list[TokenLogprobs]:
+    """Of the first tokens of a round."""
+    return [logprobs(done.output.logits[i], done.verdict.tokens[i], num_top) for i in range(num_tokens)]

@@ -7,9 +7,8 @@ only its chunk; who computes what never changes a result.
 
 import atexit
 import threading
-from array import array
 from collections.abc import Callable, Sequence
-from ctypes import c_int64
+from ctypes import addressof, c_int64
 from functools import cache
 from typing import Any
 
@@ -615,7 +614,7 @@ class Program:
         addresses = [self.operations.ctypes.data, len(operations), self.state.ctypes.data, self.counters.ctypes.data]
         self._job = np.array(addresses)
         self.job: int = self._job.ctypes.data
-        self._numbers = array("q")
+        self._numbers = (c_int64 * 0)()
         self.numbers = 0  # the address of what `enter` notes
 
     def enter(
@@ -628,14 +627,14 @@ class Program:
         storage: addresses of the slots; head_bytes: of one head of one layer in them; kept: for each layer, int64 address of where
         its rows are kept, None for no layer; logits f32 [logit rows, stride]. The arrays must stay until the run is over.
         """
-        self._numbers = array(
-            "q",
-            (
-                len(tokens), len(logit_rows), len(parents), len(q_start) - 1, head_bytes, id(logits),
-                0 if kept is None else id(kept), *tokens, *positions, *logit_rows, *lengths, *storage, *q_start, *parents,
-            ),
-        )  # fmt: skip
-        self.numbers = self._numbers.buffer_info()[0]
+        numbers: list[int | c_int64] = [  # a slice of ctypes takes both
+            len(tokens), len(logit_rows), len(parents), len(q_start) - 1, head_bytes, id(logits),
+            0 if kept is None else id(kept), *tokens, *positions, *logit_rows, *lengths, *storage, *q_start, *parents,
+        ]  # fmt: skip
+        if len(numbers) > len(self._numbers):
+            self._numbers = (c_int64 * (2 * len(numbers)))()
+            self.numbers = addressof(self._numbers)
+        self._numbers[: len(numbers)] = numbers
 
 
 class Team:

@@ -1,7 +1,8 @@
 """What goes into a forward and what comes out. Prefill, decode and verify are the same ragged batch of rows."""
 
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,8 @@ F32 = NDArray[np.float32]
 MAX_POSITIONS = 1 << 26
 
 
-class Lists(NamedTuple):
+@dataclass(slots=True)
+class Lists:
     """The numbers of a batch, as `ForwardBatch` has them, in lists."""
 
     tokens: list[int]
@@ -88,7 +90,9 @@ class ForwardBatch:
 
     def check(self, config: ModelConfig, cache: "KVCache", max_rows: int) -> None:
         """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to."""
-        tokens, positions, slots, starts, parents, logit_rows = self.lists
+        lists = self.lists
+        tokens, positions, slots, starts = lists.tokens, lists.positions, lists.slots, lists.q_start
+        parents, logit_rows = lists.parents, lists.logit_rows
         num_rows, num_seqs = len(tokens), len(slots)
         if not 1 <= num_rows <= max_rows:
             raise BackendError(f"a forward takes 1 to {max_rows} rows, got {num_rows}; feed longer prefills in chunks")
@@ -98,7 +102,8 @@ class ForwardBatch:
             raise BackendError(f"a forward projects at most {max_rows} rows to logits, got {len(logit_rows)}")
         if len(starts) != num_seqs + 1 or starts[0] != 0 or starts[-1] != num_rows or len(set(slots)) != num_seqs:
             raise BackendError(f"q_start {starts} does not split {num_rows} rows over {num_seqs} distinct slots {slots}")
-        for slot, start, end in zip(slots, starts, starts[1:], strict=False):
+        for b, slot in enumerate(slots):
+            start, end = starts[b], starts[b + 1]
             if not 0 <= slot < cache.num_slots:
                 raise CacheError(f"slot {slot} does not exist; the cache has {cache.num_slots}")
             if end <= start:
@@ -106,7 +111,7 @@ class ForwardBatch:
             held = cache.lengths[slot]
             if held + end - start > cache.capacity:
                 raise CacheError(f"slot {slot} holds {held} of {cache.capacity} tokens; {end - start} more do not fit")
-            if parents is not None and not all(p == -1 or start <= p < row for row, p in enumerate(parents[start:end], start)):
+            if parents is not None and not _hangs_together(parents, start, end):
                 raise BackendError("a parent must be -1 or an earlier row of the same sequence")
         if min(tokens) < 0 or max(tokens) >= config.vocab_size:
             raise _out_of_range("tokens", tokens, config.vocab_size)
@@ -116,6 +121,10 @@ class ForwardBatch:
             raise _out_of_range("logit_rows", logit_rows, num_rows)
         if self.hidden_layers and not 0 <= min(self.hidden_layers) <= max(self.hidden_layers) < config.num_layers:
             raise BackendError(f"hidden_layers must be in [0, {config.num_layers}), got {self.hidden_layers}")
+
+
+def _hangs_together(parents: list[int], start: int, end: int) -> bool:
+    return all(p == -1 or start <= p < row for row, p in enumerate(parents[start:end], start))
 
 
 def _out_of_range(name: str, numbers: list[int], limit: int) -> BackendError:
@@ -131,8 +140,12 @@ def _listed(numbers: list[int] | I32 | None) -> list[int] | None:
     return listed
 
 
-class ForwardOutput(NamedTuple):
-    """Logits of the asked rows and outputs of the asked layers. The arrays belong to the caller."""
+@dataclass(slots=True)
+class ForwardOutput:
+    """Logits of the asked rows and outputs of the asked layers.
+
+    The arrays stay as they are while anybody holds them or a part of them; after that a backend may write into them again.
+    """
 
     logits: F32  # [len(logit_rows), V]
     hidden: tuple[F32, ...] = ()  # [T, C] for each requested layer

@@ -35,6 +35,7 @@ class KVCache:
         self.capacity = capacity
         self.bytes_per_token = bytes_per_token
         self.lengths = [0] * num_slots  # tokens that each slot holds
+        self._longest = [0] * num_slots  # that each slot held when it was shortened
         self._new_storage = new_storage
         self._copy_rows = copy_rows
         self._storage: list[Any] = [None] * num_slots
@@ -51,6 +52,11 @@ class KVCache:
                 ) from None
         return self._storage[slot]
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of keys and values that were written so far, those that are forgotten included."""
+        return sum(map(max, self.lengths, self._longest)) * self.bytes_per_token
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget every token of `slot` from `length` on. O(1): rows stay and are overwritten later.
 
@@ -60,13 +66,13 @@ class KVCache:
         held = self.lengths[slot]
         if not 0 <= length <= held:
             raise CacheError(f"cannot truncate slot {slot} to {length} tokens: it holds {held}")
-        self.lengths[slot] = length
+        self._shorten(slot, length)
 
     def advance(self, batch: ForwardBatch) -> None:
         """Count a batch's rows to what the slots hold: they were appended."""
         starts = batch.lists.q_start
-        for slot, start, end in zip(batch.lists.slots, starts, starts[1:], strict=False):
-            self.lengths[slot] += end - start
+        for b, slot in enumerate(batch.lists.slots):
+            self.lengths[slot] += starts[b + 1] - starts[b]
 
     def keep_path(self, slot: int, length: int, path: I32) -> None:
         """Of the tree whose nodes follow the first `length` tokens of `slot`, keep those on `path` (rising), one after the other.
@@ -80,7 +86,11 @@ class KVCache:
         moved = path[path != np.arange(len(path))]
         if len(moved):
             self._copy_rows(self.storage(slot), length + moved, length + len(path) - len(moved))
-        self.lengths[slot] = length + len(path)
+        self._shorten(slot, length + len(path))
+
+    def _shorten(self, slot: int, length: int) -> None:
+        self._longest[slot] = max(self._longest[slot], self.lengths[slot])
+        self.lengths[slot] = length
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:

@@ -4,7 +4,7 @@ It knows which tokens each slot's cache holds, and brings a slot to any token st
 shared prefix, feed the rest. It knows nothing about sampling or about why a string changed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,9 @@ class _Feed:
     held: list[int]  # tokens that the slot holds
     tokens: list[int]  # committed and drafted ones that the slot does not hold yet
     num_unscored: int  # how many of them come before the first whose row is asked for
+    num_straight: int  # how many of them follow one another: all, or all before a tree
     tree: Draft | None  # the draft, unless its tokens follow one another
     outputs: list[ForwardOutput]
-
-    @property
-    def num_straight(self) -> int:
-        """How many of the tokens follow one another."""
-        return len(self.tokens) - len(self.tree) if self.tree else len(self.tokens)
 
 
 class Context:
@@ -67,7 +63,7 @@ class Context:
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
         self.possible = possible
         self.num_forwards = 0
-        self._most_held = [0] * num_slots
+        self._fits = self.vocab_size == backend.config.vocab_size and possible is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._free = list(range(num_slots))  # least recently used first
         self._seats: dict[int, _Seat] = {}  # by sequence id
@@ -108,11 +104,16 @@ class Context:
         Afterwards the slot holds committed and drafted tokens, of a tree only what `keep_path` keeps. Raises CacheError when they
         exceed the capacity, and ConfigError for a tree of more rows than a forward takes.
         """
-        feeds = [self._feed(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
+        assert len(seqs) == len(drafts), "every sequence has a draft, be it empty"
+        feeds = list(map(self._feed, seqs, drafts))
         waiting = feeds
         while waiting:
             waiting = self._forward(waiting, hidden_layers)
-        return [self._fit(feed.outputs[0] if len(feed.outputs) == 1 else _join(feed.outputs)) for feed in feeds]
+        outputs = []
+        for feed in feeds:
+            output = feed.outputs[0] if len(feed.outputs) == 1 else _join(feed.outputs)
+            outputs.append(output if self._fits else self._fit(output))
+        return outputs
 
     def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
         """Hold the nodes on `path` of a tree that was just scored, so that they need not be fed again."""
@@ -124,22 +125,22 @@ class Context:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that the cache has taken up so far."""
-        return sum(self._most_held) * self.cache.bytes_per_token
+        return self.cache.used_bytes
 
     def _fit(self, output: ForwardOutput) -> ForwardOutput:
         """Rows of `vocab_size` logits. Fitted before they become probabilities: a draft declares what it draws from."""
         logits, missing = output.logits, self.vocab_size - output.logits.shape[1]
         if missing > 0:
-            output = output._replace(logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
+            output = replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))
         elif missing:
-            output = output._replace(logits=logits[:, : self.vocab_size], best=None)
+            output = replace(output, logits=logits[:, : self.vocab_size], best=None)
         if self.possible is not None:
-            output = output._replace(logits=np.where(self.possible, output.logits, np.float32(-np.inf)), best=None)
+            output = replace(output, logits=np.where(self.possible, output.logits, np.float32(-np.inf)), best=None)
         return output
 
     def _feed(self, seq: Sequence, draft: Draft) -> _Feed:
         """Truncate the sequence's slot to what it shares with the wanted tokens."""
-        seat, drafted, num_committed = self._seats[seq.id], len(draft), len(seq.tokens)
+        seat, drafted, num_committed = self._seats[seq.id], draft.num_tokens, len(seq.tokens)
         tree = None if draft.is_chain else draft
         if tree and drafted > self.backend.max_rows:
             raise ConfigError(f"a forward takes {self.backend.max_rows} rows, and {tree.source} drafted a tree of {drafted} tokens")
@@ -161,7 +162,8 @@ class Context:
             del held[agreed:], wanted[:shared]
             self.cache.truncate(seat.slot, agreed)
         seat.agreed = seq.mark()
-        return _Feed(seat.slot, held, wanted, num_committed - 1 - agreed, tree, [])
+        num_straight = len(wanted) - drafted if tree else len(wanted)
+        return _Feed(seat.slot, held, wanted, num_committed - 1 - agreed, num_straight, tree, [])
 
     def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...]) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds that have rows left."""
@@ -190,13 +192,16 @@ class Context:
         self.num_forwards += 1
         left = []
         for i, feed in enumerate(feeds[: len(slots)]):
-            rows, held = slice(q_start[i], q_start[i + 1]), feed.held
-            size = rows.stop - rows.start
-            self._most_held[feed.slot] = max(self._most_held[feed.slot], len(held) + size)
-            held += feed.tokens[: min(size, feed.num_straight)]
-            feed.outputs.append(output if len(slots) == 1 else _part(output, rows, slice(num_scored[i], num_scored[i + 1])))
+            start, end = q_start[i], q_start[i + 1]
+            size = end - start
+            feed.held += feed.tokens[: min(size, feed.num_straight)]
+            if len(slots) > 1:
+                feed.outputs.append(_part(output, slice(start, end), slice(num_scored[i], num_scored[i + 1])))
+            else:
+                feed.outputs.append(output)
             if size < len(feed.tokens):
                 del feed.tokens[:size]
+                feed.num_straight -= size
                 feed.num_unscored = max(feed.num_unscored - size, 0)
                 left.append(feed)
         return left + feeds[len(slots) :]

@@ -1,8 +1,7 @@
 """What a proposer hands to a verifier: tokens, how they hang together, and the distributions they were drawn from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +38,15 @@ class Draft:
     source: str  # proposer name, for metrics
     cycles: tuple[Cycle, ...] = ()  # verifications by lower levels of a chain that went into it, in their order
     confidence: F32 | None = None  # [n]
+    num_tokens: int = field(init=False)
+    is_chain: bool = field(init=False)  # whether each token follows the one before
+
+    def __post_init__(self) -> None:
+        # Here and not when asked for: each round asks several times, and looks a property up anew.
+        object.__setattr__(self, "num_tokens", len(self.tokens))
+        # What a user made may be no array; where it is taken, that is refused.
+        parents = self.parents.tolist() if isinstance(self.parents, np.ndarray) else self.parents
+        object.__setattr__(self, "is_chain", parents == list(range(-1, self.num_tokens - 1)))
 
     @staticmethod
     def chain(tokens: Sequence[int], source: str, probs: Probs | None = None, cycles: tuple[Cycle, ...] = ()) -> "Draft":
@@ -52,11 +60,6 @@ class Draft:
         probs = None if self.probs is None else self.probs[:num_tokens]
         confidence = None if self.confidence is None else self.confidence[:num_tokens]
         return Draft(self.tokens[:num_tokens], self.parents[:num_tokens], probs, self.source, self.cycles, confidence)
-
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether each token follows the one before."""
-        return self.parents.tolist() == list(range(-1, len(self) - 1))
 
     @property
     def depths(self) -> I32:
@@ -84,5 +87,12 @@ class Draft:
                 depths[child] = depths[parent] + 1
         return max(depths.values())
 
+    def verified(self, path: list[int]) -> tuple[Cycle, ...]:
+        """The verifications that went into it, and its own, which accepted the nodes on the path."""
+        if not self.num_tokens:
+            return (*self.cycles, Cycle(self.source, 0, 0, 0))
+        last = path[-1] if path else -1
+        return (*self.cycles, Cycle(self.source, self.num_tokens, len(path), len(path) + self.num_below(last)))
+
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.num_tokens

@@ -1,6 +1,7 @@
 """One speculative round: propose, score, verify, accept. The engine's step and a chain's inner step are this call."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from itertools import repeat
 
 import numpy as np
 
@@ -14,21 +15,14 @@ from cpuspec.spec.proposer import Proposer
 from cpuspec.spec.verify import Verdict, verify_block, verify_greedy, verify_sampled
 
 
-class Round(NamedTuple):
+@dataclass(slots=True)
+class Round:
     """What a round did for one sequence. Row i of the output's logits is the one that chose `verdict.tokens[i]`."""
 
     draft: Draft
     verdict: Verdict
     output: ForwardOutput
-
-    @property
-    def cycles(self) -> tuple[Cycle, ...]:
-        """The verifications that the round took, those of lower levels first."""
-        draft, path = self.draft, self.verdict.path
-        if not len(draft):
-            return (*draft.cycles, Cycle(draft.source, 0, 0, 0))
-        last = path[-1] if path else -1
-        return (*draft.cycles, Cycle(draft.source, len(draft), len(path), len(path) + draft.num_below(last)))
+    cycles: tuple[Cycle, ...]  # the verifications that it took, those of lower levels first
 
 
 def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[Round]:
@@ -38,18 +32,19 @@ def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits
     """
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
     if max(limits) > most:
-        limits = [min(limit, most) for limit in limits]
+        limits = list(map(min, limits, repeat(most)))
     drafts = proposer.propose(seqs, limits)
     _check(proposer, drafts, limits, context)
     rounds = []
-    for seq, draft, scored in zip(seqs, drafts, context.score(seqs, drafts, proposer.hidden_layers), strict=True):
-        verdict, output = verify(seq, draft, scored.logits, scored.best), scored
+    for i, scored in enumerate(context.score(seqs, drafts, proposer.hidden_layers)):
+        seq, draft, output = seqs[i], drafts[i], scored
+        verdict = verify(seq, draft, scored.logits, scored.best)
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
             output = _along(verdict.path, scored)
         seq.extend(verdict.tokens)
         proposer.accept(seq, verdict, output.hidden)
-        rounds.append(Round(draft, verdict, output))
+        rounds.append(Round(draft, verdict, output, draft.verified(verdict.path)))
     return rounds
 
 
@@ -59,10 +54,14 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
     A block of drawn tokens is verified as one; greedy requests, point masses and trees go token by token.
     best: the rows' argmax, as `ForwardOutput` has it.
     """
-    params = seq.params
-    if params.greedy and params.keeps_order:
+    if seq.takes_best:
         return verify_greedy(draft, argmax(logits, best).__getitem__)
-    history = seq.history
+    return _verify_processed(seq, draft, logits)
+
+
+def _verify_processed(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
+    """Of a request that draws, or whose penalties or bias change the logits."""
+    params, history = seq.params, seq.history
     if not params.greedy:
         rows: dict[int, Row] = {}
 
@@ -73,7 +72,7 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
 
         rule = verify_block if draft.probs and draft.is_chain else verify_sampled
         verdict = rule(draft, target_probs, seq.rng)
-        return verdict._replace(probs=(rows[0], *(rows[node + 1] for node in verdict.path)))
+        return replace(verdict, probs=(rows[0], *(rows[node + 1] for node in verdict.path)))
     return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
 
 
@@ -94,11 +93,11 @@ def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: 
         raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
     vocab_size = context.vocab_size
     num_known = min(vocab_size, context.backend.config.vocab_size)
-    for draft, limit in zip(drafts, limits, strict=True):
-        if not len(draft) and draft.is_chain and not draft.probs:
+    for i, draft in enumerate(drafts):
+        if not draft.num_tokens and draft.is_chain and not draft.probs:
             continue
-        if len(draft) > limit:
-            raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limit} fit")
+        if len(draft) > limits[i]:
+            raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limits[i]} fit")
         tokens = draft.tokens.tolist()
         if tokens and not 0 <= min(tokens) <= max(tokens) < num_known:
             raise ConfigError(f"{proposer.name} drafted tokens {tokens}; ids must be in [0, {num_known})")

@@ -5,13 +5,15 @@ They are asked for one by one, so that a rejected draft costs no more than the r
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from cpuspec.sampling import Row, Uniform, excess, sample
 from cpuspec.spec.draft import Draft, Probs
 
 
-class Verdict(NamedTuple):
+@dataclass(slots=True)
+class Verdict:
     """The tokens that a round commits, the draft nodes that were accepted, and the target's rows behind the tokens."""
 
     tokens: list[int]  # accepted tokens, then exactly one recovered or bonus token
@@ -26,7 +28,7 @@ def verify_greedy(draft: Draft, target_token: Callable[[int], int]) -> Verdict:
     """
     path: list[int] = []
     last, choice = -1, int(target_token(0))
-    if not len(draft):
+    if not draft.num_tokens:
         return Verdict([choice], path)
     for node, (token, parent) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
         if parent == last and token == choice:

@@ -11,7 +11,7 @@ from cpuspec.checkpoints import Checkpoint, packed
 from cpuspec.config import EngineConfig, RopeScaling
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import FORMATS, QuantTensor
-from cpuspec.model.batch import ForwardBatch
+from cpuspec.model.batch import ForwardBatch, Lists
 from cpuspec.sampling import argmax
 from tests.backends.models import every_backend, forward, missing, tiny
 
@@ -284,6 +284,35 @@ def test_the_noted_best_ids_are_the_argmax(tmp_path_factory, threads: int, peaks
     assert peaks or (logits < 0).all()
 
 
+HELD = {"the array": lambda logits: logits, "a row": lambda logits: logits[-1], "a part": lambda logits: logits[:, 3:7].T}
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("vocab_size", [320, 301])  # padded to whole tiles, what is returned is a part already
+@every_backend()
+def test_logits_that_somebody_holds_stay_as_they_are(tmp_path_factory, name: str, vocab_size: int, held: str) -> None:  # type: ignore[no-untyped-def]
+    """A backend may use an array again that nobody holds; the caller of the engine may hold what it was given, or any part."""
+    backend = _backend(tiny(tmp_path_factory, num_layers=1, vocab_size=vocab_size), name)
+    cache = backend.new_cache(1, 64)
+    kept = []
+    for size in (1, 1, 2, 2, 1, 1):  # as many rows as before, and another number
+        first = cache.lengths[0]
+        mine = HELD[held](forward(backend, cache, {0: TOKENS[first : first + size]}).logits)
+        kept.append((mine, mine.copy()))
+    assert all(np.array_equal(mine, before) for mine, before in kept)
+    assert len({before.tobytes() for _, before in kept}) == len(kept)
+    backend.close()
+
+
+def test_logits_that_nobody_holds_make_room_for_the_next_ones(small) -> None:  # type: ignore[no-untyped-def]
+    """Else the test above could not fail."""
+    backend, cache = small["numba"], small["numba"].new_cache(1, 64)
+    held = forward(backend, cache, {0: TOKENS[:1]}).logits
+    where = [forward(backend, cache, {0: TOKENS[i : i + 1]}).logits.ctypes.data for i in range(1, 5)]
+    assert len(set(where)) == 1
+    assert where[0] != held.ctypes.data
+
+
 @every_backend()
 def test_best_ids_are_those_of_the_asked_rows_or_none(small, name: str) -> None:  # type: ignore[no-untyped-def]
     backend = small[name]
@@ -358,7 +387,7 @@ def test_a_batch_of_lists_is_a_batch_of_arrays(small, name: str) -> None:  # typ
         cache = small[name].new_cache(2, 24)
         outputs.append(small[name].forward(batch, cache))
         assert cache.lengths == [2, 3]
-        assert batch.lists == fields
+        assert batch.lists == Lists(*fields)
         arrays = (batch.tokens, batch.positions, batch.slots, batch.q_start, batch.parents, batch.logit_rows)
         for array, field in zip(arrays, fields, strict=True):
             assert array.dtype == np.int32

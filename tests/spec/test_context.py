@@ -1,5 +1,7 @@
 """Truncate-and-feed: whatever happened before, a score is what a run from scratch would give."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -198,7 +200,7 @@ def test_noted_best_ids_are_those_of_the_rows_as_they_are_cut_or_padded() -> Non
 
     def noting(batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         output = whole(batch, cache)
-        return output._replace(best=argmax(output.logits).tolist())
+        return replace(output, best=argmax(output.logits).tolist())
 
     model.forward = noting  # type: ignore[method-assign]
     noted = {}
@@ -236,3 +238,21 @@ def test_the_shared_prefix_is_the_longest_one(first: list[int], second: list[int
     size = shared_prefix(first, second)
     assert first[:size] == second[:size]
     assert size == min(len(first), len(second)) or first[size] != second[size]
+
+
+def test_used_bytes_are_those_of_the_most_tokens_that_each_slot_held() -> None:
+    backend = ToyBackend(0)
+    cache, most = backend.new_cache(2, 32), [0, 0]
+
+    def feed(slot: int, number: int) -> None:
+        held = cache.lengths[slot]
+        backend.forward(ForwardBatch([1] * number, list(range(held, held + number)), [slot], [0, number]), cache)
+
+    changes = [(0, feed, 5), (1, feed, 2), (0, cache.truncate, 3), (0, feed, 1), (0, feed, 7), (1, cache.truncate, 0), (1, feed, 1)]
+    for slot, change, number in changes:
+        change(slot, number)
+        most[slot] = max(most[slot], cache.lengths[slot])
+        assert cache.used_bytes == sum(most) * cache.bytes_per_token
+    cache.keep_path(0, 4, np.array([1, 3], np.int32))
+    assert (cache.lengths, most) == ([6, 1], [11, 2])
+    assert cache.used_bytes == 13 * cache.bytes_per_token

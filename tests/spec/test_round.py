@@ -8,14 +8,12 @@ import pytest
 
 from cpuspec.config import SamplingParams
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.model.batch import ForwardOutput
 from cpuspec.sampling import SparseRow, TokenHistory, argmax, processed
 from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Cycle, Draft
 from cpuspec.spec.proposer import NullProposer
-from cpuspec.spec.round import Round, speculate, verify
-from cpuspec.spec.verify import Verdict
+from cpuspec.spec.round import speculate, verify
 from tests.oracles import SampledProposer, ToyBackend
 
 
@@ -81,8 +79,7 @@ def test_a_tree_hands_on_the_rows_of_its_accepted_path() -> None:
 @pytest.mark.parametrize(("path", "num_positions"), [([], 3), ([0], 3), ([1], 2), ([0, 2], 3), ([0, 2, 3], 3), ([1, 4], 2)])
 def test_a_cycle_counts_positions_on_the_longest_path_that_was_still_open(path: list[int], num_positions: int) -> None:
     draft = tree([4, 5, 6, 7, 4], [-1, -1, 0, 2, 1])
-    output = ForwardOutput(np.zeros((6, 8), np.float32))
-    (cycle,) = Round(draft, Verdict([0] * (len(path) + 1), path), output).cycles
+    (cycle,) = draft.verified(path)
     assert cycle == Cycle("fixed", 5, len(path), num_positions)
 
 
