@@ -25,6 +25,10 @@ class Ops:
     def at(self, address: Any, offset: int) -> Any:
         return self.b.add(address, ir.Constant(simd.I64, offset)) if offset else address
 
+    def base(self, address: Any) -> Any:
+        """The same address, as what many offsets are added to: else LLVM may keep a pointer for each of them, on the stack."""
+        return self.b.asm(ir.FunctionType(simd.I64, [simd.I64]), "", "=r,0", [address], False)
+
     def times(self, index: Any, size: int) -> Any:
         return self.b.mul(index, ir.Constant(simd.I64, size))
 

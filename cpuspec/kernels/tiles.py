@@ -126,7 +126,7 @@ def many_rows_pass(
                     totals = [cgutils.alloca_once_value(o.b, o.f32(place)) for place in places]
                     own = o.b.add(records, o.times(row, record_bytes))
                     with cgutils.for_range(o.b, count) as loop:
-                        stack.add(loop.index, o.b.add(own, o.b.mul(loop.index, stride)), row, totals)
+                        stack.add(loop.index, o.base(o.b.add(own, o.b.mul(loop.index, stride))), row, totals)
                     for place, total in zip(places, totals, strict=True):
                         simd.store(o.b, place, o.b.load(total))
     with cgutils.for_range(o.b, rows) as loop:
