@@ -27,10 +27,11 @@ from cpuspec.kernels.simd import f32x16
 _PASSES = (16, 8, 4, 3, 2, 1)
 _PASSES_OF_FEW = (8, 6, 4, 3, 2, 1)
 
-# With few rows a thread's tiles are as many strands, read in turns: from several places at once memory gives a core more
-# (benchmarks/LOG.md). With more rows sums should stay in registers, and there is enough to do for each weight.
+# For up to one block of rows a thread's tiles are as many strands, read in turns: from several places at once memory gives a core
+# more (benchmarks/LOG.md). A pass of more than these rows keeps its sums in registers, of one tile.
 _STRANDS = 4
 _STRANDED_ROWS = 8
+_LONG = 128 << 10  # bytes of a strand from which on tile registers gain by it
 
 _GROUPS = STRETCH // GROUP
 
@@ -144,14 +145,14 @@ def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_featu
     def codegen(context, builder, sig, args):
         _, _, _, tile, apart, tile_bytes, in_features, acts, block_rows, bias, residual, out, stride = args
         o = Ops(builder)
-        strands = one = ir.Constant(simd.I64, 1)
+        strands = ir.Constant(simd.I64, 1)
         if name in NUMBERS:
             sums = _number_pass(o, name, count, tile, in_features, acts, block_rows)
         elif name == PAIRED:
             sums = _paired_pass(o, count, tile, in_features, acts, block_rows)
         else:
             if count <= _STRANDED_ROWS:
-                strands = o.b.select(o.b.icmp_unsigned("==", apart, ir.Constant(simd.I64, 0)), one, ir.Constant(simd.I64, _STRANDS))
+                strands = _strands(o, apart)
             bytes_apart = o.b.mul(apart, tile_bytes)
             sums = _quantized_pass(o, name, order.literal_value, count, tile, in_features, acts, block_rows, strands, bytes_apart)
         with cgutils.for_range(o.b, strands) as strand:
@@ -167,21 +168,26 @@ def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_featu
 
 
 @intrinsic(prefer_literal=True)
-def _many_rows(typingctx, format_name, order, rows, tile, in_features, acts, row_bytes, bias, residual, out, stride):
-    """`_pass` in tile registers, for up to tiles.MANY rows from the start of a block on."""
-    signature = types.void(format_name, order, *[types.int64] * 9)
+def _many_rows(
+    typingctx, format_name, order, rows, tile, apart, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
+):
+    """`_pass` in tile registers, for up to tiles.MANY rows from the start of a block on, or up to ROWS with strands."""
+    signature = types.void(format_name, order, *[types.int64] * 11)
     name, order_name = format_name.literal_value, order.literal_value
 
     def codegen(context, builder, sig, args):
-        _, _, rows, tile, in_features, acts, row_bytes, bias, residual, out, stride = args
+        _, _, rows, tile, apart, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride = args
         o = Ops(builder)
 
-        def finish(row, values):
-            [values] = _plus(o, [values], bias, lambda _: bias)
-            [values] = _plus(o, [values], residual, lambda _: o.b.add(residual, o.b.mul(stride, row)))
-            simd.store(builder, o.b.add(out, o.b.mul(stride, row)), values)
+        def finish(strand, row, values):
+            to = o.b.mul(strand, o.times(apart, 64))
+            place = o.b.add(to, o.b.mul(stride, row))
+            [values] = _plus(o, [values], bias, lambda _: o.b.add(bias, to))
+            [values] = _plus(o, [values], residual, lambda _: o.b.add(residual, place))
+            simd.store(builder, o.b.add(out, place), values)
 
-        tiles.many_rows_pass(o, name, order_name, rows, tile, in_features, acts, row_bytes, finish)
+        bytes_apart = o.b.mul(apart, tile_bytes)
+        tiles.many_rows_pass(o, name, order_name, rows, tile, _strands(o, apart), bytes_apart, in_features, acts, row_bytes, finish)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -206,6 +212,12 @@ def _bf16_rows(typingctx, width, blocks, rows, tile, tile_bytes, in_features, ac
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+def _strands(o: Ops, apart: Any) -> Any:
+    """How many strands a pass has whose tiles are so far apart."""
+    none = o.b.icmp_unsigned("==", apart, ir.Constant(simd.I64, 0))
+    return o.b.select(none, ir.Constant(simd.I64, 1), ir.Constant(simd.I64, _STRANDS))
 
 
 def _plus(o: Ops, values: list[Any], given: Any, address_of_row: Callable[[int], Any]) -> list[Any]:
@@ -270,8 +282,9 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
     in_tiles = isa.has_tiles() and name in READERS
     most, more, p4, p3, p2, p1 = _PASSES if name in READERS and not in_tiles else _PASSES_OF_FEW
-    strands, stranded_rows = _STRANDS, _STRANDED_ROWS if name in READERS else 0
-    least, many, near = tiles.LEAST, tiles.MANY, _NEAR
+    few = ROWS if in_tiles else ROWS - 1  # whose passes have strands
+    strands, stranded_rows = _STRANDS, few if name in READERS else 0
+    least, many, near, long = tiles.least(name), tiles.MANY, _NEAR, _LONG
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         if in_tiles and rows >= least:
@@ -279,7 +292,10 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
         span = max(ROWS, min(many, near // row_bytes // ROWS * ROWS))
         for top in range(0, rows, span):
             bottom = min(rows, top + span)
+            use_tiles = in_tiles and bottom - top >= least
             length = (end - first) // strands if bottom - top <= stranded_rows else 0
+            if use_tiles and length * tile_bytes < long:
+                length = 0
             for turn in range(end - first - (strands - 1) * length):
                 tile, apart = (first + turn, length) if turn < length else (first + turn + (strands - 1) * length, 0)
                 weights = matrix + tile * tile_bytes
@@ -292,9 +308,11 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
                     here = acts + (row - inside) * row_bytes + inside * step
                     to = out + row * stride + 64 * tile
                     add = residual + row * stride + 64 * tile if residual != 0 else residual
-                    if in_tiles and left >= least:
+                    if use_tiles:
                         count = bottom - row
-                        _many_rows(name, order, count, weights, in_features, here, row_bytes, plus, add, to, stride)
+                        _many_rows(
+                            name, order, count, weights, apart, tile_bytes, in_features, here, row_bytes, plus, add, to, stride
+                        )
                         row += count
                     elif left >= most:
                         _pass(name, order, most, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)

@@ -20,14 +20,20 @@ from cpuspec.kernels.products import LOW_BYTES, ORDERS, ROWS, add_dots, sum_of_w
 from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group, Ops
 
 MANY = 8 * ROWS  # rows that one pass serves at most
-LEAST = 13  # fewer rows are quicker without
+_LEAST, _LEAST_OF_HALVES = 13, 17  # fewer rows are quicker without; the latter where each half of a group has a scale
 _TOGETHER = 8  # rows that are summed at once
+_TURNS = 2 + ROWS // _TOGETHER  # through the groups of a batch: to unpack them, for their dots, for the sums of each 8 rows
 
 _GROUPS = STRETCH // GROUP
 
 # Tile registers: totals, rows of activations, codes.
 _TOTALS, _ACTS, _CODES = (0, 1, 2, 3), 4, 5
 _PAIRED_ACTS, _PAIRED_WEIGHTS = (4, 5), (6, 7)  # of bf16
+
+
+def least(format_name: str) -> int:
+    """Rows from which on tile registers are quicker for a format."""
+    return _LEAST_OF_HALVES if format_name in NUM_SCALES else _LEAST
 
 
 class _Stack:
@@ -38,7 +44,7 @@ class _Stack:
         self._scales = NUM_SCALES.get(name, 1)
         self._halves = (0,) if order == "int8" else (0, LOW_BYTES)
         self._dots = self._scales * len(self._halves)  # of a group and row
-        self.groups = _GROUPS // self._dots  # whose dots stay in the nearest cache
+        self.groups = min(_GROUPS, 16 // self._dots)  # whose dots stay in the nearest cache
         self._code_bytes, self._factor_bytes, self._dot_bytes = GROUP * TILE, 64 * (self._scales + 3), 64 * ROWS * self._dots
         self._codes, self._factors, self._found = (
             o.room(size * self.groups) for size in (self._code_bytes, self._factor_bytes, self._dot_bytes)
@@ -88,30 +94,33 @@ class _Stack:
 
 
 def many_rows_pass(
-    o: Ops, name: str, order: str, rows: Any, tile: Any, in_features: Any, acts: Any, row_bytes: Any, finish: Callable[..., None]
-) -> None:
-    """The outputs of one tile of weights for up to MANY rows from the start of a block on.
+    o: Ops, name: str, order: str, rows: Any, tile: Any, strands: Any, apart: Any, in_features: Any, acts: Any, row_bytes: Any,
+    finish: Callable[..., None],
+) -> None:  # fmt: skip
+    """The outputs of one tile of weights for up to MANY rows from the start of a block on; or, for up to ROWS rows, those of a tile
+    of each strand, `apart` bytes apart.
 
     For some groups at a time: weights go to the stack; then for each block of rows their dots do; then these are scaled and
     summed, in the order of the groups. Sums of rows that a block does not have are made of whatever follows it, and nobody
-    reads them. finish(row, values): what to do with a row's 16 outputs.
+    reads them. finish(strand, row, values): what to do with a row's 16 outputs.
     """
     stretch, record_bytes = stretch_bytes(FORMATS[name]), ORDERS[order]
     groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
-    stack, sums = _Stack(o, name, order), o.room(64 * MANY)
+    stack, sums = _Stack(o, name, order), o.room(64 * MANY)  # or of ROWS for each strand
     num_blocks = o.rounded_up(rows, ROWS)
-    with cgutils.for_range(o.b, o.times(num_blocks, ROWS)) as loop:
+    with cgutils.for_range(o.b, o.b.mul(strands, o.times(num_blocks, ROWS))) as loop:
         simd.store(o.b, o.b.add(sums, o.times(loop.index, 64)), simd.constant(o.b, 0.0, simd.f32x16))
-    with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches:
+    with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches, cgutils.for_range(o.b, strands) as strand:
         first = o.times(stretches.index, _GROUPS)
         inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd.I64, _GROUPS))
-        here = o.b.add(tile, o.times(stretches.index, stretch))
+        here = o.b.add(o.b.add(tile, o.b.mul(strand.index, apart)), o.times(stretches.index, stretch))
+        own_sums = o.b.add(sums, o.times(strand.index, 64 * ROWS))
         with cgutils.for_range(o.b, o.rounded_up(inside, stack.groups)) as batches:
             begin = o.times(batches.index, stack.groups)
             count = o.smaller(o.b.sub(inside, begin), ir.Constant(simd.I64, stack.groups))
             with cgutils.for_range(o.b, count) as loop:
-                index, share = o.b.add(begin, loop.index), stretch // _GROUPS
-                o.fetch(o.b.add(here, o.times(index, share)), AHEAD, share)
+                index = o.b.add(begin, loop.index)
+                _ask(o, here, index, stretch, 0)
                 stack.put(loop.index, READERS[name](o, here, inside, index))
             with cgutils.for_range(o.b, num_blocks) as blocks:
                 block = o.times(blocks.index, ROWS)
@@ -119,18 +128,29 @@ def many_rows_pass(
                 stride = o.times(block_rows, record_bytes)
                 records = o.b.add(o.b.add(acts, o.b.mul(block, row_bytes)), o.b.mul(o.b.add(first, begin), stride))
                 with cgutils.for_range(o.b, count) as loop:
+                    _ask(o, here, o.b.add(begin, loop.index), stretch, 1)
                     stack.multiply(loop.index, o.b.add(records, o.b.mul(loop.index, stride)))
                 with cgutils.for_range(o.b, o.rounded_up(block_rows, _TOGETHER)) as some:
                     row = o.times(some.index, _TOGETHER)
-                    places = [o.at(o.b.add(sums, o.times(o.b.add(block, row), 64)), 64 * n) for n in range(_TOGETHER)]
+                    places = [o.at(o.b.add(own_sums, o.times(o.b.add(block, row), 64)), 64 * n) for n in range(_TOGETHER)]
                     totals = [cgutils.alloca_once_value(o.b, o.f32(place)) for place in places]
                     own = o.b.add(records, o.times(row, record_bytes))
                     with cgutils.for_range(o.b, count) as loop:
+                        _ask(o, o.b.add(here, o.times(some.index, 64)), o.b.add(begin, loop.index), stretch, 2)
                         stack.add(loop.index, o.base(o.b.add(own, o.b.mul(loop.index, stride))), row, totals)
                     for place, total in zip(places, totals, strict=True):
                         simd.store(o.b, place, o.b.load(total))
-    with cgutils.for_range(o.b, rows) as loop:
-        finish(loop.index, o.f32(o.b.add(sums, o.times(loop.index, 64))))
+    with cgutils.for_range(o.b, strands) as strand, cgutils.for_range(o.b, rows) as loop:
+        finish(strand.index, loop.index, o.f32(o.b.add(sums, o.times(o.b.add(o.times(strand.index, ROWS), loop.index), 64))))
+
+
+def _ask(o: Ops, stretch: Any, group: Any, size: int, turn: int) -> None:
+    """Ask for some lines of what is AHEAD of a group of a stretch of `size` bytes: in each turn others, for nothing would be read
+    while the others work if one asked for all. Into the second cache only: the first is for the rows.
+    """
+    here = o.b.add(stretch, o.times(group, size // _GROUPS))
+    for line in range(64 * turn, size // _GROUPS, 64 * _TURNS):
+        o.fetch(here, AHEAD + line, 64, nearest=False)
 
 
 def bf16_pass(

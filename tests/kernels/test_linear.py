@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.mx import MXFP4_LAYOUT
-from cpuspec.formats.packing import TILE, PackedTensor, pack
+from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import simd
 from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.isa import features, lookup_isa
@@ -93,6 +93,22 @@ def test_a_tile_is_computed_alike_in_any_share_of_the_work(format_name: str, ord
         columns = slice(first * TILE, (first + 1) * TILE)
         assert np.array_equal(part[:, columns], whole[:, columns])
         assert np.isnan(np.delete(part, np.arange(columns.start, columns.stop), axis=1)).all()
+
+
+@pytest.mark.parametrize(("format_name", "order"), CASES)
+def test_long_matrices_are_computed_like_short_ones(format_name: str, order: str) -> None:
+    _, packed = _matrix(format_name, PADDED, 512)
+    times = 1 + (1 << 20) // packed.data.nbytes  # a MiB is long: its tiles are read in turns for up to 16 rows
+    data = aligned_bytes((times * len(packed.data), packed.tile_bytes))
+    data[:] = np.tile(packed.data, (times, 1))
+    long = PackedTensor(packed.format, (times * PADDED, 512), data)
+    rng = np.random.default_rng(10)
+    x, residual = rng.standard_normal((16, 512)).astype(np.float32), rng.standard_normal((16, PADDED)).astype(np.float32)
+    bias = rng.standard_normal(PADDED).astype(np.float32)
+    short = _run(packed, order, x, bias=bias, residual=residual)
+    for rows in (16, 13, 9, 1):
+        got = _run(long, order, x[:rows], bias=np.tile(bias, times), residual=np.tile(residual[:rows], times))
+        assert np.array_equal(got, np.tile(short[:rows], times))
 
 
 @pytest.mark.parametrize(("format_name", "order"), CASES)
