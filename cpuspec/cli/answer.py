@@ -132,9 +132,9 @@ def explanation(llm: LLM) -> list[str]:
             continue
         acceptance = f"{one.acceptance:.2f} of its tokens expected to be accepted" if one.acceptance is not None else ""
         if one.speedup is None:
-            plan = f"{one.cost_of_token:.3f} forwards a draft, each judged by its confidences times {one.acceptance:.2f}"
+            plan = f"{one.cost_of_drafting:.3f} forwards a draft, each judged by its confidences times {one.acceptance:.2f}"
         else:
-            plan = f"{one.cost_of_token:.2f} forwards a token, {acceptance}: {one.num_tokens} tokens give {one.speedup:.2f}x"
+            plan = f"{one.cost_of_drafting:.2f} forwards a token, {acceptance}: {one.num_tokens} tokens give {one.speedup:.2f}x"
         drafted = f"{one.num_accepted_tokens} of {one.num_draft_tokens} tokens accepted in {one.num_rounds} rounds"
         lines.append(f"  {one.name} for {one.verifies}: {plan}; {drafted}")
     return lines

@@ -87,15 +87,17 @@ class Allowance:
 
 
 class Drafted(NamedTuple):
-    """A draft that is out: its tokens, how many of them its drafter expected to be accepted, what its rows cost in tokens of plain
-    decoding, and where it is a trial the seconds that each accepted token earns back.
+    """A draft that is out.
+
+    earns_s: seconds that each accepted token earns back where it is a trial. Of one from text also expected: tokens that its
+    drafter expects to be accepted; cost: what its rows take, in tokens of plain decoding.
     """
 
     candidate: "Candidate"
     num_tokens: int
-    expected: float
-    cost: float
     earns_s: float
+    expected: float = 0.0
+    cost: float = 0.0
 
 
 class Candidate:
@@ -119,7 +121,11 @@ class Candidate:
         self.num_rounds += 1
         self.num_draft_tokens += draft.num_tokens
         self.num_accepted_tokens += num_accepted
-        self.acceptance.record(seq, num_accepted, draft.expected)
+        self.acceptance.record(seq, num_accepted, self._spent(draft, num_accepted))
+
+    def _spent(self, draft: Drafted, num_accepted: int) -> float:
+        """What acceptance is measured by."""
+        raise NotImplementedError
 
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
@@ -129,8 +135,8 @@ class Candidate:
 class TextCandidate(Candidate):
     """A drafter without a model. Its acceptance is over the sum of its confidences.
 
-    asking_s: what a proposal takes, for one sequence. gain: tokens that it brings beyond what its rows cost. idle: what may be lost
-    by asking while that is believed to gain less than it takes.
+    asking_s: what a proposal takes, for one sequence. gain: tokens that it brings beyond what its rows cost. idle: what asking may
+    take while it is believed to gain less.
     """
 
     def __init__(self, proposer: Proposer, share: float) -> None:
@@ -140,10 +146,10 @@ class TextCandidate(Candidate):
         self.gain = Estimate(_FIRST_GAIN)
         self.idle = Allowance(share / 2)
 
-    def is_worth_asking(self, seq: Sequence, plain_s: float, all_s: float) -> bool:
-        """Whether it is believed to gain more than asking takes, or may be asked all the same. plain_s: of a token without drafts.
+    def may_ask(self, seq: Sequence, plain_s: float, all_s: float) -> bool:
+        """Whether asking is believed to gain more than it takes, else whether the allowance has that, from which it is then taken.
 
-        Says yes once for each proposal: it counts what that takes.
+        plain_s: of a token without drafts. all_s: of all rounds so far.
         """
         return self.gain.of(seq) * plain_s > self.asking_s or self.idle.take(self.asking_s, all_s)
 
@@ -159,6 +165,9 @@ class TextCandidate(Candidate):
         super().learn(seq, draft, num_accepted)
         self.gain.running[seq.id].gained += num_accepted - draft.cost
 
+    def _spent(self, draft: Drafted, num_accepted: int) -> float:
+        return draft.expected
+
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
         super().end(seq)
@@ -172,10 +181,11 @@ class ModelCandidate(Candidate):
     trial_rounds: that a running trial of a sequence has left.
     """
 
+    proposer: Model
+
     def __init__(self, model: Model, costs: Costs, share: float) -> None:
         """share: of the time that may be lost by trying it."""
         super().__init__(model, Estimate(_FIRST_ACCEPTANCE), share)
-        self.model = model
         self.costs = costs
         self.seconds_per_token = costs.of(1)
         self.trial_rounds: dict[int, int] = {}
@@ -196,9 +206,8 @@ class ModelCandidate(Candidate):
         for seq in seqs:
             self._fed[seq.id] = len(seq.tokens)
 
-    def learn(self, seq: Sequence, draft: Drafted, num_accepted: int) -> None:
-        """Count how a draft fared."""
-        super().learn(seq, draft._replace(expected=min(num_accepted + 1, draft.num_tokens)), num_accepted)
+    def _spent(self, draft: Drafted, num_accepted: int) -> float:
+        return min(num_accepted + 1, draft.num_tokens)
 
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""

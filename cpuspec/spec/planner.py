@@ -31,7 +31,7 @@ MAX_TOKENS = 16  # drafted by a model at once
 _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's seconds say what a token takes where no more than this was fed first
 _CURIOSITY = 0.02  # share of the time that may be lost by trying what the estimates speak against
 _WORTH = 1.05  # what a draft from text must promise over none: what seems to gain less than this loses as often
-_PLAIN_LOOKS = 4  # of so many rounds without a draft one is timed: learning from each takes one percent of a short token
+_PLAIN_LOOKS = 4  # of so many forwards without a draft one is timed: learning from each takes one percent of a short token
 _TRIAL_ROUNDS = 6  # drafts of a model in a row, short ones, that a trial takes to learn from
 _TRIAL_TOKENS = 2
 _TRIAL_ROW = 0.25  # share of a row's believed cost that a trial of a text counts
@@ -41,9 +41,10 @@ _TRIAL_ROW = 0.25  # share of a row's believed cost that a trial of a text count
 class PlannedDrafter:
     """What a planner knows of one drafter, or of drafting nothing, over all requests so far.
 
-    verifies: the model that its drafts are for. cost_of_token: of drafting, in plain forwards of that model, of a text a draft's;
-    cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of what a text
-    drafter says. num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its confidences.
+    verifies: the model that its drafts are for. cost_of_drafting: a model's token, or a whole draft from text, in plain forwards of
+    that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of
+    what a text drafter says. num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its
+    confidences.
     """
 
     name: str
@@ -52,7 +53,7 @@ class PlannedDrafter:
     num_draft_tokens: int
     num_accepted_tokens: int
     acceptance: float | None
-    cost_of_token: float
+    cost_of_drafting: float
     cost_of_rows: dict[int, float]
     num_tokens: int | None
     speedup: float | None
@@ -89,7 +90,8 @@ class Planner:
         share = _CURIOSITY / max(len(texts) + len(models), 1)
         self.texts = [TextCandidate(text, share) for text in texts]
         self.models = [ModelCandidate(model, cost, share) for model, cost in models]
-        self.num_plain_rounds = 0
+        self.num_plain_rounds = 0  # of each sequence
+        self._num_plain_forwards = 0
         self._serves = serves
         self._nothing = Draft.chain([], self.name)
         self._drafted: dict[int, Drafted] = {}  # by sequence
@@ -123,7 +125,8 @@ class Planner:
             if not num_tokens:
                 self.num_plain_rounds += 1
                 self._drafted.pop(seq.id, None)
-        timed = known and (rows > len(seqs) or self.num_plain_rounds % _PLAIN_LOOKS == 0)
+        self._num_plain_forwards += rows == len(seqs)
+        timed = known and (rows > len(seqs) or self._num_plain_forwards % _PLAIN_LOOKS == 0)
         self._begun = (rows, now_s()) if timed else None
         return drafts
 
@@ -155,33 +158,33 @@ class Planner:
 
     def explain(self, verifies: str = "target") -> list[PlannedDrafter]:
         """The table that it decides from, and those of the planners below."""
-        plain_s = self.costs.of(1)
-        rows = {n: self.costs.of(n) / plain_s for n in self.costs.rows}
-        table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, rows, 0, 1.0)]
-        for one in self.candidates:
-            rate, best, draft_s = one.acceptance.of(), None, 0.0
-            if isinstance(one, TextCandidate):
-                draft_s = one.asking_s
-            elif isinstance(one, ModelCandidate):
-                best, draft_s = self.best_of_model(one, rate, MAX_TOKENS, 1), one.seconds_per_token
-            table.append(
-                PlannedDrafter(
-                    one.proposer.name,
-                    verifies,
-                    one.num_rounds,
-                    one.num_draft_tokens,
-                    one.num_accepted_tokens,
-                    rate,
-                    draft_s / plain_s,
-                    rows,
-                    best.num_tokens if best else None,
-                    best.tokens_per_s * plain_s if best else None,
-                )
-            )
+        table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, self._cost_of_rows(), 0, 1.0)]
+        table += [self._told(one, verifies, one.asking_s, None) for one in self.texts]
+        for one in self.models:
+            best = self.best_of_model(one, one.acceptance.of(), MAX_TOKENS, 1)
+            table.append(self._told(one, verifies, one.seconds_per_token, best))
             below = one.proposer.inner if isinstance(one.proposer, ChainProposer) else None
             if isinstance(below, Planner):
                 table += below.explain(one.proposer.name)
         return table
+
+    def _told(self, one: Candidate, verifies: str, drafting_s: float, best: Choice | None) -> PlannedDrafter:
+        plain_s = self.costs.of(1)
+        return PlannedDrafter(
+            one.proposer.name,
+            verifies,
+            one.num_rounds,
+            one.num_draft_tokens,
+            one.num_accepted_tokens,
+            one.acceptance.of(),
+            drafting_s / plain_s,
+            self._cost_of_rows(),
+            best.num_tokens if best else None,
+            best.tokens_per_s * plain_s if best else None,
+        )
+
+    def _cost_of_rows(self) -> dict[int, float]:
+        return {n: self.costs.of(n) / self.costs.of(1) for n in self.costs.rows}
 
     def plain(self, num_seqs: int) -> Choice:
         """Drafting nothing, for one of so many sequences that share a forward."""
@@ -189,13 +192,13 @@ class Planner:
 
     def best_of_model(self, candidate: ModelCandidate, rate: float, limit: int, num_seqs: int) -> Choice:
         """The best length of a model's draft whose tokens are accepted at that rate."""
-        return best_length(self.costs, rate, min(limit, candidate.model.num_tokens), candidate.seconds_per_token, num_seqs)
+        return best_length(self.costs, rate, min(limit, candidate.proposer.num_tokens), candidate.seconds_per_token, num_seqs)
 
     def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice]]:
         plain = self.plain(len(seqs))
         drafts, choices = [self._nothing] * len(seqs), [plain] * len(seqs)
         for candidate in self.texts:
-            asked = [i for i, seq in enumerate(seqs) if candidate.is_worth_asking(seq, plain.seconds, self._planned_s)]
+            asked = [i for i, seq in enumerate(seqs) if limits[i] and candidate.may_ask(seq, plain.seconds, self._planned_s)]
             if not asked:
                 continue
             begin_s = now_s()
@@ -212,8 +215,9 @@ class Planner:
         """Take a draft from text as far as it promises more than what there is, or where trying it is affordable."""
         num_seqs, instead = len(drafts), choices[place]
         choice, expected = self._cut(draft, candidate.acceptance.of(seq), num_seqs)
-        earns_s, pays = 0.0, choice.tokens_per_s > _WORTH * instead.tokens_per_s
-        if not pays:
+        earns_s = 0.0
+        pays = choice.tokens_per_s > instead.tokens_per_s * (1.0 if instead.num_tokens else _WORTH)
+        if not pays and not instead.num_tokens:
             # Rows that are believed to be dear would never be seen again: a trial takes them for cheap.
             choice, expected = self._cut(draft.first(_TRIAL_TOKENS), candidate.acceptance.first, num_seqs, _TRIAL_ROW)
             earns_s, lost_s = 1 / instead.tokens_per_s, self._seconds(choice.num_tokens, num_seqs)
@@ -221,7 +225,7 @@ class Planner:
         if pays:
             drafts[place], choices[place] = draft.first(choice.num_tokens), choice
             cost = num_seqs * self._seconds(choice.num_tokens, num_seqs) / self.costs.of(num_seqs) - 1
-            self._drafted[seq.id] = Drafted(candidate, choice.num_tokens, expected, cost, earns_s)
+            self._drafted[seq.id] = Drafted(candidate, choice.num_tokens, earns_s, expected, cost)
 
     def _cut(self, draft: Draft, rate: float, num_seqs: int, row: float = 1.0) -> tuple[Choice, float]:
         """Where a draft from text promises most, and the tokens it says will be accepted up to there.
@@ -267,7 +271,7 @@ class Planner:
         candidate.has_proposed(asked, sum(map(len, found)), seconds if caught_up else None)
         for i, draft, earns in zip(places, found, earns_s, strict=True):
             drafts[i] = draft
-            self._drafted[seqs[i].id] = Drafted(candidate, len(draft), 0.0, 0.0, earns)
+            self._drafted[seqs[i].id] = Drafted(candidate, len(draft), earns)
 
     def _pays(self, candidate: ModelCandidate, seq: Sequence, choice: Choice, instead: Choice) -> bool:
         """Whether a model's draft promises more, what its context has missed included, over the tokens that are still wanted."""
