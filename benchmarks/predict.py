@@ -7,6 +7,7 @@ how often a drafted token is accepted, at every level alike. So weights may be r
 over plain decoding are the best of the closed form in `cpuspec/spec/planner.py`, level by level from the cheapest.
 """
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -52,21 +53,22 @@ def main(
         for one in wanted
         for count in range(1, len(models))
     ]
-    costs = {model.name: dict(zip(model.costs.rows, model.costs.seconds, strict=True)) for model in models}
-    for name, seconds in costs.items():
-        plain_s = seconds[1]
-        print(f"{name}: {1e3 * plain_s:.1f} ms; by rows " + ", ".join(f"{n}: {s / plain_s:.2f}" for n, s in seconds.items()))
+    for name, costs in models:
+        by_rows = ", ".join(f"{n}: {costs.of(n) / costs.of(1):.2f}" for n in costs.rows)
+        print(f"{name}: {1e3 * costs.of(1):.1f} ms; by rows {by_rows}")
     print("\n| acceptance | drafts | lengths | tokens a round | over plain |\n|---|---|---|---|---|")
     for one in predictions:
         lengths = ", ".join(map(str, one["lengths"]))
         print(f"| {one['acceptance']} | {one['levels']} | {lengths} | {one['tokens']:.2f} | {one['over_plain']:.2f}x |")
-    save(record("predict", models[0].name, rounds) | {"costs_s": costs, "predictions": predictions}, json_file)
+    measured = [{"model": name, "rows": costs.rows, "seconds": costs.seconds} for name, costs in models]
+    save(record("predict", models[0].name, rounds) | {"costs": measured, "predictions": predictions}, json_file)
 
 
 def _timed(name: str, threads: int) -> Timed:
     try:
         checkpoint = open_checkpoint(resolve_model(name))
-        return Timed(checkpoint.path.name, measure_costs(make_backend("numba", checkpoint, EngineConfig(threads=threads))))
+        with closing(make_backend("numba", checkpoint, EngineConfig(threads=threads))) as backend:
+            return Timed(checkpoint.path.name, measure_costs(backend))
     except CpuspecError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -27,8 +27,8 @@ from cpuspec.kernels.simd import f32x16
 _PASSES = (16, 8, 4, 3, 2, 1)
 _PASSES_OF_FEW = (8, 6, 4, 3, 2, 1)
 
-# For up to one block of rows a thread's tiles are as many strands, read in turns: from several places at once memory gives a core
-# more (benchmarks/LOG.md). A pass of more than these rows keeps its sums in registers, of one tile.
+# For fewer rows than a block, or one block in tile registers, a thread's tiles are as many strands, read in turns: from several
+# places at once memory gives a core more (benchmarks/LOG.md). A pass of more rows than these keeps its sums in registers: one tile.
 _STRANDS = 4
 _STRANDED_ROWS = 8
 _LONG = 128 << 10  # bytes of a strand from which on tile registers gain by it
@@ -285,11 +285,12 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     few = ROWS if in_tiles else ROWS - 1  # whose passes have strands
     strands, stranded_rows = _STRANDS, few if name in READERS else 0
     least, many, near, long = tiles.least(name), tiles.MANY, _NEAR, _LONG
+    shortest = -(-least // ROWS) * ROWS if in_tiles else ROWS
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         if in_tiles and rows >= least:
             tiles.shape(name)
-        span = max(ROWS, min(many, near // row_bytes // ROWS * ROWS))
+        span = max(shortest, min(many, near // row_bytes // ROWS * ROWS))
         for top in range(0, rows, span):
             bottom = min(rows, top + span)
             use_tiles = in_tiles and bottom - top >= least

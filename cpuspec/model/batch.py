@@ -124,6 +124,7 @@ class ForwardBatch:
 
 
 def _hangs_together(parents: list[int], start: int, end: int) -> bool:
+    """Apart: an expression that sees a local variable makes a function, in every step."""
     return all(p == -1 or start <= p < row for row, p in enumerate(parents[start:end], start))
 
 

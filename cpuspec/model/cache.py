@@ -35,7 +35,7 @@ class KVCache:
         self.capacity = capacity
         self.bytes_per_token = bytes_per_token
         self.lengths = [0] * num_slots  # tokens that each slot holds
-        self._longest = [0] * num_slots  # that each slot held when it was shortened
+        self._longest = [0] * num_slots  # the most that each slot held when it was shortened
         self._new_storage = new_storage
         self._copy_rows = copy_rows
         self._storage: list[Any] = [None] * num_slots

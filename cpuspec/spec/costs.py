@@ -31,8 +31,6 @@ _FAR_OFF = math.log(2)  # a round that is further off counts as this far: someth
 _BOUND = math.log(4)  # the most that rounds may correct what was measured
 _WORTH_KEEPING = 0.1  # a correction of this share is written down
 
-_KERNELS = sources_digest(Path(__file__).parents[1] / "kernels")  # others take other times; importing them would import numba
-
 
 class Costs:
     """Seconds of a forward with all logits, by its number of rows. More rows never cost less.
@@ -185,6 +183,7 @@ def _batch(backend: Backend, depth: int, rows: int) -> ForwardBatch:
 
 
 def _path(backend: Backend) -> Path:
-    """Named after what the seconds depend on."""
-    facts = (backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), _KERNELS)
+    """Named after what the seconds depend on: of our own kernels also their sources."""
+    kernels = sources_digest(Path(__file__).parents[1] / "kernels") if backend.name == "numba" else ""
+    facts = (backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), kernels)
     return cache_dir() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"

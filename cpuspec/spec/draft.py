@@ -38,7 +38,7 @@ class Draft:
     source: str  # proposer name, for metrics
     cycles: tuple[Cycle, ...] = ()  # verifications by lower levels of a chain that went into it, in their order
     confidence: F32 | None = None  # [n]
-    num_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)  # what `len` tells, sooner
     is_chain: bool = field(init=False)  # whether each token follows the one before
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
 
 
 def _verify_processed(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
-    """Of a request that draws, or whose penalties or bias change the logits."""
+    """Of a request that draws, or whose penalties or bias change the logits. Apart: its functions are not made in every step."""
     params, history = seq.params, seq.history
     if not params.greedy:
         rows: dict[int, Row] = {}

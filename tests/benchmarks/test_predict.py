@@ -47,7 +47,7 @@ def test_a_draft_with_drafts_of_its_own_takes_less_for_a_token(run):
     one, two = saved["predictions"]
     assert [len(row["lengths"]) for row in (one, two)] == [1, 2]
     assert two["over_plain"] > one["over_plain"] > 1
-    assert saved["costs_s"]["cheaper.gguf"] == {"1": 0.01}
+    assert saved["costs"][2] == {"model": "cheaper.gguf", "rows": [1], "seconds": [0.01]}
 
 
 @pytest.mark.parametrize("acceptance", ["0", "1", "-0.5"])

@@ -96,6 +96,16 @@ def test_a_tile_is_computed_alike_in_any_share_of_the_work(format_name: str, ord
 
 
 @pytest.mark.parametrize(("format_name", "order"), CASES)
+def test_rows_too_long_to_stay_near_are_computed_like_others(format_name: str, order: str) -> None:
+    in_features = 10752  # of which few rows are as large as the second cache
+    _, packed = _matrix(format_name, PADDED, in_features)
+    x = np.random.default_rng(11).standard_normal((40, in_features)).astype(np.float32)
+    together = _run(packed, order, x)
+    for first, end in ((0, 1), (14, 18), (24, 40)):
+        assert np.array_equal(_run(packed, order, x[first:end]), together[first:end])
+
+
+@pytest.mark.parametrize(("format_name", "order"), CASES)
 def test_long_matrices_are_computed_like_short_ones(format_name: str, order: str) -> None:
     _, packed = _matrix(format_name, PADDED, 512)
     times = 1 + (1 << 20) // packed.data.nbytes  # a MiB is long: its tiles are read in turns for up to 16 rows
