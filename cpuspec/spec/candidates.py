@@ -103,8 +103,8 @@ class Drafted(NamedTuple):
 class Candidate:
     """A drafter.
 
-    acceptance: of its tokens. trials: what may be lost by trying it, which each has for itself: texts are tried cheaply and often,
-    and would leave nothing for models.
+    acceptance: of its tokens, over those evaluated. trials: what may be lost by trying it, which each has for itself: texts are
+    tried cheaply and often, and would leave nothing for models.
     """
 
     def __init__(self, proposer: Proposer, acceptance: Estimate, trials_share: float) -> None:
@@ -124,8 +124,8 @@ class Candidate:
         self.acceptance.record(seq, num_accepted, self._spent(draft, num_accepted))
 
     def _spent(self, draft: Drafted, num_accepted: int) -> float:
-        """What acceptance is measured by."""
-        raise NotImplementedError
+        """What acceptance is measured by: the tokens that were evaluated, up to the first that was not accepted."""
+        return min(num_accepted + 1, draft.num_tokens)
 
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
@@ -175,10 +175,10 @@ class TextCandidate(Candidate):
 
 
 class ModelCandidate(Candidate):
-    """A drafter with a model. Its acceptance is over the tokens that were evaluated: up to the first that was not accepted.
+    """A drafter with a model.
 
-    costs: of its forwards. seconds_per_token: of drafting, for one sequence. fed: how long each sequence was when it last drafted.
-    trial_rounds: that a running trial of a sequence has left.
+    costs: of its forwards. seconds_per_token: of drafting, for one sequence. trial_rounds: that a running trial of a sequence has
+    left.
     """
 
     proposer: Model
@@ -189,7 +189,7 @@ class ModelCandidate(Candidate):
         self.costs = costs
         self.seconds_per_token = costs.of(1)
         self.trial_rounds: dict[int, int] = {}
-        self._fed: dict[int, int] = {}
+        self._fed: dict[int, int] = {}  # how long each sequence was when it last drafted
 
     def num_unfed(self, seq: Sequence) -> int:
         """Tokens of the sequence that its context has not seen."""
@@ -205,9 +205,6 @@ class ModelCandidate(Candidate):
             self.seconds_per_token += _LEARNING * (seconds / num_tokens - self.seconds_per_token)
         for seq in seqs:
             self._fed[seq.id] = len(seq.tokens)
-
-    def _spent(self, draft: Drafted, num_accepted: int) -> float:
-        return min(num_accepted + 1, draft.num_tokens)
 
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""

@@ -224,7 +224,7 @@ class Planner:
             pays = choice.tokens_per_s > instead.tokens_per_s and candidate.trials.take(lost_s - earns_s, self._planned_s)
         if pays:
             drafts[place], choices[place] = draft.first(choice.num_tokens), choice
-            cost = num_seqs * self._seconds(choice.num_tokens, num_seqs) / self.costs.of(num_seqs) - 1
+            cost = self._seconds(choice.num_tokens, num_seqs) / self._seconds(0, num_seqs) - 1
             self._drafted[seq.id] = Drafted(candidate, choice.num_tokens, earns_s, expected, cost)
 
     def _cut(self, draft: Draft, rate: float, num_seqs: int, row: float = 1.0) -> tuple[Choice, float]:
