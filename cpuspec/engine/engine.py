@@ -203,4 +203,4 @@ class Engine:
 
 def _logprobs(done: Round, num_tokens: int, num_top: int) -> list[TokenLogprobs]:
     """Of the first tokens of a round. Apart: a comprehension that sees a local variable makes a function, in every step."""
-    return [logprobs(done.output.logits[i], done.verdict.tokens[i], num_top) for i in range(num_tokens)]
+    return [logprobs(done.logits(i), done.verdict.tokens[i], num_top) for i in range(num_tokens)]

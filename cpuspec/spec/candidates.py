@@ -190,6 +190,7 @@ class ModelCandidate(Candidate):
         self.seconds_per_token = costs.of(1)
         self.trial_rounds: dict[int, int] = {}
         self._fed: dict[int, int] = {}  # how long each sequence was when it last drafted
+        self._missed_s: dict[int, float] = {}  # what its drafts would have saved each sequence since
 
     def num_unfed(self, seq: Sequence) -> int:
         """Tokens of the sequence that its context has not seen."""
@@ -199,15 +200,22 @@ class ModelCandidate(Candidate):
         """Seconds of feeding those."""
         return self.num_unfed(seq) * self.costs.per_row
 
+    def has_missed(self, seq: Sequence, seconds: float) -> float:
+        """Add what a draft of it would save now; returns all that would have been saved since it last drafted."""
+        self._missed_s[seq.id] = missed_s = self._missed_s.get(seq.id, 0.0) + seconds
+        return missed_s
+
     def has_proposed(self, seqs: list[Sequence], num_tokens: int, seconds: float | None) -> None:
         """Learn what drafts of so many tokens took; no seconds where much was to be fed first."""
         if num_tokens and seconds is not None:
             self.seconds_per_token += _LEARNING * (seconds / num_tokens - self.seconds_per_token)
         for seq in seqs:
             self._fed[seq.id] = len(seq.tokens)
+            self._missed_s.pop(seq.id, None)
 
     def end(self, seq: Sequence) -> None:
         """The sequence has ended."""
         super().end(seq)
         self._fed.pop(seq.id, None)
+        self._missed_s.pop(seq.id, None)
         self.trial_rounds.pop(seq.id, None)

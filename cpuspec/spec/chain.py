@@ -10,7 +10,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.spec.context import Context
 from cpuspec.spec.draft import Cycle, Draft
 from cpuspec.spec.proposer import Proposer, levels_of
-from cpuspec.spec.round import speculate
+from cpuspec.spec.round import Round, speculate
 from cpuspec.spec.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 4
@@ -59,7 +59,7 @@ class ChainProposer:
             for path, done in zip(drafting, rounds, strict=True):
                 path.cycles += done.cycles
                 path.probs += done.verdict.probs or ()
-                path.cut_where_unsure(done.output.logits, len(done.verdict.tokens))
+                path.cut_where_unsure(done)
         return [path.retracted(self.name) for path in paths]
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
@@ -97,13 +97,14 @@ class _Path:
         """Tokens that are still to be drafted."""
         return self._end - len(self.seq.tokens)
 
-    def cut_where_unsure(self, logits: F32, num_new: int) -> None:
-        """End the draft with the first of the newest tokens whose row is unsure. Row i chose new token i."""
+    def cut_where_unsure(self, done: Round) -> None:
+        """End the draft with the first of the newest tokens whose row is unsure."""
         if not self._min_confidence:
             return
+        num_new = len(done.verdict.tokens)
         first = len(self.seq.tokens) - num_new
         for i in range(num_new):
-            if confidence(logits[i]) < self._min_confidence:
+            if confidence(done.logits(i)) < self._min_confidence:
                 self._end = first + i + 1
                 return
 

@@ -100,7 +100,7 @@ _MOST_TOKENS_FOR_ONE = 4  # a text may be so many times as long in the tokens of
 
 
 # What a planner drafts with where its spec names no source.
-_PLANNED_TEXT = LevelSpec("suffix", 24, 0.05)
+_PLANNED_TEXT = LevelSpec("suffix:tree", 24, 0.05)
 
 
 Make = Callable[[Backend, Proposer], Proposer]  # from the target's backend and what drafts for this level

@@ -120,15 +120,28 @@ class Text:
         what it predicts, which carries a repetition on. Of each of the latest RUNS only the most recent `MAX_OCCURRENCES` are
         looked at.
         """
+        return self._matches(latest, num_matches, num_ahead, self._runs, 0)
+
+    def matches_before_a_change(self, num_matches: int, num_ahead: int) -> list[Match]:
+        """The same for the text's latest tokens without the last one, which took the place of the one that followed there.
+
+        What follows that one may follow again: who quotes and changes a word goes on quoting. Only runs of the longest kind are
+        looked up, and however much agrees says no more than they: the next change may be near.
+        """
+        found = self._matches(self.tokens[-MAX_MATCH:-1], num_matches, num_ahead, self._runs[:1], 1)
+        return [Match(RUNS[0], match.ahead) for match in found]
+
+    def _matches(self, latest: list[int], num_matches: int, num_ahead: int, looked_up: list[_Runs], skipped: int) -> list[Match]:
+        """skipped: tokens that followed each match and are left out."""
         tokens, first = self.tokens, self._num_forgotten
-        last = len(tokens) - 1  # nothing follows what ends here
+        last = len(tokens) - 1 - skipped  # what ends here is `latest` itself; nothing follows it, or what ends later
         found: dict[int, int] = {}  # lengths, by where they end
         longest = MAX_MATCH  # that a match not found yet may be
-        for runs in self._runs:
+        for runs in looked_up:
             end, num_seen = runs.latest(latest), 0
             num_longest = len(found)
             while end >= first and num_longest < num_matches and num_seen < MAX_OCCURRENCES:
-                if end != last and end not in found:
+                if end < last and end not in found:
                     length, most = 0, min(len(latest), end + 1 - first)
                     while length < most and tokens[end - length] == latest[-1 - length]:
                         length += 1
@@ -141,7 +154,7 @@ class Text:
                 break
             longest = runs.size - 1
         ranked = sorted([(length, end) for end, length in found.items()], reverse=True)[:num_matches]
-        return [Match(length, self._ahead(end + 1, num_ahead)) for length, end in ranked]
+        return [Match(length, self._ahead(end + 1 + skipped, num_ahead)) for length, end in ranked]
 
     def _ahead(self, position: int, num_tokens: int) -> list[int]:
         ahead = self.tokens[position : position + num_tokens]
@@ -226,30 +239,44 @@ def _alike(sources: list[Source], depth: int, prob: float) -> list[tuple[int, fl
 
 
 class _Leaf(NamedTuple):
-    """A token that could be drafted next, and where it would hang."""
+    """Tokens that could be drafted next, one after the other, and where they would hang.
 
-    token: int
+    going_on: each with its probability. depth: of the first. sources: the matches that it left, which all have the others.
+    """
+
+    going_on: list[tuple[int, float]]
     parent: int
-    prob: float
     depth: int
-    sources: list[Source]  # the matches that its parent left
+    sources: list[Source]
 
 
 def _likely_tree(sources: list[Source], num_tokens: int, min_prob: float) -> list[_Node]:
     nodes: list[_Node] = []
     leaves: list[tuple[float, int, _Leaf]] = []  # a heap, the likeliest path first
     order = count()
-    node, path_prob, depth = -1, 1.0, 0
-    while len(nodes) < num_tokens:
-        for token, prob in next_probs(sources, depth).items():
+
+    def add(leaf: _Leaf, path_prob: float) -> None:
+        path_prob *= leaf.going_on[0][1]
+        if path_prob >= min_prob:
+            heapq.heappush(leaves, (-path_prob, next(order), leaf))
+
+    def branch(sources: list[Source], depth: int, parent: int, path_prob: float) -> None:
+        probs = next_probs(sources, depth)
+        for token, prob in probs.items():
             if path_prob * prob >= min_prob:
-                heapq.heappush(leaves, (-path_prob * prob, next(order), _Leaf(token, node, prob, depth, sources)))
-        if not leaves:
-            break
+                left = _narrowed(sources, depth, token)
+                alone = _alike(left, depth + 1, prob) if len(probs) == 1 else []
+                add(_Leaf([(token, prob), *alone], parent, depth, left), path_prob)
+
+    branch(sources, 0, -1, 1.0)
+    while leaves and len(nodes) < num_tokens:
         negative, _, leaf = heapq.heappop(leaves)
-        node, path_prob, depth = len(nodes), -negative, leaf.depth + 1
-        sources = _narrowed(leaf.sources, leaf.depth, leaf.token)
-        nodes.append((leaf.token, leaf.parent, leaf.prob))
+        (token, prob), *rest = leaf.going_on
+        nodes.append((token, leaf.parent, prob))
+        if rest:
+            add(leaf._replace(going_on=rest, parent=len(nodes) - 1, depth=leaf.depth + 1), -negative)
+        else:
+            branch(leaf.sources, leaf.depth + 1, len(nodes) - 1, -negative)
     return nodes
 
 

@@ -20,7 +20,7 @@ from cpuspec.backends import Backend
 from cpuspec.metrics import elapsed_s, now_s
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Mark, Sequence
-from cpuspec.spec.candidates import Candidate, Drafted, Model, ModelCandidate, TextCandidate
+from cpuspec.spec.candidates import Candidate, Drafted, Estimate, Model, ModelCandidate, TextCandidate
 from cpuspec.spec.chain import ChainProposer
 from cpuspec.spec.costs import Costs, find_costs
 from cpuspec.spec.draft import Draft
@@ -76,8 +76,9 @@ class Planner:
     """Drafts with whichever drafter, and as far as, promises most tokens per second from its verifier, in each round anew.
 
     costs: of the verifier's forwards. texts: drafters without a model, asked while that pays; their drafts carry confidences and
-    are cut where a row costs more than it promises. models: chains, asked only where they promise more. serves: whether this
-    planner begins and ends sequences for its drafters, or one above does. The time from a draft to its verdict corrects the costs.
+    are cut where a row costs more than it promises. models: chains, asked only where they promise more, and where that is more than
+    feeding them takes over the tokens that texts leave to them. serves: whether this planner begins and ends sequences for its
+    drafters, or one above does. The time from a draft to its verdict corrects the costs.
     """
 
     name = "auto"
@@ -90,11 +91,13 @@ class Planner:
         share = _CURIOSITY / max(len(texts) + len(models), 1)
         self.texts = [TextCandidate(text, share) for text in texts]
         self.models = [ModelCandidate(model, cost, share) for model, cost in models]
+        self.left = Estimate(1.0)  # share of the tokens that come of rounds in which texts leave more to gain to a model
         self.num_plain_rounds = 0  # of each sequence
         self._num_plain_forwards = 0
         self._serves = serves
         self._nothing = Draft.chain([], self.name)
         self._drafted: dict[int, Drafted] = {}  # by sequence
+        self._left_to_models: set[int] = set()  # sequences in whose round a model promises more than texts
         self._planned_s = 0.0  # of all rounds, as they were planned
         self._scored: dict[int, Mark] = {}  # each sequence as its verifier last left it
         self._begun: tuple[int, float] | None = None  # rows of the forward that is out, and when it began
@@ -142,6 +145,10 @@ class Planner:
             wanted = text.proposer.hidden_layers
             text.proposer.accept(seq, verdict, tuple([layers[layer] for layer in wanted]) if wanted else ())
         draft = self._drafted.pop(seq.id, None)
+        if self.models:
+            num_tokens = len(verdict.tokens)
+            self.left.record(seq, num_tokens if seq.id in self._left_to_models else 0, num_tokens)
+            self._left_to_models.discard(seq.id)
         if draft:
             draft.candidate.learn(seq, draft, len(verdict.tokens) - 1)
 
@@ -149,7 +156,9 @@ class Planner:
         """Forget the sequence, and keep what was learned of the costs."""
         self._drafted.pop(seq.id, None)
         self._scored.pop(seq.id, None)
+        self._left_to_models.discard(seq.id)
         self._begun = None
+        self.left.end(seq)
         self.costs.keep()
         for candidate in self.candidates:
             candidate.end(seq)
@@ -274,9 +283,23 @@ class Planner:
             self._drafted[seqs[i].id] = Drafted(candidate, len(draft), earns)
 
     def _pays(self, candidate: ModelCandidate, seq: Sequence, choice: Choice, instead: Choice) -> bool:
-        """Whether a model's draft promises more, what its context has missed included, over the tokens that are still wanted."""
-        saved_s = seq.num_wanted * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s)
-        return saved_s > candidate.catch_up_s(seq)
+        """Whether a model's draft promises more, and the model enough over the tokens that are still wanted.
+
+        Feeding it what it has missed is put off until its drafts would have saved as much; the less, the less earlier requests
+        left to models: where a text is about to find drafts, or the answer to end, the price was never to be paid.
+        """
+        missed_s = instead.tokens * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s)
+        if missed_s <= 0:
+            return False
+        self._left_to_models.add(seq.id)
+        if not self._saves(candidate, seq, choice, instead, self.left.of(seq)):
+            return False
+        return candidate.has_missed(seq, missed_s) >= (1 - self.left.of()) * candidate.catch_up_s(seq)
+
+    def _saves(self, candidate: ModelCandidate, seq: Sequence, choice: Choice, instead: Choice, share: float) -> bool:
+        """Whether such drafts for that share of the tokens to come save more than feeding what a model missed, and will miss."""
+        saved_s = share * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s) - (1 - share) * candidate.costs.per_row
+        return seq.num_wanted * saved_s > candidate.catch_up_s(seq)
 
     def _try(self, candidate: ModelCandidate, seq: Sequence, limit: int, num_seqs: int, instead: Choice) -> Choice:
         """A short draft of a model that the estimates speak against: one of a trial that runs, or that can be afforded now."""
@@ -289,7 +312,7 @@ class Planner:
             rounds = _TRIAL_ROUNDS
             at_best = self.best_of_model(candidate, 1.0, limit, num_seqs)
             lost_s = candidate.catch_up_s(seq) + rounds * (choice.seconds - 1 / instead.tokens_per_s)
-            if not self._pays(candidate, seq, at_best, instead) or not candidate.trials.take(lost_s, self._planned_s):
+            if not self._saves(candidate, seq, at_best, instead, 1.0) or not candidate.trials.take(lost_s, self._planned_s):
                 return nothing
             candidate.acceptance.restart(seq)
         candidate.trial_rounds[seq.id] = rounds - 1

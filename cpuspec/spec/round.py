@@ -17,12 +17,17 @@ from cpuspec.spec.verify import Verdict, verify_block, verify_greedy, verify_sam
 
 @dataclass(slots=True)
 class Round:
-    """What a round did for one sequence. Row i of the output's logits is the one that chose `verdict.tokens[i]`."""
+    """What a round did for one sequence."""
 
     draft: Draft
     verdict: Verdict
     output: ForwardOutput
     cycles: tuple[Cycle, ...]  # the verifications that it took, those of lower levels first
+
+    def logits(self, number: int) -> F32:
+        """The row [V] that chose token `number` of the verdict."""
+        row: F32 = self.output.logits[self.verdict.path[number - 1] + 1 if number else 0]
+        return row
 
 
 def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[Round]:
@@ -37,14 +42,14 @@ def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits
     _check(proposer, drafts, limits, context)
     rounds = []
     for i, scored in enumerate(context.score(seqs, drafts, proposer.hidden_layers)):
-        seq, draft, output = seqs[i], drafts[i], scored
+        seq, draft, hidden = seqs[i], drafts[i], scored.hidden
         verdict = verify(seq, draft, scored.logits, scored.best)
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
-            output = _along(verdict.path, scored)
+            hidden = tuple(_along(verdict.path, layer, len(draft)) for layer in hidden)
         seq.extend(verdict.tokens)
-        proposer.accept(seq, verdict, output.hidden)
-        rounds.append(Round(draft, verdict, output, draft.verified(verdict.path)))
+        proposer.accept(seq, verdict, hidden)
+        rounds.append(Round(draft, verdict, scored, draft.verified(verdict.path)))
     return rounds
 
 
@@ -76,15 +81,10 @@ def _verify_processed(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
     return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
 
 
-def _along(path: list[int], output: ForwardOutput) -> ForwardOutput:
+def _along(path: list[int], rows: F32, num_nodes: int) -> F32:
     """The rows up to the last committed token's, then those of the accepted nodes."""
-    num_nodes = len(output.logits) - 1
-
-    def select(rows: F32) -> F32:
-        first = len(rows) - num_nodes
-        return np.concatenate([rows[:first], rows[first:][path]])
-
-    return ForwardOutput(select(output.logits), tuple(select(layer) for layer in output.hidden))
+    first = len(rows) - num_nodes
+    return np.concatenate([rows[:first], rows[first:][path]])
 
 
 def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:

@@ -10,10 +10,13 @@ from cpuspec.spec.verify import Verdict
 DEFAULT_NUM_TOKENS = 15
 PAST_STRENGTH = 2 * STRENGTH  # another request's text says less
 MAX_PAST_TOKENS = 1 << 16
+SHORT_MATCH = 2  # tokens; where the request has none longer, one before a change is looked for
 
 
 class SuffixProposer:
     """Drafts what most often followed the latest tokens: in the request first, in past answers where that leaves doubt.
+
+    Where the latest token is a change to what the request has elsewhere, it goes on behind that, as if nothing were changed.
 
     It drafts while the path is accepted with a probability of `min_prob`: the longer the matches and the more they agree, the
     longer the draft, a chain or a tree of the likeliest paths. Chooses without a draw, so its drafts are point masses. Answers
@@ -53,6 +56,8 @@ class SuffixProposer:
             own = text.matches(latest, NUM_MATCHES, num_tokens)
             past = self._past.matches(latest, NUM_MATCHES, num_tokens)
             sources = [(own, STRENGTH), (past, PAST_STRENGTH)]
+            if not own or own[0].length <= SHORT_MATCH:
+                sources.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
             drafts.append(draft_likely(sources, num_tokens, self.min_prob, self.name, self.tree))
         return drafts
 

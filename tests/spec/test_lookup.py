@@ -1,6 +1,7 @@
 """Matches, frequencies and drafts against definitions written out: every occurrence compared, every order of context counted."""
 
 from fractions import Fraction
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
@@ -100,6 +101,16 @@ def test_a_text_that_was_rewound_and_extended_equals_a_fresh_one(prompt: list[in
     assert text.tokens == seq.tokens
     assert text.latest == fresh.latest
     assert text.matches(text.latest, 5, 4) == fresh.matches(fresh.latest, 5, 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 9))
+def test_a_match_before_a_change_goes_on_behind_what_was_changed(own: list[int], num_matches: int) -> None:
+    before = own[-MAX_MATCH:-1]
+    lengths = {end: agreement(own[:end], before) for end in range(1, len(own) - 1)}
+    best = sorted((end for end in lengths if lengths[end] >= RUNS[0]), key=lambda end: (lengths[end], end), reverse=True)
+    expected = [Match(RUNS[0], list(islice(cycle(own[end + 1 :]), NUM_AHEAD))) for end in best[:num_matches]]
+    assert text_of(own).matches_before_a_change(num_matches, NUM_AHEAD) == expected
 
 
 @pytest.mark.parametrize("size", RUNS)

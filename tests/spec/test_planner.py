@@ -282,6 +282,34 @@ def test_a_model_is_not_asked_for_an_answer_too_short_to_pay_for_its_prompt() ->
     assert lengths[1] > 0
 
 
+class LateText(Text):
+    """Finds drafts once an answer has some tokens."""
+
+    def __init__(self, begins: int) -> None:
+        super().__init__()
+        self.begins = begins
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        late = [seq.num_output_tokens >= self.begins for seq in seqs]
+        return super().propose(seqs, [limit if one else 0 for one, limit in zip(late, limits, strict=True)])
+
+
+def test_a_model_is_fed_no_prompt_where_texts_are_about_to_draft(clock: Clock) -> None:
+    text, model = LateText(6), TimedModel(clock, 0.1, 0.02)
+    planner = Planner(rising(0.05), [text], [(model, model.costs)])  # type: ignore[list-item]
+    _answers(planner, clock, rising(0.05), lambda answer: 1.0, 3)  # learns that it is so
+    asked = len(model.asked)
+    _answers(planner, clock, rising(0.05), lambda answer: 1.0, 10, first=3)
+    assert len(model.asked) == asked
+    text.begins = 10_000
+    ratios = _answers(planner, clock, rising(0.05), lambda answer: 1.0, 10, first=13)
+    assert ratios[0] < 0.4  # the prompt takes 6 forwards of 200, and as many were waited for
+    assert ratios[-1] < ratios[0]
+    lengths = _rounds(planner, _sequence(23, 300), 7, 1.0)
+    assert lengths[0] == 0  # half of the requests so far were done by texts
+    assert lengths[-1] > 4
+
+
 MODEL_SECONDS = [(0.1, 0.005), (0.3, 0.02), (0.5, 0.08), (0.9, 0.3)]  # of a drafted and of a fed token, over a plain forward
 
 

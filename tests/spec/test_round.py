@@ -25,12 +25,14 @@ class Fixed(NullProposer):
     def __init__(self, drafts: list[Draft], hidden_layers: tuple[int, ...] = ()) -> None:
         self.hidden_layers = hidden_layers
         self.told: list[tuple[list[int], list[int], tuple[int, ...]]] = []
+        self.hidden: Any = None
         self._drafts = drafts
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         return self._drafts
 
     def accept(self, seq: Sequence, verdict: Any, hidden: Any) -> None:
+        self.hidden = hidden
         self.told.append((list(seq.tokens), verdict.tokens, tuple(len(layer) for layer in hidden)))
 
 
@@ -65,15 +67,17 @@ def test_a_tree_hands_on_the_rows_of_its_accepted_path() -> None:
     for _ in range(3):
         right.append(int(argmax(model.row([0, 4, 5, *right]))))
     wrong = [(token + 1) % 8 for token in right]
-    rounds = []
+    rounds, hidden = [], []
     for draft in (tree([wrong[0], right[0], wrong[1], right[1], right[1]], [-1, -1, 1, 0, 1]), Draft.chain(right[:2], "")):
         context, proposer = Context(model, 1, 64), Fixed([draft], (0, 1))
         seq = one_sequence(context)
         rounds += speculate(context, proposer, [seq], [5])
         assert proposer.told == [([0, 4, 5, *right], right, (5, 5))]
+        hidden.append(proposer.hidden)
     np.testing.assert_array_equal(rounds[0].verdict.path, [1, 4])
-    np.testing.assert_array_equal(rounds[0].output.logits, rounds[1].output.logits)
-    np.testing.assert_array_equal(rounds[0].output.hidden, rounds[1].output.hidden)
+    for number in range(3):
+        np.testing.assert_array_equal(rounds[0].logits(number), rounds[1].logits(number))
+    np.testing.assert_array_equal(hidden[0], hidden[1])
 
 
 @pytest.mark.parametrize(("path", "num_positions"), [([], 3), ([0], 3), ([1], 2), ([0, 2], 3), ([0, 2, 3], 3), ([1, 4], 2)])

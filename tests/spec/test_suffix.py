@@ -81,6 +81,13 @@ def test_what_the_request_holds_comes_before_what_others_answered() -> None:
     assert drafted(remembering([[4, 5, 6]]), [4, 5, 7, 4, 5], limit=1) == [7]
 
 
+def test_a_quotation_goes_on_behind_a_word_that_was_changed() -> None:
+    passage = list(range(10, 20))
+    assert drafted(remembering([]), [*passage, 1, *passage[:5], 2], limit=4) == passage[6:]
+    assert drafted(remembering([]), [*passage, 1, *passage[:3], 2], limit=4) == []  # too little agrees
+    assert drafted(remembering([]), [*passage, 3, 2, 5, 1, *passage[:5], 3, 2], limit=1) == [5]  # no change: this came before
+
+
 def test_more_of_an_answer_agreeing_means_a_longer_draft() -> None:
     answer = list(range(4, 30))
     proposer = SuffixProposer()
