@@ -470,7 +470,8 @@ def _gain(arm: Mapping[str, Any]) -> plots.Bar:
 
 
 def _prompts(arms: Mapping[str, Any]) -> str:
-    return f"{next(iter(arms.values()))['num_prompts']} prompts"
+    number = next(iter(arms.values()))["num_prompts"]
+    return f"{number} prompt{'s' * (number > 1)}"
 
 
 def _same(arm: Mapping[str, Any]) -> str:

@@ -4,7 +4,9 @@ One level, in closed form (arXiv 2211.17192, section 3.3): n drafted tokens of w
 1 + a + ... + a^n tokens for the seconds of n drafted tokens and of a forward over n + 1 rows. A model's seconds for a token are
 those with its own drafters, so levels are settled from the bottom up (arXiv 2510.19705), each by a planner of its own. Drafting
 nothing is always among the choices. So is asking nobody: where a token takes little, even looking for a draft in the text takes a
-share of it, so a text is asked where that has gained more than it took.
+share of it, so a text is asked where that has gained more than it took. And a model that was not asked must be fed what it missed:
+it is asked where that is less than what it saves over the tokens to come that texts leave to it, and, as whoever rents skis
+decides to buy them, once not asking it has cost as much; at once where earlier requests left it almost all.
 
 Estimates decide; what they speak against is tried on an allowance, a share of all time so far. A trial begins once the allowance
 covers the most that it can lose: feeding the tokens that a model has missed, then enough drafts in a row to learn from, as if none
@@ -31,7 +33,9 @@ MAX_TOKENS = 16  # drafted by a model at once
 _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's seconds say what a token takes where no more than this was fed first
 _CURIOSITY = 0.02  # share of the time that may be lost by trying what the estimates speak against
 _WORTH = 1.05  # what a draft from text must promise over none: what seems to gain less than this loses as often
-_PLAIN_LOOKS = 4  # of so many forwards without a draft one is timed: learning from each takes one percent of a short token
+# Of so many forwards without a draft one is timed, and where nobody is asked one is planned: each takes one percent of a short token.
+_PLAIN_LOOKS = 4
+_DOUBT = 3.0  # share of a model's price that is waited for, over the share that texts did of earlier requests; never more than all
 _TRIAL_ROUNDS = 6  # drafts of a model in a row, short ones, that a trial takes to learn from
 _TRIAL_TOKENS = 2
 _TRIAL_ROW = 0.25  # share of a row's believed cost that a trial of a text counts
@@ -91,9 +95,10 @@ class Planner:
         share = _CURIOSITY / max(len(texts) + len(models), 1)
         self.texts = [TextCandidate(text, share) for text in texts]
         self.models = [ModelCandidate(model, cost, share) for model, cost in models]
-        self.left = Estimate(1.0)  # share of the tokens that come of rounds in which texts leave more to gain to a model
+        self._left = Estimate(1.0)  # share of the tokens that come of rounds in which texts find nothing, or less than a model
         self.num_plain_rounds = 0  # of each sequence
         self._num_plain_forwards = 0
+        self._num_rests = 0  # rounds of the one sequence that remain until one is planned again
         self._serves = serves
         self._nothing = Draft.chain([], self.name)
         self._drafted: dict[int, Drafted] = {}  # by sequence
@@ -109,15 +114,18 @@ class Planner:
 
     def begin(self, seq: Sequence) -> None:
         """Nothing is known of the sequence yet."""
+        self._num_rests = 0
         if self._serves:
             for candidate in self.candidates:
                 candidate.proposer.begin(seq)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The most promising draft for each sequence."""
+        if self._num_rests and len(seqs) == 1:
+            return self._rest()
         # A verifier that has scored all but a sequence's last token feeds this one and the draft, and nothing else.
         known = [self._scored.get(seq.id) for seq in seqs] == [seq.mark() for seq in seqs]
-        drafts, choices = self._best_of_texts(seqs, limits)
+        drafts, choices, was_asked = self._best_of_texts(seqs, limits)
         for candidate in self.models:
             self._ask(candidate, seqs, limits, drafts, choices)
         rows = 0
@@ -131,7 +139,18 @@ class Planner:
         self._num_plain_forwards += rows == len(seqs)
         timed = known and (rows > len(seqs) or self._num_plain_forwards % _PLAIN_LOOKS == 0)
         self._begun = (rows, now_s()) if timed else None
+        if not was_asked and not self.models:
+            self._num_rests = _PLAIN_LOOKS - 1 - self._num_plain_forwards % _PLAIN_LOOKS  # until one is timed
         return drafts
+
+    def _rest(self) -> list[Draft]:
+        """A round in which nobody is asked: an allowance that had nothing for a text a moment ago has hardly more now."""
+        self._num_rests -= 1
+        self.num_plain_rounds += 1
+        self._num_plain_forwards += 1
+        self._planned_s += self.costs.of(1)
+        self._begun = None
+        return [self._nothing]
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Learn how the draft fared, and tell the drafters from text."""
@@ -147,7 +166,8 @@ class Planner:
         draft = self._drafted.pop(seq.id, None)
         if self.models:
             num_tokens = len(verdict.tokens)
-            self.left.record(seq, num_tokens if seq.id in self._left_to_models else 0, num_tokens)
+            by_text = seq.id not in self._left_to_models and draft is not None and isinstance(draft.candidate, TextCandidate)
+            self._left.record(seq, 0 if by_text else num_tokens, num_tokens)
             self._left_to_models.discard(seq.id)
         if draft:
             draft.candidate.learn(seq, draft, len(verdict.tokens) - 1)
@@ -158,7 +178,7 @@ class Planner:
         self._scored.pop(seq.id, None)
         self._left_to_models.discard(seq.id)
         self._begun = None
-        self.left.end(seq)
+        self._left.end(seq)
         self.costs.keep()
         for candidate in self.candidates:
             candidate.end(seq)
@@ -203,20 +223,23 @@ class Planner:
         """The best length of a model's draft whose tokens are accepted at that rate."""
         return best_length(self.costs, rate, min(limit, candidate.proposer.num_tokens), candidate.seconds_per_token, num_seqs)
 
-    def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice]]:
+    def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice], bool]:
+        """For each sequence a draft, which may be empty, and what it promises; and whether any text was asked."""
+        was_asked = False
         plain = self.plain(len(seqs))
         drafts, choices = [self._nothing] * len(seqs), [plain] * len(seqs)
         for candidate in self.texts:
             asked = [i for i, seq in enumerate(seqs) if limits[i] and candidate.may_ask(seq, plain.seconds, self._planned_s)]
             if not asked:
                 continue
+            was_asked = True
             begin_s = now_s()
             found = candidate.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
             for i, draft in zip(asked, found, strict=True):
                 if len(draft):
                     self._weigh(candidate, seqs[i], draft, i, drafts, choices)
             candidate.has_proposed([seqs[i] for i in asked], now_s() - begin_s)
-        return drafts, choices
+        return drafts, choices, was_asked
 
     def _weigh(
         self, candidate: TextCandidate, seq: Sequence, draft: Draft, place: int, drafts: list[Draft], choices: list[Choice]
@@ -283,18 +306,15 @@ class Planner:
             self._drafted[seqs[i].id] = Drafted(candidate, len(draft), earns)
 
     def _pays(self, candidate: ModelCandidate, seq: Sequence, choice: Choice, instead: Choice) -> bool:
-        """Whether a model's draft promises more, and the model enough over the tokens that are still wanted.
-
-        Feeding it what it has missed is put off until its drafts would have saved as much; the less, the less earlier requests
-        left to models: where a text is about to find drafts, or the answer to end, the price was never to be paid.
-        """
+        """Whether a model's draft promises more, the model enough over the tokens to come, and the wait for it was long enough."""
         missed_s = instead.tokens * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s)
         if missed_s <= 0:
             return False
         self._left_to_models.add(seq.id)
-        if not self._saves(candidate, seq, choice, instead, self.left.of(seq)):
+        if not self._saves(candidate, seq, choice, instead, self._left.of(seq)):
             return False
-        return candidate.has_missed(seq, missed_s) >= (1 - self.left.of()) * candidate.catch_up_s(seq)
+        doubt = min(1.0, _DOUBT * (1 - self._left.of()))
+        return candidate.has_missed(seq, missed_s) >= doubt * candidate.catch_up_s(seq)
 
     def _saves(self, candidate: ModelCandidate, seq: Sequence, choice: Choice, instead: Choice, share: float) -> bool:
         """Whether such drafts for that share of the tokens to come save more than feeding what a model missed, and will miss."""
