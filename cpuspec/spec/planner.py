@@ -33,8 +33,7 @@ MAX_TOKENS = 16  # drafted by a model at once
 _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's seconds say what a token takes where no more than this was fed first
 _CURIOSITY = 0.02  # share of the time that may be lost by trying what the estimates speak against
 _WORTH = 1.05  # what a draft from text must promise over none: what seems to gain less than this loses as often
-# Of so many forwards without a draft one is timed, and where nobody is asked one is planned: each takes one percent of a short token.
-_PLAIN_LOOKS = 4
+_PLAIN_LOOKS = 4  # of so many forwards without a draft one is timed, or planned where nobody is asked: 1 % of a short token each
 _DOUBT = 3.0  # share of a model's price that is waited for, over the share that texts did of earlier requests; never more than all
 _TRIAL_ROUNDS = 6  # drafts of a model in a row, short ones, that a trial takes to learn from
 _TRIAL_TOKENS = 2
