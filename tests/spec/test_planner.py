@@ -337,6 +337,18 @@ def test_asking_a_text_that_never_helps_costs_three_hundredths_at_most(clock: Cl
     assert 0.005 * num_tokens <= text.num_asked * seconds <= 0.02 * num_tokens  # one percent, and what it took to learn
 
 
+def test_plain_rounds_are_all_counted_and_one_of_four_is_timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, costs, timed = TimedText(clock, 0.1), rising(0.05), list[int]()
+    planner, seq = Planner(costs, [text], []), _sequence()
+    _rounds(planner, seq, 100, 0.0)  # learns that asking does not pay
+    monkeypatch.setattr(costs, "observe", lambda rows, seconds: timed.append(rows))
+    asked = text.num_asked
+    _rounds(planner, seq, 400, 0.0)
+    assert planner.num_plain_rounds == 500
+    assert timed == [1] * 100
+    assert 0 < text.num_asked - asked < 100
+
+
 def test_a_text_that_takes_next_to_nothing_is_asked_every_time(clock: Clock) -> None:
     text = TimedText(clock, 0.003)
     _answers(Planner(rising(0.05), [text], []), clock, rising(0.05), lambda answer: 0.0, 5)
