@@ -22,10 +22,10 @@ from cpuspec.kernels.products import ORDERS, ROWS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS, Ops
 from cpuspec.kernels.simd import f32x16
 
-# Rows that one pass over a tile serves; other counts are made of these. Each is code to compile, once per format. Sixteen are not
-# wanted of numbers, which need two registers for the sums of a row, of 32, nor where tile registers serve that many.
-_PASSES = (16, 8, 4, 3, 2, 1)
-_PASSES_OF_FEW = (8, 6, 4, 3, 2, 1)
+# Rows that one pass over a tile serves at most; then eight, or what is left of them: a tile that is unpacked again for one row
+# more costs as much as three rows more. Each is code to compile, once per format. Sixteen are not wanted of numbers, which need
+# two registers for the sums of a row, of 32, nor where tile registers serve that many.
+_MOST_ROWS, _MOST_OF_NUMBERS = 16, 8
 
 # For fewer rows than a block, or one block in tile registers, a thread's tiles are as many strands, read in turns: from several
 # places at once memory gives a core more (benchmarks/LOG.md). A pass of more rows than these keeps its sums in registers: one tile.
@@ -281,7 +281,7 @@ def _bf16_linear() -> Callable[..., None]:
 def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
     in_tiles = isa.has_tiles() and name in READERS
-    most, more, p4, p3, p2, p1 = _PASSES if name in READERS and not in_tiles else _PASSES_OF_FEW
+    most = _MOST_ROWS if name in READERS and not in_tiles else _MOST_OF_NUMBERS
     few = ROWS if in_tiles else ROWS - 1  # whose passes have strands
     strands, stranded_rows = _STRANDS, few if name in READERS else 0
     least, many, near, long = tiles.least(name), tiles.MANY, _NEAR, _LONG
@@ -318,21 +318,30 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
                     elif left >= most:
                         _pass(name, order, most, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
                         row += most
-                    elif left >= more:
-                        _pass(name, order, more, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
-                        row += more
-                    elif left >= p4:
-                        _pass(name, order, p4, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
-                        row += p4
-                    elif left >= p3:
-                        _pass(name, order, p3, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
-                        row += p3
-                    elif left >= p2:
-                        _pass(name, order, p2, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
-                        row += p2
+                    elif left >= 8:
+                        _pass(name, order, 8, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
+                        row += 8
+                    elif left >= 7:
+                        _pass(name, order, 7, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
+                        row += 7
+                    elif left >= 6:
+                        _pass(name, order, 6, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
+                        row += 6
+                    elif left >= 5:
+                        _pass(name, order, 5, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
+                        row += 5
+                    elif left >= 4:
+                        _pass(name, order, 4, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
+                        row += 4
+                    elif left >= 3:
+                        _pass(name, order, 3, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
+                        row += 3
+                    elif left >= 2:
+                        _pass(name, order, 2, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
+                        row += 2
                     else:
-                        _pass(name, order, p1, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
-                        row += p1
+                        _pass(name, order, 1, weights, apart, tile_bytes, in_features, here, block_rows, plus, add, to, stride)
+                        row += 1
         if in_tiles and rows >= least:
             tiles.release()
 
