@@ -27,6 +27,7 @@ class ToyBackend:
 
     name = "toy"
     row_invariant = True
+    survives_fork = True
     threads = 1
     weight_bytes, shared_bytes = 1000, 0
 

@@ -39,6 +39,7 @@ class Backend(Protocol):
     name: str
     config: ModelConfig
     row_invariant: bool  # whether a row's logits are the same bits whatever it is batched with
+    survives_fork: bool  # whether a forked child can run it, too; libraries with threads of their own would wait for ever
     max_rows: int  # rows of one forward
     threads: int
     weight_bytes: int  # weight bytes that one forward reads

@@ -50,6 +50,7 @@ class GraphBackend:
 
     name: str
     row_invariant = False
+    survives_fork = False
     weight_bytes: int
     shared_bytes = 0
 

@@ -18,7 +18,6 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.packed import Matrix, packed_matrices
 from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
-from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes
@@ -43,12 +42,13 @@ class NumbaBackend:
     """The transformer on packed int4 to int8 (or 16- and 32-bit) weights, with int8 activations, row-invariant to the bit.
 
     share: a backend whose threads this one uses, and whose packed weights, for every tensor object that both checkpoints hold.
-    The two take turns: they must not run at the same time, and closing the one that was there first ends both.
+    The two take turns, and closing the one that was there first ends both.
     casts: matrices that are cast to another format at load, by name.
     """
 
     name = "numba"
     row_invariant = True
+    survives_fork = True
 
     def __init__(
         self,
@@ -131,11 +131,16 @@ class NumbaBackend:
         return KVCache(num_slots, capacity, new_storage, copy_rows, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
-        """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
+        """Run the rows, append their keys and values to the cache, and return logits and asked hidden states.
+
+        Threads that call at once take turns. Raises BackendError if the backend was closed.
+        """
+        with self._team.lock:
+            return self._forward(batch, cache)
+
+    def _forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         c = self.config
         batch.check(c, cache, self.max_rows)
-        if self._team.closed:
-            raise BackendError("this backend, or the one that it shares threads with, is closed; make a new one")
         lists = batch.lists
         num_rows, logit_rows = len(lists.tokens), lists.logit_rows
         if lists.parents:

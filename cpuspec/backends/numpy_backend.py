@@ -41,6 +41,7 @@ class NumpyBackend:
 
     name = "numpy"
     row_invariant = False
+    survives_fork = False  # the threads of a BLAS do not
 
     def __init__(
         self,

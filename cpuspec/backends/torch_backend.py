@@ -89,6 +89,7 @@ class TorchBackend:
 
     name = "torch"
     row_invariant = False
+    survives_fork = False
 
     def __init__(
         self,

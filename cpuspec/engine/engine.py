@@ -1,8 +1,10 @@
 """Requests to outputs, one step at a time: admit, speculate, end what is done.
 
-The engine never learns how drafts are made or how a backend computes. Single-threaded: one caller at a time.
+The engine never learns how drafts are made or how a backend computes. One thread at a time may call it, but for `prepare`; several
+threads share an engine through `cpuspec.engine.shared`.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
@@ -36,7 +38,9 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class Request:
+    """A prompt with everything that the engine needs to run it, made by `Engine.prepare`."""
+
     seq: Sequence
     text: StopText
     meter: RequestMeter
@@ -55,9 +59,9 @@ class Engine:
         self._contexts = [context, *(level.context for level in levels_of(proposer))]
         self._tokenizer = tokenizer
         self._scheduler = Scheduler()
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
         self._ready: list[Output] = []  # what a failed step leaves for the next one to return
-        self._next_id = 0
+        self._ids = itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -65,23 +69,30 @@ class Engine:
         return bool(self._requests or self._ready)
 
     def add_request(self, prompt: Tokens[int], params: SamplingParams) -> int:
-        """Queue a prompt of token ids; returns the request's id.
+        """Queue a prompt of token ids; returns the request's id. Raises ConfigError as `prepare` does."""
+        request = self.prepare(prompt, params)
+        self.add(request)
+        return request.seq.id
+
+    def prepare(self, prompt: Tokens[int], params: SamplingParams) -> Request:
+        """Check a prompt of token ids and make a request of it, without touching the engine: any thread may call it at any time.
 
         Raises ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
         """
         self._check(prompt, params)
-        request_id = self._next_id
-        self._next_id += 1
-        seq = Sequence.new(request_id, prompt, params)
+        seq = Sequence.new(next(self._ids), prompt, params)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(), params.stop)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
         # More than the context holds would be cut to what the context's end allows anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
-        self._requests[request_id] = _Request(seq, text, meter, end_ids, max_length, max_drafted)
-        self._scheduler.add(seq)
-        return request_id
+        return Request(seq, text, meter, end_ids, max_length, max_drafted)
+
+    def add(self, request: Request) -> None:
+        """Queue a prepared request."""
+        self._requests[request.seq.id] = request
+        self._scheduler.add(request.seq)
 
     def abort(self, request_id: int) -> Output | None:
         """End a request and free its slot; returns its last output, or None if it is unknown or has finished.
@@ -146,7 +157,7 @@ class Engine:
         """Of each model so far, the target's first."""
         return tuple([context.num_forwards for context in self._contexts])
 
-    def _commit(self, request: _Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
+    def _commit(self, request: Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
         seq, new, text, reason, num_taken = request.seq, done.verdict.tokens, "", None, 0
         before = len(seq.tokens) - len(new)
@@ -175,7 +186,7 @@ class Engine:
         self._remove(request)
         return Output(seq.id, text, new[:num_taken], chosen, reason, meter.stats())
 
-    def _remove(self, request: _Request) -> None:
+    def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)
         self._proposer.end(request.seq)
         self._context.release(request.seq)

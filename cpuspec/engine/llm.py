@@ -1,10 +1,11 @@
 """The Python interface: a model by name, prompts or messages in, completions or streams out."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.recipes import model_and_spec
 from cpuspec.config import AUTO, EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
+from cpuspec.engine.shared import SharedEngine
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelMemory, RequestStats
@@ -25,6 +27,7 @@ from cpuspec.spec.proposer import Proposer, levels_of
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Message = dict[str, str]
+Conversation = str | Seq[Message]
 Prompt = str | Seq[int]
 Params = SamplingParams | Seq[SamplingParams] | None
 
@@ -33,8 +36,9 @@ Params = SamplingParams | Seq[SamplingParams] | None
 class Completion:
     """The answer to one prompt.
 
-    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "aborted".
+    finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens or the context's end).
     token_ids include the token that ended it, text does not. logprobs: one for each token if asked for, else empty.
+    index: its number among the `n` answers to the prompt.
     """
 
     text: str
@@ -42,10 +46,15 @@ class Completion:
     finish_reason: str
     logprobs: list[TokenLogprobs]
     stats: RequestStats
+    index: int = 0
 
 
 class LLM:
-    """A loaded model that answers. Not thread-safe: call it from one thread at a time; streams may be interleaved.
+    """A loaded model that answers. Several threads may call it at once: their requests run together, in one batch.
+
+    A thread's answers are the same as if it were alone. An interrupt or an error in one thread's step ends the requests of all
+    threads: their streams end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and none
+    of the parent's requests; with another backend than numba, any use of it there raises BackendError.
 
     model: a recipe's or chain's name, a GGUF file, a Hugging Face directory, or an opened Checkpoint.
     spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
@@ -97,8 +106,10 @@ class LLM:
     def _open(self, model: str | Path | Checkpoint, spec: str | SpecConfig | None, backend: str, settings: EngineConfig) -> None:
         if isinstance(model, Checkpoint):
             spec = _read_spec(spec)
+        elif isinstance(model, str | Path):
+            model, spec = model_and_spec(str(model), None if spec is None else _read_spec(spec))
         else:
-            model, spec = model_and_spec(str(model), spec)
+            raise ConfigError(f"model is a name, a path or an opened Checkpoint; got {type(model).__name__}")
         # A bad setting fails before gigabytes are loaded, and so does a draft that does not fit.
         check_spec(spec)
         check_backend(backend, settings)
@@ -106,6 +117,7 @@ class LLM:
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model))
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
         build = prepare(spec, Host(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
+        self.name = checkpoint.name
         target = make_backend(backend, checkpoint, settings)
         try:
             self._start(target, tokenizer, spec, settings, build(target))
@@ -130,6 +142,7 @@ class LLM:
         name = backend.name if backend.name in BACKENDS else BACKENDS[0]
         context_length = _capacity(backend.config, settings)
         build = prepare(spec, Host(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
+        llm.name = checkpoint.name if checkpoint else backend.name
         llm._start(backend, tokenizer, spec, settings, build(backend))
         return llm
 
@@ -145,43 +158,65 @@ class LLM:
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = Context(backend, settings.max_sequences, self.context_length)
         self._engine = Engine(self._context, proposer, tokenizer)
-        self.aborted_stats: RequestStats | None = None  # of the request that was aborted last, its stream closed or interrupted
-        self._inboxes: dict[int, list[Output]] = {}  # of the requests that somebody is waiting for
-        self._closed = False
+        backends = [*(draft.context.backend for draft in self._drafts), backend]
+        self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
+        # Dropped without `close`, or still running as the process exits: no step may outlive what it computes with.
+        weakref.finalize(self, self._shared.close)
 
-    def generate(self, prompts: Prompt | Seq[Prompt], params: Params = None) -> list[Completion]:
-        """Continue raw prompts, texts or token ids; always a list, in the prompts' order.
+    def generate(self, prompts: Prompt | Seq[Prompt], params: Params = None, **settings: Any) -> list[Completion]:
+        """Continue raw prompts, texts or token ids; always a list, in the prompts' order, with the `n` answers to one together.
 
-        params: for all prompts, or one each; None is greedy. Raises ConfigError for prompts that cannot be run, before running any.
+        params: for all prompts, or one each; None is greedy. settings: fields of `SamplingParams` that replace those of params,
+        as in `generate("a", max_tokens=8)`. Raises ConfigError for prompts that cannot be run, before running any.
         """
         if not isinstance(prompts, str | list | tuple | np.ndarray):
             raise ConfigError(f"prompts are texts or lists of token ids, one or a list of them; got {type(prompts).__name__}")
         listed: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-        return self._complete([self._prompt_ids(prompt) for prompt in listed], params)
+        return self._complete([self._prompt_ids(prompt) for prompt in listed], _read_params(params, settings, len(listed)))
 
     @overload
-    def chat(self, messages: Seq[Message], params: Params = None) -> Completion: ...
+    def chat(self, messages: Conversation, params: SamplingParams | None = None, **settings: Any) -> Completion: ...
 
     @overload
-    def chat(self, messages: Seq[Seq[Message]], params: Params = None) -> list[Completion]: ...
+    def chat(self, messages: Seq[Seq[Message]], params: Params = None, **settings: Any) -> list[Completion]: ...
 
-    def chat(self, messages: Seq[Message] | Seq[Seq[Message]], params: Params = None) -> Completion | list[Completion]:
+    def chat(
+        self, messages: Conversation | Seq[Seq[Message]], params: Params = None, **settings: Any
+    ) -> Completion | list[Completion]:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
 
-        Returns a Completion, or a list of them for a list of conversations.
+        A text is the message of a user. Returns a Completion, or a list of them for a list of conversations or for `n` above 1.
+        params, settings: as in `generate`.
         """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         if _is_conversation(messages):
-            return self._complete([self._prompt_ids(messages)], params)[0]
-        return self._complete([self._prompt_ids(conversation) for conversation in messages], params)
+            answers = self._complete([self._prompt_ids(messages)], _read_params(params, settings, 1))
+            return answers if len(answers) > 1 else answers[0]
+        if not isinstance(messages, list | tuple) or not all(map(_is_conversation, messages)):
+            raise ConfigError(
+                f"messages are a text, a list of messages such as {{'role': 'user', 'content': 'hello'}}, or a list of such lists; "
+                f"got {repr(messages)[:80]}"
+            )
+        prompts = [self._prompt_ids(conversation) for conversation in messages]
+        return self._complete(prompts, _read_params(params, settings, len(prompts)))
 
-    def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, **settings: Any) -> Iterator[Output]:
         """Yield what each step adds; the last output carries finish_reason and stats.
 
         The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; what it cost until
-        then is in `aborted_stats`.
+        then is in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`.
         """
-        self.aborted_stats = None
-        return self._stream(self._prompt_ids(prompt), params or SamplingParams())
+        (one,) = _read_params(params, settings, 1)
+        if one.n != 1:
+            raise ConfigError(f"a stream gives one answer, and n is {one.n}; begin a stream for each, or call generate")
+        self._shared.aborted_stats = None
+        return self._stream(self._prompt_ids(prompt), one)
+
+    @property
+    def aborted_stats(self) -> RequestStats | None:
+        """The figures of the request that was aborted last, its stream closed or interrupted."""
+        return self._shared.aborted_stats
 
     def memory(self) -> list[LevelMemory]:
         """What each model holds, draft models first, the cheapest foremost."""
@@ -193,15 +228,17 @@ class LLM:
 
     def explain(self) -> list[PlannedDrafter]:
         """What "auto" decides from and what came of it so far, one entry for each drafter; empty for other specs."""
-        return self._planner.explain() if self._planner else []
+        if not self._planner:
+            return []
+        with self._shared.turn():
+            return self._planner.explain()
 
     def close(self) -> None:
-        """Release the models. Calling it again does nothing; any other use afterwards raises ConfigError."""
-        if not self._closed:
-            self._closed = True
-            for draft in self._drafts:
-                draft.context.backend.close()
-            self._backend.close()
+        """Release the models as soon as no step runs. Calling it again does nothing; any other use then raises ConfigError."""
+        self._shared.close()
+        for draft in self._drafts:
+            draft.context.backend.close()
+        self._backend.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -209,66 +246,33 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _complete(self, prompts: list[list[int]], params: Params) -> list[Completion]:
-        params = SamplingParams() if params is None else params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ConfigError(f"got {len(each)} sampling params for {len(prompts)} prompts; give one for all, or one each")
+    def __repr__(self) -> str:
+        state = ", closed" if self._shared.closed else ""
+        shape = f"{self.config.architecture}, {self.config.num_layers} layers, context_length={self.context_length}"
+        return f"<LLM {self.name!r} on {self._backend.name}: {shape}, spec={str(self.spec)!r}, threads={self.threads}{state}>"
+
+    def _complete(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
         request_ids: list[int] = []
         try:
-            for prompt, one in zip(prompts, each, strict=True):
-                request_ids.append(self._add(prompt, one))
-            outputs = [list(self._outputs(request_id)) for request_id in request_ids]
+            for prompt, one in zip(prompts, params, strict=True):
+                request_ids += [self._shared.submit(prompt, answer) for answer in _answers(one)]
+            outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
             for request_id in request_ids:
-                self._drop(request_id)
-        return [_completion(parts) for parts in outputs]
+                self._shared.drop(request_id)
+        indices = [index for one in params for index in range(one.n)]
+        return [_completion(parts, index) for parts, index in zip(outputs, indices, strict=True)]
 
     def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Output]:
-        request_id = self._add(prompt, params)
+        request_id = self._shared.submit(prompt, params)
         try:
-            yield from self._outputs(request_id)
+            yield from self._shared.outputs(request_id)
         finally:
-            self._drop(request_id)
-
-    def _add(self, prompt: list[int], params: SamplingParams) -> int:
-        self._check_open()
-        request_id = self._engine.add_request(prompt, params)
-        self._inboxes[request_id] = []
-        return request_id
-
-    def _outputs(self, request_id: int) -> Iterator[Output]:
-        """The outputs of one request, running the engine as far as they need; what others gain meanwhile waits for them."""
-        inbox = self._inboxes[request_id]
-        while True:
-            while not inbox:
-                self._run()
-                if not (inbox or self._engine.has_work):
-                    raise CpuspecError("the end of this answer was lost when another call was interrupted; ask again")
-            output = inbox.pop(0)
-            yield output
-            if output.finish_reason is not None:
-                return
-
-    def _run(self) -> None:
-        """One step of the engine, its outputs handed to whoever waits for them. An interrupt aborts everything that runs."""
-        self._check_open()
-        try:
-            for output in self._engine.step():
-                if output.request_id in self._inboxes:
-                    self._inboxes[output.request_id].append(output)
-        except BaseException:
-            self._engine.abort_all()  # an interrupt between step and inboxes may have lost a part of an answer
-            raise
-
-    def _drop(self, request_id: int) -> None:
-        if output := self._engine.abort(request_id):
-            self.aborted_stats = output.stats
-        self._inboxes.pop(request_id, None)
+            self._shared.drop(request_id)
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
         """Token ids of a text, of ids, or of a conversation."""
-        self._check_open()
+        self._shared.check_open()
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
         elif _is_conversation(prompt):
@@ -283,14 +287,37 @@ class LLM:
             raise ConfigError("the prompt is empty and this model has no beginning-of-text token to start from; give some text")
         return [self.tokenizer.bos_id]
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this LLM is closed; make a new one")
+
+def _read_params(params: Params, settings: dict[str, Any], num_prompts: int) -> list[SamplingParams]:
+    """One for each prompt. Raises ConfigError for anything but SamplingParams, or a field that they do not have."""
+    if params is None:
+        params = SamplingParams()
+    each = list(params) if isinstance(params, list | tuple) else [cast(SamplingParams, params)] * num_prompts
+    if wrong := [type(one).__name__ for one in each if not isinstance(one, SamplingParams)]:
+        raise ConfigError(
+            f"params are SamplingParams, one for all prompts or a list with one for each; got {wrong[0]}. "
+            "Fields can be given by name, too, as max_tokens=8"
+        )
+    if len(each) != num_prompts:
+        raise ConfigError(f"got {len(each)} sampling params for {num_prompts} prompts; give one for all, or one each")
+    known = [field.name for field in fields(SamplingParams)]
+    if unknown := next((name for name in settings if name not in known), None):
+        raise ConfigError(f"there is no sampling setting {unknown!r}; wanted one of {', '.join(known)}")
+    return [replace(one, **settings) for one in each] if settings else each
 
 
-def _completion(parts: list[Output]) -> Completion:
+def _answers(params: SamplingParams) -> list[SamplingParams]:
+    """Params of each of the `n` answers; each has a seed of its own, counted from the one that was given."""
+    if params.n == 1:
+        return [params]
+    return [replace(params, n=1, seed=None if params.seed is None else params.seed + index) for index in range(params.n)]
+
+
+def _completion(parts: list[Output], index: int) -> Completion:
     last = parts[-1]
     assert last.finish_reason is not None, "the last output of a request has a finish reason"
+    if last.finish_reason == "aborted":
+        raise CpuspecError("this answer was broken off when a call of another thread was interrupted or failed; ask again")
     assert last.stats is not None, "the last output of a request has stats"
     return Completion(
         text="".join(part.text for part in parts),
@@ -298,18 +325,23 @@ def _completion(parts: list[Output]) -> Completion:
         finish_reason=last.finish_reason,
         logprobs=[one for part in parts for one in part.logprobs],
         stats=last.stats,
+        index=index,
     )
 
 
 def _read_spec(spec: str | SpecConfig | None) -> SpecConfig:
     if spec is None:
         return AUTO
+    if not isinstance(spec, str | SpecConfig):
+        raise ConfigError(f"spec is a text such as 'ngram' or 'auto,self:mxfp4', a SpecConfig, or None; got {spec!r}")
     return SpecConfig.parse(spec) if isinstance(spec, str) else spec
 
 
 def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     """Tokens that a sequence may hold."""
     wanted = settings.context_length or config.context_length
+    if wanted < 2:
+        raise ConfigError(f"context_length must be at least 2, for a token of the prompt and one of the answer; got {wanted}")
     if wanted > config.context_length:
         raise ConfigError(f"context_length must be at most {config.context_length}, what this model was trained for; got {wanted}")
     return wanted
@@ -321,4 +353,4 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def _is_conversation(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(message, dict) for message in prompt)
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)

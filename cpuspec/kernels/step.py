@@ -5,8 +5,9 @@ how to run an operation on its share of the work. Threads take work in chunks fr
 only its chunk; who computes what never changes a result.
 """
 
-import atexit
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int64
 from functools import cache
@@ -18,6 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from cpuspec.errors import BackendError
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import attention, machine_code, simd
 from cpuspec.kernels.options import compiled
@@ -638,57 +640,101 @@ class Program:
 
 
 class Team:
-    """`threads` threads, the caller's among them, that run one program after another. Models that take turns share one."""
+    """`threads` threads, the caller's among them, that run one program after another. Models that take turns share one.
+
+    lock: held while a forward runs, by a thread that may hold it already. The workers know the team's memory and not the team, so
+    that they end with it. In a forked child, which has none of the parent's threads, the next run gathers new ones.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.closed = False
-        self._control = aligned_bytes((PARKED + 64 * threads,))
-        self._control[:] = 0
-        self._address = self._control.ctypes.data
-        self._wake = [threading.Event() for _ in range(threads)]
         # All of it is compiled before a thread waits for another.
-        self._lead, self._work, self._run, self._publish = map(_function, ("lead", "work", "run", "publish"))
+        self._lead, self._run, self._publish = map(_function, ("lead", "run", "publish"))
+        _function("work")
         self._run_address = _entry("run")
-        self._workers = [
-            threading.Thread(target=self._serve, args=(i,), daemon=True, name=f"cpuspec-{i}") for i in range(1, threads)
+        self._gather()
+        _teams.add(self)
+
+    def _gather(self) -> None:
+        self._forked = False
+        self.lock = threading.RLock()
+        control = aligned_bytes((PARKED + 64 * self.threads,))
+        control[:] = 0
+        self._control, self._quit, self._address = control, control.view(np.int64)[QUIT // 8 : QUIT // 8 + 1], control.ctypes.data
+        self._wake = [threading.Event() for _ in range(self.threads)]
+        workers = [
+            threading.Thread(target=_serve, args=(control, self.threads, i, self._wake[i]), daemon=True, name=f"cpuspec-{i}")
+            for i in range(1, self.threads)
         ]
-        for worker in self._workers:
+        for worker in workers:
             worker.start()
-        atexit.register(self.close)
+        # Also as the process exits, where a thread may still be running a forward: it must not outlive the memory that it reads.
+        self._dismiss = weakref.finalize(self, _dismiss, control, self.lock, self._wake, workers)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers have ended, so that nothing can run."""
+        return bool(self._quit[0])
 
     def run(self, program: Program) -> int:
-        """Run a program on all threads as it was entered, and return 0 when it is done. One caller at a time.
+        """Run a program on all threads as it was entered, and return 0 when it is done. The caller holds the lock.
 
         Where attention takes more records than have room, nothing is run, and their number is returned.
+        Raises BackendError if the team was closed.
         """
+        if self.closed:
+            raise BackendError("this backend, or the one that it shares threads with, is closed; make a new one")
+        if self._forked:
+            self._gather()
         # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
         asleep = self._lead(self._address, program.job, self.threads, self._run_address, program.numbers)
         if asleep < 0:
             return -asleep
         if asleep:
-            self._wake_all()
+            for event in self._wake:
+                event.set()
             self._run(self._address, self.threads, 0)
         return 0
 
     def close(self) -> None:
-        """End the workers. A closed team cannot run; closing twice does nothing."""
-        self.closed = True
-        atexit.unregister(self.close)
-        self._control.view(np.int64)[QUIT // 8] = 1
-        nothing = Program(np.zeros((0, COLUMNS), np.int64), self.threads)
-        self._publish(self._address, nothing.job, self.threads)
-        self._wake_all()
-        for worker in self._workers:
-            worker.join()
-        self._workers = []
+        """End the workers, once no forward runs. Closing twice does nothing."""
+        self._dismiss()
+        self._quit[0] = 1
 
-    def _wake_all(self) -> None:
-        for event in self._wake:
+    def after_fork(self) -> None:
+        """In a forked child: the parent's threads do not exist here, and what they held is not held."""
+        self._forked, self.lock = True, threading.RLock()
+        self._dismiss.detach()
+
+
+def _serve(control: _Array, threads: int, thread: int, wake: threading.Event) -> None:
+    """What a worker does, from its start to its end."""
+    work, run, seen = _function("work"), _entry("run"), 0
+    while (seen := work(control.ctypes.data, threads, thread, seen, run)) >= 0:
+        wake.wait()
+        wake.clear()
+
+
+def _dismiss(control: _Array, lock: threading.RLock, wake: list[threading.Event], workers: list[threading.Thread]) -> None:
+    """End the workers of a team that is closed or gone."""
+    with lock:
+        control.view(np.int64)[QUIT // 8] = 1
+        nothing = Program(np.zeros((0, COLUMNS), np.int64), len(wake))
+        _function("publish")(control.ctypes.data, nothing.job, len(wake))
+        for event in wake:
             event.set()
+    for worker in workers:
+        if worker is not threading.current_thread():  # the garbage collector may run in any
+            worker.join()
 
-    def _serve(self, thread: int) -> None:
-        seen = 0
-        while (seen := self._work(self._address, self.threads, thread, seen, self._run_address)) >= 0:
-            self._wake[thread].wait()
-            self._wake[thread].clear()
+
+_teams: weakref.WeakSet[Team] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for team in list(_teams):
+        team.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

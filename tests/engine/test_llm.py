@@ -91,7 +91,7 @@ def test_closing_or_leaving_a_stream_frees_its_slot() -> None:
     del unstarted
     assert num_free_slots(llm) == 1
     assert not llm._engine.has_work
-    assert not llm._inboxes
+    assert not llm._shared._inboxes
 
 
 def test_streams_and_batches_interleave() -> None:
@@ -225,7 +225,7 @@ def test_prompts_that_cannot_run_are_clear_errors_and_leave_nothing_behind(promp
     with pytest.raises(ConfigError, match=message):
         llm.generate(["ab", *prompts] if isinstance(prompts, list) else prompts, PARAMS)
     assert not llm._engine.has_work
-    assert not llm._inboxes
+    assert not llm._shared._inboxes
 
 
 def test_settings_that_cannot_hold_are_clear_errors() -> None:
@@ -246,3 +246,100 @@ def test_a_closed_model_says_so() -> None:
     for use in (lambda: llm.generate("ab"), lambda: llm.stream("ab"), lambda: list(stream)):
         with pytest.raises(ConfigError, match="this LLM is closed"):
             use()
+
+
+def test_a_text_is_a_users_message_in_chat() -> None:
+    llm = toy_llm()
+    wanted = llm.chat([{"role": "user", "content": "ab"}], PARAMS)
+    assert isinstance(wanted, Completion)
+    answer = llm.chat("ab", PARAMS)
+    assert isinstance(answer, Completion)
+    assert answer.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize(
+    "messages", [["ab"], ["ab", "cd"], {"role": "user", "content": "ab"}, 5, None, b"ab", [[]], [[{"role": "user"}], "ab"], []]
+)
+def test_what_is_no_conversation_is_a_clear_error(messages: Any) -> None:
+    llm = toy_llm()
+    if messages == []:
+        assert llm.chat(messages, PARAMS) == []
+        return
+    with pytest.raises(ConfigError, match="messages are a text, a list of messages"):
+        llm.chat(messages, PARAMS)
+    assert not llm._engine.has_work
+
+
+def test_fields_of_params_can_be_given_by_name() -> None:
+    llm = toy_llm()
+    (wanted,) = llm.generate("ab", SamplingParams(max_tokens=5, ignore_eos=True))
+    assert llm.generate("ab", max_tokens=5, ignore_eos=True)[0].token_ids == wanted.token_ids
+    assert llm.generate("ab", PARAMS, max_tokens=5)[0].token_ids == wanted.token_ids
+    assert llm.chat("ab", PARAMS, max_tokens=5).token_ids == wanted.token_ids
+    assert [token for part in llm.stream("ab", PARAMS, max_tokens=5) for token in part.token_ids] == wanted.token_ids
+    one, two = llm.generate(["ab", "ab"], [PARAMS, SamplingParams(max_tokens=2)], max_tokens=5, ignore_eos=True)
+    assert one.token_ids == two.token_ids == wanted.token_ids
+    for call in (llm.generate, llm.chat, llm.stream):
+        with pytest.raises(ConfigError, match="no sampling setting 'max_token'; wanted one of temperature"):
+            call("ab", max_token=5)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, 5, "greedy", [{"max_tokens": 3}], [None]])
+def test_params_of_another_type_are_a_clear_error(params: Any) -> None:
+    llm = toy_llm()
+    for call in (llm.generate, llm.chat, llm.stream):
+        with pytest.raises(ConfigError, match="params are SamplingParams"):
+            call("ab", params)  # type: ignore[operator]
+
+
+def test_n_answers_to_a_prompt_come_together_each_with_the_seed_of_its_own() -> None:
+    llm = toy_llm()
+    sampled = SamplingParams(max_tokens=9, temperature=1.0, seed=5, n=3, ignore_eos=True)
+    answers = llm.generate(["ab", "c"], [sampled, PARAMS])
+    assert [one.index for one in answers] == [0, 1, 2, 0]
+    alone = [llm.generate("ab", sampled, n=1, seed=5 + i)[0].token_ids for i in range(3)]
+    assert [one.token_ids for one in answers[:3]] == alone
+    assert len(set(map(tuple, alone))) > 1
+    assert answers[3].token_ids == llm.generate("c", PARAMS)[0].token_ids
+    chosen = llm.chat("ab", sampled)
+    assert isinstance(chosen, list)
+    assert len(chosen) == 3
+    with pytest.raises(ConfigError, match="a stream gives one answer, and n is 3"):
+        llm.stream("ab", sampled)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"spec": 5}, "spec is a text"),
+        ({"spec": ["ngram"]}, "spec is a text"),
+        ({"model": 5}, "model is a name, a path"),
+        ({"model": None}, "model is a name, a path"),
+        ({"backend": 5}, "backend 5 does not exist"),
+        ({"threads": "2"}, "threads must be None or an integer"),
+        ({"threads": True}, "threads must be None or an integer"),
+        ({"context_length": 1}, "context_length must be None or an integer >= 2, got 1"),
+        ({"context_length": 8.5}, "context_length must be None or an integer >= 2"),
+        ({"max_sequences": 0}, "max_sequences must be an integer from 1"),
+        ({"keep_packed": 1}, "keep_packed must be True or False"),
+        ({"kv_format": 16}, "kv_format must be a text"),
+        ({"dtype": "f64"}, "dtype must be one of auto"),
+    ],
+)
+def test_arguments_that_cannot_be_are_clear_errors(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(CpuspecError, match=message):
+        LLM(**{"model": "smollm2-135m-instruct", **arguments})
+
+
+def test_the_smallest_context_answers_with_one_token() -> None:
+    llm = LLM.from_backend(ToyBackend(1), ToyTokenizer(8), "auto", EngineConfig(context_length=2))  # type: ignore[arg-type]
+    (answer,) = llm.generate([[0]])
+    assert (len(answer.token_ids), answer.finish_reason) in ((1, "length"), (1, "stop"))
+    with pytest.raises(ConfigError, match="context_length must be at least 2"):
+        LLM.from_backend(ToyBackend(1, context_length=1), ToyTokenizer(8))  # type: ignore[arg-type]
+
+
+def test_a_model_shows_itself() -> None:
+    with toy_llm("ngram") as llm:
+        assert repr(llm) == "<LLM 'toy' on toy: llama, 2 layers, context_length=64, spec='ngram', threads=1>"
+    assert repr(llm).endswith("threads=1, closed>")

@@ -1,0 +1,184 @@
+"""One engine for several threads: their requests run in one batch.
+
+There is no thread that runs the engine. A thread that waits for an output takes the turn if it is free, runs a step, and puts
+each output into the inbox of its request; the other threads wait at their inboxes. So one thread alone pays for no hand-over, and
+nothing is lost in a fork. A thread that submits or drops a request leaves a command, which the next step carries out.
+
+Only operations that are atomic in Python are used here, and no lock: an interrupt between taking a lock and noting that it is
+held would leave it held for ever, and the garbage collector may close a stream in the middle of a step.
+"""
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Tokens
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.engine import Engine, Output
+from cpuspec.errors import BackendError, ConfigError, CpuspecError
+from cpuspec.metrics import RequestStats
+
+_Inbox = SimpleQueue[Output | None]  # None says: look whether the turn is free
+
+
+class SharedEngine:
+    """What several threads may call at once. survives_fork: whether the models can run in a forked child."""
+
+    def __init__(self, engine: Engine, survives_fork: bool) -> None:
+        self.aborted_stats: RequestStats | None = None  # of the request that was aborted last
+        self._engine = engine
+        self._survives_fork = survives_fork
+        self._closed = self._forked = False
+        self._begin()
+        _engines.add(self)
+
+    def _begin(self) -> None:
+        self._turn: dict[str, int] = {}  # "thread": the one that runs the engine; empty if none does
+        self._commands: deque[Callable[[], object]] = deque()
+        self._inboxes: dict[int, _Inbox] = {}  # by request, of those that somebody will ask for
+        self._waiting: dict[object, _Inbox] = {}  # of the threads that wait
+
+    def submit(self, prompt: Tokens[int], params: SamplingParams) -> int:
+        """Queue a prompt; returns the request's id. Raises ConfigError for one that cannot run, or if the engine is closed."""
+        self.check_open()
+        request = self._engine.prepare(prompt, params)
+        self._inboxes[request.seq.id] = SimpleQueue()
+        self._commands.append(partial(self._engine.add, request))
+        return request.seq.id
+
+    def outputs(self, request_id: int) -> Iterator[Output]:
+        """The outputs of a request up to its last, each as soon as it is there.
+
+        Raises CpuspecError if an interrupt lost the end, or the request was left to the parent process in a fork.
+        """
+        while True:
+            output = self._next(request_id)
+            yield output
+            if output.finish_reason is not None:
+                return
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request; one that runs is aborted, now or before the next step."""
+        if self._inboxes.pop(request_id, None) is None:
+            return
+        self._commands.append(partial(self._abort, request_id))
+        while self._commands and not self._turn:
+            if self._take_turn():
+                try:
+                    self._obey()
+                finally:
+                    self._leave()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold the engine still: no step runs meanwhile."""
+        inbox: _Inbox = SimpleQueue()
+        while not self._take_turn():
+            self._wait(inbox, inbox)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Let no step begin any more; returns when none runs."""
+        self._closed = True
+        with self.turn():
+            pass
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def check_open(self) -> None:
+        """Raise ConfigError if it was closed, BackendError if this process was forked and the models cannot run in it."""
+        if self._closed:
+            raise ConfigError("this LLM is closed; make a new one")
+        if self._forked and not self._survives_fork:
+            raise BackendError(
+                "this model was loaded before the process was forked, and its backend runs in the parent only; "
+                "load it in the child, start children by `spawn`, or use the numba backend"
+            )
+
+    def after_fork(self) -> None:
+        """In a forked child: leave to the parent what the parent's threads were doing."""
+        self._forked = True
+        self._begin()
+        self._commands.append(self._engine.abort_all)
+
+    def _next(self, request_id: int) -> Output:
+        while True:
+            self.check_open()
+            inbox = self._inboxes.get(request_id)
+            if inbox is None:
+                raise CpuspecError("this answer was begun before the process was forked, and is the parent's; ask again")
+            if not inbox.empty():
+                if output := inbox.get():
+                    return output
+            elif self._take_turn():
+                try:
+                    self._run()
+                    idle = inbox.empty() and not (self._commands or self._engine.has_work)
+                finally:
+                    self._leave()
+                if idle:
+                    raise CpuspecError("the end of this answer was lost when another call was interrupted; ask again")
+            elif output := self._wait(request_id, inbox):
+                return output
+
+    def _run(self) -> None:
+        """Carry out the commands and run one step. What interrupts it aborts everything that runs."""
+        try:
+            self.check_open()
+            self._obey()
+            for output in self._engine.step():
+                if inbox := self._inboxes.get(output.request_id):
+                    inbox.put(output)
+        except BaseException:
+            self._engine.abort_all()  # an interrupt between step and inboxes may have lost a part of an answer
+            raise
+
+    def _obey(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _abort(self, request_id: int) -> None:
+        if output := self._engine.abort(request_id):
+            self.aborted_stats = output.stats
+
+    def _take_turn(self) -> bool:
+        """Whether this thread may run the engine now. One that was interrupted while it left still has its turn."""
+        return self._turn.setdefault("thread", threading.get_ident()) == threading.get_ident()
+
+    def _leave(self) -> None:
+        self._turn.clear()
+        for inbox in self._waiting.copy().values():
+            if inbox.empty():
+                inbox.put(None)
+
+    def _wait(self, key: object, inbox: _Inbox) -> Output | None:
+        """What comes first: an output, or None for a turn that may be free."""
+        self._waiting[key] = inbox
+        try:
+            # A turn that ended before this thread could be seen waiting woke nobody.
+            return inbox.get() if self._turn else None
+        finally:
+            del self._waiting[key]
+
+
+_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
