@@ -5,10 +5,11 @@ Plain data and its validation; nothing here knows arrays, files or kernels.
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from numbers import Integral, Real
+from typing import Any, NoReturn, TypeVar
 
 from cpuspec.errors import ConfigError
 
@@ -99,7 +100,108 @@ class ModelConfig:
             raise ConfigError(f"rope factors must be head_dim / 2 = {self.head_dim // 2} numbers, got {len(scaling.factors)}")
 
 
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+_T = TypeVar("_T")
+
+
+def _setting(default: object, read: Callable[[object], object], wanted: str) -> Any:
+    """A field of settings: its default, the function that checks and normalises a value (ValueError), and what is wanted."""
+    return field(default=default, metadata={"read": read, "wanted": wanted})
+
+
+def _read_settings(settings: Any) -> None:
+    """Replace every value by what its field's function makes of it. Raises ConfigError."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        try:
+            object.__setattr__(settings, one.name, one.metadata["read"](value))
+        except (ValueError, TypeError, OverflowError):
+            shown = repr(value)
+            shown = shown if len(shown) <= 80 else shown[:80] + "..."
+            raise ConfigError(f"{one.name} must be {one.metadata['wanted']}, got {shown}") from None
+
+
+class _FrozenDict(dict[int, float]):
+    """A dict that stays as it is and can be hashed."""
+
+    def _refuse(self, *arguments: object, **named: object) -> NoReturn:
+        raise TypeError("sampling params do not change; make others with dataclasses.replace(params, logit_bias=...)")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _FrozenDict, (dict(self),)
+
+
+def number(
+    value: object, low: float = -math.inf, high: float = math.inf, above: float = -math.inf, below: float = math.inf
+) -> float:
+    """A finite number in [low, high] and (above, below), as a float; numpy's count, too. Raises ValueError or OverflowError."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError("not a number")
+    found = float(value)
+    if not (math.isfinite(found) and low <= found <= high and above < found < below):
+        raise ValueError("out of range")
+    return found
+
+
+def whole(value: object, low: float = -math.inf, high: float = math.inf) -> int:
+    """A whole number from low to high as an int; numpy's are whole numbers, too. Raises ValueError for others."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError("not a whole number")
+    found = int(value)
+    if not low <= found <= high:
+        raise ValueError("out of range")
+    return found
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError("not True or False")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError("not a text")
+
+
+def _one_of(choices: tuple[str, ...], value: object) -> str:
+    if value in choices:
+        return _text(value)
+    raise ValueError("none of them")
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    texts = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple | set | frozenset) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("not texts")
+    return tuple(texts)
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    if isinstance(value, str | bytes | Mapping):
+        raise ValueError("not token ids")
+    return () if value is None else tuple(whole(one) for one in value)  # type: ignore[attr-defined]
+
+
+def _biases(value: object) -> _FrozenDict:
+    """-inf forbids a token."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError("not a mapping")
+    return _FrozenDict(
+        {
+            whole(token, 0): -math.inf if isinstance(bias, Real) and bias == -math.inf else number(bias)
+            for token, bias in (value or {}).items()
+        }
+    )
+
+
+def _or_none(read: Callable[[object], _T]) -> Callable[[object], _T | None]:
+    return lambda value: None if value is None else read(value)
 
 
 @dataclass(frozen=True)
@@ -107,60 +209,32 @@ class SamplingParams:
     """How one request turns logits into tokens, and when it ends. The default is greedy.
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalties at their defaults are off.
+    n: how many answers `LLM.generate` and `LLM.chat` give to the prompt; with a seed, the second has seed + 1, and so on.
     logprobs: None, or how many alternatives to report beside each chosen token (0 = the chosen token alone).
     max_draft_tokens: at most so many drafted tokens a round for this request, 0 = none; None = what the model was loaded with.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    max_tokens: int = 256
-    logprobs: int | None = None
-    max_draft_tokens: int | None = None
+    temperature: float = _setting(0.0, partial(number, low=0), "a number >= 0")
+    top_k: int = _setting(0, partial(whole, low=0), "an integer >= 0 (0 = off)")
+    top_p: float = _setting(1.0, partial(number, above=0, high=1), "a number in (0, 1]")
+    min_p: float = _setting(0.0, partial(number, low=0, high=1), "a number in [0, 1]")
+    repetition_penalty: float = _setting(1.0, partial(number, above=0), "a number > 0")
+    presence_penalty: float = _setting(0.0, number, "a finite number")
+    frequency_penalty: float = _setting(0.0, number, "a finite number")
+    logit_bias: Mapping[int, float] = _setting(
+        _FrozenDict(), _biases, "a mapping from token id to a number (-inf forbids), or None"
+    )
+    seed: int | None = _setting(None, _or_none(partial(whole, low=0)), "None or an integer >= 0")
+    stop: tuple[str, ...] = _setting((), _texts, "a text or several, none of them empty, or None")
+    stop_token_ids: tuple[int, ...] = _setting((), _ids, "token ids, or None")
+    ignore_eos: bool = _setting(False, _flag, "True or False")
+    max_tokens: int = _setting(256, partial(whole, low=1), "an integer >= 1")
+    n: int = _setting(1, partial(whole, low=1), "an integer >= 1")
+    logprobs: int | None = _setting(None, _or_none(partial(whole, low=0)), "None or an integer >= 0")
+    max_draft_tokens: int | None = _setting(None, _or_none(partial(whole, low=0)), "None or an integer >= 0")
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name, ok, wanted in (
-            ("temperature", _real(self.temperature) and self.temperature >= 0, "a number >= 0"),
-            ("top_k", _whole(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 = off)"),
-            ("top_p", _real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
-            ("min_p", _real(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]"),
-            ("repetition_penalty", _real(self.repetition_penalty) and self.repetition_penalty > 0, "a number > 0"),
-            ("presence_penalty", _real(self.presence_penalty), "a finite number"),
-            ("frequency_penalty", _real(self.frequency_penalty), "a finite number"),
-            ("seed", self.seed is None or (_whole(self.seed) and self.seed >= 0), "None or an integer >= 0"),
-            ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"),
-            ("logprobs", self.logprobs is None or (_whole(self.logprobs) and self.logprobs >= 0), "None or an integer >= 0"),
-            (
-                "max_draft_tokens",
-                self.max_draft_tokens is None or (_whole(self.max_draft_tokens) and self.max_draft_tokens >= 0),
-                "None or an integer >= 0",
-            ),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
-            ("stop_token_ids", all(_whole(t) for t in self.stop_token_ids), "integers"),
-            (
-                "logit_bias",
-                all(
-                    _whole(t) and t >= 0 and isinstance(b, int | float) and not math.isnan(b) and b < math.inf
-                    for t, b in self.logit_bias.items()
-                ),
-                "a mapping from token id to a number (-inf forbids)",
-            ),
-        ):
-            if not ok:
-                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        _read_settings(self)
 
     @property
     def greedy(self) -> bool:
@@ -172,14 +246,6 @@ class SamplingParams:
         """Whether the processed logits are the raw logits, so that their argmax needs no history."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return not self.logit_bias and penalties == (1, 0, 0)
-
-
-def _real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 MAX_DRAFT_TOKENS = 255  # at most a row less than a forward has
@@ -201,10 +267,14 @@ class LevelSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.drafter, str) or not self.name or self.name == "none" or self.drafter.endswith(":"):
             raise ConfigError(f"a draft level begins with the name of a drafter, got {self.drafter!r}")
-        if self.num_tokens is not None and not (_whole(self.num_tokens) and 1 <= self.num_tokens <= MAX_DRAFT_TOKENS):
-            raise ConfigError(f"{self.drafter} drafts 1 to {MAX_DRAFT_TOKENS} tokens a round, got {self.num_tokens!r}")
-        if not (_real(self.min_confidence) and 0 <= self.min_confidence < 1):
-            raise ConfigError(f"min_confidence of {self.drafter} must be a number in [0, 1), got {self.min_confidence!r}")
+        try:
+            object.__setattr__(self, "num_tokens", _or_none(partial(whole, low=1, high=MAX_DRAFT_TOKENS))(self.num_tokens))
+        except ValueError:
+            raise ConfigError(f"{self.drafter} drafts 1 to {MAX_DRAFT_TOKENS} tokens a round, got {self.num_tokens!r}") from None
+        try:
+            object.__setattr__(self, "min_confidence", number(self.min_confidence, low=0, below=1))
+        except ValueError:
+            raise ConfigError(f"min_confidence of {self.drafter} must be a number in [0, 1), got {self.min_confidence!r}") from None
 
     @property
     def name(self) -> str:
@@ -295,29 +365,25 @@ class EngineConfig:
     the device (`cpuspec.backends.check_backend`).
     """
 
-    max_sequences: int = 16
-    context_length: int | None = None  # None: what the model was trained for
-    max_rows: int = 256  # rows of one forward; longer prefills go in chunks of this
-    threads: int | None = None  # None: physical cores that this process may use
-    keep_packed: bool = True  # whether weights in the order of the kernels are kept on the disk for the next start
+    max_sequences: int = _setting(16, partial(whole, low=1, high=4096), "an integer from 1 to 4096")
+    # None: what the model was trained for. At least a token of the prompt and one of the answer.
+    context_length: int | None = _setting(None, _or_none(partial(whole, low=2)), "None or an integer >= 2")
+    # Rows of one forward; longer prefills go in chunks of this.
+    max_rows: int = _setting(256, partial(whole, low=1, high=8192), "an integer from 1 to 8192")
+    # None: physical cores that this process may use.
+    threads: int | None = _setting(None, _or_none(partial(whole, low=1, high=1024)), "None or an integer from 1 to 1024")
+    # Whether weights in the order of the kernels are kept on the disk for the next start.
+    keep_packed: bool = _setting(True, _flag, "True or False")
     # Keys and values: f16 halves what f32 reads at depth and costs nothing that can be measured (benchmarks/LOG.md).
-    kv_format: str = "f16"
-    device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N
-    dtype: str = "auto"  # of products with weights: f32, bf16, f16; auto: f32 on a CPU and bf16 on a GPU
-    weights: str = "auto"  # values: dequantized at load; codes: as in the file, unpacked on the device; auto: codes on a GPU
-    activations: str = "auto"  # that matrices in codes are multiplied with: int8 or f32; auto: int8, but f32 in the reference
+    kv_format: str = _setting("f16", _text, "a text")
+    # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N.
+    device: str = _setting("auto", _text, "a text")
+    # Of products with weights; auto: f32 on a CPU and bf16 on a GPU.
+    dtype: str = _setting("auto", partial(_one_of, DTYPES), f"one of {', '.join(DTYPES)}")
+    # values: dequantized at load; codes: as in the file, unpacked on the device; auto: codes on a GPU.
+    weights: str = _setting("auto", partial(_one_of, WEIGHTS), f"one of {', '.join(WEIGHTS)}")
+    # That matrices in codes are multiplied with; auto: int8, but f32 in the reference.
+    activations: str = _setting("auto", partial(_one_of, ACTIVATIONS), f"one of {', '.join(ACTIVATIONS)}")
 
     def __post_init__(self) -> None:
-        for name, choices in (("dtype", DTYPES), ("weights", WEIGHTS), ("activations", ACTIVATIONS)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name, limit in (("max_sequences", 4096), ("max_rows", 8192)):
-            value = getattr(self, name)
-            if not _whole(value) or not 1 <= value <= limit:
-                raise ConfigError(f"{name} must be an integer from 1 to {limit}, got {value!r}")
-        if self.context_length is not None and not (_whole(self.context_length) and self.context_length >= 1):
-            raise ConfigError(f"context_length must be None or an integer >= 1, got {self.context_length!r}")
-        if self.threads is not None and not (_whole(self.threads) and 1 <= self.threads <= 1024):
-            raise ConfigError(f"threads must be None or an integer from 1 to 1024, got {self.threads!r}")
-        if not isinstance(self.keep_packed, bool):
-            raise ConfigError(f"keep_packed must be True or False, got {self.keep_packed!r}")
+        _read_settings(self)
