@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -36,6 +37,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
 from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
 from cpuspec.formats.kv import KV_FORMATS
+from cpuspec.kernels import machine_code
 from cpuspec.spec.levels import MODELS, SOURCES
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -131,14 +133,32 @@ def test_stdout_is_the_text_and_stderr_the_rest(model: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_first_run_says_why_it_takes_longer(model: str, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    def end_here(*_: object, **__: object) -> None:
+def test_a_run_that_compiles_says_why_it_takes_longer(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    def load(*_: object) -> None:
+        if not compiled:
+            machine_code.address("missing", 0, lambda: print)
+        end_here()
+
+    def end_here(*_: object) -> None:
         raise ConfigError("that was it")
 
-    monkeypatch.setattr(kernels, "compiled_before", lambda: compiled)
-    monkeypatch.setattr(LLM, "__init__", end_here)
-    assert run("generate", "hello", "-m", model).stderr.count("compiling") == (not compiled)
-    assert "compiling" not in run("generate", "hello", "-m", model, *NUMPY).stderr
+    machine_code._tell_of_compiling.cache_clear()
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine_code, "_compile", end_here)
+    monkeypatch.setattr(LLM, "_open", load)
+    assert run("generate", "hello", "-m", model).stderr.count("compiling kernels") == (not compiled)
+
+
+def test_a_warning_is_a_line_on_stderr(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        logging.getLogger("cpuspec.somewhere").warning("beware of %s", "it")
+        raise ConfigError("that was it")
+
+    monkeypatch.setattr(LLM, "_open", load)
+    for _ in range(2):
+        assert run("generate", "hello", "-m", model).stderr == "warning: beware of it\nerror: that was it\n"
 
 
 def test_raw_continues_the_prompt_as_it_is(model: str) -> None:

@@ -19,7 +19,7 @@ from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe, model_and_s
 from cpuspec.cli import options
 from cpuspec.cli.bench import OUTPUTS, describe_run
 from cpuspec.cli.certificate import describe_certificate, show_certificate
-from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, StepProgress, busy, emit, exit_codes, note, size
+from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, StepProgress, busy, emit, exit_codes, note, show_log, size
 from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.parity import (
     check_record,
@@ -87,6 +87,7 @@ def cpuspec(
     ] = False,
 ) -> None:
     """Quantized language models on x86 CPUs, with speculative decoding that is exact to the bit."""
+    show_log()
 
 
 @app.command()
@@ -396,7 +397,7 @@ def bench(
         threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights, activations=activations
     )
     plan.check(checkpoint.config, settings.max_rows)
-    with _loading(model, backend):
+    with busy(f"loading {model}"):
         loaded = make_backend(backend, checkpoint, settings)
     try:
         # Lines and no spinner: it would take turns with the measured threads.
@@ -442,7 +443,6 @@ def certify(
     checkpoint, spec = _open_with_drafts(model, draft)
     if not spec.levels:
         raise typer.BadParameter("there is no draft to certify; name one with --draft, as --draft ngram")
-    _announce_compiling(backend)
     settings = EngineConfig(
         threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights, activations=activations
     )
@@ -552,7 +552,7 @@ def parity(
     with ExitStack() as stack:
         loaded = []
         for side in sides:
-            with nullcontext() if isinstance(side, Run) else _loading(side.name, side.backend):
+            with nullcontext() if isinstance(side, Run) else busy(f"loading {side.name}"):
                 loaded.append(stack.enter_context(loaded_side(side, checkpoint, questions, spec)))
         with StepProgress() as progress:
             found = measure(loaded, identity, questions, record, (top, whole_rows), progress)
@@ -627,28 +627,12 @@ def _open_with_drafts(model: str, draft: str | None) -> tuple[Checkpoint, SpecCo
 @contextmanager
 def _load(model: str, draft: str | None, backend: str, settings: EngineConfig) -> "Iterator[LLM]":
     checkpoint, spec = _open_with_drafts(model, draft)
-    with _loading(model, backend):
+    with busy(f"loading {model}"):
         from cpuspec.engine.llm import LLM
 
         llm = LLM.from_settings(checkpoint, spec, backend, settings)
     with llm:
         yield llm
-
-
-@contextmanager
-def _loading(model: str, backend: str) -> Iterator[None]:
-    """Say that a model is being loaded, and why that takes longer the first time."""
-    with busy(f"loading {model}"):
-        _announce_compiling(backend)
-        yield
-
-
-def _announce_compiling(backend: str) -> None:
-    if backend == "numba":
-        from cpuspec import kernels
-
-        if not kernels.compiled_before():
-            note("compiling kernels for this processor: some seconds, on the first run only")
 
 
 def _emit_json(value: object) -> None:
