@@ -99,6 +99,8 @@ def _read_config(fields: JsonFields) -> ModelConfig:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden_size}, or head_dim")
     context_length = fields.integer("max_position_embeddings")
     attention_bias = fields.boolean("attention_bias", False) and architecture != "qwen2"
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        fields.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
     rope = fields.object("rope_parameters")
     return ModelConfig(
         architecture=architecture,
@@ -125,6 +127,9 @@ def _read_rope_scaling(rope: JsonFields, context_length: int) -> RopeScaling | N
     kind = rope.text("rope_type", rope.text("type", "default"))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         rope.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
+    for key in ("full_attention", "sliding_attention"):
+        if key in rope:
+            rope.fail(key, "one set of parameters for all layers")
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
