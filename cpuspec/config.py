@@ -328,6 +328,7 @@ class EngineConfig:
     max_rows: int = 256  # rows of one forward; longer prefills go in chunks of this
     threads: int | None = None  # None: physical cores that this process may use
     keep_packed: bool = True  # whether weights in the order of the kernels are kept on the disk for the next start
+    mmap: bool = True  # whether model files and kept weights are mapped; if not, they are read into memory
     # Keys and values: f16 halves what f32 reads at depth and costs nothing that can be measured (benchmarks/LOG.md).
     kv_format: str = "f16"
     device: str = "auto"  # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N
@@ -347,5 +348,6 @@ class EngineConfig:
             raise ConfigError(f"context_length must be None or an integer >= 1, got {self.context_length!r}")
         if self.threads is not None and not (_whole(self.threads) and 1 <= self.threads <= 1024):
             raise ConfigError(f"threads must be None or an integer from 1 to 1024, got {self.threads!r}")
-        if not isinstance(self.keep_packed, bool):
-            raise ConfigError(f"keep_packed must be True or False, got {self.keep_packed!r}")
+        for name in ("keep_packed", "mmap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -67,12 +67,13 @@ class _Weight:
     scale: _Constant | None = None
 
 
-def read_openvino(directory: Path) -> dict[str, QuantTensor]:
+def read_openvino(directory: Path, mmap: bool = True) -> dict[str, QuantTensor]:
     """The tensors of the model in `directory` under their Hugging Face names, memory-mapped where they need no other layout.
 
+    mmap: if not, the weights' file is read into memory.
     Raises CheckpointError on anything damaged or not supported.
     """
-    graph = _Graph(directory)
+    graph = _Graph(directory, mmap)
     tensors: dict[str, QuantTensor] = {}
     for layer in graph.layers.values():
         module = _MODULE.match(layer.name)
@@ -102,9 +103,9 @@ class _Layer:
 class _Graph:
     """The layers of the XML file, and the bytes that its constants name."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, mmap: bool) -> None:
         self._path = directory / MODEL
-        self._bytes = map_file(directory / WEIGHTS)
+        self._bytes = map_file(directory / WEIGHTS, mmap)
         self.layers: dict[str, _Layer] = {}
         root = _read_xml(self._path)
         for element in root.iterfind("layers/layer"):

@@ -133,6 +133,7 @@ def generate(
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
+    no_mmap: options.NoMmap = False,
     kv_format: options.KVFormat = EngineConfig.kv_format,
     device: options.Device = EngineConfig.device,
     dtype: options.DType = EngineConfig.dtype,
@@ -179,6 +180,7 @@ def generate(
         1,
         context_length,
         threads=threads,
+        mmap=not no_mmap,
         kv_format=kv_format,
         device=device,
         dtype=dtype,
@@ -247,6 +249,7 @@ def chat(
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
+    no_mmap: options.NoMmap = False,
     kv_format: options.KVFormat = EngineConfig.kv_format,
     device: options.Device = EngineConfig.device,
     dtype: options.DType = EngineConfig.dtype,
@@ -278,6 +281,7 @@ def chat(
         1,
         context_length,
         threads=threads,
+        mmap=not no_mmap,
         kv_format=kv_format,
         device=device,
         dtype=dtype,
@@ -601,8 +605,8 @@ def info(as_json: options.Json = False) -> None:
         show_machine(report)
 
 
-def _open(model: str) -> Checkpoint:
-    return open_checkpoint(_fetched(options.checked_text(model, "MODEL")))
+def _open(model: str, mmap: bool = True) -> Checkpoint:
+    return open_checkpoint(_fetched(options.checked_text(model, "MODEL")), mmap)
 
 
 def _open_target(model: str) -> Checkpoint:
@@ -615,10 +619,10 @@ def _fetched(model: str) -> Path:
         return resolve_model(model, progress)
 
 
-def _open_with_drafts(model: str, draft: str | None) -> tuple[Checkpoint, SpecConfig]:
+def _open_with_drafts(model: str, draft: str | None, mmap: bool = True) -> tuple[Checkpoint, SpecConfig]:
     """The target that a model's or chain's name stands for, and how to draft for it; draft models are fetched."""
     target, spec = model_and_spec(options.checked_text(model, "MODEL"), draft)
-    checkpoint = _open(target)
+    checkpoint = _open(target, mmap)
     for name in draft_models(spec):
         _fetched(name)
     return checkpoint, spec
@@ -626,7 +630,7 @@ def _open_with_drafts(model: str, draft: str | None) -> tuple[Checkpoint, SpecCo
 
 @contextmanager
 def _load(model: str, draft: str | None, backend: str, settings: EngineConfig) -> "Iterator[LLM]":
-    checkpoint, spec = _open_with_drafts(model, draft)
+    checkpoint, spec = _open_with_drafts(model, draft, settings.mmap)
     with busy(f"loading {model}"):
         from cpuspec.engine.llm import LLM
 
