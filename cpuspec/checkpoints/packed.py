@@ -91,6 +91,13 @@ def verify_packed(name: str, threads: int) -> dict[Path, bool]:
     return found
 
 
+def verify_again() -> None:
+    """Let the next start of every model compare its packed weights with their checksums, though this boot has done so."""
+    for marker in packed_directory().glob("*.verified"):
+        with suppress(OSError):
+            marker.unlink()
+
+
 def packed_directory() -> Path:
     """Where packed weights are kept."""
     return cache_dir() / "packed"

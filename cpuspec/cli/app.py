@@ -31,7 +31,7 @@ from cpuspec.cli.parity import (
     shared_questions,
     show_parity,
 )
-from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models
+from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models, verify_model
 from cpuspec.config import AUTO, EngineConfig, SamplingParams, SpecConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
@@ -331,6 +331,13 @@ def models(as_json: options.Json = False) -> None:
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read the model's files and packed weights whole, and compare their checksums; exit code 1 if one differs.",
+        ),
+    ] = False,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -338,10 +345,15 @@ def inspect(
     checkpoint = _open_target(model)
     with busy("measuring this machine's memory bandwidth"):
         report = describe_model(checkpoint, threads or usable_cores(), tensors)
+    if verify:
+        with busy("reading the model's files"):
+            report["verified"] = verify_model(checkpoint, threads or usable_cores())
     if as_json:
         _emit_json(report)
     else:
         show_model(report)
+    if verify and not report["verified"]["passed"]:
+        raise typer.Exit(ERROR)
 
 
 @app.command()

@@ -454,6 +454,15 @@ def test_a_file_that_is_not_the_one_that_was_verified_is_verified(
     assert packs == []
 
 
+def test_weights_can_be_verified_again_in_the_same_boot(model: Path, checks: list[int]) -> None:
+    check(tensors_of(model))
+    damage_weights(only_file())
+    checks.clear()
+    packed.verify_again()
+    check(tensors_of(model))
+    assert len(checks) == 3  # found damaged, written, and read again
+
+
 def test_where_no_boot_is_known_a_verification_counts_for_a_day(model: Path, checks: list[int], monkeypatch) -> None:
     monkeypatch.setattr(packed, "boot_id", lambda: "")
     check(tensors_of(model))
