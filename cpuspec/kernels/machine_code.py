@@ -45,13 +45,14 @@ _FINGERPRINT = _fingerprint()
 
 
 def kernel_directory() -> Path:
-    """Where machine code for these sources and this processor is kept."""
-    return cache_dir() / "kernels" / _FINGERPRINT
+    """Where machine code for these sources and this processor is kept. Users who share a cache have a directory each."""
+    directory = cache_dir() / "kernels" / _FINGERPRINT
+    return directory.with_name(f"{_FINGERPRINT}-{os.geteuid()}") if _who_else_fills(directory) else directory
 
 
 def compiled_before() -> bool:
     """Whether a start finds machine code on the disk; if not it compiles for some seconds."""
-    return _path("run").exists()
+    return (kernel_directory() / "run.o").exists()
 
 
 def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]], returns: bool = False) -> int:
@@ -61,15 +62,18 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
     because Numba's runtime is not there when it comes from the disk.
     A directory that cannot be written, or that somebody else can write, costs a compilation at every start and nothing else.
     """
-    path = _path(name)
+    directory = kernel_directory()
+    path = directory / f"{name}.o"
     with _one_at_a_time:
-        is_ours = _is_ours(path.parent)
-        found = _load(path) if is_ours else None
+        others = _who_else_fills(directory)
+        found = None if others else _load(path)
         if found is None:
             _tell_of_compiling()
+            if directory.name != _FINGERPRINT:
+                _warn_of(directory.with_name(_FINGERPRINT), directory if not others else None)
             compiled = _compile(make(), num_arguments, returns)
             found = int(compiled.address)
-            if is_ours:
+            if not others:
                 with suppress(OSError):
                     _keep(compiled, path)
     return found
@@ -80,29 +84,18 @@ def function(address: int, num_arguments: int, returns: bool = False) -> Callabl
     return ctypes.CFUNCTYPE(ctypes.c_int64 if returns else None, *[ctypes.c_int64] * num_arguments)(address)
 
 
-def _path(name: str) -> Path:
-    return kernel_directory() / f"{name}.o"
-
-
-def _is_ours(directory: Path) -> bool:
-    """Whether nobody else can put files into a directory, or there is none yet. Of a link, it and the directory must be ours."""
+def _who_else_fills(directory: Path) -> str:
+    """Who else can put files into a directory, as `who_else_writes` has it. Of a link, it and the directory must be ours."""
     try:
-        others = who_else_writes(directory.lstat()) or who_else_writes(directory.stat())
-    except OSError:
-        return True
-    if others:
-        _warn_of(directory, others)
-    return not others
+        return who_else_writes(directory.lstat()) or who_else_writes(directory.stat())
+    except OSError:  # there is none yet
+        return ""
 
 
 @cache
-def _warn_of(path: Path, others: str) -> None:
-    _log.warning(
-        "%s %s, so no machine code is loaded from there; kernels are compiled at every start: "
-        "remove it, or set CPUSPEC_CACHE to a directory of your own",
-        path,
-        others,
-    )
+def _warn_of(directory: Path, instead: Path | None) -> None:
+    place = f"in {instead}" if instead else "in memory, at every start: remove it, or set CPUSPEC_CACHE to a directory of your own"
+    _log.warning("no machine code is loaded from %s, because it %s; it is kept %s", directory, _who_else_fills(directory), place)
 
 
 @cache
