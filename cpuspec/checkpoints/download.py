@@ -45,7 +45,7 @@ def find_model(text: str) -> Recipe | Path:
     if (recipe := recipes.get(text.strip().lower())) is not None:
         return recipe
     path = Path(text).expanduser()
-    if text.strip() and path.exists():
+    if text.strip() and _exists(path):
         return path
     looks_like_a_path = "/" in text or "\\" in text or text.lower().endswith((".gguf", ".safetensors"))
     problem = f"there is no file or directory {text!r}" if looks_like_a_path else f"no model is called {text!r}"
@@ -99,6 +99,13 @@ def fetch(recipe: Recipe, progress: Progress | None = None) -> Path:
             f"{recipe.name} cannot be stored in {path.parent}: {error.strerror or error}; "
             "set CPUSPEC_CACHE to a directory that can be written"
         ) from error
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a null byte
+        return False
 
 
 def _silent(done_bytes: int, total_bytes: int, what: str) -> None:

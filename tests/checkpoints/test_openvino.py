@@ -108,9 +108,9 @@ KINDS = {
 }
 
 
-def _write(directory: Path, kind: str, tied: bool = False) -> tuple[Ir, dict[str, np.ndarray]]:
+def _write(directory: Path, kind: str, tied: bool = False, **sizes: int) -> tuple[Ir, dict[str, np.ndarray]]:
     """A model's directory with an OpenVINO graph in the place of its safetensors; returns what its matrices hold."""
-    make_tiny_hf(directory, tied=tied, dtype="f16")
+    make_tiny_hf(directory, tied=tied, dtype="f16", **sizes)
     source = open_checkpoint(directory)
     ir, values = Ir(), {}
     names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
@@ -198,7 +198,7 @@ def test_a_constant_that_is_used_again_and_again_is_an_error(tmp_path: Path) -> 
     ir.write(tmp_path / "model")
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match="more weights than openvino_model.bin has"):
+        with pytest.raises(CheckpointError, match=r"more weights than openvino_model.bin has"):
             open_checkpoint(tmp_path / "model")
         assert tracemalloc.get_traced_memory()[1] < 40 * (tmp_path / "model" / WEIGHTS).stat().st_size
     finally:

@@ -38,7 +38,7 @@ from cpuspec.errors import CpuspecError
 Case = Callable[[random.Random, Path], object]
 JSON = str | int | float | bool | None | list["JSON"] | dict[str, "JSON"]
 
-DEADLINE_S = 30.0  # of one case: far above what any takes on a loaded machine
+DEADLINE_S = 120.0  # of one case: far above what any takes on a loaded machine, compiling included
 MEMORY_BYTES = 1 << 30  # that a case may ask for beyond what the process had before
 _MOST_FAULTS = 20  # after which a run ends
 
@@ -224,9 +224,8 @@ def _find(target: str) -> Case:
 
 def _run_child(target: str, first: int, end: int, directory: Path, deadline_s: float, memory_bytes: int) -> None:
     """Run seeds `first` to `end` - 1 and write to `directory`/record what each began and came to."""
-    faulthandler.enable()
     case = _find(target)
-    _limit_memory(memory_bytes)
+    _limit(memory_bytes)
     with (directory / "record").open("w") as record:
 
         def note(seed: int, outcome: str, detail: str = "") -> None:
@@ -243,15 +242,18 @@ def _run_child(target: str, first: int, end: int, directory: Path, deadline_s: f
             except CpuspecError:
                 note(seed, "refused")
             except BaseException:
-                note(seed, "fault", traceback.format_exc()[-4000:])
+                lines = traceback.format_exc().splitlines()
+                note(seed, "fault", "\n".join(line[:300] for line in lines)[-4000:])
             else:
                 note(seed, "answered")
             faulthandler.cancel_dump_traceback_later()
             shutil.rmtree(room)
 
 
-def _limit_memory(num_bytes: int) -> None:
-    """Let this process ask for so much more memory than it has; where the system knows no such limit, nothing."""
+def _limit(num_bytes: int) -> None:
+    """Let this process reach no network, tell where it crashes, and ask for `num_bytes` more than it has, where that can be."""
+    os.environ["CPUSPEC_OFFLINE"] = "1"
+    faulthandler.enable()
     with suppress(ImportError, OSError):
         import resource
 
@@ -264,9 +266,9 @@ def main(arguments: Sequence[str]) -> None:
     """`target seed` runs one case here; with an end, a directory and limits as well, it is the child of `run_cases`."""
     if len(arguments) == 2:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
-            _limit_memory(MEMORY_BYTES)
-            faulthandler.enable()
-            _find(arguments[0])(random.Random(int(arguments[1])), Path(directory))
+            case = _find(arguments[0])
+            _limit(MEMORY_BYTES)
+            case(random.Random(int(arguments[1])), Path(directory))
             print("answered")
     else:
         target, first, end, directory, deadline_s, memory_bytes = arguments
