@@ -37,6 +37,7 @@ from cpuspec.formats.tensor import U8
 # Packing fewer bytes takes no longer than looking for them on the disk.
 _SMALLEST_BYTES = 8 << 20
 
+_LAYOUT = 2  # of the file: versions that write another do not overwrite each other's
 _PAGE = 4096
 _BLOCK_BYTES = 4 << 20  # that a checksum is of
 _CHECKSUM_BYTES = 8
@@ -127,7 +128,7 @@ class _PackedFile:
             self._offsets[tensor_name] = at
             index.append((tensor_name, tensor.format.name, tensor.shape, at, num_bytes))
             at += _round_up(num_bytes, 64)
-        identity = (_FINGERPRINT, sys.byteorder, index, list(pool.map(_identity, tensors.values())))
+        identity = (_LAYOUT, _FINGERPRINT, sys.byteorder, index, list(pool.map(_identity, tensors.values())))
         key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
         num_bytes = _round_up(at, _PAGE)
         head = json.dumps({"cpuspec": "packed weights", "key": key, "bytes": num_bytes, "tensors": index}).encode()

@@ -182,7 +182,10 @@ def test_a_set_of_tensors_has_a_file_of_its_own(packs: list[str], other: str) ->
     assert packs == []
 
 
-@pytest.mark.parametrize(("owner", "name", "value"), [(packed, "_FINGERPRINT", "other sources"), (packed.sys, "byteorder", "big")])
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(packed, "_FINGERPRINT", "other sources"), (packed, "_LAYOUT", 1), (packed.sys, "byteorder", "big")],
+)
 def test_another_way_of_packing_does_not_read_what_this_one_wrote(
     model: Path, packs: list[str], monkeypatch, owner, name: str, value: str
 ) -> None:
