@@ -229,3 +229,11 @@ def side_file(rng: random.Random, directory: Path) -> None:
 
 def test_a_damaged_side_file_costs_hashing_or_measuring() -> None:
     assert check(side_file, 80)["answered"]
+
+
+def test_side_files_deeper_than_python_reads_are_no_fault(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tests.fuzz.test_files.mutate_json", lambda value, rng: b"[" * 100_000)
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    for case in (marker, kept_costs):
+        (tmp_path / case.__name__).mkdir()
+        case(random.Random(0), tmp_path / case.__name__)
