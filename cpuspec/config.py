@@ -5,6 +5,7 @@ Plain data and its validation; nothing here knows arrays, files or kernels.
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -14,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from cpuspec.errors import ConfigError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_LONGEST_CONTEXT = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,32 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3", "yarn", "factors"):
             raise ConfigError(f"rope scaling {self.kind!r} is not supported; wanted linear, llama3, yarn or factors")
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise ConfigError(f"rope scaling factor must be a positive number, got {self.factor}")
-        if self.kind in ("llama3", "yarn") and self.original_context_length <= 0:
-            raise ConfigError(f"rope scaling {self.kind} needs original_context_length, got {self.original_context_length}")
-        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                "rope scaling llama3 wants 0 < low_freq_factor < high_freq_factor, "
-                f"got {self.low_freq_factor} and {self.high_freq_factor}"
-            )
-        if self.kind == "factors" and not all(math.isfinite(f) and f > 0 for f in self.factors):
-            raise ConfigError("rope factors must be positive numbers")
+        numbers = {"factor": self.factor}
+        if self.kind == "llama3":
+            numbers |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+        if self.kind == "yarn":
+            numbers |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
+        for name, value in numbers.items():
+            self._check(name, value, _between(value, 1e-6, 1e6), "a number from 1e-6 to 1e6")
+        if self.kind == "llama3":
+            ordered = self.low_freq_factor < self.high_freq_factor
+            self._check("low_freq_factor", self.low_freq_factor, ordered, f"less than high_freq_factor {self.high_freq_factor}")
+        if self.kind == "yarn":
+            self._check("beta_slow", self.beta_slow, self.beta_slow < self.beta_fast, f"less than beta_fast {self.beta_fast}")
+            # It multiplies every cosine and sine, so that logits of attention grow with its square.
+            sound = self.attention_factor is None or _between(self.attention_factor, 1e-3, 100)
+            self._check("attention_factor", self.attention_factor, sound, "a number from 0.001 to 100")
+        if self.kind in ("llama3", "yarn"):
+            length = self.original_context_length
+            sound = _whole(length) and 1 <= length <= _LONGEST_CONTEXT
+            self._check("original_context_length", length, sound, f"an integer from 1 to {_LONGEST_CONTEXT}")
+        for i, value in enumerate(self.factors):
+            # Some files give pairs that are not to turn a factor like 1e30.
+            self._check(f"factors[{i}]", value, _between(value, 1e-6, 1e38), "a number from 1e-6 to 1e38")
+
+    def _check(self, name: str, value: object, sound: bool, wanted: str) -> None:
+        if not sound:
+            raise ConfigError(f"rope scaling {self.kind}: {name} is {_shown(value)}, wanted {wanted}")
 
 
 @dataclass(frozen=True)
@@ -81,20 +98,20 @@ class ModelConfig:
             "num_heads": 1 << 12,
             "num_kv_heads": 1 << 12,
             "head_dim": 1 << 10,
-            "context_length": 1 << 26,
+            "context_length": _LONGEST_CONTEXT,
         }
         for name, limit in limits.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or not 0 < value <= limit:
-                raise ConfigError(f"{name} must be an integer from 1 to {limit}, got {value!r}")
+            if not _whole(value) or not 0 < value <= limit:
+                raise ConfigError(f"{name} must be an integer from 1 to {limit}, got {_shown(value)}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if not 0 <= self.norm_eps < 1:
-            raise ConfigError(f"norm_eps must be in [0, 1), got {self.norm_eps}")
-        if not (math.isfinite(self.rope_base) and self.rope_base > 0):
-            raise ConfigError(f"rope_base must be a positive number, got {self.rope_base}")
+        if not _real(self.norm_eps) or not 0 <= self.norm_eps < 1:
+            raise ConfigError(f"norm_eps must be in [0, 1), got {_shown(self.norm_eps)}")
+        if not _between(self.rope_base, 1, 1e15) or self.rope_base == 1:
+            raise ConfigError(f"rope_base is {_shown(self.rope_base)}, wanted a number above 1, at most 1e15")
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
             raise ConfigError(f"rope factors must be head_dim / 2 = {self.head_dim // 2} numbers, got {len(scaling.factors)}")
@@ -115,9 +132,7 @@ def _read_settings(settings: Any) -> None:
         try:
             object.__setattr__(settings, one.name, one.metadata["read"](value))
         except (ValueError, TypeError, OverflowError):
-            shown = repr(value)
-            shown = shown if len(shown) <= 80 else shown[:80] + "..."
-            raise ConfigError(f"{one.name} must be {one.metadata['wanted']}, got {shown}") from None
+            raise ConfigError(f"{one.name} must be {one.metadata['wanted']}, got {_shown(value)}") from None
 
 
 class _FrozenDict(dict[int, float]):
@@ -248,6 +263,21 @@ class SamplingParams:
         return not self.logit_bias and penalties == (1, 0, 0)
 
 
+def _real(value: object) -> bool:
+    return _between(value, -sys.float_info.max, sys.float_info.max)
+
+
+def _between(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _shown(value: object) -> str:
+    """A value in an error: not so long that it hides the error, whatever a file holds."""
+    if isinstance(value, int) and abs(value) > 1 << 80:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)[:80]
+
+
 MAX_DRAFT_TOKENS = 255  # at most a row less than a forward has
 
 
@@ -374,6 +404,8 @@ class EngineConfig:
     threads: int | None = _setting(None, _or_none(partial(whole, low=1, high=1024)), "None or an integer from 1 to 1024")
     # Whether weights in the order of the kernels are kept on the disk for the next start.
     keep_packed: bool = _setting(True, _flag, "True or False")
+    # Whether model files and kept weights are mapped; if not, they are read into memory.
+    mmap: bool = _setting(True, _flag, "True or False")
     # Keys and values: f16 halves what f32 reads at depth and costs nothing that can be measured (benchmarks/LOG.md).
     kv_format: str = _setting("f16", _text, "a text")
     # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N.

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import platform
+import stat
 import sys
 from pathlib import Path
 
@@ -56,6 +57,25 @@ def sources_digest(directory: Path) -> str:
     for source in sorted(directory.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()
+
+
+def who_else_writes(status: os.stat_result) -> str:
+    """Who but this user and root can change a file or fill a directory, as a verb and an object; nothing if nobody can.
+
+    On Windows nothing: the cache directory is the user's own there.
+    """
+    if not hasattr(os, "geteuid"):
+        return ""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to another user (id {status.st_uid})"
+    mode = stat.S_IMODE(status.st_mode)
+    # The mode of a link says nothing: only its owner can change where it leads.
+    return f"can be written by others (mode {mode:04o})" if mode & 0o022 and not stat.S_ISLNK(status.st_mode) else ""
+
+
+def boot_id() -> str:
+    """What tells this run of the operating system from the one before; nothing where that cannot be known."""
+    return _read("/proc/sys/kernel/random/boot_id")
 
 
 def offline() -> bool:

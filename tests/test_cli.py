@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 import cpuspec
 from cpuspec import LLM, SamplingParams, environment, kernels, metrics
 from cpuspec.backends import BACKENDS
+from cpuspec.checkpoints import open_checkpoint, packed
 from cpuspec.checkpoints.download import model_path
 from cpuspec.checkpoints.recipes import find_recipe
 from cpuspec.cli import machine, reports
@@ -36,6 +38,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
 from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
 from cpuspec.formats.kv import KV_FORMATS
+from cpuspec.kernels import machine_code
 from cpuspec.spec.levels import MODELS, SOURCES
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -131,14 +134,32 @@ def test_stdout_is_the_text_and_stderr_the_rest(model: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_first_run_says_why_it_takes_longer(model: str, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    def end_here(*_: object, **__: object) -> None:
+def test_a_run_that_compiles_says_why_it_takes_longer(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    def load(*_: object) -> None:
+        if not compiled:
+            machine_code.address("missing", 0, lambda: print)
+        end_here()
+
+    def end_here(*_: object) -> None:
         raise ConfigError("that was it")
 
-    monkeypatch.setattr(kernels, "compiled_before", lambda: compiled)
-    monkeypatch.setattr(LLM, "__init__", end_here)
-    assert run("generate", "hello", "-m", model).stderr.count("compiling") == (not compiled)
-    assert "compiling" not in run("generate", "hello", "-m", model, *NUMPY).stderr
+    machine_code._tell_of_compiling.cache_clear()
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine_code, "_compile", end_here)
+    monkeypatch.setattr(LLM, "_open", load)
+    assert run("generate", "hello", "-m", model).stderr.count("compiling kernels") == (not compiled)
+
+
+def test_a_warning_is_a_line_on_stderr(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        logging.getLogger("cpuspec.somewhere").warning("beware of %s", "it")
+        raise ConfigError("that was it")
+
+    monkeypatch.setattr(LLM, "_open", load)
+    for _ in range(2):
+        assert run("generate", "hello", "-m", model).stderr == "warning: beware of it\nerror: that was it\n"
 
 
 def test_raw_continues_the_prompt_as_it_is(model: str) -> None:
@@ -843,6 +864,48 @@ def test_inspect_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: 
     shown = ok("inspect", str(path), "--tensors")
     assert all(text in shown for text in ("qwen3", "q8_0", "layers.0.down", "tokens/s", "4.50"))
     assert "layers.0.down" not in ok("inspect", str(path))
+
+
+def test_inspect_verifies_the_file_and_packed_weights(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "read_bandwidth", lambda threads: 1e9)
+    monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
+    ok("pull", "tiny")
+    checkpoint = open_checkpoint(recipe.path)
+    matrices = {name: tensor for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2}
+    packed.packed_matrices(checkpoint.name, matrices, 1)
+    [(path, _)] = packed.packed_files()
+    verified = json.loads(ok("inspect", "tiny", "--verify", "--json"))["verified"]
+    assert verified["files"][0]["sha256"] == verified["recipe_sha256"] == hashlib.sha256(recipe.content).hexdigest()
+    assert (verified["recipe"], verified["packed"], verified["passed"]) == ("tiny", [{"path": str(path), "sound": True}], True)
+    shown = ok("inspect", "tiny", "--verify")
+    assert "as the recipe tiny has it" in shown
+    assert "sound: " in shown
+
+    def flip_last_bit(file: Path) -> None:
+        status, content = file.stat(), bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    flip_last_bit(path)
+    found = run("inspect", "tiny", "--verify")
+    assert found.exit_code == 1
+    assert "DAMAGED, and removed: the next start packs anew" in found.stdout
+    assert not path.exists()
+    assert "none are kept" in ok("inspect", "tiny", "--verify")
+    flip_last_bit(recipe.path)
+    found = run("inspect", "tiny", "--verify")
+    assert found.exit_code == 1
+    assert "DAMAGED: tiny is " in found.stdout
+    assert json.loads(run("inspect", "tiny", "--verify", "--json").stdout)["verified"]["passed"] is False
+
+
+def test_files_that_no_recipe_knows_have_a_hash_and_no_verdict(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "read_bandwidth", lambda threads: 1e9)
+    verified = json.loads(ok("inspect", model, "--verify", "--json"))["verified"]
+    assert verified["files"][0]["sha256"] == hashlib.sha256(Path(model).read_bytes()).hexdigest()
+    assert (verified["recipe"], verified["recipe_sha256"], verified["passed"]) == (None, None, True)
+    assert "no recipe knows these files" in ok("inspect", model, "--verify")
 
 
 def test_bandwidth_is_the_best_pass_over_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class NumbaBackend:
         }
         shared = share._packed if share else {}
         new = {name: t for name, t in matrices.items() if t not in shared}
-        packed = packed_matrices(checkpoint.name, new, self.threads, engine.keep_packed)
+        packed = packed_matrices(checkpoint.name, new, self.threads, engine.keep_packed, engine.mmap)
         self._matrices = {name: packed[name] if name in packed else shared[t] for name, t in matrices.items()}
         self._packed: WeakKeyDictionary[Matrix, PackedTensor] = WeakKeyDictionary()  # while somebody holds the tensor
         self._packed.update({t: self._matrices[name] for name, t in matrices.items()})

@@ -45,7 +45,7 @@ def find_model(text: str) -> Recipe | Path:
     if (recipe := recipes.get(text.strip().lower())) is not None:
         return recipe
     path = Path(text).expanduser()
-    if text.strip() and path.exists():
+    if text.strip() and _exists(path):
         return path
     looks_like_a_path = "/" in text or "\\" in text or text.lower().endswith((".gguf", ".safetensors"))
     problem = f"there is no file or directory {text!r}" if looks_like_a_path else f"no model is called {text!r}"
@@ -101,6 +101,13 @@ def fetch(recipe: Recipe, progress: Progress | None = None) -> Path:
         ) from error
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a null byte
+        return False
+
+
 def _silent(done_bytes: int, total_bytes: int, what: str) -> None:
     pass
 
@@ -129,7 +136,7 @@ def _is_verified(recipe: Recipe, path: Path) -> bool:
     if status.st_size != recipe.num_bytes:
         return False
     seen = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": recipe.sha256}
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         if json.loads(_marker(path).read_text()) == seen:
             return True
     with path.open("rb") as stream:

@@ -57,12 +57,12 @@ _UNSUPPORTED = (
 )
 
 
-def open_gguf(path: Path) -> Checkpoint:
+def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
     """Read the header of a GGUF file; weights stay on disk until used, save q and k of llama files, whose rows are reordered.
 
     Raises CheckpointError on anything damaged or not supported.
     """
-    file = read_gguf(path)
+    file = read_gguf(path, mmap)
     fields = _Fields(file, "")
     split = fields.integer("split.count", 1)
     if split > 1:

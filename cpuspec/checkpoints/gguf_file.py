@@ -70,9 +70,9 @@ class GgufFile:
     tensors: dict[str, QuantTensor]
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Map a GGUF file and check all of its structure. Raises CheckpointError naming the file, what, got and wanted."""
-    data = map_file(path)
+def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
+    """Map a GGUF file, or read it, and check all of its structure. Raises CheckpointError naming the file, what, got and wanted."""
+    data = map_file(path, mmap)
     cursor = _Cursor(path, data)
     magic = bytes(data[: len(MAGIC)])
     if magic != MAGIC:

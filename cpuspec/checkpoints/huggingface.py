@@ -40,7 +40,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 25
 
 
-def open_huggingface(directory: Path) -> Checkpoint:
+def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     """Read config.json and the headers of the safetensors files; weights stay on disk until used.
 
     Raises CheckpointError on anything damaged, missing or not supported.
@@ -52,7 +52,7 @@ def open_huggingface(directory: Path) -> Checkpoint:
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
     tensors = {}
-    for name, tensor in _read_tensors(directory).items():
+    for name, tensor in _read_tensors(directory, mmap).items():
         layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
         if name in _GLOBAL_TENSORS:
             tensors[_GLOBAL_TENSORS[name]] = tensor
@@ -99,6 +99,8 @@ def _read_config(fields: JsonFields) -> ModelConfig:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden_size}, or head_dim")
     context_length = fields.integer("max_position_embeddings")
     attention_bias = fields.boolean("attention_bias", False) and architecture != "qwen2"
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        fields.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
     rope = fields.object("rope_parameters")
     return ModelConfig(
         architecture=architecture,
@@ -125,6 +127,9 @@ def _read_rope_scaling(rope: JsonFields, context_length: int) -> RopeScaling | N
     kind = rope.text("rope_type", rope.text("type", "default"))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         rope.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
+    for key in ("full_attention", "sliding_attention"):
+        if key in rope:
+            rope.fail(key, "one set of parameters for all layers")
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
@@ -155,14 +160,14 @@ def _read_rope_scaling(rope: JsonFields, context_length: int) -> RopeScaling | N
     )
 
 
-def _read_tensors(directory: Path) -> dict[str, QuantTensor]:
+def _read_tensors(directory: Path, mmap: bool) -> dict[str, QuantTensor]:
     """All tensors of the directory under their own names: one file, or the shards of an index."""
     single = directory / "model.safetensors"
     index_path = directory / "model.safetensors.index.json"
     if single.exists():
-        return read_safetensors(single)
+        return read_safetensors(single, mmap)
     if (directory / openvino.MODEL).exists():
-        return openvino.read_openvino(directory)
+        return openvino.read_openvino(directory, mmap)
     if not index_path.exists():
         if any(directory.glob("pytorch_model*.bin")) or any(directory.glob("*.pth")):
             raise CheckpointError(
@@ -184,7 +189,7 @@ def _read_tensors(directory: Path) -> dict[str, QuantTensor]:
         wanted.setdefault(file_name, set()).add(name)
     tensors: dict[str, QuantTensor] = {}
     for file_name, names in wanted.items():
-        shard = read_safetensors(directory / file_name)
+        shard = read_safetensors(directory / file_name, mmap)
         if shard.keys() != names:
             odd = min(shard.keys() ^ names)
             where = "only in the file" if odd in shard else "only in the index"

@@ -1,4 +1,4 @@
-"""Model files as read-only bytes that the operating system pages in on first use."""
+"""Model files as read-only bytes that the operating system pages in on first use, or as copies of them in memory."""
 
 import mmap
 import os
@@ -10,6 +10,7 @@ import numpy as np
 from cpuspec.errors import CheckpointError
 from cpuspec.formats.tensor import U8
 
+_READ = mmap.ACCESS_READ
 _ALL_PAGES_NOW = getattr(mmap, "MAP_POPULATE", 0)  # a mapping that waits for no page later, where the system has it
 
 
@@ -19,28 +20,43 @@ class _MappedFile(mmap.mmap):
     stamp: tuple[int, int]
 
 
-def map_file(path: Path) -> U8:
+class _ReadFile(bytearray):
+    """The bytes of a file, likewise."""
+
+    stamp: tuple[int, int]
+
+
+def map_file(path: Path, mmap: bool = True) -> U8:
     """The bytes of a regular file, U8 [size], read-only and memory-mapped; the mapping lives as long as any view of it.
 
-    Whoever shortens a mapped file takes the process down with it (SIGBUS), as with every mapped file.
+    mmap: if not, the file is read into memory. Who shortens a mapped file ends every process that reads on (SIGBUS): no program
+    can turn that into an error. A file that may be rewritten in place, as on a shared directory, is safe in memory alone.
     Raises CheckpointError if there is no such file, it is not a regular file, or it is empty.
     """
+    contents: _MappedFile | _ReadFile
     try:
         # Asked before opening: opening a named pipe would wait for a writer for ever.
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is not a regular file")
         with path.open("rb") as file:
-            mapping = _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
             status = os.fstat(file.fileno())
+            if mmap:
+                contents = _MappedFile(file.fileno(), status.st_size, access=_READ)
+            else:
+                contents = _ReadFile(status.st_size)
+                if not status.st_size or file.readinto(contents) != status.st_size:
+                    raise ValueError
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError:
         # mmap of nothing; also a path with a null byte in it.
-        raise CheckpointError(f"{path} is empty or not a path") from None
-    mapping.stamp = status.st_size, status.st_mtime_ns
-    return np.frombuffer(mapping, np.uint8)
+        raise CheckpointError(f"{path} is empty, not a path, or became shorter while it was read") from None
+    contents.stamp = status.st_size, status.st_mtime_ns
+    data = np.frombuffer(contents, np.uint8)
+    data.flags.writeable = False
+    return data
 
 
 def map_all_pages(file_number: int, num_bytes: int) -> U8:
@@ -56,8 +72,8 @@ def map_all_pages(file_number: int, num_bytes: int) -> U8:
 
 def place_in_file(data: U8) -> tuple[int, int, int] | None:
     """Which bytes of which file these are: its size, its time of change in ns, and their offset; None for bytes of no file."""
-    mapping = _mapping_of(data)
-    return None if mapping is None else (*mapping.stamp, _offset(data, mapping))
+    file = _file_of(data)
+    return None if file is None else (*file.stamp, _offset(data, file))
 
 
 def give_back_pages(data: U8) -> None:
@@ -65,19 +81,19 @@ def give_back_pages(data: U8) -> None:
 
     For other bytes, and where the system cannot do it, nothing.
     """
-    mapping = _mapping_of(data)
-    if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+    mapping = _file_of(data)
+    if isinstance(mapping, _MappedFile) and hasattr(mmap, "MADV_DONTNEED"):
         offset = _offset(data, mapping)
         first = offset // mmap.PAGESIZE * mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, first, offset + data.nbytes - first)
 
 
-def _mapping_of(data: U8) -> _MappedFile | None:
+def _file_of(data: U8) -> _MappedFile | _ReadFile | None:
     owner: object = data
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-    return owner if isinstance(owner, _MappedFile) else None
+    return owner if isinstance(owner, _MappedFile | _ReadFile) else None
 
 
-def _offset(data: U8, mapping: _MappedFile) -> int:
-    return data.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+def _offset(data: U8, file: _MappedFile | _ReadFile) -> int:
+    return data.ctypes.data - np.frombuffer(file, np.uint8).ctypes.data

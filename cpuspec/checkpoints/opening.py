@@ -8,8 +8,8 @@ from cpuspec.checkpoints.huggingface import open_huggingface
 from cpuspec.errors import CheckpointError
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """A GGUF file or a Hugging Face directory, checked and memory-mapped.
+def open_checkpoint(path: str | Path, mmap: bool = True) -> Checkpoint:
+    """A GGUF file or a Hugging Face directory, checked and memory-mapped; where `mmap` is false, read into memory.
 
     Raises CheckpointError if it is missing, damaged or not supported.
     """
@@ -24,7 +24,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"{path / 'config.json'} does not exist, so this is no Hugging Face model; "
                 "give a model's directory, a GGUF file, or a recipe's name"
             )
-        return open_huggingface(path)
+        return open_huggingface(path, mmap)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} is only a part of a model; give the directory that holds it and config.json")
-    return open_gguf(path)
+    return open_gguf(path, mmap)

@@ -30,7 +30,8 @@ _MODULE = re.compile(
     r"|input_layernorm|post_attention_layernorm)|model\.embed_tokens|model\.norm|lm_head)/"
 )
 
-_MAX_XML_BYTES = 1 << 27
+_MAX_XML_BYTES = 1 << 25  # of which a parsed tree takes 25 times as many; a graph of 80 layers has 12 MB
+_MAX_DIMENSIONS = 8
 _FLOATS = {"f32": "f32", "f16": "f16", "bf16": "bf16"}
 _BITS = {
     "u4": 4,
@@ -67,13 +68,16 @@ class _Weight:
     scale: _Constant | None = None
 
 
-def read_openvino(directory: Path) -> dict[str, QuantTensor]:
+def read_openvino(directory: Path, mmap: bool = True) -> dict[str, QuantTensor]:
     """The tensors of the model in `directory` under their Hugging Face names, memory-mapped where they need no other layout.
 
+    mmap: if not, the weights' file is read into memory.
     Raises CheckpointError on anything damaged or not supported.
     """
-    graph = _Graph(directory)
+    graph = _Graph(directory, mmap)
     tensors: dict[str, QuantTensor] = {}
+    # A byte holds two codes at most, and a tied embedding is read twice. More would be the same constant again and again.
+    values_left = 4 * graph.num_bytes
     for layer in graph.layers.values():
         module = _MODULE.match(layer.name)
         what = f"{directory / MODEL}: {layer.name}"
@@ -82,6 +86,9 @@ def read_openvino(directory: Path) -> dict[str, QuantTensor]:
         if layer.type in ("MatMul", "Gather"):
             weight = graph.weight(layer.inputs.get(1 if layer.type == "MatMul" else 0))
             if weight is not None and len(weight.codes.shape) > 1:
+                values_left -= math.prod(weight.codes.shape)
+                if values_left < 0:
+                    raise CheckpointError(f"{what} is of a model with more weights than {WEIGHTS} has; wanted each to be used once")
                 tensors[module[1] + ".weight"] = _matrix(what, weight)
         elif layer.type in ("Multiply", "Add"):
             for source in layer.inputs.values():
@@ -102,9 +109,10 @@ class _Layer:
 class _Graph:
     """The layers of the XML file, and the bytes that its constants name."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, mmap: bool) -> None:
         self._path = directory / MODEL
-        self._bytes = map_file(directory / WEIGHTS)
+        self._bytes = map_file(directory / WEIGHTS, mmap)
+        self.num_bytes = len(self._bytes)
         self.layers: dict[str, _Layer] = {}
         root = _read_xml(self._path)
         for element in root.iterfind("layers/layer"):
@@ -151,8 +159,9 @@ class _Graph:
         if type not in _BITS:
             raise CheckpointError(f"{what} is of type {type!r}; wanted one of {', '.join(_BITS)}; export the model in another one")
         numbers = [layer.data.get("offset", ""), layer.data.get("size", ""), *filter(None, shape.replace(" ", "").split(","))]
-        if not all(re.fullmatch(r"[0-9]{1,15}", number) for number in numbers):
-            raise CheckpointError(f"{what} has no offset, size and shape of whole numbers: {layer.data}")
+        sound = all(re.fullmatch(r"[0-9]{1,15}", number) for number in numbers)
+        if not sound or len(numbers) > 2 + _MAX_DIMENSIONS:
+            raise CheckpointError(f"{what} has no offset, size and shape of whole numbers: {str(layer.data)[:200]}")
         offset, size, *dims = map(int, numbers)
         if -(-math.prod(dims) * _BITS[type] // 8) != size or not size or offset + size > len(self._bytes):
             raise CheckpointError(f"{what}: {size} bytes at {offset} are no {type} {dims} in a file of {len(self._bytes)} bytes")

@@ -1,14 +1,16 @@
 """Packed weights on the disk: matrices in the order kernels read, made at a model's first start and mapped at later ones.
 
-A file holds the matrices of one model: an index, then each matrix at a multiple of 64 bytes. What a file ought to be is computed
-from the tensors, never read from it: its name, its size and its index must be exactly that, or it is written anew. Pages of a
-mapped file are shared by all processes that run the model, and none of its weights is in memory twice.
+A file holds the matrices of one model: an index, checksums, then each matrix at a multiple of 64 bytes. What a file ought to be
+is computed from the tensors, never read from it: its name, its size and its index must be exactly that, or it is written anew.
+Pages of a mapped file are shared by all processes that run the model, and none of its weights is in memory twice.
 
-A directory that cannot be written, or a full disk, costs packing at every start and nothing else.
+The first start after each boot compares the weights with their checksums, before anything is computed from them: a damaged file is
+removed and written anew. A directory that cannot be written, or a full disk, costs packing at every start and nothing else.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,18 +23,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from cpuspec import formats
+from cpuspec.checkpoints.jsonfile import JsonFields, parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
-from cpuspec.environment import cache_dir, packed_limit_bytes, sources_digest
+from cpuspec.environment import boot_id, cache_dir, packed_limit_bytes, sources_digest, who_else_writes
+from cpuspec.errors import CheckpointError
 from cpuspec.formats import Cast, QuantTensor
-from cpuspec.formats.packing import TILE, PackedTensor, pack, tile_bytes
+from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack, tile_bytes
+from cpuspec.formats.tensor import U8
 
 # Packing fewer bytes takes no longer than looking for them on the disk.
 _SMALLEST_BYTES = 8 << 20
 
+_LAYOUT = 2  # of the file: versions that write another do not overwrite each other's
 _PAGE = 4096
+_BLOCK_BYTES = 4 << 20  # that a checksum is of
+_CHECKSUM_BYTES = 8
+_VERIFIED_S = 86400.0  # how long a verification counts where nothing tells one boot from another
+_MAX_HEAD_BYTES = 1 << 24
 _SAMPLE_BYTES = 256
 _ABANDONED_S = 3600.0  # an unfinished file that nobody has written to for so long is nobody's
+
+# Odd numbers have inverses modulo 2^64, so that no change of one word leaves a sum of products as it was.
+_ODD = np.arange(1, _PAGE // 4, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+_log = logging.getLogger(__name__)
 
 # Taken once: sources edited under a running process did not make its weights.
 _FINGERPRINT = sources_digest(Path(formats.__file__).parent)
@@ -41,17 +58,45 @@ _FINGERPRINT = sources_digest(Path(formats.__file__).parent)
 Matrix = QuantTensor | Cast
 
 
-def packed_matrices(name: str, tensors: Mapping[str, Matrix], threads: int, keep: bool = True) -> dict[str, PackedTensor]:
+def packed_matrices(
+    name: str, tensors: Mapping[str, Matrix], threads: int, keep: bool = True, mmap: bool = True
+) -> dict[str, PackedTensor]:
     """Every tensor, all of them matrices, in kernel order: mapped from the disk if an earlier start left them there.
 
     name: of the model, for people who look into the cache. keep: whether to use the disk; if not, all is packed in memory.
+    mmap: whether to map the file; if not, it is read into memory.
     """
     with ThreadPoolExecutor(threads) as pool:
         if keep and sum(tensor.num_bytes for tensor in tensors.values()) >= _SMALLEST_BYTES and packed_limit_bytes():
-            file = _PackedFile(name, tensors, pool)
+            file = _PackedFile(name, tensors, pool, mmap)
             with suppress(OSError, ValueError):
-                return file.read() or file.write(pool)
+                return file.read() or file.write()
         return dict(zip(tensors, pool.map(_pack, tensors.values()), strict=True))
+
+
+def verify_packed(name: str, threads: int) -> dict[Path, bool]:
+    """Compare every file of packed weights of a model with its checksums, and remove those that are damaged.
+
+    name: as `packed_matrices` was given it. Returns whether each file was sound.
+    """
+    found = {}
+    with ThreadPoolExecutor(threads) as pool:
+        for path, _ in packed_files():
+            if re.fullmatch(rf"{re.escape(_readable(name))}-[0-9a-f]{{32}}\.packed", path.name):
+                try:
+                    found[path] = _is_sound(path, pool)
+                except FileNotFoundError:  # another process has removed it
+                    continue
+                if not found[path]:
+                    _remove_damaged(path)
+    return found
+
+
+def verify_again() -> None:
+    """Let the next start of every model compare its packed weights with their checksums, though this boot has done so."""
+    for marker in packed_directory().glob("*.verified"):
+        with suppress(OSError):
+            marker.unlink()
 
 
 def packed_directory() -> Path:
@@ -65,15 +110,16 @@ def packed_files() -> list[tuple[Path, int]]:
     for path in packed_directory().glob("*.packed*"):
         with suppress(OSError):  # another process may have removed it
             status = path.stat()
-            found.append((status.st_mtime_ns, path, status.st_size))
+            # The time of the last access, which every start sets; that of the last change belongs to the bytes.
+            found.append((status.st_atime_ns, path, status.st_size))
     return [(path, size) for _, path, size in sorted(found)]
 
 
 class _PackedFile:
     """The one file that these tensors may come from."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Matrix], pool: Executor) -> None:
-        self._tensors = tensors
+    def __init__(self, name: str, tensors: Mapping[str, Matrix], pool: Executor, mmap: bool) -> None:
+        self._tensors, self._pool, self._mmap = tensors, pool, mmap
         self._offsets: dict[str, int] = {}  # behind the head
         index = []
         at = 0
@@ -81,58 +127,88 @@ class _PackedFile:
             num_bytes = _tiles(tensor) * tile_bytes(tensor.format, tensor.shape[1])
             self._offsets[tensor_name] = at
             index.append((tensor_name, tensor.format.name, tensor.shape, at, num_bytes))
-            at += -(-num_bytes // 64) * 64
-        identity = (_FINGERPRINT, sys.byteorder, index, list(pool.map(_identity, tensors.values())))
+            at += _round_up(num_bytes, 64)
+        identity = (_LAYOUT, _FINGERPRINT, sys.byteorder, index, list(pool.map(_identity, tensors.values())))
         key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
-        self._head = json.dumps({"cpuspec": "packed weights", "key": key, "tensors": index}).encode()
-        self._head += b"\n" * (-len(self._head) % _PAGE)
-        self._num_bytes = len(self._head) + at
-        readable = re.sub(r"[^a-z0-9.]+", "-", name.lower())[:60].strip("-.") or "model"
-        self._path = packed_directory() / f"{readable}-{key}.packed"
+        num_bytes = _round_up(at, _PAGE)
+        head = json.dumps({"cpuspec": "packed weights", "key": key, "bytes": num_bytes, "tensors": index}).encode()
+        self._head = head + b"\n" * (_round_up(len(head) + 1, _PAGE) - len(head))
+        self._start = len(self._head) + _checksum_bytes(num_bytes)
+        self._num_bytes = self._start + num_bytes
+        self._path = packed_directory() / f"{_readable(name)}-{key}.packed"
 
     def read(self) -> dict[str, PackedTensor] | None:
         """The matrices of the file; None if there is no such file, or it is not what it ought to be."""
         try:
             with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size != self._num_bytes or file.read(len(self._head)) != self._head:
+                status = os.fstat(file.fileno())
+                if status.st_size != self._num_bytes or file.read(len(self._head)) != self._head:
                     return None
-                matrices = self._map(file)
+                if others := who_else_writes(status):
+                    _log.warning("packed weights are read from %s, which %s: they may have changed them", self._path, others)
+                data = self._bytes_of(file)
         except OSError:
             return None
+        if not _is_verified(self._path, status):
+            if data[len(self._head) : self._start].tobytes() != _checksums(data[self._start :], self._pool):
+                del data  # a file that is mapped cannot be removed everywhere
+                _remove_damaged(self._path)
+                return None
+            _note_verified(self._path, status)
         with suppress(OSError):
-            os.utime(self._path)  # used just now
-        return matrices
+            os.utime(self._path, ns=(time.time_ns(), status.st_mtime_ns))  # used just now
+        return self._matrices(data[self._start :])
 
-    def write(self, pool: Executor) -> dict[str, PackedTensor]:
-        """Pack everything into the file and map it. Raises OSError where that cannot be done, leaving nothing behind."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+    def write(self) -> dict[str, PackedTensor]:
+        """Pack everything into the file and read it. Raises OSError where that cannot be done, leaving nothing behind."""
+        self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         _make_room(self._path.parent, self._num_bytes)
         unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}-{threading.get_ident()}")
         try:
-            with unfinished.open("xb+") as file:
+            # Of no group, whatever the umask: files that others can write are warned of.
+            with open(unfinished, "xb+", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
                 file.write(self._head)
                 writing = threading.Lock()
 
                 def pack_into_file(name: str) -> None:
                     packed = _pack(self._tensors[name])
                     with writing:
-                        file.seek(len(self._head) + self._offsets[name])
+                        file.seek(self._start + self._offsets[name])
                         file.write(packed.data.data)
 
-                for _ in pool.map(pack_into_file, self._tensors):
+                for _ in self._pool.map(pack_into_file, self._tensors):
                     pass
                 file.truncate(self._num_bytes)
                 file.flush()
+                checksums = _checksums(map_all_pages(file.fileno(), self._num_bytes)[self._start :], self._pool)
+                file.seek(len(self._head))
+                file.write(checksums)
+                file.flush()
                 # A name must not survive a crash that the bytes do not.
                 os.fsync(file.fileno())
+            # Closed by now: Windows renames no open file.
+            try:
                 os.replace(unfinished, self._path)
-                return self._map(file)
+            except OSError:
+                unfinished.unlink()  # nor does it replace one that another process, which was first, has mapped
+            matrices = self.read()
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
+        if matrices is None:
+            raise OSError("packed weights that were written cannot be read")
+        return matrices
 
-    def _map(self, file: BinaryIO) -> dict[str, PackedTensor]:
-        data = map_all_pages(file.fileno(), self._num_bytes)[len(self._head) :]
+    def _bytes_of(self, file: BinaryIO) -> U8:
+        if self._mmap:
+            return map_all_pages(file.fileno(), self._num_bytes)
+        data = aligned_bytes((self._num_bytes,))
+        file.seek(0)
+        if file.readinto(data.data) != self._num_bytes:  # type: ignore[attr-defined]
+            raise OSError("the file has become shorter")
+        return data
+
+    def _matrices(self, data: U8) -> dict[str, PackedTensor]:
         matrices = {}
         for name, tensor in self._tensors.items():
             rows, in_features = tensor.shape
@@ -141,6 +217,91 @@ class _PackedFile:
             tiles = data[start : start + shape[0] * shape[1]].reshape(shape)
             matrices[name] = PackedTensor(tensor.format, (rows, in_features), tiles)
         return matrices
+
+
+def _readable(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower())[:60].strip("-.") or "model"
+
+
+def _round_up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _checksum_bytes(num_bytes: int) -> int:
+    """Room for the checksums of `num_bytes`, in whole pages."""
+    return _round_up(_round_up(num_bytes, _BLOCK_BYTES) // _BLOCK_BYTES * _CHECKSUM_BYTES, _PAGE)
+
+
+def _checksums(data: U8, pool: Executor) -> bytes:
+    """The checksums of all blocks of whole pages, padded with zeros to whole pages themselves."""
+    blocks = [data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES)]
+    return b"".join(pool.map(_checksum, blocks)).ljust(_checksum_bytes(len(data)), b"\0")
+
+
+def _checksum(block: U8) -> bytes:
+    """Of each page a sum of products, of these a hash: no change of a word, a page or their order goes unseen but by chance.
+
+    As fast as memory is read; CRC-32 took seven times as long. It is no protection from somebody who changes weights on purpose.
+    """
+    pages = block.view("<u8").reshape(-1, _PAGE // 8)
+    return hashlib.blake2b(np.einsum("ij,j->i", pages, _ODD).tobytes(), digest_size=_CHECKSUM_BYTES).digest()
+
+
+def _is_sound(path: Path, pool: Executor) -> bool:
+    """Whether a file is what its own head and checksums say. Raises FileNotFoundError if there is none."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            line = file.readline(_MAX_HEAD_BYTES)
+            head = JsonFields(path.name, parse_json_object(line, path.name))
+            num_bytes = head.integer("bytes")
+            start = _round_up(len(line), _PAGE) + _checksum_bytes(num_bytes)
+            if num_bytes < _PAGE or num_bytes % _PAGE or size != start + num_bytes or path.stem[-32:] != head.text("key", ""):
+                return False
+            data = map_all_pages(file.fileno(), size)
+        return data[_round_up(len(line), _PAGE) : start].tobytes() == _checksums(data[start:], pool)
+    except FileNotFoundError:
+        raise
+    except (CheckpointError, OSError, ValueError):
+        return False
+
+
+def _remove_damaged(path: Path) -> None:
+    _log.warning("packed weights %s are damaged and removed; the model is packed anew", path)
+    for one in (path, _marker(path)):
+        with suppress(OSError):
+            one.unlink()
+
+
+def _marker(path: Path) -> Path:
+    """The file that says when a file of packed weights was verified."""
+    return path.with_suffix(".verified")
+
+
+def _verification(status: os.stat_result) -> dict[str, object]:
+    """The file and the boot that a verification is of."""
+    identity = {"device": status.st_dev, "inode": status.st_ino, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+    return {"boot": boot_id(), **identity}
+
+
+def _is_verified(path: Path, status: os.stat_result) -> bool:
+    """Whether a file was verified since the system was started; where that cannot be known, within a day."""
+    try:
+        recent = bool(boot_id()) or 0 <= time.time() - _marker(path).stat().st_mtime < _VERIFIED_S
+        return recent and parse_json_object(_marker(path).read_bytes(), path.name) == _verification(status)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _note_verified(path: Path, status: os.stat_result) -> None:
+    """Remember it. In a cache that cannot be written, the file is verified at every start."""
+    unfinished = path.with_suffix(f".verified.{os.getpid()}-{threading.get_ident()}")
+    with suppress(OSError):
+        try:
+            unfinished.write_text(json.dumps(_verification(status)))
+            os.replace(unfinished, _marker(path))
+        except OSError:
+            unfinished.unlink(missing_ok=True)
 
 
 def _tiles(tensor: Matrix) -> int:
@@ -185,5 +346,6 @@ def _make_room(directory: Path, num_bytes: int) -> None:
             if time.time() - path.stat().st_mtime > _ABANDONED_S if unfinished else kept + num_bytes > limit:
                 path.unlink()
                 kept -= size
+                _marker(path).unlink(missing_ok=True)
     if shutil.disk_usage(directory).free < 2 * num_bytes:
         raise OSError("packed weights would fill the disk")

@@ -164,7 +164,7 @@ def _read_toml(path: Path) -> dict[str, object]:
             return tomllib.load(stream)
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also integers too long to read, arrays too deep
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
 
 

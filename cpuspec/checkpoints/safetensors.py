@@ -18,16 +18,16 @@ _DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 
-# The public reader's own limit.
-_MAX_HEADER_BYTES = 100_000_000
+# As Python objects a header takes up to 25 times its bytes; those of models have less than a megabyte.
+_MAX_HEADER_BYTES = 1 << 25
 
 
-def read_safetensors(path: Path) -> dict[str, QuantTensor]:
-    """The matrices and vectors of a file by name, as views of its mapped bytes.
+def read_safetensors(path: Path, mmap: bool = True) -> dict[str, QuantTensor]:
+    """The matrices and vectors of a file by name, as views of its bytes, which are mapped or read.
 
     Raises CheckpointError on a damaged file, or a tensor that is not f32, f16 or bf16 with one or two dimensions.
     """
-    data = map_file(path)
+    data = map_file(path, mmap)
     if len(data) < 8:
         raise CheckpointError(f"{path} has {len(data)} bytes, a safetensors file has at least 8: download it again")
     header_bytes = int.from_bytes(data[:8].tobytes(), "little")

@@ -19,7 +19,7 @@ from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe, model_and_s
 from cpuspec.cli import options
 from cpuspec.cli.bench import OUTPUTS, describe_run
 from cpuspec.cli.certificate import describe_certificate, show_certificate
-from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, StepProgress, busy, emit, exit_codes, note, size
+from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, StepProgress, busy, emit, exit_codes, note, show_log, size
 from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.parity import (
     check_record,
@@ -31,7 +31,7 @@ from cpuspec.cli.parity import (
     shared_questions,
     show_parity,
 )
-from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models
+from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models, verify_model
 from cpuspec.config import AUTO, EngineConfig, SamplingParams, SpecConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
@@ -87,6 +87,7 @@ def cpuspec(
     ] = False,
 ) -> None:
     """Quantized language models on x86 CPUs, with speculative decoding that is exact to the bit."""
+    show_log()
 
 
 @app.command()
@@ -132,6 +133,7 @@ def generate(
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
+    no_mmap: options.NoMmap = False,
     kv_format: options.KVFormat = EngineConfig.kv_format,
     device: options.Device = EngineConfig.device,
     dtype: options.DType = EngineConfig.dtype,
@@ -178,6 +180,7 @@ def generate(
         1,
         context_length,
         threads=threads,
+        mmap=not no_mmap,
         kv_format=kv_format,
         device=device,
         dtype=dtype,
@@ -246,6 +249,7 @@ def chat(
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
+    no_mmap: options.NoMmap = False,
     kv_format: options.KVFormat = EngineConfig.kv_format,
     device: options.Device = EngineConfig.device,
     dtype: options.DType = EngineConfig.dtype,
@@ -277,6 +281,7 @@ def chat(
         1,
         context_length,
         threads=threads,
+        mmap=not no_mmap,
         kv_format=kv_format,
         device=device,
         dtype=dtype,
@@ -326,6 +331,13 @@ def models(as_json: options.Json = False) -> None:
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read the model's files and packed weights whole, and compare their checksums; exit code 1 if one differs.",
+        ),
+    ] = False,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -333,10 +345,15 @@ def inspect(
     checkpoint = _open_target(model)
     with busy("measuring this machine's memory bandwidth"):
         report = describe_model(checkpoint, threads or usable_cores(), tensors)
+    if verify:
+        with busy("reading the model's files"):
+            report["verified"] = verify_model(checkpoint, threads or usable_cores())
     if as_json:
         _emit_json(report)
     else:
         show_model(report)
+    if verify and not report["verified"]["passed"]:
+        raise typer.Exit(ERROR)
 
 
 @app.command()
@@ -396,7 +413,7 @@ def bench(
         threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights, activations=activations
     )
     plan.check(checkpoint.config, settings.max_rows)
-    with _loading(model, backend):
+    with busy(f"loading {model}"):
         loaded = make_backend(backend, checkpoint, settings)
     try:
         # Lines and no spinner: it would take turns with the measured threads.
@@ -442,7 +459,6 @@ def certify(
     checkpoint, spec = _open_with_drafts(model, draft)
     if not spec.levels:
         raise typer.BadParameter("there is no draft to certify; name one with --draft, as --draft ngram")
-    _announce_compiling(backend)
     settings = EngineConfig(
         threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights, activations=activations
     )
@@ -552,7 +568,7 @@ def parity(
     with ExitStack() as stack:
         loaded = []
         for side in sides:
-            with nullcontext() if isinstance(side, Run) else _loading(side.name, side.backend):
+            with nullcontext() if isinstance(side, Run) else busy(f"loading {side.name}"):
                 loaded.append(stack.enter_context(loaded_side(side, checkpoint, questions, spec)))
         with StepProgress() as progress:
             found = measure(loaded, identity, questions, record, (top, whole_rows), progress)
@@ -601,8 +617,8 @@ def info(as_json: options.Json = False) -> None:
         show_machine(report)
 
 
-def _open(model: str) -> Checkpoint:
-    return open_checkpoint(_fetched(options.checked_text(model, "MODEL")))
+def _open(model: str, mmap: bool = True) -> Checkpoint:
+    return open_checkpoint(_fetched(options.checked_text(model, "MODEL")), mmap)
 
 
 def _open_target(model: str) -> Checkpoint:
@@ -615,10 +631,10 @@ def _fetched(model: str) -> Path:
         return resolve_model(model, progress)
 
 
-def _open_with_drafts(model: str, draft: str | None) -> tuple[Checkpoint, SpecConfig]:
+def _open_with_drafts(model: str, draft: str | None, mmap: bool = True) -> tuple[Checkpoint, SpecConfig]:
     """The target that a model's or chain's name stands for, and how to draft for it; draft models are fetched."""
     target, spec = model_and_spec(options.checked_text(model, "MODEL"), draft)
-    checkpoint = _open(target)
+    checkpoint = _open(target, mmap)
     for name in draft_models(spec):
         _fetched(name)
     return checkpoint, spec
@@ -626,29 +642,13 @@ def _open_with_drafts(model: str, draft: str | None) -> tuple[Checkpoint, SpecCo
 
 @contextmanager
 def _load(model: str, draft: str | None, backend: str, settings: EngineConfig) -> "Iterator[LLM]":
-    checkpoint, spec = _open_with_drafts(model, draft)
-    with _loading(model, backend):
+    checkpoint, spec = _open_with_drafts(model, draft, settings.mmap)
+    with busy(f"loading {model}"):
         from cpuspec.engine.llm import LLM
 
         llm = LLM.from_settings(checkpoint, spec, backend, settings)
     with llm:
         yield llm
-
-
-@contextmanager
-def _loading(model: str, backend: str) -> Iterator[None]:
-    """Say that a model is being loaded, and why that takes longer the first time."""
-    with busy(f"loading {model}"):
-        _announce_compiling(backend)
-        yield
-
-
-def _announce_compiling(backend: str) -> None:
-    if backend == "numba":
-        from cpuspec import kernels
-
-        if not kernels.compiled_before():
-            note("compiling kernels for this processor: some seconds, on the first run only")
 
 
 def _emit_json(value: object) -> None:

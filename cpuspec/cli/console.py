@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrup
 """
 
 import errno
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -48,6 +49,23 @@ def note(text: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError):
             print(text, file=sys.stderr, flush=True)
+
+
+class _Notes(logging.Handler):
+    """Shows what the package logs as lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"warning: {record.getMessage()}" if record.levelno >= logging.WARNING else record.getMessage())
+
+
+_NOTES = _Notes()
+
+
+def show_log() -> None:
+    """From now on show what the package logs, as that it compiles kernels. Calling it again changes nothing."""
+    logger = logging.getLogger("cpuspec")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_NOTES)
 
 
 @contextmanager

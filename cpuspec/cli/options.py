@@ -151,6 +151,14 @@ ContextLength = Annotated[
         help="Tokens that prompt and answer may have together; by default what the model was trained for.",
     ),
 ]
+NoMmap = Annotated[
+    bool,
+    typer.Option(
+        "--no-mmap",
+        rich_help_panel=_RUNNING,
+        help="Read model files into memory instead of mapping them: slower to start, and safe from files that are shortened.",
+    ),
+]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
 Temperature = Annotated[
     float,

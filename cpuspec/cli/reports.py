@@ -6,9 +6,11 @@ from typing import Any
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.download import is_fetched, model_path
-from cpuspec.checkpoints.recipes import load_chains, load_recipes
+from cpuspec.checkpoints.packed import verify_packed
+from cpuspec.checkpoints.recipes import load_chains, load_recipes, recipe_of
 from cpuspec.cli.console import emit, print_table, size
 from cpuspec.config import EngineConfig
+from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.metrics import read_bandwidth
@@ -95,6 +97,40 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
     return report
 
 
+def verify_model(checkpoint: Checkpoint, threads: int) -> Row:
+    """The sha256 of the model's files beside that of its recipe, where one knows the file, and whether its packed weights are
+    what their checksums say. Damaged packed weights are removed.
+    """
+    files = file_identity(checkpoint.path)
+    recipe = recipe_of(checkpoint.path)
+    wanted = recipe.sha256 if recipe else None
+    packed = [{"path": str(path), "sound": sound} for path, sound in verify_packed(checkpoint.name, threads).items()]
+    return {
+        "files": files,
+        "recipe": recipe and recipe.name,
+        "recipe_sha256": wanted,
+        "packed": packed,
+        "passed": (not wanted or files[0]["sha256"] == wanted) and all(one["sound"] for one in packed),
+    }
+
+
+def _verdicts(report: Row, path: str) -> list[tuple[str, str]]:
+    """`verify_model` in lines."""
+    lines = [("sha256", f"{file['sha256']} {file['name']}") for file in report["files"]]
+    wanted = report["recipe_sha256"]
+    if not wanted:
+        lines.append(("", "no recipe knows these files, so nothing says what they ought to be"))
+    elif report["files"][0]["sha256"] == wanted:
+        lines.append(("", f"as the recipe {report['recipe']} has it"))
+    else:
+        lines.append(("", f"DAMAGED: {report['recipe']} is {wanted}; remove {path}, and the next start fetches it again"))
+    lines += [
+        ("packed weights", f"{'sound' if one['sound'] else 'DAMAGED, and removed: the next start packs anew'}: {one['path']}")
+        for one in report["packed"]
+    ]
+    return lines if report["packed"] else [*lines, ("packed weights", "none are kept")]
+
+
 def _totals(tensors: Iterable[QuantTensor]) -> Row:
     listed = list(tensors)
     num_bytes, num_weights = sum(t.num_bytes for t in listed), sum(t.num_values for t in listed)
@@ -133,6 +169,8 @@ def show_model(report: Row) -> None:
             "drafts and large caches may exceed it",
         ),
     ]
+    if "verified" in report:
+        facts += _verdicts(report["verified"], report["path"])
     print_table(("", ""), [(name, str(value)) for name, value in facts])
     emit("\n")
     print_table(

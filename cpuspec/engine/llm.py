@@ -61,6 +61,8 @@ class LLM:
     context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
     max_sequences: how many run at once; more wait their turn.
     keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
+    mmap: whether model files are mapped into memory. If not they are read, at the cost of a slower start and of memory: for files
+    that somebody may shorten meanwhile, as on a shared directory, which ends a process that has mapped them (SIGBUS).
     kv_format: what the cache keeps keys and values in, of `cpuspec.formats.kv.KV_FORMATS`: f32, f16, bf16 or int8.
     device, dtype, weights, activations: of backends that have them, as `EngineConfig` says.
     """
@@ -75,6 +77,7 @@ class LLM:
         context_length: int | None = None,
         max_sequences: int = 16,
         keep_packed: bool = True,
+        mmap: bool = True,
         kv_format: str = EngineConfig.kv_format,
         device: str = EngineConfig.device,
         dtype: str = EngineConfig.dtype,
@@ -86,6 +89,7 @@ class LLM:
             context_length,
             threads=threads,
             keep_packed=keep_packed,
+            mmap=mmap,
             kv_format=kv_format,
             device=device,
             dtype=dtype,
@@ -114,7 +118,7 @@ class LLM:
         check_spec(spec)
         check_backend(backend, settings)
         get_kv_format(settings.kv_format)
-        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model))
+        checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model), settings.mmap)
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
         build = prepare(spec, Host(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
         self.name = checkpoint.name

@@ -16,6 +16,7 @@ import numpy as np
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.packed import verify_again
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine
 from cpuspec.engine.llm import LLM
@@ -166,11 +167,13 @@ def certify(
 ) -> Certificate:
     """Test that drafting with `spec` changes nothing: greedy answers to `prompts`, `num_samples` sampled ones a temperature.
 
+    Packed weights, drafts' too, are compared with their checksums as they are loaded.
     Of the settings, sequences at once and context length are decided here.
     Raises ConfigError for numbers that prove nothing, and what making an LLM raises.
     """
     if num_samples < MIN_SAMPLES:
         raise ConfigError(f"frequencies of {num_samples} samples prove nothing; wanted at least {MIN_SAMPLES}")
+    verify_again()
     settings = settings or EngineConfig()
     threads = settings.threads or usable_cores()
     settings = replace(settings, threads=threads)

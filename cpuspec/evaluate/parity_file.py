@@ -23,13 +23,18 @@ from cpuspec.evaluate.parity import Answer, ModelIdentity, Question, Row, Run
 from cpuspec.metrics import LevelCounters
 
 FORMAT, VERSION = "cpuspec parity run", 1
-MAX_FILE_BYTES = 512 << 20
-MAX_ARRAY_BYTES = 4 << 30  # of all arrays of a file: a few deflated bytes may stand for gigabytes
+MAX_FILE_BYTES = 128 << 20  # as Python objects JSON takes up to 25 times its bytes
+MAX_ROW_BYTES = 1 << 30  # of all rows of a file
+MAX_INFLATED = 64  # times the file's bytes: a few deflated bytes may stand for gigabytes, but logits hardly deflate
+SMALL_BYTES = 32 << 20  # that any file may ask for
+MAX_COUNT = 1 << 53
 MAX_TEXT = 200
 
 _TEXTS = ("name", "backend", "kv_format", "dtype", "weights", "activations", "draft", "processor", "device", "date")
 _COUNTS = ("threads", "weight_bytes")
 _SHA256 = re.compile("[0-9a-f]{64}")
+_ROW_OVERHEAD_BYTES = 512  # of a Row with its arrays
+_ROWS_AT_ONCE = 4096
 _ROUNDING = 1e-3  # that sums of probabilities may be off by
 
 
@@ -101,9 +106,11 @@ def _read(record: JsonFields, path: Path) -> Run:
         record.fail("prompts", "at least one")
     fed = [_ids(one, "fed", model.vocab_size) for one in prompts]
     positions = [_positions(one, len(text)) for one, text in zip(prompts, fed, strict=True)]
-    num_bytes = sum(len(text) * (8 * top + 8) + len(some) * 4 * model.vocab_size for text, some in zip(fed, positions, strict=True))
-    if num_bytes > MAX_ARRAY_BYTES:
-        raise CheckpointError(f"{path}: its rows would take {num_bytes} bytes, wanted at most {MAX_ARRAY_BYTES}")
+    row_bytes = 8 * top + 8 + _ROW_OVERHEAD_BYTES
+    num_bytes = sum(len(text) * row_bytes + len(some) * 4 * model.vocab_size for text, some in zip(fed, positions, strict=True))
+    most = min(MAX_ROW_BYTES, max(SMALL_BYTES, MAX_INFLATED * path.stat().st_size))
+    if num_bytes > most:
+        raise CheckpointError(f"{path}: its rows would take {num_bytes} bytes, wanted at most {most} for a file of its size")
     questions, answers, drafts, kept, whole = [], [], [], [], {}
     for number, (one, text, some) in enumerate(zip(prompts, fed, positions, strict=True)):
         question = Question(_ids(one, "ids", model.vocab_size), one.integer("num_tokens"))
@@ -132,7 +139,7 @@ def _read_model(fields: JsonFields) -> ModelIdentity:
         file = _object(fields, "files", number)
         if not _SHA256.fullmatch(file.text("sha256", "")):
             file.fail("sha256", "64 lower-case hexadecimal digits")
-        files.append({"name": _text(file, "name"), "bytes": file.integer("bytes"), "sha256": file.text("sha256", "")})
+        files.append({"name": _text(file, "name"), "bytes": _count(file, "bytes"), "sha256": file.text("sha256", "")})
     if not files:
         fields.fail("files", "the name, bytes and sha256 of at least one file")
     return ModelIdentity(_text(fields, "name"), _text(fields, "architecture"), vocab_size, tuple(files))
@@ -142,7 +149,7 @@ def _read_about(fields: JsonFields) -> dict[str, Any]:
     """What is known of the run; figures that reports show, texts that a terminal may show."""
     about: dict[str, Any] = {"row_invariant": fields.boolean("row_invariant", False)}
     about |= {name: _text(fields, name) for name in _TEXTS if name in fields or name == "name"}
-    about |= {name: fields.integer(name) for name in _COUNTS if name in fields}
+    about |= {name: _count(fields, name) for name in _COUNTS if name in fields}
     versions = fields.object("versions")
     return about | {"versions": {_shown(versions, name, name): _text(versions, name) for name in versions.names()}}
 
@@ -167,26 +174,25 @@ def _read_answer(record: JsonFields, key: str, question: Question, vocab_size: i
 
 
 def _read_counters(counters: JsonFields) -> LevelCounters:
-    numbers = {one.name: counters.integer(one.name) for one in fields(LevelCounters) if one.name != "num_accepted_tokens_per_pos"}
-    for name, number in numbers.items():
-        if number < 0:
-            counters.fail(name, "a count")
+    numbers = {one.name: _count(counters, one.name) for one in fields(LevelCounters) if one.name != "num_accepted_tokens_per_pos"}
     return LevelCounters(**numbers, num_accepted_tokens_per_pos=_numbers(counters, "num_accepted_tokens_per_pos", 1 << 40))
 
 
 def _read_rows(record: JsonFields, num_rows: int, top: int, vocab_size: int) -> tuple[Row, ...]:
-    ids = _array(record, "top_ids", (num_rows, top), "<i4").astype(np.int32)
-    logits = _array(record, "top_logits", (num_rows, top), "<f4").astype(np.float32)
-    sums = _array(record, "logsumexp", (num_rows,), "<f8").astype(np.float64)
-    if ids.min() < 0 or ids.max() >= vocab_size or (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
-        record.fail("top_ids", f"ids from 0 to {vocab_size - 1}, each once in a row")
-    if not np.isfinite(logits).all() or (np.diff(logits, axis=1) > 0).any():
-        record.fail("top_logits", "finite numbers, the largest of a row first")
-    with np.errstate(over="ignore"):  # the sum of a wrong row may be anything
-        known = np.exp(logits.astype(np.float64) - sums[:, None]).sum(axis=1)
-    if not (known <= 1 + _ROUNDING).all():
-        record.fail("logsumexp", "of every logit of a row, those in top_logits among them")
-    return tuple(Row(*row) for row in zip(logits, ids, sums.tolist(), strict=True))
+    all_ids = _array(record, "top_ids", (num_rows, top), "<i4").astype(np.int32, copy=False)
+    all_logits = _array(record, "top_logits", (num_rows, top), "<f4").astype(np.float32, copy=False)
+    all_sums = _array(record, "logsumexp", (num_rows,), "<f8").astype(np.float64, copy=False)
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        ids, logits, sums = (array[start : start + _ROWS_AT_ONCE] for array in (all_ids, all_logits, all_sums))
+        if ids.min() < 0 or ids.max() >= vocab_size or (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
+            record.fail("top_ids", f"ids from 0 to {vocab_size - 1}, each once in a row")
+        if not np.isfinite(logits).all() or (np.diff(logits, axis=1) > 0).any():
+            record.fail("top_logits", "finite numbers, the largest of a row first")
+        with np.errstate(over="ignore"):  # the sum of a wrong row may be anything
+            known = np.exp(logits.astype(np.float64) - sums[:, None]).sum(axis=1)
+        if not (known <= 1 + _ROUNDING).all():
+            record.fail("logsumexp", "of every logit of a row, those in top_logits among them")
+    return tuple(Row(*row) for row in zip(all_logits, all_ids, all_sums.tolist(), strict=True))
 
 
 def _near(whole: Row, short: Row) -> bool:
@@ -199,6 +205,14 @@ def _positions(record: JsonFields, num_rows: int) -> list[int]:
     if len(set(positions)) != len(positions):
         record.fail("whole_positions", "different positions")
     return positions
+
+
+def _count(fields: JsonFields, key: str) -> int:
+    """A count that arithmetic in floats can take."""
+    number = fields.integer(key)
+    if not 0 <= number <= MAX_COUNT:
+        fields.fail(key, f"a count up to {MAX_COUNT}")
+    return number
 
 
 def _ids(fields: JsonFields, key: str, vocab_size: int) -> list[int]:

@@ -3,11 +3,14 @@
 Numba has a disk cache of its own. To read it, it prepares a whole compiler, which takes longer than all else at a start; and it
 would miss a change in another file's intrinsic. So machine code is kept here, in a directory named after all that it is made
 from: the sources of this package and of the formats, Numba's and LLVM's versions, and the processor's features.
+
+Loading a file is running it. So only directories and files that this user or root owns, and nobody else can write, are used.
 """
 
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -22,7 +25,7 @@ from llvmlite import binding
 from numba import cfunc, types
 
 from cpuspec import formats
-from cpuspec.environment import cache_dir, sources_digest
+from cpuspec.environment import cache_dir, sources_digest, who_else_writes
 from cpuspec.kernels import isa
 from cpuspec.kernels.options import OPTIONS
 
@@ -34,6 +37,7 @@ def _fingerprint() -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
+_log = logging.getLogger(__name__)
 _one_at_a_time = threading.RLock()
 
 # Taken once: sources edited under a running process must not get its machine code.
@@ -41,13 +45,14 @@ _FINGERPRINT = _fingerprint()
 
 
 def kernel_directory() -> Path:
-    """Where machine code for these sources and this processor is kept."""
-    return cache_dir() / "kernels" / _FINGERPRINT
+    """Where machine code for these sources and this processor is kept. Users who share a cache have a directory each."""
+    directory = cache_dir() / "kernels" / _FINGERPRINT
+    return directory.with_name(f"{_FINGERPRINT}-{os.geteuid()}") if _who_else_fills(directory) else directory
 
 
 def compiled_before() -> bool:
     """Whether a start finds machine code on the disk; if not it compiles for some seconds."""
-    return _path("run").exists()
+    return (kernel_directory() / "run.o").exists()
 
 
 def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]], returns: bool = False) -> int:
@@ -55,16 +60,22 @@ def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]
 
     name: tells it from every other kernel. make: gives the Python function that Numba compiles; it allocates and raises nothing,
     because Numba's runtime is not there when it comes from the disk.
-    A directory that cannot be written costs a compilation at every start and nothing else.
+    A directory that cannot be written, or that somebody else can write, costs a compilation at every start and nothing else.
     """
-    path = _path(name)
+    directory = kernel_directory()
+    path = directory / f"{name}.o"
     with _one_at_a_time:
-        found = _load(path)
+        others = _who_else_fills(directory)
+        found = None if others else _load(path)
         if found is None:
+            _tell_of_compiling()
+            if directory.name != _FINGERPRINT:
+                _warn_of(directory.with_name(_FINGERPRINT), directory if not others else None)
             compiled = _compile(make(), num_arguments, returns)
             found = int(compiled.address)
-            with suppress(OSError):
-                _keep(compiled, path)
+            if not others:
+                with suppress(OSError):
+                    _keep(compiled, path)
     return found
 
 
@@ -73,8 +84,23 @@ def function(address: int, num_arguments: int, returns: bool = False) -> Callabl
     return ctypes.CFUNCTYPE(ctypes.c_int64 if returns else None, *[ctypes.c_int64] * num_arguments)(address)
 
 
-def _path(name: str) -> Path:
-    return kernel_directory() / f"{name}.o"
+def _who_else_fills(directory: Path) -> str:
+    """Who else can put files into a directory, as `who_else_writes` has it. Of a link, it and the directory must be ours."""
+    try:
+        return who_else_writes(directory.lstat()) or who_else_writes(directory.stat())
+    except OSError:  # there is none yet
+        return ""
+
+
+@cache
+def _warn_of(directory: Path, instead: Path | None) -> None:
+    place = f"in {instead}" if instead else "in memory, at every start: remove it, or set CPUSPEC_CACHE to a directory of your own"
+    _log.warning("no machine code is loaded from %s, because it %s; it is kept %s", directory, _who_else_fills(directory), place)
+
+
+@cache
+def _tell_of_compiling() -> None:
+    _log.info("compiling kernels for this processor: some seconds, on the first run only")
 
 
 def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> Any:
@@ -95,10 +121,11 @@ def _keep(compiled: Any, path: Path) -> None:
     assert not allocators, f"{path.stem} calls {allocators}: kernels get memory from their callers"
     head = json.dumps([compiled.native_name, calls]).encode() + b"\n"
     body = head + _target_machine().emit_object(module)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        unfinished.write_bytes(hashlib.sha256(body).digest() + body)
+        with open(unfinished, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
+            file.write(hashlib.sha256(body).digest() + body)
         os.replace(unfinished, path)
     except OSError:
         unfinished.unlink(missing_ok=True)
@@ -106,13 +133,15 @@ def _keep(compiled: Any, path: Path) -> None:
 
 
 def _load(path: Path) -> int | None:
-    """The address of a function that was kept; None if there is none, or its file is damaged."""
+    """The address of a function that was kept; None if there is none, or its file is damaged or could be somebody else's."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            others = who_else_writes(os.fstat(file.fileno()))
+            content = file.read()
     except OSError:
         return None
     digest, body = content[:32], content[32:]
-    if hashlib.sha256(body).digest() != digest:
+    if others or hashlib.sha256(body).digest() != digest:
         return None
     head, _, code = body.partition(b"\n")
     name, calls = json.loads(head)

@@ -138,7 +138,7 @@ def _read(path: Path) -> Costs | None:
     try:
         kept = json.loads(path.read_text())
         rows, seconds = kept["rows"], kept["seconds"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     numbers = [rows, seconds]
     if not all(isinstance(one, list) and one and all(isinstance(n, int | float) and 0 < n < 1e6 for n in one) for one in numbers):

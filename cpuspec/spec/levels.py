@@ -80,7 +80,7 @@ def _matched_by_text(level: LevelSpec, host: Host) -> DraftModel:
 
 
 def _other_model(model: str, host: Host) -> DraftModel:
-    checkpoint = open_checkpoint(resolve_model(model))
+    checkpoint = open_checkpoint(resolve_model(model), host.settings.mmap)
     return DraftModel(make_tokenizer(checkpoint), lambda target: make_backend(host.backend, checkpoint, host.settings, target))
 
 

@@ -20,6 +20,7 @@ from tools.make_tiny_model import (
 )
 
 T = gguf.GGUFValueType
+YARN = {"qwen2.rope.scaling.type": ("yarn", T.STRING), "qwen2.rope.scaling.factor": (4.0, T.FLOAT32)}
 SCALINGS = [None, RopeScaling("linear", 2.0), RopeScaling("yarn", 4.0, original_context_length=128, beta_fast=16.0, beta_slow=2.0)]
 
 
@@ -220,6 +221,10 @@ def test_rope_scaling_is_read_as_the_file_means_it(small_gguf, edited_gguf, chan
         ({"qwen2.attention.value_length": (8, T.UINT32)}, "length of keys"),
         ({"qwen2.rope.scaling.type": ("longrope", T.STRING)}, "none, linear or yarn"),
         ({"qwen2.rope.scaling.type": ("yarn", T.STRING), "qwen2.rope.scaling.factor": (0.0, T.FLOAT32)}, "factor"),
+        ({**YARN, "qwen2.rope.scaling.yarn_beta_fast": (0.0, T.FLOAT32)}, "yarn: beta_fast is 0.0, wanted"),
+        ({**YARN, "qwen2.rope.scaling.yarn_beta_slow": (-1.0, T.FLOAT32)}, "yarn: beta_slow is -1.0, wanted"),
+        ({**YARN, "qwen2.rope.scaling.attn_factor": (-1.0, T.FLOAT32)}, "yarn: attention_factor is -"),
+        ({**YARN, "qwen2.rope.freq_base": (1.0, T.FLOAT32)}, "rope_base is 1.0, wanted a number above 1"),
         ({"qwen2.rope.scaling.attn_factor": (2.0, T.FLOAT32)}, "attn_factor"),
         ({"qwen2.rope.freq_base": (float("nan"), T.FLOAT32)}, "finite"),
         ({"qwen2.attention.head_count": ([2], T.ARRAY)}, "an integer"),

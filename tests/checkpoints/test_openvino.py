@@ -1,5 +1,6 @@
 """What an OpenVINO model's files say is what is read, and nothing that they do not hold."""
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,9 +108,9 @@ KINDS = {
 }
 
 
-def _write(directory: Path, kind: str, tied: bool = False) -> tuple[Ir, dict[str, np.ndarray]]:
+def _write(directory: Path, kind: str, tied: bool = False, **sizes: int) -> tuple[Ir, dict[str, np.ndarray]]:
     """A model's directory with an OpenVINO graph in the place of its safetensors; returns what its matrices hold."""
-    make_tiny_hf(directory, tied=tied, dtype="f16")
+    make_tiny_hf(directory, tied=tied, dtype="f16", **sizes)
     source = open_checkpoint(directory)
     ir, values = Ir(), {}
     names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
@@ -185,6 +186,32 @@ def test_a_graph_that_goes_in_circles_ends(tmp_path: Path) -> None:
     ir.write(tmp_path / "model")
     with pytest.raises(CheckpointError, match="missing"):
         open_checkpoint(tmp_path / "model")
+
+
+def test_a_constant_that_is_used_again_and_again_is_an_error(tmp_path: Path) -> None:
+    ir, _ = _write(tmp_path / "model", "i4 g16")  # becomes f32
+    [first] = [number for number, layer in enumerate(ir.layers) if "layers.0.mlp.up_proj" in layer]
+    [source] = [edge for edge in ir.edges if f'to-layer="{first}" to-port="1"' in edge]
+    weight = int(source.partition('from-layer="')[2].partition('"')[0])
+    for number in range(2, 500):
+        ir.layer("MatMul", 0, weight, name=f"__module.model.layers.{number}.mlp.up_proj/aten::linear/MatMul")
+    ir.write(tmp_path / "model")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"more weights than openvino_model.bin has"):
+            open_checkpoint(tmp_path / "model")
+        assert tracemalloc.get_traced_memory()[1] < 40 * (tmp_path / "model" / WEIGHTS).stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_shape_of_many_dimensions_is_an_error(tmp_path: Path) -> None:
+    ir, _ = _write(tmp_path / "model", "i4 g32")
+    ir.layers = [one.replace('shape="', f'shape="{"1," * 100_000}') for one in ir.layers]
+    ir.write(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="no offset, size and shape") as caught:
+        open_checkpoint(tmp_path / "model")
+    assert len(str(caught.value)) < 600
 
 
 def test_missing_weights_are_an_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -181,7 +182,10 @@ def test_a_set_of_tensors_has_a_file_of_its_own(packs: list[str], other: str) ->
     assert packs == []
 
 
-@pytest.mark.parametrize(("owner", "name", "value"), [(packed, "_FINGERPRINT", "other sources"), (packed.sys, "byteorder", "big")])
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(packed, "_FINGERPRINT", "other sources"), (packed, "_LAYOUT", 1), (packed.sys, "byteorder", "big")],
+)
 def test_another_way_of_packing_does_not_read_what_this_one_wrote(
     model: Path, packs: list[str], monkeypatch, owner, name: str, value: str
 ) -> None:
@@ -231,7 +235,7 @@ def test_a_directory_in_the_place_of_a_file_costs_packing_in_memory(model: Path)
     path.unlink()
     path.mkdir()
     check(tensors_of(model))
-    assert list(packed_directory().iterdir()) == [path]
+    assert [path for path, _ in packed_files()] == [path]
 
 
 def fail(*_: object) -> None:
@@ -370,3 +374,246 @@ def test_a_view_knows_its_place_in_its_file(tmp_path: Path) -> None:
     assert (size, changed, offset) == (1000, path.stat().st_mtime_ns, 130)
     assert place_in_file(data[100:200].copy()) is None
     assert place_in_file(np.zeros(5, np.uint8)) is None
+
+
+# ------------------------------------------------------------------------------------------------------------------- checksums
+
+
+@pytest.fixture
+def checks(monkeypatch) -> list[int]:
+    """Bytes that were compared with checksums since this list was last cleared."""
+    done: list[int] = []
+    real = packed._checksums
+
+    def watched(data: np.ndarray, pool: object) -> bytes:
+        done.append(data.nbytes)
+        return real(data, pool)
+
+    monkeypatch.setattr(packed, "_checksums", watched)
+    return done
+
+
+def reboot(monkeypatch, number: int = 1) -> None:
+    monkeypatch.setattr(packed, "boot_id", lambda: f"boot {number}")
+
+
+def damage_weights(path: Path, at: int = -5000) -> None:
+    """Flip a bit of a matrix, and keep the file's times, as a disk does."""
+    rewrite(path, flip(at))
+
+
+@pytest.mark.parametrize("at", ["first byte", "middle", "last page", "checksums"])
+def test_a_flipped_bit_is_found_after_a_boot_and_costs_packing(
+    model: Path, packs: list[str], monkeypatch, caplog: pytest.LogCaptureFixture, at: str
+) -> None:
+    check(tensors_of(model))
+    path = only_file()
+    good = path.read_bytes()
+    start = good.index(b"\n\n") // 4096 * 4096 + 4096
+    places = {"first byte": start + 4096, "middle": len(good) // 2, "last page": len(good) - 4096 - 1, "checksums": start}
+    damage_weights(path, places[at])
+    assert path.read_bytes() != good
+    packs.clear()
+    reboot(monkeypatch)
+    check(tensors_of(model))
+    assert sorted(packs) == sorted(FORMATS)
+    assert f"packed weights {path} are damaged and removed" in caplog.text
+    assert path.read_bytes() == good
+
+
+def test_weights_are_verified_once_a_boot(model: Path, checks: list[int], packs: list[str], monkeypatch) -> None:
+    check(tensors_of(model))
+    checks.clear()
+    packs.clear()
+    for number in (1, 2):
+        reboot(monkeypatch, number)
+        for _ in range(3):
+            check(tensors_of(model))
+        assert len(checks) == number
+    assert packs == []
+
+
+@pytest.mark.parametrize("change", ["touched", "copied", "marker gone", "marker damaged"])
+def test_a_file_that_is_not_the_one_that_was_verified_is_verified(
+    model: Path, checks: list[int], packs: list[str], tmp_path: Path, change: str
+) -> None:
+    check(tensors_of(model))
+    path, marker = only_file(), only_file().with_suffix(".verified")
+    if change == "touched":
+        os.utime(path, ns=(1, 1))
+    elif change == "copied":
+        shutil.copy2(path, tmp_path / "copy")
+        os.replace(tmp_path / "copy", path)
+    elif change == "marker gone":
+        marker.unlink()
+    else:
+        marker.write_text("[" * 5000)
+    checks.clear()
+    packs.clear()
+    check(tensors_of(model))
+    assert len(checks) == 1
+    check(tensors_of(model))
+    assert len(checks) == 1
+    assert packs == []
+
+
+def test_weights_can_be_verified_again_in_the_same_boot(model: Path, checks: list[int]) -> None:
+    check(tensors_of(model))
+    damage_weights(only_file())
+    checks.clear()
+    packed.verify_again()
+    check(tensors_of(model))
+    assert len(checks) == 3  # found damaged, written, and read again
+
+
+def test_where_no_boot_is_known_a_verification_counts_for_a_day(model: Path, checks: list[int], monkeypatch) -> None:
+    monkeypatch.setattr(packed, "boot_id", lambda: "")
+    check(tensors_of(model))
+    marker = only_file().with_suffix(".verified")
+    for age_s, times in ((3600, 0), (2 * 86400, 1), (-3600, 1)):
+        os.utime(marker, (time.time() - age_s,) * 2)
+        checks.clear()
+        check(tensors_of(model))
+        assert len(checks) == times
+
+
+def test_checksums_see_every_bit_and_the_order_of_words_pages_and_blocks() -> None:
+    data = np.random.default_rng(3).integers(0, 256, 2 * packed._BLOCK_BYTES + 4096, dtype=np.uint8)
+
+    def sums(changed: np.ndarray) -> bytes:
+        with ThreadPoolExecutor(2) as pool:
+            return packed._checksums(changed, pool)
+
+    wanted, page = sums(data), data[:4096].copy()
+    assert len(wanted) % 4096 == 0
+    for at in (0, 1, 4095, 4096, packed._BLOCK_BYTES, len(data) - 1):
+        for bit in range(8):
+            changed = data.copy()
+            changed[at] ^= 1 << bit
+            assert sums(changed) != wanted
+    for size in (8, 4096, packed._BLOCK_BYTES):
+        changed = data.copy()
+        changed[:size], changed[size : 2 * size] = data[size : 2 * size], data[:size]
+        assert sums(changed) != wanted
+    for changed_page in (np.zeros(4096, np.uint8), page[::-1], np.roll(page, 8)):
+        changed = data.copy()
+        changed[:4096] = changed_page
+        assert sums(changed) != wanted
+    assert sums(data.copy()) == wanted
+
+
+def test_verifying_reads_every_file_of_a_model_and_removes_damaged_ones(model: Path, packs: list[str]) -> None:
+    check(tensors_of(model))
+    sound = only_file()
+    check(one_matrix(1))
+    [damaged] = {path for path, _ in packed_files()} - {sound}
+    damage_weights(damaged, -1)
+    assert packed.verify_packed("A model", 2) == {sound: True, damaged: False}
+    assert packed.verify_packed("A mode", 2) == {}
+    assert [path for path, _ in packed_files()] == [sound]
+    packs.clear()
+    check(tensors_of(model))
+    assert packs == []
+    check(one_matrix(1))
+    assert packs == ["f32"]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, "head of numbers"])
+def test_verifying_trusts_no_head(model: Path, damage: str) -> None:
+    check(tensors_of(model))
+    path = only_file()
+    if damage == "head of numbers":
+        path.write_bytes(path.read_bytes().replace(b'"bytes": ', b'"bytes": -9999999', 1))
+    else:
+        DAMAGE[damage](path)
+    expected = {} if damage in ("gone", "a dangling link") else {path: damage == "an offset"}
+    assert packed.verify_packed("A model", 1) == expected
+
+
+def test_a_cache_that_cannot_remember_is_verified_at_every_start(model: Path, checks: list[int], monkeypatch) -> None:
+    check(tensors_of(model))
+    only_file().with_suffix(".verified").unlink()
+    monkeypatch.setattr(os, "replace", fail)
+    checks.clear()
+    for number in (1, 2):
+        check(tensors_of(model))
+        assert len(checks) == number
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="files have no mode here")
+def test_weights_that_others_can_write_are_warned_of(model: Path, packs: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    old = os.umask(0)
+    try:
+        check(tensors_of(model))
+        check(tensors_of(model))
+    finally:
+        os.umask(old)
+    assert caplog.records == []
+    only_file().chmod(0o666)
+    packs.clear()
+    check(tensors_of(model))
+    assert f"read from {only_file()}, which can be written by others (mode 0666)" in caplog.text
+    assert packs == []
+
+
+def test_where_no_open_file_can_be_renamed_or_removed_a_second_start_packs_nothing(
+    model: Path, packs: list[str], monkeypatch
+) -> None:
+    """As on Windows."""
+
+    def is_open(path: Path | str) -> bool:
+        name = str(path)
+        return any(os.path.realpath(f"/proc/self/fd/{fd}") == name for fd in os.listdir("/proc/self/fd")) or (
+            name in Path("/proc/self/maps").read_text()
+        )
+
+    def guarded(real: Callable) -> Callable:
+        def change(*paths, **options):
+            if any(is_open(path) for path in paths):
+                raise PermissionError(errno.EACCES, "The process cannot access the file because it is being used")
+            return real(*paths, **options)
+
+        return change
+
+    monkeypatch.setattr(os, "replace", guarded(os.replace))
+    monkeypatch.setattr(Path, "unlink", guarded(Path.unlink))
+    with pytest.raises(PermissionError), model.open() as file:
+        os.replace(file.name, "elsewhere")
+    held = check(tensors_of(model))
+    assert [path.suffix for path, _ in packed_files()] == [".packed"]
+    packs.clear()
+    check(tensors_of(model))
+    assert packs == []
+    # A second process that packs at the same time cannot replace what the first has mapped, and takes that.
+    monkeypatch.setattr(packed._PackedFile, "read", lambda self, read=packed._PackedFile.read: read(self) if packs else None)
+    check(tensors_of(model))
+    assert [path.suffix for path, _ in packed_files()] == [".packed"]
+    assert packs
+    del held
+
+
+# ----------------------------------------------------------------------------------------------------------------- without mmap
+
+
+def test_without_mmap_no_file_is_mapped(model: Path, packs: list[str], monkeypatch) -> None:
+    def tensors() -> dict[str, QuantTensor]:
+        data = map_file(model, mmap=False)
+        assert not data.flags.writeable
+        return {name: replace(one, data=_view_like(one.data, mapped_data, data)) for name, one in mapped_tensors.items()}
+
+    mapped_tensors = tensors_of(model)
+    mapped_data = map_file(model)
+    check(mapped_tensors)
+    packs.clear()
+    matrices = check(tensors(), mmap=False)
+    assert packs == []  # the same file's: known by its place in it
+    before = {name: matrix.data.tobytes() for name, matrix in matrices.items()}
+    for path in (model, only_file()):
+        os.truncate(path, 0)
+    assert {name: matrix.data.tobytes() for name, matrix in matrices.items()} == before
+
+
+def _view_like(view: np.ndarray, whole: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The same place of another copy of a file."""
+    start = place_in_file(view)[2]
+    return other[start : start + view.nbytes].reshape(view.shape)

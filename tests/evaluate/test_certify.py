@@ -52,6 +52,15 @@ def sampled(checkpoint, plain, rows, proposer, num_samples=64):
     return check_sampled(lambda each: module._answers(engine, PROMPT, each), rows, num_samples)
 
 
+def test_packed_weights_are_verified_before_they_are_certified(monkeypatch):
+    def ask():
+        raise ConfigError("asked")
+
+    monkeypatch.setattr(module, "verify_again", ask)
+    with pytest.raises(ConfigError, match="asked"):
+        certify(None, NGRAM)
+
+
 def test_drafts_that_change_nothing_are_certified_by_a_test_that_sees_a_lie(certificate):
     assert certificate.passed
     assert certificate.control_rejected

@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import tracemalloc
 import zlib
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -412,6 +413,8 @@ WRONG = {
     "a position twice": (_set("prompts", 0, "whole_positions", [0, 0]), "different positions"),
     "terminal codes": (_set("run", "processor", "\x1b[2J"), "printable"),
     "a name of megabytes": (_set("run", "name", "x" * 10**6), "1 to 200 printable characters"),
+    "bytes beyond every float": (_set("model", "files", 0, "bytes", 10**400), "wanted a count up to"),
+    "threads beyond every float": (_set("run", "threads", 10**400), "wanted a count up to"),
     "no name": (_set("run", "name", None), "name is absent"),
 }  # fmt: skip
 
@@ -460,9 +463,30 @@ def test_a_file_that_was_cut_short_is_refused(saved, tmp_path):
 
 
 def test_more_rows_than_memory_should_hold_are_refused_before_they_are_made(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(parity_file, "MAX_ARRAY_BYTES", 1000)
+    monkeypatch.setattr(parity_file, "MAX_ROW_BYTES", 1000)
     with pytest.raises(ConfigError, match="wanted at most 1000"):
         read_run(saved[0])
+
+
+def test_a_small_file_cannot_ask_for_much_memory(saved, tmp_path):
+    value, num_rows = copy.deepcopy(saved[1]), 1 << 20
+    prompt = value["prompts"][0]
+    value |= {"top": 384, "prompts": [prompt]}
+    prompt["fed"] = prompt["ids"] + [0] * (num_rows - len(prompt["ids"]))
+    packed = zlib.compressobj(9)
+    deflated = b"".join(packed.compress(bytes(1 << 20)) for _ in range(num_rows * 384 * 4 >> 20)) + packed.flush()
+    prompt["top_ids"] = prompt["top_logits"] = base64.b64encode(deflated).decode()
+    path = tmp_path / "bomb.json"
+    path.write_text(json.dumps(value), "utf-8")
+    assert path.stat().st_size < 8 << 20
+    del value, prompt, deflated
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"its rows would take [0-9]+ bytes, wanted at most [0-9]+ for a file of its size"):
+            read_run(path)
+        assert tracemalloc.get_traced_memory()[1] < 30 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_that_cannot_be_read_or_written_is_named(two, checkpoints, tmp_path):

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -147,3 +147,141 @@ def test_a_machine_has_its_kernels_once_the_step_is_there() -> None:
     assert not compiled_before()
     (kernel_directory() / "run.o").touch()
     assert compiled_before()
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is told, as if this process had told nothing yet."""
+    machine_code._tell_of_compiling.cache_clear()
+    machine_code._warn_of.cache_clear()
+    caplog.set_level("INFO", "cpuspec")
+    yield caplog
+    machine_code._tell_of_compiling.cache_clear()
+    machine_code._warn_of.cache_clear()
+
+
+def make_foreign(path: Path, monkeypatch) -> None:
+    """Let a path seem to be another user's."""
+    status = os.stat_result
+
+    def foreign(real: Callable) -> Callable:
+        def changed(which, *rest, **options):
+            found = real(which, *rest, **options)
+            if (found.st_dev, found.st_ino) != identity:
+                return found
+            fields = list(found)
+            fields[4] = 12345
+            return status(fields)
+
+        return changed
+
+    identity = path.stat().st_dev, path.stat().st_ino
+    for name in ("lstat", "stat", "fstat"):
+        monkeypatch.setattr(os, name, foreign(getattr(os, name)))
+
+
+posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="directories have no mode here")
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777])
+def test_machine_code_is_neither_loaded_from_nor_left_in_a_directory_that_others_can_write(
+    compiles: list[object], logged, mode: int
+) -> None:
+    value()
+    directory = kernel_directory()
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    directory.chmod(mode)
+    compiles.clear()
+    logged.clear()
+    assert value() == value() == 12
+    assert compiles == [weighted]
+    private = directory.with_name(f"{directory.name}-{os.geteuid()}")
+    assert kernel_directory() == private
+    [record] = [record for record in logged.records if record.levelname == "WARNING"]
+    assert f"{directory}, because it can be written by others (mode {mode:04o}); it is kept in {private}" in record.getMessage()
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    private.chmod(mode)
+    compiles.clear()
+    assert value() == value() == 12
+    assert compiles == [weighted, weighted]
+    assert "kept in memory, at every start: remove it, or set CPUSPEC_CACHE to a directory of your own" in logged.text
+
+
+@posix
+@pytest.mark.parametrize("what", ["directory", "link to it"])
+def test_machine_code_is_not_loaded_from_a_directory_of_another_user(
+    compiles: list[object], logged, monkeypatch, cache: Path, what: str
+) -> None:
+    value()
+    directory = kernel_directory()
+    if what == "link to it":
+        directory.rename(cache / "elsewhere")
+        directory.symlink_to(cache / "elsewhere")
+        assert value() == 12
+        assert compiles == [weighted]
+    make_foreign(directory, monkeypatch)
+    compiles.clear()
+    assert value() == value() == 12
+    assert compiles == [weighted]
+    assert f"{directory}, because it belongs to another user (id 12345); it is kept in " in logged.text
+    make_foreign(kernel_directory(), monkeypatch)
+    compiles.clear()
+    assert value() == value() == 12
+    assert compiles == [weighted, weighted]
+
+
+@posix
+@pytest.mark.parametrize("whose", ["others can write it", "another user's"])
+def test_a_file_that_could_be_somebody_elses_is_compiled_again(compiles: list[object], monkeypatch, whose: str) -> None:
+    value()
+    [path] = kernel_directory().iterdir()
+    compiles.clear()
+    if whose == "others can write it":
+        path.chmod(0o666)
+    else:
+        make_foreign(path, monkeypatch)
+    assert value() == 12
+    assert value() == 12
+    assert compiles == [weighted]
+
+
+@posix
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+def test_what_this_package_keeps_itself_is_trusted_under_every_umask(compiles: list[object], umask: int) -> None:
+    old = os.umask(umask)
+    try:
+        value()
+        value()
+    finally:
+        os.umask(old)
+    assert compiles == [weighted]
+
+
+@posix
+def test_root_may_leave_machine_code_for_everybody(monkeypatch, compiles: list[object]) -> None:
+    value()
+    compiles.clear()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    for path in (kernel_directory(), *kernel_directory().iterdir()):
+        if path.stat().st_uid:
+            pytest.skip("this test does not run as root")
+    value()
+    assert compiles == []
+
+
+def test_compiling_is_announced_whenever_it_happens_and_once(logged) -> None:
+    value()
+    [path] = kernel_directory().iterdir()
+    assert [record.getMessage() for record in logged.records] == [
+        "compiling kernels for this processor: some seconds, on the first run only"
+    ]
+    logged.clear()
+    machine_code._tell_of_compiling.cache_clear()
+    value()
+    assert logged.records == []
+    (path.parent / "run.o").touch()
+    path.write_bytes(b"damaged")
+    value()
+    address("raising", 1, lambda: raising, returns=True)
+    assert len(logged.records) == 1

@@ -1,0 +1,157 @@
+"""Damaged model files are refused or run: GGUF, Hugging Face directories, OpenVINO exports. See `drive`."""
+
+import json
+import random
+import tempfile
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.openvino import MODEL, WEIGHTS
+from cpuspec.config import EngineConfig
+from tests.backends.models import forward
+from tests.checkpoints.test_openvino import KINDS, _write
+from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
+from tests.fuzz.gguf_fields import structural_fields
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+NUM_TOKENS = 4
+# Most numbers of a header are lengths of a vocabulary's tokens, one like the other.
+OFTEN = ("version", "count", "type of", "item type", "dimension", "offset", "end")
+
+
+def generate(checkpoint: Checkpoint, backend: str = "numpy") -> list[int]:
+    """Greedy tokens from a model that could be opened: whatever they are, they must be tokens."""
+    engine = EngineConfig(threads=1, max_rows=8, keep_packed=False)
+    with closing(make_backend(backend, checkpoint, engine)) as loaded, np.errstate(all="ignore"):
+        capacity = min(8, checkpoint.config.context_length)
+        slots, tokens = loaded.new_cache(1, capacity), [1 % checkpoint.config.vocab_size]
+        while len(tokens) < min(NUM_TOKENS, capacity):
+            logits = forward(loaded, slots, {0: tokens[-1:]}).logits
+            assert logits.shape == (1, checkpoint.config.vocab_size)
+            tokens.append(int(logits[-1].argmax()))
+    return tokens
+
+
+@cache
+def gguf_sample(architecture: str) -> tuple[bytes, list[tuple[int, int]]]:
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_tiny_gguf(Path(directory) / "m.gguf", architecture, vocab_size=260, **SMALL)
+        content = path.read_bytes()
+    named = structural_fields(content)
+    fields = [(position, size) for name, position, size in named if size and name.startswith(OFTEN)]
+    return content, fields + [(position, size) for _, position, size in named[:: len(named) // 40] if size]
+
+
+def damaged_gguf(rng: random.Random, directory: Path) -> Path:
+    content, fields = gguf_sample(rng.choice(("qwen2", "qwen3", "llama")))
+    if rng.random() < 0.5:  # of the header, which is a small part of the file
+        end = fields[-1][0]
+        content = mutate_bytes(content[:end], rng, fields) + content[end:]
+    else:
+        content = mutate_bytes(content, rng, fields)
+    path = directory / "m.gguf"
+    path.write_bytes(content)
+    return path
+
+
+def gguf(rng: random.Random, directory: Path) -> None:
+    checkpoint = open_checkpoint(damaged_gguf(rng, directory), mmap=rng.random() < 0.5)
+    generate(checkpoint)
+
+
+def gguf_on_numba(rng: random.Random, directory: Path) -> None:
+    """Weights of any bytes: what cannot be opened is a question for `gguf`."""
+    content, _ = gguf_sample("qwen2")
+    data = open_checkpoint_start(content)
+    path = directory / "m.gguf"
+    path.write_bytes(content[:data] + mutate_bytes(content[data:], rng)[: len(content) - data].ljust(len(content) - data, b"\xff"))
+    generate(open_checkpoint(path), "numba")
+
+
+def open_checkpoint_start(content: bytes) -> int:
+    """Where the tensors of a GGUF file begin."""
+    end = next(position for name, position, _ in structural_fields(content) if name == "end of the header")
+    return -(-end // 32) * 32
+
+
+@cache
+def huggingface_sample(num_shards: int) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as directory:
+        make_tiny_hf(Path(directory), "llama", dtype="bf16", num_shards=num_shards, vocab_size=260, **SMALL)
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+SCALINGS = [
+    None,
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.1},
+]
+
+
+def huggingface(rng: random.Random, directory: Path) -> None:
+    files = dict(huggingface_sample(rng.choice((1, 2))))
+    config = json.loads(files["config.json"])
+    config["rope_parameters"] = rng.choice(SCALINGS)
+    files["config.json"] = json.dumps(config).encode()
+    kind = rng.choice(("config", "config", "header", "header", "bytes", "index"))
+    shard = rng.choice([name for name in files if name.endswith(".safetensors")])
+    content = files[shard]
+    length = int.from_bytes(content[:8], "little")
+    if kind == "config":
+        files["config.json"] = mutate_json(config, rng)
+    elif kind == "header":
+        header = mutate_json(json.loads(content[8 : 8 + length]), rng)
+        files[shard] = len(header).to_bytes(8, "little") + header + content[8 + length :]
+    elif kind == "bytes" or "model.safetensors.index.json" not in files:
+        files[shard] = mutate_bytes(content, rng, [(0, 8)])
+    else:
+        files["model.safetensors.index.json"] = mutate_json(json.loads(files["model.safetensors.index.json"]), rng)
+    for name, one in files.items():
+        (directory / name).write_bytes(one)
+    generate(open_checkpoint(directory))
+
+
+@cache
+def openvino_sample(kind: str) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as directory:
+        _write(Path(directory), kind, **SMALL)
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def openvino(rng: random.Random, directory: Path) -> None:
+    files = dict(openvino_sample(rng.choice([kind for kind in KINDS if "128" not in kind and kind != "i4 of whole rows"])))
+    if rng.random() < 0.8:
+        files[MODEL] = mutate_text(files[MODEL].decode(), rng)
+    else:
+        files[WEIGHTS] = mutate_bytes(files[WEIGHTS], rng)
+    for name, one in files.items():
+        (directory / name).write_bytes(one)
+    generate(open_checkpoint(directory))
+
+
+def both(outcomes: dict[str, int]) -> bool:
+    """Whether some cases were read and some refused: damage that did nothing, or everything, would test nothing."""
+    return outcomes["answered"] > 0 < outcomes["refused"]
+
+
+def test_a_damaged_gguf_file_is_refused_or_answers() -> None:
+    assert both(check(gguf, 60))
+
+
+def test_weights_of_any_bytes_do_not_end_compiled_kernels() -> None:
+    assert check(gguf_on_numba, 12)["answered"]
+
+
+def test_a_damaged_hugging_face_directory_is_refused_or_answers() -> None:
+    assert both(check(huggingface, 60))
+
+
+def test_a_damaged_openvino_export_is_refused_or_answers() -> None:
+    assert both(check(openvino, 40))

@@ -1,0 +1,89 @@
+"""Rotary numbers of a file: those that make a table make a finite one, and all others are an error that names them."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpuspec.config import ModelConfig, RopeScaling
+from cpuspec.errors import ConfigError
+from cpuspec.model.rope import rope_table
+from tools.make_tiny_model import tiny_config
+
+VALID = {
+    "linear": RopeScaling("linear", 4.0),
+    "llama3": RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=8192),
+    "yarn": RopeScaling("yarn", 4.0, original_context_length=32768, attention_factor=1.2),
+    "factors": RopeScaling("factors", factors=(1.0,) * 31 + (1e30,)),  # a pair that is not to turn at all
+}
+NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
+}
+BAD = [0.0, -0.0, -1.0, 5e-324, 1e-300, 1e300, math.inf, -math.inf, math.nan, True, "4", 10**400]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NUMBERS.items() for name in names])
+@pytest.mark.parametrize("value", BAD, ids=repr)
+def test_a_number_that_stretches_nothing_soundly_is_an_error_that_names_it(kind: str, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{kind}: {name} is .*, wanted "):
+        replace(VALID[kind], **{name: value})
+
+
+@pytest.mark.parametrize("value", [*BAD, [1.0]], ids=repr)
+def test_factors_that_no_frequency_can_be_divided_by_are_an_error(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"factors: factors\[1\] is .*, wanted "):
+        RopeScaling("factors", factors=(1.0, value))
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+@pytest.mark.parametrize("value", [0, -1, 1 << 40, 2.5, math.nan, True, "8192"], ids=repr)
+def test_a_trained_context_that_is_none_is_an_error(kind: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{kind}: original_context_length is .*, wanted an integer"):
+        replace(VALID[kind], original_context_length=value)
+
+
+def test_bounds_out_of_order_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"yarn: beta_slow is 32.0, wanted less than beta_fast 32.0"):
+        replace(VALID["yarn"], beta_slow=32.0)
+    with pytest.raises(ConfigError, match=r"llama3: low_freq_factor is 5.0, wanted less than high_freq_factor 4.0"):
+        replace(VALID["llama3"], low_freq_factor=5.0)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, 0.0, -1e4, 1e300, math.inf, math.nan, "1e4", True, 10**400], ids=repr)
+def test_a_rotary_base_must_make_later_pairs_turn_slower(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"rope_base is .*, wanted a number above 1"):
+        replace(tiny_config(), rope_base=value)
+
+
+@pytest.mark.parametrize("value", [-1e-6, 1.0, math.nan, "1e-6", True], ids=repr)
+def test_a_norms_epsilon_must_be_a_small_number(value: object) -> None:
+    with pytest.raises(ConfigError, match="norm_eps"):
+        replace(tiny_config(), norm_eps=value)
+
+
+def table(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    with np.errstate(all="raise", under="ignore"):
+        return rope_table(config, np.array([0, 1, 17, 4096, (1 << 26) - 1]))
+
+
+@pytest.mark.parametrize("kind", VALID)
+@pytest.mark.parametrize("base", [1.0000001, 2.0, 1e4, 1e15])
+def test_every_scaling_that_is_accepted_makes_finite_rotations(kind: str, base: float) -> None:
+    extremes = {"linear": {}, "factors": {}}
+    extremes["llama3"] = {"low_freq_factor": 1e-6, "high_freq_factor": 1e6, "original_context_length": 1}
+    extremes["yarn"] = {"beta_slow": 1e-6, "beta_fast": 1e6, "original_context_length": 1, "attention_factor": 1e-3}
+    for factor in (1e-6, 0.5, 1.0, 1e6):
+        for scaling in (replace(VALID[kind], factor=factor), replace(VALID[kind], factor=factor, **extremes[kind])):
+            for values in table(replace(tiny_config(), rope_base=base, rope_scaling=scaling)):
+                assert np.isfinite(values).all()
+                assert np.abs(values).max() <= 100
+
+
+def test_a_model_without_scaling_turns_as_before() -> None:
+    cosines, sines = table(tiny_config())
+    angles = np.array([0, 1, 17, 4096, (1 << 26) - 1])[:, None] * 1e4 ** (-np.arange(32) / 32)
+    assert np.array_equal(cosines, np.cos(angles).astype(np.float32))
+    assert np.array_equal(sines, np.sin(angles).astype(np.float32))
