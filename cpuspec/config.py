@@ -5,7 +5,6 @@ Plain data and its validation; nothing here knows arrays, files or kernels.
 
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -16,6 +15,44 @@ from cpuspec.errors import ConfigError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _LONGEST_CONTEXT = 1 << 26
+
+
+def number(
+    value: object, low: float = -math.inf, high: float = math.inf, above: float = -math.inf, below: float = math.inf
+) -> float:
+    """A finite number in [low, high] and (above, below), as a float; numpy's count, too. Raises ValueError or OverflowError."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError("not a number")
+    found = float(value)
+    if not (math.isfinite(found) and low <= found <= high and above < found < below):
+        raise ValueError("out of range")
+    return found
+
+
+def whole(value: object, low: float = -math.inf, high: float = math.inf) -> int:
+    """A whole number from low to high as an int; numpy's are whole numbers, too. Raises ValueError for others."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError("not a whole number")
+    found = int(value)
+    if not low <= found <= high:
+        raise ValueError("out of range")
+    return found
+
+
+def _fits(read: Callable[[object], object], value: object) -> bool:
+    """Whether a reader takes the value."""
+    try:
+        read(value)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    """A value in an error: not so long that it hides the error, whatever a file holds."""
+    if isinstance(value, int) and abs(value) > 1 << 80:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)[:80]
 
 
 @dataclass(frozen=True)
@@ -44,22 +81,22 @@ class RopeScaling:
         if self.kind == "yarn":
             numbers |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
         for name, value in numbers.items():
-            self._check(name, value, _between(value, 1e-6, 1e6), "a number from 1e-6 to 1e6")
+            self._check(name, value, _fits(partial(number, low=1e-6, high=1e6), value), "a number from 1e-6 to 1e6")
         if self.kind == "llama3":
             ordered = self.low_freq_factor < self.high_freq_factor
             self._check("low_freq_factor", self.low_freq_factor, ordered, f"less than high_freq_factor {self.high_freq_factor}")
         if self.kind == "yarn":
             self._check("beta_slow", self.beta_slow, self.beta_slow < self.beta_fast, f"less than beta_fast {self.beta_fast}")
             # It multiplies every cosine and sine, so that logits of attention grow with its square.
-            sound = self.attention_factor is None or _between(self.attention_factor, 1e-3, 100)
+            sound = self.attention_factor is None or _fits(partial(number, low=1e-3, high=100), self.attention_factor)
             self._check("attention_factor", self.attention_factor, sound, "a number from 0.001 to 100")
         if self.kind in ("llama3", "yarn"):
             length = self.original_context_length
-            sound = _whole(length) and 1 <= length <= _LONGEST_CONTEXT
+            sound = _fits(partial(whole, low=1, high=_LONGEST_CONTEXT), length)
             self._check("original_context_length", length, sound, f"an integer from 1 to {_LONGEST_CONTEXT}")
         for i, value in enumerate(self.factors):
             # Some files give pairs that are not to turn a factor like 1e30.
-            self._check(f"factors[{i}]", value, _between(value, 1e-6, 1e38), "a number from 1e-6 to 1e38")
+            self._check(f"factors[{i}]", value, _fits(partial(number, low=1e-6, high=1e38), value), "a number from 1e-6 to 1e38")
 
     def _check(self, name: str, value: object, sound: bool, wanted: str) -> None:
         if not sound:
@@ -102,15 +139,15 @@ class ModelConfig:
         }
         for name, limit in limits.items():
             value = getattr(self, name)
-            if not _whole(value) or not 0 < value <= limit:
+            if not _fits(partial(whole, low=1, high=limit), value):
                 raise ConfigError(f"{name} must be an integer from 1 to {limit}, got {_shown(value)}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if not _real(self.norm_eps) or not 0 <= self.norm_eps < 1:
+        if not _fits(partial(number, low=0, below=1), self.norm_eps):
             raise ConfigError(f"norm_eps must be in [0, 1), got {_shown(self.norm_eps)}")
-        if not _between(self.rope_base, 1, 1e15) or self.rope_base == 1:
+        if not _fits(partial(number, above=1, high=1e15), self.rope_base):
             raise ConfigError(f"rope_base is {_shown(self.rope_base)}, wanted a number above 1, at most 1e15")
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
@@ -148,28 +185,6 @@ class _FrozenDict(dict[int, float]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _FrozenDict, (dict(self),)
-
-
-def number(
-    value: object, low: float = -math.inf, high: float = math.inf, above: float = -math.inf, below: float = math.inf
-) -> float:
-    """A finite number in [low, high] and (above, below), as a float; numpy's count, too. Raises ValueError or OverflowError."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError("not a number")
-    found = float(value)
-    if not (math.isfinite(found) and low <= found <= high and above < found < below):
-        raise ValueError("out of range")
-    return found
-
-
-def whole(value: object, low: float = -math.inf, high: float = math.inf) -> int:
-    """A whole number from low to high as an int; numpy's are whole numbers, too. Raises ValueError for others."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError("not a whole number")
-    found = int(value)
-    if not low <= found <= high:
-        raise ValueError("out of range")
-    return found
 
 
 def _flag(value: object) -> bool:
@@ -261,21 +276,6 @@ class SamplingParams:
         """Whether the processed logits are the raw logits, so that their argmax needs no history."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return not self.logit_bias and penalties == (1, 0, 0)
-
-
-def _real(value: object) -> bool:
-    return _between(value, -sys.float_info.max, sys.float_info.max)
-
-
-def _between(value: object, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-def _shown(value: object) -> str:
-    """A value in an error: not so long that it hides the error, whatever a file holds."""
-    if isinstance(value, int) and abs(value) > 1 << 80:
-        return f"an integer of {value.bit_length()} bits"
-    return repr(value)[:80]
 
 
 MAX_DRAFT_TOKENS = 255  # at most a row less than a forward has

@@ -53,8 +53,8 @@ class LLM:
     """A loaded model that answers. Several threads may call it at once: their requests run together, in one batch.
 
     A thread's answers are the same as if it were alone. An interrupt or an error in one thread's step ends the requests of all
-    threads: their streams end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and none
-    of the parent's requests; with another backend than numba, any use of it there raises BackendError.
+    threads: their streams end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and
+    none of the parent's requests; with another backend than numba, any use of it there raises BackendError.
 
     model: a recipe's or chain's name, a GGUF file, a Hugging Face directory, or an opened Checkpoint.
     spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
