@@ -11,7 +11,6 @@ import numpy as np
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.checkpoints.recipes import model_and_spec
 from cpuspec.config import AUTO, EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError, CpuspecError
@@ -19,7 +18,7 @@ from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelMemory, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.spec.context import Context
-from cpuspec.spec.levels import Host, check_spec, prepare
+from cpuspec.spec.levels import Host, check_spec, model_and_spec, prepare
 from cpuspec.spec.planner import PlannedDrafter, Planner
 from cpuspec.spec.proposer import Proposer, levels_of
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
@@ -47,7 +46,8 @@ class Completion:
 class LLM:
     """A loaded model that answers. Not thread-safe: call it from one thread at a time; streams may be interleaved.
 
-    model: a recipe's or chain's name, a GGUF file, a Hugging Face directory, or an opened Checkpoint.
+    model: a recipe's or chain's name, a hub name as owner/name:QUANT, a GGUF file, a Hugging Face directory, or an opened
+        Checkpoint.
     spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
     context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
     max_sequences: how many run at once; more wait their turn.
