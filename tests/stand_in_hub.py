@@ -150,6 +150,7 @@ def _handler(hub: StandInHub) -> type[BaseHTTPRequestHandler]:
                 sent = body[: hub.break_off_after.pop(0)]
             announced = len(sent) if hub.announces_what_it_sends else len(body)
             self.send_response(status)
+            self.send_header("X-HF-Warning", "advice; You should buy something")
             for name, value in (headers | {"Content-Length": str(announced)}).items():
                 self.send_header(name, value)
             self.end_headers()

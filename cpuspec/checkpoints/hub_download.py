@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -42,7 +42,7 @@ def download(model: HubModel, report: Progress, sha256: str = "") -> Path:
     if the disk cannot take it.
     """
     endpoint = hub_endpoint()
-    with _explained(model):
+    with _explained(model), _warnings(lambda: None):
         info = HfApi(endpoint, library_name="cpuspec").model_info(
             model.repository, revision=model.revision, timeout=HUB_TIMEOUT_S, files_metadata=True
         )
@@ -60,7 +60,7 @@ def download(model: HubModel, report: Progress, sha256: str = "") -> Path:
     told = _Told(report, f"hub {model.repository}", sum(sizes[name] for name in choice.files))
     for name in choice.files:
         if name in missing:
-            with _explained(model), told.retries():
+            with _explained(model), _warnings(told.interrupted):
                 _remove(snapshot / name)  # cut short, or grown
                 path = hf_hub_download(
                     *(model.repository, name),
@@ -176,6 +176,9 @@ class _Told:
     def say(self, what: str) -> None:
         self._report(min(self._before + self._of_file, self._total_bytes), self._total_bytes, what)
 
+    def interrupted(self) -> None:
+        self.say(f"{self._what}, after an interruption")
+
     def file_done(self, num_bytes: int) -> None:
         self._before, self._of_file = self._before + num_bytes, 0
         self.say(self._what)
@@ -211,22 +214,22 @@ class _Told:
 
         return Bar
 
-    @contextmanager
-    def retries(self) -> Iterator[None]:
-        """Have the library's warnings of this thread, which it writes to stderr when it tries again, told as progress."""
-        self._of_file = 0
-        thread = threading.get_ident()
 
-        def keep(record: logging.LogRecord) -> bool:
-            if record.thread == thread:
-                self.say(f"{self._what}, after an interruption")
-            return record.thread != thread
+@contextmanager
+def _warnings(on_retry: Callable[[], None]) -> Iterator[None]:
+    """Keep the library's warnings of this thread from stderr: that it tries again, and whatever a hub wants to have said."""
+    thread = threading.get_ident()
 
-        handlers = list(logging.getLogger("huggingface_hub").handlers)
+    def keep(record: logging.LogRecord) -> bool:
+        if record.thread == thread and "resume" in record.getMessage():
+            on_retry()
+        return record.thread != thread
+
+    handlers = list(logging.getLogger("huggingface_hub").handlers)
+    for handler in handlers:
+        handler.addFilter(keep)
+    try:
+        yield
+    finally:
         for handler in handlers:
-            handler.addFilter(keep)
-        try:
-            yield
-        finally:
-            for handler in handlers:
-                handler.removeFilter(keep)
+            handler.removeFilter(keep)
