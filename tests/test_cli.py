@@ -161,7 +161,7 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
     assert set(shown) == {
         *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
-        *("verify_exact", "plan"),
+        *("verify_exact", "plan", "revision"),
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"

@@ -429,6 +429,15 @@ def test_no_hub_is_one_line_and_loads_no_library(monkeypatch: pytest.MonkeyPatch
     assert "cpuspec.checkpoints.hub_download" not in sys.modules
 
 
+def test_a_hub_that_listens_and_says_nothing_is_left_after_one_question(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuspec.checkpoints.hub_download.HUB_TIMEOUT_S", 0.2)
+    hub.hold = threading.Event()
+    with pytest.raises(DownloadError, match="the hub did not answer in time"):
+        resolve_model(f"{NAME}:Q4_K_M")
+    hub.hold.set()
+    assert len(hub.asked) == 1
+
+
 @pytest.mark.parametrize(
     "answer",
     [
