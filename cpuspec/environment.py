@@ -3,7 +3,8 @@
 CPUSPEC_CACHE      directory for models and everything else that can be fetched or built again
 CPUSPEC_PACKED_GB  gigabytes of it that packed weights may take, by default 20; 0 keeps none
 CPUSPEC_OFFLINE    set to anything but 0, no or false: nothing is downloaded
-HF_ENDPOINT        address of the model hub or of a mirror of it, as huggingface_hub reads it
+HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME and what else moves the model hub, its cache and its token: as huggingface_hub
+reads them. OLLAMA_MODELS: as Ollama reads it.
 """
 
 import hashlib
@@ -86,6 +87,39 @@ def offline() -> bool:
 def hub_endpoint() -> str:
     """Address of the model hub, without a trailing slash."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def hub_offline() -> str:
+    """The variable that forbids the model hub, or nothing. HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE: 1, on, yes or true."""
+    if offline():
+        return "CPUSPEC_OFFLINE"
+    # An empty HF_HUB_OFFLINE leaves the question to TRANSFORMERS_OFFLINE (huggingface_hub/constants.py).
+    name = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+    return name if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") else ""
+
+
+def hub_cache_dir() -> Path:
+    """Where huggingface_hub keeps repositories (huggingface_hub/constants.py), without importing it: that takes 0.4 s."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    chosen = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(chosen))).absolute()
+
+
+def has_proxy() -> bool:
+    """Whether requests go through a proxy, so that a host need not be reachable by itself."""
+    return any(os.environ.get(name) for kind in ("http", "https", "all") for name in (f"{kind}_proxy", f"{kind}_PROXY".upper()))
+
+
+def lm_studio_dirs() -> list[Path]:
+    """Where LM Studio keeps models, its present directory first."""
+    return [Path(os.path.expanduser(path)) for path in ("~/.lmstudio/models", "~/.cache/lm-studio/models")]
+
+
+def ollama_dirs() -> list[Path]:
+    """Where Ollama keeps models: OLLAMA_MODELS if set, else the user's directory and that of the Linux service."""
+    if chosen := os.environ.get("OLLAMA_MODELS", "").strip("\"' "):
+        return [Path(os.path.expanduser(chosen))]
+    return [Path(os.path.expanduser("~/.ollama/models")), Path("/usr/share/ollama/.ollama/models")]
 
 
 def usable_cores() -> int:

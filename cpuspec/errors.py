@@ -18,7 +18,7 @@ class CheckpointError(CpuspecError):
 
 
 class DownloadError(CpuspecError):
-    """No source of a recipe delivered the bytes that its sha256 names."""
+    """A model that no source delivered, or delivered with other bytes than wanted."""
 
 
 class TokenizerError(CpuspecError, ValueError):

@@ -10,9 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +23,6 @@ import cpuspec
 from cpuspec import LLM, SamplingParams, environment, kernels, metrics
 from cpuspec.backends import BACKENDS
 from cpuspec.checkpoints import open_checkpoint, packed
-from cpuspec.checkpoints.download import model_path
-from cpuspec.checkpoints.recipes import find_recipe
 from cpuspec.cli import machine, reports
 from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import app
@@ -40,6 +36,7 @@ from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampl
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
 from cpuspec.spec.levels import MODELS, SOURCES
+from tests.stand_in_hub import COMMIT, Repository, StandInHub, running
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 ROOT = Path(cpuspec.__file__).parent.parent
@@ -185,7 +182,7 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
     assert set(shown) == {
         *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
-        *("verify_exact", "plan"),
+        *("verify_exact", "plan", "revision"),
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"
@@ -476,6 +473,8 @@ def test_an_endless_prompt_is_refused(model: str) -> None:
         (("generate", "hello", "-m", "no/such.gguf"), "no file or directory"),
         (("generate", "hello"), "CPUSPEC_OFFLINE"),
         (("chat", "-m", "smollm2-135m-instrct"), "did you mean smollm2-135m-instruct?"),
+        (("generate", "hello", "-m", "smolm2"), "did you mean smollm2-135m-instruct or "),
+        (("generate", "hello", "-m", "some/one:Q4_K_M"), "some/one:Q4_K_M is not in huggingface_hub's cache and CPUSPEC_OFFLINE"),
         (("inspect", "no-such-model"), "no model is called"),
         (("bench", "no-such-model"), "no model is called"),
         (("pull", "no-such-model"), "no model is called"),
@@ -778,35 +777,43 @@ def test_ctrl_c_twice_at_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def recipe(model: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A user's recipe for the tiny model, on a hub on this machine."""
+def hub(model: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    """A hub on this machine that has the tiny model, and one with less noise for drafts."""
     content = Path(model).read_bytes()
+    for name in (
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "OLLAMA_MODELS",
+        "CPUSPEC_OFFLINE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    hub = StandInHub({"some/one": Repository({"tiny-Q8_0.gguf": content, "tiny-Q4_K_M.gguf": content})})
+    with running(hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        yield hub
 
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+@pytest.fixture
+def recipe(model: str, hub: StandInHub, cache: Path, tmp_path: Path) -> SimpleNamespace:
+    """A user's recipe for the tiny model."""
+    content = Path(model).read_bytes()
     (cache / "recipes").mkdir(parents=True)
     (cache / "recipes" / "tiny.toml").write_text(
         f'name = "tiny"\ndescription = "random"\narchitecture = "qwen2"\nparameters = 1000\nfile = "tiny.gguf"\n'
         f'bytes = {len(content)}\nsha256 = "{hashlib.sha256(content).hexdigest()}"\nlicence = "none"\n'
-        f'[[sources]]\nkind = "huggingface"\nrepository = "some/one"\nfile = "tiny.gguf"\n'
+        f'[[sources]]\nkind = "huggingface"\nname = "some/one:Q8_0"\n'
     )
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.delenv("CPUSPEC_OFFLINE")
-    yield SimpleNamespace(path=cache / "models" / "tiny" / "tiny.gguf", content=content)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    return SimpleNamespace(path=snapshot(tmp_path) / "tiny-Q8_0.gguf", content=content)
+
+
+def snapshot(tmp_path: Path) -> Path:
+    return tmp_path / "hf" / "hub" / "models--some--one" / "snapshots" / COMMIT
 
 
 def test_pull_fetches_once_and_prints_the_path(recipe: SimpleNamespace) -> None:
@@ -815,19 +822,46 @@ def test_pull_fetches_once_and_prints_the_path(recipe: SimpleNamespace) -> None:
     assert first.stdout == second.stdout == f"{recipe.path}\n"
     assert recipe.path.read_bytes() == recipe.content
     assert "fetching tiny" in first.stderr
+    assert f"revision {COMMIT}" in first.stderr
     assert "already there" in second.stderr
     assert not CONTROL.search(first.stderr)
 
 
-def test_pull_as_json_says_what_was_there(recipe: SimpleNamespace) -> None:
-    wanted = {"name": "tiny", "path": str(recipe.path), "bytes": len(recipe.content)}
-    assert json.loads(ok("pull", "tiny", "--json")) == [wanted | {"was_there": False}]
-    assert json.loads(ok("pull", "tiny", "--json")) == [wanted | {"was_there": True}]
+@pytest.mark.parametrize("name", ["tiny", "some/one:Q8_0"])
+def test_pull_as_json_says_what_was_there_and_its_revision(recipe: SimpleNamespace, name: str) -> None:
+    wanted = {"name": name, "path": str(recipe.path), "bytes": len(recipe.content), "revision": COMMIT}
+    assert json.loads(ok("pull", name, "--json")) == [wanted | {"was_there": False}]
+    assert json.loads(ok("pull", name, "--json")) == [wanted | {"was_there": True}]
 
 
 def test_pull_checks_every_name_before_it_fetches_one(recipe: SimpleNamespace) -> None:
     assert run("pull", "tiny", "no-such-model").exit_code == 1
     assert not recipe.path.exists()
+
+
+def test_pull_of_a_chain_fetches_target_and_drafts(recipe: SimpleNamespace, cache: Path, tmp_path: Path, hub: StandInHub) -> None:
+    (cache / "recipes" / "tiny-fast.toml").write_text(
+        'name = "tiny-fast"\ndescription = "d"\ntarget = "tiny"\nlevels = ["auto", "match:some/one:Q4_K_M", "some/one:Q8_0"]\n'
+    )
+    paths = [recipe.path, snapshot(tmp_path) / "tiny-Q4_K_M.gguf", recipe.path]
+    assert ok("pull", "tiny-fast", "tiny").split() == [str(path) for path in paths]
+    assert hub.fetched() == ["tiny-Q8_0.gguf"]  # the other one has the same bytes
+
+
+def test_pull_follows_a_branch_of_the_hub(hub: StandInHub) -> None:
+    ok("pull", "some/one:Q8_0")
+    hub.repositories["some/one"].commit = "f" * 40
+    assert f"snapshots/{'f' * 40}/tiny-Q8_0.gguf" in ok("pull", "some/one:Q8_0")
+
+
+def test_a_hub_name_can_be_generated_with_and_json_has_its_revision(hub: StandInHub) -> None:
+    hub.repositories["some/one"].files |= {"mmproj-x-Q8_0.gguf": b"eyes"}
+    result = run("generate", "hello", "-m", "some/one:Q8_0", *NUMPY, "--max-tokens", "2", "--json")
+    shown = json.loads(result.stdout)
+    assert (shown["model"], shown["revision"]) == ("some/one:Q8_0", COMMIT)
+    assert hub.fetched() == ["tiny-Q8_0.gguf"]
+    assert json.loads(ok("inspect", "some/one:Q8_0", "--json"))["revision"] == COMMIT
+    assert COMMIT in ok("inspect", "some/one:Q8_0")
 
 
 def test_generate_fetches_what_it_needs(recipe: SimpleNamespace) -> None:
@@ -845,6 +879,20 @@ def test_models_lists_recipes_and_whether_they_are_fetched(recipe: SimpleNamespa
     assert rows["qwen2.5-coder-1.5b-edit"]["target"] == "qwen2.5-coder-1.5b-instruct"
     assert "qwen2.5-coder-1.5b-edit" in ok("models")
     assert (rows["tiny"]["fetched"], rows["smollm2-135m-instruct"]["fetched"]) == (True, False)
+    assert (rows["tiny"]["path"], rows["smollm2-135m-instruct"]["path"]) == (str(recipe.path), None)
+    # The hub's cache is shown, too, under a name that -m takes.
+    assert {"source": "huggingface", "path": str(recipe.path)}.items() <= rows["some/one:Q8_0"].items()
+    assert re.search(rf"^some/one:Q8_0 .* huggingface +{re.escape(str(recipe.path))}$", ok("models"), re.M)
+
+
+def test_a_recipe_that_cannot_be_read_costs_a_line_of_models_and_nothing_else(recipe: SimpleNamespace, cache: Path) -> None:
+    (cache / "recipes" / "broken.toml").write_text("name = ")
+    result = run("models")
+    assert result.exit_code == 0
+    assert [line for line in result.stderr.splitlines() if "broken.toml is not TOML" in line] == result.stderr.splitlines()
+    assert len(result.stderr.splitlines()) == 1
+    assert run("pull", "tiny").exit_code == 0
+    assert run("pull", "broken").exit_code == 1
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -1082,7 +1130,7 @@ def test_info_sees_compiled_kernels_and_fetched_models(recipe: SimpleNamespace) 
     shown = json.loads(ok("info", "--json"))
     assert (shown["kernels_compiled"], shown["kernel_bytes"]) == (True, 5)
     assert shown["models"] == [{"name": "tiny", "bytes": len(recipe.content), "path": str(recipe.path)}]
-    assert str(model_path(find_recipe("tiny"))) in ok("info")
+    assert str(recipe.path) in ok("info")
 
 
 @pytest.mark.usefixtures("bandwidth")

@@ -44,6 +44,7 @@ HOMES = {
     "tokenizers": {"tokenizer"},
     "typer": {"cli"},
     "rich": {"cli"},
+    "huggingface_hub": {"checkpoints"},
     "torch": {"backends"},
     "triton": {"backends"},
     "transformers": set(),
@@ -158,7 +159,10 @@ def test_a_module_in_its_place_is_not_accused(module: str, source: str) -> None:
     assert violations(module, source) == []
 
 
-HEAVY = ("numpy", "numba", "llvmlite", "torch", "transformers", "onnx", "onnxruntime", "tokenizers", "jinja2", "typer", "rich")
+HEAVY = (
+    *("numpy", "numba", "llvmlite", "torch", "transformers", "onnx", "onnxruntime", "tokenizers", "jinja2", "typer", "rich"),
+    "huggingface_hub",
+)
 
 
 def heavy_imports(code: str) -> list[str]:

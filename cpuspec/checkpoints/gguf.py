@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: architectures llama, qwen2 and qwen3, dense, one file. Bit-faithful: weights keep their bytes."""
+"""GGUF files as checkpoints: architectures llama, qwen2 and qwen3, dense, in one file or several. Weights keep their bytes."""
 
 import math
 import re
@@ -10,7 +10,8 @@ from typing import NoReturn
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
-from cpuspec.checkpoints.gguf_file import GgufFile, Value, read_gguf
+from cpuspec.checkpoints.gguf_file import GgufFile, Value
+from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
@@ -60,13 +61,10 @@ _UNSUPPORTED = (
 def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
     """Read the header of a GGUF file; weights stay on disk until used, save q and k of llama files, whose rows are reordered.
 
-    Raises CheckpointError on anything damaged or not supported.
+    path: of a model in several parts the first. Raises CheckpointError on anything damaged or not supported.
     """
-    file = read_gguf(path, mmap)
+    file = read_parts(path, mmap)
     fields = _Fields(file, "")
-    split = fields.integer("split.count", 1)
-    if split > 1:
-        raise CheckpointError(f"{path} is one of {split} parts; merge them first: llama-gguf-split --merge FIRST_PART MERGED_FILE")
     kind = fields.text("general.type", "model")
     if kind != "model":
         raise CheckpointError(f"{path} holds a {kind[:40]!r}, wanted a model")

@@ -45,12 +45,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
 
     Raises CheckpointError on anything damaged, missing or not supported.
     """
-    path = directory / "config.json"
-    fields = JsonFields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
-    try:
-        config = _read_config(fields)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    config = read_config(directory)
     tensors = {}
     for name, tensor in _read_tensors(directory, mmap).items():
         layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
@@ -64,7 +59,20 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
         # Some exporters store the tied matrix twice; transformers uses the embedding for both.
         tensors.pop("output", None)
     vocabulary = HfTokenizerFiles(directory, directory / "tokenizer.json")
-    return Checkpoint(directory, directory.resolve().name, config, tensors, vocabulary)
+    # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
+    where = directory.resolve()
+    name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
+    return Checkpoint(directory, name, config, tensors, vocabulary)
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Shapes and flags of a directory's config.json. Raises CheckpointError on anything damaged or not supported."""
+    path = directory / "config.json"
+    fields = JsonFields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
+    try:
+        return _read_config(fields)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _read_config(fields: JsonFields) -> ModelConfig:

@@ -1,35 +1,26 @@
 """Recipes: which file a model's name stands for, where it can be had, and what it must hash to; and chains of drafts by name.
 
-One TOML file each: in `models/` of a checkout, in `cpuspec/models/` of an installed wheel, in `recipes/` of the user's
-cache directory, or wherever a path ending in .toml points. Everything in it is checked like user input.
+One TOML file each, called as the model is: in `recipes/` of the user's cache directory, in `models/` of a checkout, in
+`cpuspec/models/` of an installed wheel; or wherever a path ending in .toml points. Everything in it is checked like user input.
+A name is looked up by its file alone, so that a recipe that cannot be read hurts nobody who does not ask for it.
 """
 
 import difflib
 import re
+import stat
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from cpuspec.config import AUTO, SpecConfig
+from cpuspec.checkpoints.hub import HubModel, read_hub_name
+from cpuspec.config import SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 
 DEFAULT_RECIPE = "smollm2-135m-instruct"
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """One file of a model hub repository."""
-
-    repository: str  # owner/name
-    file: str  # path inside the repository
-    revision: str = "main"
-
-    def __str__(self) -> str:
-        return f"hub {self.repository}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class PackageSource:
         return f"package {first.package}" if len(self.parts) == 1 else f"packages {first.package} ... {last.package}"
 
 
-Source = HubSource | PackageSource
+Source = HubModel | PackageSource
 
 
 @dataclass(frozen=True)
@@ -66,21 +57,26 @@ class Golden:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model file: identity (num_bytes, sha256), sources in the order to try, and what a user wants to know before."""
+    """One model file: identity, sources in the order to try, and what a user wants to know before.
+
+    file, num_bytes and sha256 are known where the model can be had from packages, too; of a model that only the hub has they may be
+    absent: then the hub's own say counts.
+    """
 
     name: str
     description: str
     architecture: str
     parameters: int
-    file: str
-    num_bytes: int
-    sha256: str
     licence: str
-    licence_note: str
-    chat_template_note: str
     sources: tuple[Source, ...]
-    golden: tuple[Golden, ...]
-    layer_skip: Mapping[int, tuple[int, ...]]  # by how many, the layers that a draft can best do without
+    file: str = ""
+    num_bytes: int | None = None
+    sha256: str = ""
+    licence_note: str = ""
+    chat_template_note: str = ""
+    golden: tuple[Golden, ...] = ()
+    # By how many, the layers that a draft can best do without.
+    layer_skip: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -96,61 +92,93 @@ class ChainRecipe:
 def load_recipes() -> dict[str, Recipe]:
     """Every known model by name, sorted; a user's own recipe replaces a shipped one of the same name.
 
-    Raises ConfigError naming file and key if any recipe cannot be read.
+    Recipes that cannot be read are left out; `load_all` tells them.
     """
-    recipes = [_recipe(path, raw) for path, raw in _known_files() if not _is_chain(raw)]
-    return {recipe.name: recipe for recipe in sorted(recipes, key=lambda recipe: recipe.name)}
+    return load_all()[0]
 
 
-def load_chains() -> dict[str, ChainRecipe]:
-    """Every known chain by name, likewise."""
-    chains = [_chain(path, raw) for path, raw in _known_files() if _is_chain(raw)]
-    return {chain.name: chain for chain in sorted(chains, key=lambda chain: chain.name)}
+def load_all() -> tuple[dict[str, Recipe], dict[str, ChainRecipe], list[str]]:
+    """Every known model and every known chain by name, sorted, and what is wrong with the files that cannot be read."""
+    recipes, chains, problems = {}, {}, []
+    for name in known_names():
+        try:
+            found = find_named(name)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if isinstance(found, Recipe):
+            recipes[name] = found
+        elif found is not None:
+            chains[name] = found
+    return recipes, chains, problems
 
 
-def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, SpecConfig]:
-    """The model's name or path, and how to draft for it. A chain's name stands for both; a given `spec` replaces its own.
+def known_names() -> list[str]:
+    """Names of all models and chains, sorted, without reading them."""
+    return sorted({path.stem for directory in _directories() for path in directory.glob("*.toml") if _NAME.fullmatch(path.stem)})
 
-    Raises ConfigError for a chain or a spec that cannot be read.
+
+def find_named(name: str) -> Recipe | ChainRecipe | None:
+    """The model or chain called `name` (case does not matter), or the one in the file `name` if that ends in .toml.
+
+    None if there is none of that name. Raises ConfigError if it cannot be read.
     """
-    if model.lower().endswith(".toml"):
-        path = Path(model).expanduser()
-        raw = _read_toml(path)
-        chain = _chain(path, raw) if _is_chain(raw) else None
-    else:
-        chain = load_chains().get(model.strip().lower())
-    if spec is None:
-        spec = chain.spec if chain else AUTO
-    return chain.target if chain else model, SpecConfig.parse(spec) if isinstance(spec, str) else spec
+    if name.lower().endswith(".toml"):
+        return _read(Path(name).expanduser())
+    name = name.strip().lower()
+    if not _NAME.fullmatch(name):
+        return None
+    for directory in _directories():
+        path = directory / f"{name}.toml"
+        if path.exists():
+            found = _read(path)
+            if found.name != name:
+                raise ConfigError(f"recipe {path}: name is {found.name!r}; wanted {name!r}, as the file is called")
+            return found
+    return None
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe called `name` (case does not matter), or the one in the file `name` if that ends in .toml.
-
-    Raises ConfigError with the names that exist and the nearest one.
-    """
-    if name.lower().endswith(".toml"):
-        return read_recipe(Path(name).expanduser())
-    recipes = load_recipes()
-    if (recipe := recipes.get(name.strip().lower())) is not None:
-        return recipe
-    raise ConfigError(f"no model is called {name!r}{did_you_mean(name, recipes)}; known: {', '.join(recipes)}")
+    """The model called `name`, as `find_named` reads it. Raises ConfigError with the nearest names if there is none."""
+    found = find_named(name)
+    if isinstance(found, Recipe):
+        return found
+    near = f": that is a chain of {found.target} and drafts for it" if found else did_you_mean(name, known_names())
+    raise ConfigError(f"no model is called {name!r}{near}; `cpuspec models` lists the names that there are")
 
 
 def recipe_of(path: Path) -> Recipe | None:
-    """The recipe whose file this seems to be, by its name and its size. Raises ConfigError if any recipe cannot be read."""
+    """The recipe whose file this seems to be, by its name and its size."""
     try:
-        name, num_bytes = path.resolve().name, path.stat().st_size
+        names, num_bytes = {path.name, path.resolve().name}, path.stat().st_size
     except OSError:
         return None
-    return next((one for one in load_recipes().values() if (one.file, one.num_bytes) == (name, num_bytes)), None)
+    return next((one for one in load_recipes().values() if one.file in names and one.num_bytes == num_bytes), None)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """`; did you mean ...?` with the known name nearest to `name`, or nothing."""
-    near = difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.5)
-    near = near or [one for one in known if name.strip() and name.strip().lower() in one][:1]
-    return f"; did you mean {near[0]}?" if near else ""
+    """`; did you mean ...?` with the known names nearest to `name`, the smallest models first, or nothing.
+
+    What is compared are whole names, and names without their last parts, as smollm2 of smollm2-135m-instruct.
+    """
+    name = name.strip().lower()
+    by_stem: dict[str, list[str]] = {}
+    for one in sorted(known, key=_size):
+        parts = one.split("-")
+        for count in range(1, len(parts) + 1):
+            by_stem.setdefault("-".join(parts[:count]), []).append(one)
+    near = difflib.get_close_matches(name, by_stem, n=1, cutoff=0.6)
+    found = by_stem[near[0]] if near else [one for one in sorted(known, key=_size) if len(name) > 2 and name in one]
+    return f"; did you mean {' or '.join(found[:3])}?" if found else ""
+
+
+def _size(name: str) -> tuple[float, str]:
+    """How many parameters a name tells, for sorting."""
+    found = re.search(r"-([0-9.]+)([mb])(?:-|$)", name)
+    return (
+        float(found[1]) * {"m": 1e6, "b": 1e9}[found[2]] if found and re.fullmatch(r"[0-9]+(\.[0-9]+)?", found[1]) else 0.0,
+        name,
+    )
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -158,21 +186,32 @@ def read_recipe(path: Path) -> Recipe:
     return _recipe(path, _read_toml(path))
 
 
+def _read(path: Path) -> Recipe | ChainRecipe:
+    raw = _read_toml(path)
+    return _chain(path, raw) if _is_chain(raw) else _recipe(path, raw)
+
+
 def _read_toml(path: Path) -> dict[str, object]:
     try:
-        with path.open("rb") as stream:
-            return tomllib.load(stream)
+        # Asked before opening: opening a named pipe would wait for a writer for ever.
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"recipe {path} is not a regular file")
+        if status.st_size > _LARGEST_TOML:
+            raise ConfigError(f"recipe {path} has {status.st_size} bytes; wanted at most {_LARGEST_TOML}")
+        text = path.read_bytes().decode("utf-8")
+        # tomllib takes a time that grows with the square of the parts of a key: 18 s for 32 kB of "a.a.a".
+        if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
+            raise ConfigError(f"recipe {path} has a line with more than {_MOST_DOTS} dots")
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # also integers too long to read, arrays too deep
+    except RecursionError:
+        raise ConfigError(f"recipe {path} is nested too deep") from None
+    except (tomllib.TOMLDecodeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
-
-
-def _known_files() -> Iterator[tuple[Path, dict[str, object]]]:
-    """Every recipe file with what it holds, the shipped ones first."""
-    for directory in (_shipped(), cache_dir() / "recipes"):
-        for path in sorted(directory.glob("*.toml")):
-            yield path, _read_toml(path)
 
 
 def _is_chain(raw: dict[str, object]) -> bool:
@@ -187,24 +226,27 @@ def _chain(path: Path, raw: dict[str, object]) -> ChainRecipe:
         spec = SpecConfig.read(table.values.pop("levels", None))
     except ConfigError as error:
         raise ConfigError(f"chain {path}: levels: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"chain {path}: levels are nested too deep") from None
     table.refuse_the_rest()
     return ChainRecipe(name, description, target, spec)
 
 
 def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
     table = _Table(f"recipe {path}", raw)
+    only_hub = not any(isinstance(row, dict) and row.get("kind") == "pypi" for row in _list(raw.get("sources")))
     recipe = Recipe(
         name=table.text("name", _NAME, "lower-case letters, digits, dots and dashes"),
         description=table.text("description"),
         architecture=table.text("architecture", _NAME, "an architecture's name, as qwen2"),
         parameters=table.number("parameters"),
-        file=table.text("file", _FILE_NAME, "a file name without directories"),
-        num_bytes=table.number("bytes"),
-        sha256=table.text("sha256", re.compile("[0-9a-f]{64}"), "64 lower-case hexadecimal digits"),
         licence=table.text("licence"),
+        sources=table.rows("sources", _read_source),
+        file=table.text("file", _FILE_NAME, "a file name without directories") if "file" in raw or not only_hub else "",
+        num_bytes=table.number("bytes") if "bytes" in raw or not only_hub else None,
+        sha256=table.text("sha256", _SHA256, "64 lower-case hexadecimal digits") if "sha256" in raw or not only_hub else "",
         licence_note=table.text("licence_note", default=""),
         chat_template_note=table.text("chat_template_note", default=""),
-        sources=table.rows("sources", _read_source),
         golden=table.rows("golden", _read_golden) if "golden" in raw else (),
         layer_skip=_read_layer_skip(table),
     )
@@ -217,17 +259,23 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
     return recipe
 
 
+def _list(value: object) -> Iterable[object]:
+    return value if isinstance(value, list) else ()
+
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_SHA256 = re.compile("[0-9a-f]{64}")
 # Names that reach a package installer's command line: nothing that it could take for an option, a path or an address.
 _PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _VERSION = re.compile(r"[0-9][A-Za-z0-9.!+]*")
 _RELATIVE_PATH = re.compile(r"(?!.*\.\./)[A-Za-z0-9_][A-Za-z0-9._/ -]*")
 _LARGEST_FILE = 1 << 44
+_LARGEST_TOML = 1 << 16
+_MOST_DOTS = 200
 
 _T = TypeVar("_T")
-_WANTED = "a text"
+_WANTED = "printable text"
 
 
 class _Table:
@@ -235,33 +283,35 @@ class _Table:
 
     def __init__(self, where: str, values: object) -> None:
         if not isinstance(values, dict):
-            raise ConfigError(f"{where}: got {values!r}; wanted a table")
+            raise ConfigError(f"{where}: got {_shown(values)}; wanted a table")
         self.where = where
         self.values = dict(values)
 
     def text(self, key: str, pattern: re.Pattern[str] | None = None, wanted: str = _WANTED, default: str | None = None) -> str:
         value = self._take(key, default, wanted)
-        if not isinstance(value, str) or (value == "" and default is None) or (pattern and not pattern.fullmatch(value)):
-            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted {wanted}")
+        if not isinstance(value, str) or not (
+            pattern.fullmatch(value) if pattern else value.isprintable() and (value or default == "")
+        ):
+            raise ConfigError(f"{self.where}: {key} is {_shown(value)}; wanted {wanted}")
         return value
 
     def number(self, key: str) -> int:
         wanted = f"a whole number from 1 to {_LARGEST_FILE}"
         value = self._take(key, None, wanted)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_FILE:
-            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted {wanted}")
+            raise ConfigError(f"{self.where}: {key} is {_shown(value)}; wanted {wanted}")
         return value
 
     def numbers(self, key: str, wanted: str) -> tuple[int, ...]:
         value = self._take(key, None, wanted)
         if not isinstance(value, list) or not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value):
-            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted {wanted}")
+            raise ConfigError(f"{self.where}: {key} is {_shown(value)}; wanted {wanted}")
         return tuple(value)
 
     def rows(self, key: str, read: Callable[["_Table"], _T]) -> tuple[_T, ...]:
         value = self._take(key, None, "an array of tables")
         if not isinstance(value, list):
-            raise ConfigError(f"{self.where}: {key} is {value!r}; wanted an array of tables")
+            raise ConfigError(f"{self.where}: {key} is {_shown(value)}; wanted an array of tables")
         rows = []
         for index, row in enumerate(value):
             table = _Table(f"{self.where}: {key}[{index}]", row)
@@ -271,7 +321,8 @@ class _Table:
 
     def refuse_the_rest(self) -> None:
         if self.values:
-            raise ConfigError(f"{self.where}: no such key: {', '.join(sorted(self.values))}")
+            keys = [key if key.isprintable() else repr(key) for key in sorted(self.values)]
+            raise ConfigError(f"{self.where}: no such key: {', '.join(keys)[:200]}")
 
     def _take(self, key: str, default: object, wanted: str) -> object:
         if key not in self.values and default is None:
@@ -279,14 +330,20 @@ class _Table:
         return self.values.pop(key, default)
 
 
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _read_source(table: _Table) -> Source:
     kind = table.text("kind")
     if kind == "huggingface":
-        return HubSource(
-            repository=table.text("repository", _REPOSITORY, "owner/name"),
-            file=table.text("file", _RELATIVE_PATH, "a path inside the repository"),
-            revision=table.text("revision", _FILE_NAME, "a branch, tag or commit", default="main"),
-        )
+        wanted = "owner/name[@revision]:QUANTIZATION or hf:owner/name[@revision]/file"
+        name = table.text("name", None, wanted)
+        source = read_hub_name(name)
+        if source is None or not (source.file or source.quantization):
+            raise ConfigError(f"{table.where}: name is {_shown(name)}; wanted {wanted}")
+        return source
     if kind == "pypi":
         parts = table.rows("parts", _read_part)
         if not parts:
@@ -305,7 +362,10 @@ def _read_part(table: _Table) -> PackagePart:
 
 
 def _read_golden(table: _Table) -> Golden:
-    return Golden(prompt=table.text("prompt"), token_ids=table.numbers("token_ids", "an array of token ids"))
+    return Golden(
+        prompt=table.text("prompt", re.compile(".+", re.DOTALL), _WANTED),
+        token_ids=table.numbers("token_ids", "an array of token ids"),
+    )
 
 
 def _read_layer_skip(table: _Table) -> Mapping[int, tuple[int, ...]]:
@@ -320,9 +380,10 @@ def _read_layer_skip(table: _Table) -> Mapping[int, tuple[int, ...]]:
     return MappingProxyType(found)
 
 
-def _shipped() -> Path:
+def _directories() -> tuple[Path, Path]:
+    """Where recipes are: the user's, then the shipped ones."""
     package = Path(__file__).resolve().parent.parent
     for directory in (package / "models", package.parent / "models"):
         if directory.is_dir() and any(directory.glob("*.toml")):
-            return directory
+            return cache_dir() / "recipes", directory
     raise ConfigError(f"no recipes beside {package}; this installation is incomplete, install cpuspec again")

@@ -14,8 +14,9 @@ import typer
 from cpuspec import __version__
 from cpuspec.backends import BACKENDS, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.checkpoints.download import fetch, is_fetched, resolve_model
-from cpuspec.checkpoints.recipes import DEFAULT_RECIPE, find_recipe, model_and_spec
+from cpuspec.checkpoints.download import fetch, find_fetched, find_model, resolve_model
+from cpuspec.checkpoints.hub import HubModel, revision_of
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import options
 from cpuspec.cli.bench import OUTPUTS, describe_run
 from cpuspec.cli.certificate import describe_certificate, show_certificate
@@ -31,7 +32,16 @@ from cpuspec.cli.parity import (
     shared_questions,
     show_parity,
 )
-from cpuspec.cli.reports import describe_model, known_chains, known_models, show_model, show_models, verify_model
+from cpuspec.cli.reports import (
+    describe_model,
+    found_models,
+    known_chains,
+    known_models,
+    show_model,
+    show_models,
+    size_of,
+    verify_model,
+)
 from cpuspec.config import AUTO, EngineConfig, SamplingParams, SpecConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
@@ -40,7 +50,7 @@ from cpuspec.evaluate.certify import certify as certify_drafts
 from cpuspec.evaluate.parity import NUM_TOKENS, TOP, WHOLE_ROWS, Limits, ModelIdentity, Run
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.evaluate.speed import Plan, measure_speed
-from cpuspec.spec.levels import draft_models
+from cpuspec.spec.levels import draft_models, model_and_spec
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
@@ -193,6 +203,7 @@ def generate(
         answer = collect(llm, question, params, keep_quiet if as_json else emit)
         shown = {
             "model": model,
+            "revision": _revision(model),
             "backend": backend,
             "threads": llm.threads,
             "draft": str(llm.spec),
@@ -297,33 +308,60 @@ def chat(
 @app.command()
 @exit_codes()
 def pull(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models to fetch, as `cpuspec models` names them.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            help="Models to fetch: names from `cpuspec models` (of a chain target and drafts), owner/name:QUANT of the hub.",
+        ),
+    ],
     as_json: options.Json = False,
 ) -> None:
-    """Fetch models, check them, and print where they are. What is already there is not fetched again."""
-    recipes = [find_recipe(name) for name in names]
+    """Fetch models, check them, and print where they are. What is already there is not fetched again.
+
+    For a name of the hub's, it is asked whether there is a newer one.
+    """
+    wanted = dict.fromkeys(model for name in names for model in _named_models(options.checked_text(name, "NAME")))
+    found = {name: find_model(name) for name in wanted}
     done = []
-    for recipe in recipes:
-        was_there = is_fetched(recipe)
-        with FetchProgress(recipe.name) as progress:
-            path = fetch(recipe, progress)
-        note(f"{recipe.name} {'is already there' if was_there else 'fetched and verified'} ({size(recipe.num_bytes)})")
-        done.append({"name": recipe.name, "path": str(path), "bytes": recipe.num_bytes, "was_there": was_there})
+    for name, model in found.items():
+        was_there = path = model if isinstance(model, Path) else find_fetched(model)
+        if not isinstance(model, Path) and (path is None or isinstance(model, HubModel)):
+            with FetchProgress(name) as progress:
+                path = fetch(model, progress, refresh=True)
+        assert path is not None, "fetch returns a path"
+        num_bytes, revision = size_of(path), revision_of(path)
+        note(
+            f"{name} {'is already there' if path == was_there else 'fetched and verified'} ({size(num_bytes)}"
+            f"{f', revision {revision}' if revision else ''})"
+        )
+        done.append({"name": name, "path": str(path), "bytes": num_bytes, "was_there": path == was_there, "revision": revision})
         if not as_json:
             emit(f"{path}\n")
     if as_json:
         _emit_json(done)
 
 
+def _named_models(name: str) -> list[str]:
+    """The model of that name, or the target and the draft models of that chain."""
+    target, spec = model_and_spec(name, None)
+    return [target, *draft_models(spec)]
+
+
 @app.command()
 @exit_codes()
 def models(as_json: options.Json = False) -> None:
-    """List the models that can be named: size, licence, and whether they are fetched; and chains of drafts."""
-    rows, chains = known_models(), known_chains()
+    """List the models that can be named: recipes, with size, licence, and whether they are fetched; chains of drafts; local models.
+
+    Local models are those that huggingface_hub, LM Studio and Ollama hold on this machine.
+    """
+    (rows, problems), chains, found = known_models(), known_chains(), found_models()
+    for problem in problems:
+        note(f"warning: left out: {problem}")
     if as_json:
-        _emit_json(rows + chains)
+        _emit_json(rows + chains + found)
     else:
-        show_models(rows, chains)
+        show_models(rows, chains, found)
 
 
 @app.command()
@@ -629,6 +667,11 @@ def _open_target(model: str) -> Checkpoint:
 def _fetched(model: str) -> Path:
     with FetchProgress(model) as progress:
         return resolve_model(model, progress)
+
+
+def _revision(model: str) -> str | None:
+    """The commit of the model of that name, or of the target of that chain, which was fetched, if it is the hub's."""
+    return revision_of(resolve_model(model_and_spec(model, None)[0]))
 
 
 def _open_with_drafts(model: str, draft: str | None, mmap: bool = True) -> tuple[Checkpoint, SpecConfig]:

@@ -52,7 +52,7 @@ def describe_machine() -> Row:
         "packed_directory": str(packed_directory()),
         "packed_limit_bytes": packed_limit_bytes(),
         "packed": [{"name": path.name, "bytes": num_bytes} for path, num_bytes in packed_files()],
-        "models": [{name: row[name] for name in ("name", "bytes", "path")} for row in known_models() if row["fetched"]],
+        "models": [{name: row[name] for name in ("name", "bytes", "path")} for row in known_models()[0] if row["fetched"]],
     }
 
 

@@ -51,7 +51,10 @@ def _known_setting(name: str, value: str) -> str:
     return value
 
 
-MODEL_HELP = "A model's or chain's name (see `cpuspec models`), a GGUF file, or a Hugging Face directory."
+MODEL_HELP = (
+    "A model's or chain's name (see `cpuspec models`), owner/name:QUANT or hf:owner/name/file of the Hugging Face hub, "
+    "ollama:NAME:TAG, a GGUF file, or a Hugging Face directory."
+)
 _SAMPLING, _RUNNING = "Sampling", "Running"
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]

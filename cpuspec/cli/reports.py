@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.download import is_fetched, model_path
+from cpuspec.checkpoints.download import find_fetched
+from cpuspec.checkpoints.gguf_parts import part_paths
+from cpuspec.checkpoints.hub import revision_of
+from cpuspec.checkpoints.local_models import local_models
 from cpuspec.checkpoints.packed import verify_packed
-from cpuspec.checkpoints.recipes import load_chains, load_recipes, recipe_of
+from cpuspec.checkpoints.recipes import load_all, recipe_of
 from cpuspec.cli.console import emit, print_table, size
 from cpuspec.config import EngineConfig
 from cpuspec.evaluate.certify import file_identity
@@ -18,38 +22,54 @@ from cpuspec.metrics import read_bandwidth
 Row = dict[str, Any]
 
 
-def known_models() -> list[Row]:
-    """Every recipe, and whether its file is in the cache."""
-    return [
-        {
-            "name": recipe.name,
-            "architecture": recipe.architecture,
-            "parameters": recipe.parameters,
-            "bytes": recipe.num_bytes,
-            "licence": recipe.licence,
-            "fetched": is_fetched(recipe),
-            "path": str(model_path(recipe)),
-            "description": recipe.description,
-        }
-        for recipe in load_recipes().values()
-    ]
+def known_models() -> tuple[list[Row], list[str]]:
+    """Every recipe, whether its file is in the caches and where; and what is wrong with recipes that cannot be read."""
+    recipes, _, problems = load_all()
+    rows = []
+    for recipe in recipes.values():
+        path = find_fetched(recipe)
+        rows.append(
+            {
+                "name": recipe.name,
+                "source": "recipe",
+                "architecture": recipe.architecture,
+                "parameters": recipe.parameters,
+                "bytes": size_of(path) if path else recipe.num_bytes,
+                "licence": recipe.licence,
+                "licence_note": recipe.licence_note,
+                "fetched": path is not None,
+                "path": str(path) if path else None,
+                "description": recipe.description,
+            }
+        )
+    return rows, problems
 
 
 def known_chains() -> list[Row]:
     """Every target with drafts that has a name of its own."""
     return [
-        {"name": chain.name, "target": chain.target, "draft": str(chain.spec), "description": chain.description}
-        for chain in load_chains().values()
+        {"name": chain.name, "source": "chain", "target": chain.target, "draft": str(chain.spec), "description": chain.description}
+        for chain in load_all()[1].values()
     ]
 
 
-def show_models(rows: list[Row], chains: list[Row]) -> None:
-    """Print `known_models` and `known_chains` as tables."""
+def found_models() -> list[Row]:
+    """What other programs hold on this machine."""
+    return [{"name": one.name, "source": one.source, "bytes": one.num_bytes, "path": str(one.path)} for one in local_models()]
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a model's files: the parts of a GGUF model, or what is in a directory."""
+    return sum(file.stat().st_size for file in (part_paths(path) if path.is_file() else path.iterdir()) if file.is_file())
+
+
+def show_models(rows: list[Row], chains: list[Row], found: list[Row]) -> None:
+    """Print `known_models`, `known_chains` and `found_models` as tables."""
     cells = [
         (
             row["name"],
             f"{row['parameters'] / 1e9:.2f} B",
-            size(row["bytes"]),
+            size(row["bytes"]) if row["bytes"] else "",
             row["licence"],
             "yes" if row["fetched"] else "no",
             row["description"],
@@ -61,6 +81,12 @@ def show_models(rows: list[Row], chains: list[Row]) -> None:
         emit("\n")
         columns = ("name", "target", "draft", "description")
         print_table(columns, [tuple(chain[column] for column in columns) for chain in chains])
+    if found:
+        emit("\n")
+        print_table(
+            ("found here", "size>", "source", "path"),
+            [(one["name"], size(one["bytes"]), one["source"], one["path"]) for one in found],
+        )
 
 
 def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> Row:
@@ -76,6 +102,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
     report = {
         "name": checkpoint.name,
         "path": str(checkpoint.path),
+        "revision": revision_of(checkpoint.path),
         "config": asdict(config),
         **_totals(tensors.values()),
         "formats": {
@@ -151,6 +178,7 @@ def show_model(report: Row) -> None:
     facts = [
         ("model", report["name"]),
         ("path", report["path"]),
+        *([("revision", report["revision"])] if report["revision"] else []),
         ("architecture", config["architecture"]),
         ("layers", config["num_layers"]),
         ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),

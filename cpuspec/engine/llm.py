@@ -12,7 +12,6 @@ import numpy as np
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.checkpoints.recipes import model_and_spec
 from cpuspec.config import AUTO, EngineConfig, ModelConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.engine.shared import SharedEngine
@@ -21,7 +20,7 @@ from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelMemory, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.spec.context import Context
-from cpuspec.spec.levels import Host, check_spec, prepare
+from cpuspec.spec.levels import Host, check_spec, model_and_spec, prepare
 from cpuspec.spec.planner import PlannedDrafter, Planner
 from cpuspec.spec.proposer import Proposer, levels_of
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
@@ -56,7 +55,8 @@ class LLM:
     threads: their streams end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and
     none of the parent's requests; with another backend than numba, any use of it there raises BackendError.
 
-    model: a recipe's or chain's name, a GGUF file, a Hugging Face directory, or an opened Checkpoint.
+    model: a recipe's or chain's name, a hub name as owner/name:QUANT, a GGUF file, a Hugging Face directory, or an opened
+        Checkpoint.
     spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
     context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
     max_sequences: how many run at once; more wait their turn.

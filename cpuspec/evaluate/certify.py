@@ -16,6 +16,7 @@ import numpy as np
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.gguf_parts import part_paths
 from cpuspec.checkpoints.packed import verify_again
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine
@@ -307,8 +308,8 @@ class Liar(NullProposer):
 
 
 def file_identity(path: FilePath) -> list[dict[str, Any]]:
-    """Name, bytes and sha256 of a model's file, or of each file with weights or settings in its directory."""
-    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    """Name, bytes and sha256 of each of a model's files: the parts of a GGUF model, or a directory's weights and settings."""
+    files = part_paths(path) if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
     found = []
     for file in files:
         with file.open("rb") as stream:

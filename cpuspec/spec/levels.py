@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_model, resolve_model
+from cpuspec.checkpoints.recipes import ChainRecipe, find_named
 from cpuspec.config import AUTO, EngineConfig, LevelSpec, SpecConfig
 from cpuspec.errors import ConfigError
 from cpuspec.formats import get_format
@@ -112,6 +113,28 @@ class Tokens(NamedTuple):
     tokenizer: Tokenizer
     num_rows: int
     context_length: int
+
+
+def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, SpecConfig]:
+    """The model's name or path, and how to draft for it. A chain's name stands for both; a given `spec` replaces its own.
+
+    Raises ConfigError for a chain or a spec that cannot be read, and for a chain that names Python code: a chain is only data.
+    """
+    chain = find_named(model)
+    if not isinstance(chain, ChainRecipe):
+        chain = None
+    if spec is None and chain:
+        code = [
+            part.drafter for level in chain.spec.levels for part in _parts(level) if _is_source(part) and part.name not in SOURCES
+        ]
+        if code:
+            raise ConfigError(
+                f"the chain {chain.name} drafts with Python code, {code[0]!r}, which is run from the command line or the API only; "
+                f"if you trust it, use the model {chain.target} with --draft {code[0]}"
+            )
+    if spec is None:
+        spec = chain.spec if chain else AUTO
+    return chain.target if chain else model, SpecConfig.parse(spec) if isinstance(spec, str) else spec
 
 
 def check_spec(spec: SpecConfig) -> None:

@@ -1,21 +1,25 @@
+import os
 from pathlib import Path
 
 import pytest
 
+from cpuspec.checkpoints.hub import HubModel
 from cpuspec.checkpoints.recipes import (
     DEFAULT_RECIPE,
-    HubSource,
+    ChainRecipe,
     PackageSource,
+    did_you_mean,
+    find_named,
     find_recipe,
-    load_chains,
+    load_all,
     load_recipes,
-    model_and_spec,
     read_recipe,
     recipe_of,
 )
-from cpuspec.config import LevelSpec, SpecConfig
+from cpuspec.config import ARCHITECTURES, LevelSpec, SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
+from cpuspec.spec.levels import check_spec, draft_models, model_and_spec
 
 GOOD = f"""
 name = "tiny"
@@ -29,8 +33,7 @@ licence = "MIT"
 
 [[sources]]
 kind = "huggingface"
-repository = "someone/tiny-GGUF"
-file = "tiny.gguf"
+name = "hf:someone/tiny-GGUF/tiny.gguf"
 
 [[sources]]
 kind = "pypi"
@@ -64,22 +67,42 @@ def write(path: Path, text: str) -> Path:
 def test_every_shipped_recipe_reads_and_the_default_is_among_them() -> None:
     recipes = load_recipes()
     assert DEFAULT_RECIPE in recipes
+    assert load_all()[2] == []
     for name, recipe in recipes.items():
         assert recipe.name == name
+        assert recipe.architecture in ARCHITECTURES
         # The public hub comes first, an index of packages is the second way.
-        assert [type(source) for source in recipe.sources] == [HubSource, PackageSource]
+        assert [type(source) for source in recipe.sources] in ([HubModel, PackageSource], [HubModel])
 
 
 def test_a_recipe_says_everything_that_its_file_says(tmp_path: Path) -> None:
     recipe = read_recipe(write(tmp_path / "tiny.toml", GOOD))
     hub, packages = recipe.sources
     assert (recipe.name, recipe.num_bytes, recipe.parameters, recipe.licence_note) == ("tiny", 30, 10, "")
-    assert isinstance(hub, HubSource)
-    assert (hub.repository, hub.file, hub.revision) == ("someone/tiny-GGUF", "tiny.gguf", "main")
+    assert hub == HubModel("someone/tiny-GGUF", "tiny.gguf")
     assert isinstance(packages, PackageSource)
     assert [(part.package, part.num_bytes) for part in packages.parts] == [("tiny-part1", 20), ("tiny-part2", 10)]
     assert recipe.golden[0].token_ids == (1, 2, 3)
     assert recipe.layer_skip == {1: (7,), 2: (4, 7)}
+
+
+SHORT = """
+name = "tiny"
+description = "a test"
+architecture = "llama"
+parameters = 10
+licence = "MIT"
+
+[[sources]]
+kind = "huggingface"
+name = "someone/tiny-GGUF@v1:Q4_K_M"
+"""
+
+
+def test_a_recipe_of_the_hub_alone_needs_neither_file_nor_bytes_nor_hash(tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path / "tiny.toml", SHORT))
+    assert recipe.sources == (HubModel("someone/tiny-GGUF", quantization="Q4_K_M", revision="v1"),)
+    assert (recipe.file, recipe.num_bytes, recipe.sha256) == ("", None, "")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +122,20 @@ def test_a_recipe_says_everything_that_its_file_says(tmp_path: Path) -> None:
         ("abab", "ab", "sha256"),
         ('licence = "MIT"', 'licence = "MIT"\nlicense = "MIT"', "license"),
         ('kind = "huggingface"', 'kind = "ftp"', "kind"),
-        ('repository = "someone/tiny-GGUF"', 'repository = "tiny"', "repository"),
-        ('repository = "someone/tiny-GGUF"', 'repository = "../../x"', "repository"),
+        ('"hf:someone/tiny-GGUF/tiny.gguf"', '"tiny"', "sources[0]: name is 'tiny'"),
+        ('"hf:someone/tiny-GGUF/tiny.gguf"', '"hf:../../x/y.gguf"', "name"),
+        # Which file that is would depend on what the repository has.
+        (
+            '"hf:someone/tiny-GGUF/tiny.gguf"',
+            '"someone/tiny-GGUF"',
+            "name is 'someone/tiny-GGUF'; wanted owner/name[@revision]:QUANT",
+        ),
+        # Packages know no hash of their own.
+        (f'sha256 = "{"ab" * 32}"', "", "sha256 is missing"),
+        ("bytes = 30", "", "bytes is missing"),
+        ('"a test"', '"a \\u001b[2J test"', "description is 'a \\x1b[2J test'; wanted printable text"),
+        ('"a test"', '"a\\ntest"', "description"),
+        ('licence = "MIT"', 'licence = "MIT"\n"x\\u0007" = 1', "no such key: 'x\\x07'"),
         ('package = "tiny-part1"', 'package = "--index-url=x"', "package"),
         ('package = "tiny-part1"', 'package = "tiny @ file:///etc"', "package"),
         ('version = "1.0", member = "tiny_part1', 'version = "1.0 --pre", member = "tiny_part1', "version"),
@@ -138,12 +173,50 @@ def test_a_file_is_known_by_its_name_and_size(tmp_path: Path, cache: Path) -> No
     assert recipe_of(tmp_path / "nothing.gguf") is None
 
 
-@pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe", b"\x00"])
-def test_what_is_not_toml_is_a_config_error(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"name = ", "not TOML"),
+        (b"\xff\xfe", "not TOML"),
+        (b"\x00", "not TOML"),
+        (b"a = " + b"9" * 5000, "not TOML"),
+        (b"a = " + b"[" * 20_000, "nested too deep"),
+        (b"a = " + b"{a=" * 10_000, "nested too deep"),
+        # This one would take a minute.
+        (b"a." * 30_000 + b"a = 1", "a line with more than 200 dots"),
+        (b"#" * 70_000, "has 70000 bytes; wanted at most 65536"),
+    ],
+)
+def test_what_is_not_a_small_flat_toml_file_is_a_config_error(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "tiny.toml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="not TOML"):
-        read_recipe(path)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        find_named(str(path))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("depth", [10, 100, 150, 200, 250, 300, 400])
+def test_levels_nested_too_deep_are_a_config_error(tmp_path: Path, depth: int) -> None:
+    levels = '[{drafter="ngram",then=' * depth + "[]" + "}]" * depth
+    path = write(tmp_path / "x.toml", f'name = "x"\ndescription = "d"\ntarget = "x"\nlevels = {levels}')
+
+    def outcome() -> str:
+        try:
+            check_spec(model_and_spec(str(path), None)[1])
+        except ConfigError as error:
+            return str(error)
+        return "read"
+
+    assert outcome() == "read" or "too deep" in outcome()
+
+
+def test_a_recipe_that_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    (tmp_path / "directory.toml").mkdir()
+    for name in ("pipe", "zero", "directory"):
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            find_named(str(tmp_path / f"{name}.toml"))
 
 
 def test_a_missing_recipe_file_is_a_config_error(tmp_path: Path) -> None:
@@ -153,20 +226,56 @@ def test_a_missing_recipe_file_is_a_config_error(tmp_path: Path) -> None:
 
 def test_names_ignore_case_and_a_misspelt_one_gets_the_nearest() -> None:
     assert find_recipe("SmolLM2-135M-Instruct").name == "smollm2-135m-instruct"
-    with pytest.raises(ConfigError, match=r"did you mean smollm2-135m-instruct\?"):
+    with pytest.raises(ConfigError, match=r"no model is called 'smollm-135-instruct'; did you mean smollm2-135m-instruct\?"):
         find_recipe("smollm-135-instruct")
-    with pytest.raises(ConfigError, match=r"did you mean qwen2\.5-coder-1\.5b-instruct\?"):
-        find_recipe("coder")
-    with pytest.raises(ConfigError, match="known: qwen"):
+    with pytest.raises(ConfigError, match="no model is called 'zzzzzzzz'; `cpuspec models` lists"):
         find_recipe("zzzzzzzz")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("smolm2", "smollm2-135m-instruct or smollm2-360m-instruct or smollm2-1.7b-instruct"),
+        ("qwen3-4", "qwen3-4b or qwen3-4b-fast"),
+        ("qwen3-4b-fats", "qwen3-4b-fast"),
+        ("coder", "qwen2.5-coder-7b-instruct"),
+        ("mistral", ""),
+        ("", ""),
+    ],
+)
+def test_what_is_meant_is_found_by_the_beginning_of_a_name_the_smallest_first(text: str, wanted: str) -> None:
+    known = [
+        "qwen2.5-coder-7b-instruct",
+        "qwen3-4b",
+        "qwen3-4b-fast",
+        *(f"smollm2-{size}-instruct" for size in ("1.7b", "135m", "360m")),
+    ]
+    assert did_you_mean(text, known) == (f"; did you mean {wanted}?" if wanted else "")
 
 
 def test_a_users_recipe_is_found_by_name_by_path_and_before_a_shipped_one(cache: Path, tmp_path: Path) -> None:
     write(cache / "recipes" / "tiny.toml", GOOD)
     assert find_recipe("tiny").file == "tiny.gguf"
     assert find_recipe(str(write(tmp_path / "x.toml", GOOD.replace('"tiny"', '"other"')))).name == "other"
-    write(cache / "recipes" / "mine.toml", GOOD.replace('name = "tiny"', f'name = "{DEFAULT_RECIPE}"'))
+    write(cache / "recipes" / f"{DEFAULT_RECIPE}.toml", GOOD.replace('name = "tiny"', f'name = "{DEFAULT_RECIPE}"'))
     assert find_recipe(DEFAULT_RECIPE).file == "tiny.gguf"
+
+
+def test_a_recipe_that_cannot_be_read_hurts_only_who_asks_for_it(cache: Path) -> None:
+    write(cache / "recipes" / "broken.toml", "name = ")
+    write(cache / "recipes" / "other-name.toml", GOOD)
+    os.mkfifo(cache / "recipes" / "pipe.toml")
+    write(cache / "recipes" / "Not a name.toml", "")
+    recipes, _, problems = load_all()
+    assert DEFAULT_RECIPE in recipes
+    assert find_recipe(DEFAULT_RECIPE).name == DEFAULT_RECIPE
+    assert [
+        any(word in problem for word in ("broken.toml is not TOML", "'tiny'; wanted 'other-name'", "pipe.toml is not a"))
+        for problem in problems
+    ] == [True] * 3
+    for name in ("broken", "other-name", "pipe"):
+        with pytest.raises(ConfigError, match=f"{name}.toml"):
+            find_recipe(name)
 
 
 CHAIN = """
@@ -177,10 +286,25 @@ levels = ["ngram@8", { drafter = "some/model,v2.gguf", num_tokens = 3 }]
 """
 
 
-def test_every_shipped_chain_has_a_shipped_target() -> None:
-    recipes, chains = load_recipes(), load_chains()
+def test_every_shipped_chain_has_a_shipped_target_and_shipped_drafts() -> None:
+    recipes, chains, _ = load_all()
     assert chains
-    assert all(chain.target in recipes and chain.spec.levels and name not in recipes for name, chain in chains.items())
+    for name, chain in chains.items():
+        assert name not in recipes
+        assert chain.target in recipes
+        assert chain.spec.levels
+        assert set(draft_models(chain.spec)) <= recipes.keys()
+        check_spec(chain.spec)
+
+
+@pytest.mark.parametrize("level", ["evil.py:Evil", "os:system", "ngram+evil.py:Evil", "./a/b.py:C"])
+def test_a_chain_runs_no_code(tmp_path: Path, level: str) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    path = str(write(tmp_path / "x.toml", CHAIN.replace('"ngram@8"', f'"{level}"')))
+    with pytest.raises(ConfigError, match=r"the chain fast drafts with Python code.*use the model tiny with --draft "):
+        model_and_spec(path, None)
+    # What the user asks for is the user's.
+    assert str(model_and_spec(path, "evil.py:Evil")[1]) == "evil.py:Evil"
 
 
 def test_a_chains_name_stands_for_its_target_and_its_drafts(cache: Path, tmp_path: Path) -> None:
@@ -194,6 +318,7 @@ def test_a_chains_name_stands_for_its_target_and_its_drafts(cache: Path, tmp_pat
     model = str(write(tmp_path / "tiny.toml", GOOD))
     assert [model_and_spec(name, "ngram")[0] for name in ("tiny", "a/b.gguf", model)] == ["tiny", "a/b.gguf", model]
     assert "fast" not in load_recipes()
+    assert isinstance(find_named("fast"), ChainRecipe)
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,7 @@ licence = "MIT"
 
 [[sources]]
 kind = "huggingface"
-repository = "someone/tiny"
-file = "{model.path.name}"
+name = "hf:someone/tiny/{model.path.name}"
 
 [layer_skip]
 2 = [3, 1]

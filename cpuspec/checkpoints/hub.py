@@ -1,0 +1,346 @@
+"""Names of models on the hub, which files they stand for, and what huggingface_hub's cache holds of them.
+
+Imports nothing of huggingface_hub, which takes 0.4 s. The cache's layout, which llama.cpp shares, is that of its guide "Understand
+caching": models--OWNER--NAME/refs/REVISION has a commit, and models--OWNER--NAME/snapshots/COMMIT/FILE links to a blob.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from cpuspec.environment import cache_dir, has_proxy, hub_cache_dir, hub_endpoint
+from cpuspec.errors import ConfigError, DownloadError
+
+SAFETENSORS = "safetensors"  # stands where a quantization would: the repository's safetensors and not its GGUF files
+
+_OWNER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_REVISION = r"refs/pr/[0-9]+|[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
+_FILE = r"[^/\\:?\s][^\\:?]{0,500}"
+_HUB_NAME = re.compile(
+    rf"(?P<prefix>hf://|hf:|(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>{_OWNER_NAME})(?:@(?P<revision>{_REVISION}))?"
+    rf"(?:/(?:resolve|blob|tree)/(?P<url_revision>[A-Za-z0-9][A-Za-z0-9._-]*))?(?:/(?P<file>{_FILE}))?"
+    r"(?::(?P<quantization>[A-Za-z0-9][A-Za-z0-9._-]{0,99}))?(?:\?.*)?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})")
+_QUANTIZATION = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q[0-9]\w*|TQ[0-9]\w*|(?:BF|FP|F)(?:16|32)|MXFP4\w*|NVFP4\w*))$", re.IGNORECASE
+)
+# Weights of something else than a model: llama.cpp's list (common/download.cpp).
+_NO_MODEL = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+_DEFAULTS = ("Q4_K_M", "Q8_0")  # what a name without a quantization means where there are several, as for llama.cpp
+_SETTINGS = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
+)
+HUB_TIMEOUT_S = 6.0  # a hub that is not there should cost seconds
+_MOST_NAMED = 20
+_MOST_FILES = 10_000  # of a snapshot, and repositories of a cache
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of a hub repository: a file of it, a quantization of it, or, without either, what the repository is for."""
+
+    repository: str  # owner/name
+    file: str = ""  # path inside the repository; of several parts the first
+    quantization: str = ""  # as in Q4_K_M, or SAFETENSORS
+    revision: str = "main"  # a branch, tag or commit
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        rest = f"/{self.file}" if self.file else f":{self.quantization}" if self.quantization else ""
+        return f"{'hf:' if self.file else ''}{self.repository}{revision}{rest}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Files of a repository that make a model. opened: the one to open, of parts the first; "" for the directory of all."""
+
+    files: tuple[str, ...]  # weights last, so that what has them has everything
+    opened: str
+
+
+@dataclass(frozen=True)
+class _Gguf:
+    """One GGUF model among files: its parts in order, None where one is missing."""
+
+    stem: str  # the path without the part's number and .gguf
+    parts: tuple[str | None, ...]
+    num_bytes: int
+
+    @property
+    def quantization(self) -> str:
+        found = _QUANTIZATION.search(self.stem)
+        return found[1].upper() if found else self.stem.rpartition("/")[2]
+
+
+def read_hub_name(text: str) -> HubModel | None:
+    """What `owner/name[@revision][:QUANT]`, `hf:owner/name[@revision]/file` and the addresses of hub pages stand for.
+
+    Without one of the prefixes hf:, hf://, hf.co/ and huggingface.co/ a name has two parts and does not look like a file.
+    """
+    found = _HUB_NAME.fullmatch(text.strip())
+    if found is None or ".." in text or "--" in found["repository"]:
+        return None
+    repository, file = found["repository"], found["file"] or ""
+    if not found["prefix"] and (
+        file or found["url_revision"] or re.search(r"\.(gguf|safetensors|toml|py)$", repository, re.IGNORECASE)
+    ):
+        return None
+    if file and found["quantization"]:
+        return None
+    return HubModel(repository, file, found["quantization"] or "", found["revision"] or found["url_revision"] or "main")
+
+
+def choose(model: HubModel, files: Mapping[str, int | None]) -> Choice:
+    """The files that `model` stands for among those of its repository, given with their bytes.
+
+    Raises ConfigError, naming the choices, where there is none, a part is missing, or several would do.
+    """
+    if model.file:
+        if model.file not in files:
+            raise ConfigError(f"{model.repository} has no file {model.file!r}; it has {_choices(files)}")
+        found = [gguf for gguf in _ggufs(files, every=True) if model.file in gguf.parts]
+        return _whole(model, found[0]) if found else _safetensors(model, files)
+    ggufs = _ggufs(files)
+    if model.quantization.lower() == SAFETENSORS or not (ggufs or model.quantization):
+        return _safetensors(model, files)
+    for wanted in (model.quantization,) if model.quantization else _DEFAULTS:
+        matching = [gguf for gguf in ggufs if gguf.quantization == wanted.upper()] or [
+            gguf for gguf in ggufs if re.search(rf"(?:^|[-._/]){re.escape(wanted)}(?:[-./]|$)", gguf.stem, re.IGNORECASE)
+        ]
+        # The same file may lie there in parts, too.
+        shortest = [gguf for gguf in matching if len(gguf.parts) == min(len(other.parts) for other in matching)]
+        if len(shortest) == 1:
+            return _whole(model, shortest[0])
+        if shortest:
+            names = _listed([f"hf:{model.repository}/{gguf.parts[0]}" for gguf in shortest])
+            raise ConfigError(f"{model.repository} has several files for {wanted}; name one: {names}")
+    if model.quantization:
+        raise ConfigError(f"{model.repository} has no {model.quantization}; it has {_choices(files)}")
+    if len(ggufs) == 1:
+        return _whole(model, ggufs[0])
+    raise ConfigError(f"{model.repository} has several quantizations; name one, as in {model.repository}:QUANT: {_choices(files)}")
+
+
+def find_cached(model: HubModel, whatever_is_there: bool = False) -> Path | None:
+    """The file or directory of `model` in huggingface_hub's cache, if all of it is there.
+
+    whatever_is_there: of a name without a file and a quantization, choose among the files in the cache as among those of the hub.
+    Otherwise such a name is what the hub last chose for it (`remember`).
+    """
+    try:
+        if not (model.file or model.quantization or whatever_is_there):
+            remembered = _memory(model).read_text("utf-8")
+            model = replace(model, file=remembered) if remembered else replace(model, quantization=SAFETENSORS)
+        commit = _commit(model)
+        snapshot = snapshot_dir(model.repository, commit)
+        choice = choose(model, _files_of(snapshot))
+    except (OSError, ValueError, ConfigError):
+        return None
+    return snapshot / choice.opened if choice.opened else snapshot
+
+
+def remember(model: HubModel, choice: Choice) -> None:
+    """Keep what a name without a file and a quantization stands for, so that the next start need not ask the hub."""
+    if not (model.file or model.quantization):
+        _memory(model).parent.mkdir(parents=True, exist_ok=True)
+        _memory(model).write_text(choice.opened, "utf-8")
+
+
+def write_ref(model: HubModel, commit: str) -> None:
+    """Note in the cache which commit the revision is, as huggingface_hub does for what it fetches by revision."""
+    if model.revision != commit:
+        path = _repository_dir(model.repository) / "refs" / model.revision
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        unfinished.write_text(commit)
+        os.replace(unfinished, path)
+
+
+def revision_of(path: Path) -> str | None:
+    """The commit that a file or directory in huggingface_hub's cache belongs to; None for any other path."""
+    for directory in (path, *path.parents):
+        if _COMMIT.fullmatch(directory.name) and directory.parent.name == "snapshots":
+            return directory.name if directory.parent.parent.name.startswith("models--") else None
+    return None
+
+
+def cached_models() -> Iterator[tuple[HubModel, Path, int]]:
+    """Every model in huggingface_hub's cache: a name that `find_cached` takes, its path and its bytes."""
+    for directory in sorted(islice(hub_cache_dir().glob("models--*--*"), _MOST_FILES)):
+        repository = directory.name.removeprefix("models--").replace("--", "/", 1)
+        if read_hub_name(repository) is None:
+            continue
+        named = {commit: name for name in _refs(directory) if (commit := _read_ref(directory / "refs" / name))}
+        for snapshot in sorted(islice((directory / "snapshots").glob("*"), _MOST_FILES)):
+            if not _COMMIT.fullmatch(snapshot.name):
+                continue
+            files = _files_of(snapshot)
+            revision = named.get(snapshot.name, snapshot.name)
+            # By quantization where that says which, else by file.
+            candidates = [
+                HubModel(repository, "", quantization, revision) for quantization in (*_quantizations(files), SAFETENSORS)
+            ]
+            candidates += [HubModel(repository, gguf.parts[0], "", revision) for gguf in _ggufs(files) if gguf.parts[0]]
+            seen: set[str] = set()
+            for model in candidates:
+                with suppress(ConfigError):
+                    choice = choose(model, files)
+                    if choice.opened not in seen:
+                        seen.add(choice.opened)
+                        yield model, snapshot / choice.opened, sum(files[file] for file in choice.files)
+
+
+def check_reachable() -> None:
+    """Raise DownloadError within seconds if there is no hub: huggingface_hub, which takes 0.4 s to import, tries again for half a
+    minute."""
+    import socket
+    from urllib.parse import urlsplit
+
+    endpoint = hub_endpoint()
+    try:
+        parts = urlsplit(endpoint)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        if not parts.hostname:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise DownloadError(f"{endpoint[:200]} is no http or https address; check HF_ENDPOINT") from None
+    if not has_proxy():
+        try:
+            socket.create_connection((parts.hostname, port), HUB_TIMEOUT_S).close()
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise DownloadError(f"{parts.hostname} cannot be reached ({reason}); check the network, or HF_ENDPOINT") from error
+
+
+def _ggufs(files: Mapping[str, int | None], every: bool = False) -> list[_Gguf]:
+    """The GGUF models among files, the smallest first; every: what is no language model, too."""
+    parts: dict[tuple[str, int], dict[int, str]] = {}
+    for file in files:
+        stem, name = file[: -len(".gguf")], file.rpartition("/")[2].lower()
+        if name.endswith(".gguf") and (every or not any(word in name for word in _NO_MODEL)):
+            part = _PART.fullmatch(stem)
+            stem, number, count = (part["stem"], int(part["number"]), int(part["count"])) if part else (stem, 1, 1)
+            if 1 <= number <= count:
+                parts.setdefault((stem, count), {})[number] = file
+    found = [
+        _Gguf(stem, tuple(of_it.get(number) for number in range(1, count + 1)), sum(files[file] or 0 for file in of_it.values()))
+        for (stem, count), of_it in parts.items()
+    ]
+    return sorted(found, key=lambda gguf: (gguf.num_bytes, gguf.stem))
+
+
+def _whole(model: HubModel, gguf: _Gguf) -> Choice:
+    missing = [number for number, part in enumerate(gguf.parts, 1) if part is None]
+    if missing:
+        raise ConfigError(f"{model.repository} lacks part {missing[0]} of {len(gguf.parts)} of {gguf.stem}.gguf")
+    names = tuple(part for part in gguf.parts if part is not None)
+    return Choice(names, names[0])
+
+
+def _safetensors(model: HubModel, files: Mapping[str, int | None]) -> Choice:
+    """The repository's safetensors with their configuration and tokenizer. Raises ConfigError."""
+    weights = ["model.safetensors"] if "model.safetensors" in files else []
+    if not weights and "model.safetensors.index.json" in files:
+        parts = {int(part["number"]): file for file in files if (part := _PART.fullmatch(file.removesuffix(".safetensors")))
+                 and part["stem"] == "model" and file.endswith(".safetensors")}  # fmt: skip
+        counts = {file[-len("00001.safetensors") :] for file in parts.values()}
+        if len(counts) == 1 and sorted(parts) == list(range(1, int(min(counts)[:5]) + 1)):
+            weights = ["model.safetensors.index.json", *(parts[number] for number in sorted(parts))]
+    if weights and "config.json" in files:
+        return Choice((*(name for name in _SETTINGS if name in files), *weights), "")
+    pickles = any(file.endswith((".bin", ".pth", ".pt", ".ckpt")) for file in files)
+    reason = "; its weights are pickles, which can run code and are never read" if pickles else ""
+    has = f"; it has {_choices(files)}" if _ggufs(files) else ""
+    raise ConfigError(f"{model.repository} has no {'' if has else 'GGUF file and no '}whole safetensors model{reason}{has}")
+
+
+def _quantizations(files: Mapping[str, int | None]) -> list[str]:
+    names = [gguf.quantization for gguf in _ggufs(files) if _QUANTIZATION.search(gguf.stem)]
+    return [name for name in names if names.count(name) == 1]
+
+
+def _choices(files: Mapping[str, int | None]) -> str:
+    return _listed([f"{gguf.quantization} ({gguf.num_bytes / 1e9:.2f} GB)" for gguf in _ggufs(files)]) or "no GGUF file"
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(name[:200] for name in names[:_MOST_NAMED]) + rest
+
+
+def _repository_dir(repository: str) -> Path:
+    return hub_cache_dir() / f"models--{repository.replace('/', '--')}"
+
+
+def snapshot_dir(repository: str, commit: str) -> Path:
+    """Where the cache has the files of a commit."""
+    return _repository_dir(repository) / "snapshots" / commit
+
+
+def _memory(model: HubModel) -> Path:
+    return cache_dir() / "hub" / f"{model.repository.replace('/', '--')}@{model.revision.replace('/', '--')}"
+
+
+def _commit(model: HubModel) -> str:
+    """The commit of the revision, as the cache has it. Raises OSError or ValueError."""
+    if _COMMIT.fullmatch(model.revision):
+        return model.revision
+    commit = _read_ref(_repository_dir(model.repository) / "refs" / model.revision)
+    if commit is None:
+        raise ValueError
+    return commit
+
+
+def _read_ref(path: Path) -> str | None:
+    try:
+        if not path.is_file() or path.stat().st_size > 100:
+            return None
+        text = path.read_text("utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return text if _COMMIT.fullmatch(text) else None
+
+
+def _refs(directory: Path) -> list[str]:
+    """Names of the revisions, main the last, so that it stands for its commit where several do."""
+    names = [path.name for path in islice((directory / "refs").glob("*"), _MOST_FILES) if path.name.isprintable()]
+    return sorted(names, key=lambda name: (name == "main", name))
+
+
+def _files_of(snapshot: Path) -> dict[str, int]:
+    return regular_files(snapshot, hub_cache_dir(), 3)
+
+
+def regular_files(directory: Path, root: Path, depth: int) -> dict[str, int]:
+    """Bytes of the files below `directory`, at most `depth` names deep, by path.
+
+    Files that `regular_file` refuses or whose names cannot be printed are left out, and so are those after 10,000.
+    """
+    found: dict[str, int] = {}
+    for folder, folders, names in os.walk(directory):
+        at = Path(folder).relative_to(directory)
+        if len(at.parts) >= depth - 1:
+            folders.clear()
+        for name in sorted(names)[: _MOST_FILES - len(found)]:
+            shown = (at / name).as_posix()
+            if shown.isprintable() and (num_bytes := regular_file(Path(folder) / name, root)) is not None:
+                found[shown] = num_bytes
+    return found
+
+
+def regular_file(path: Path, root: Path) -> int | None:
+    """The bytes of a file; None for what is no regular file, does not exist, or leads out of `root`."""
+    try:
+        status = path.stat()
+        inside = path.resolve().is_relative_to(root.resolve())
+    except (OSError, ValueError):  # a link to nothing or to itself, a null byte
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) and inside else None

@@ -1,0 +1,235 @@
+"""Fetches models of the hub through huggingface_hub, into its own cache.
+
+The library moves bytes, retries, keeps the cache, and finds the user's token and proxy. Decided here: which files are needed, that
+they are what the hub's metadata says (the library checks their length only), and what went wrong, in one line. A module of its own
+because huggingface_hub takes 0.4 s to import.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, errors, hf_hub_download
+
+from cpuspec.checkpoints.download import Progress
+from cpuspec.checkpoints.hub import HUB_TIMEOUT_S, HubModel, choose, remember, snapshot_dir, write_ref
+from cpuspec.checkpoints.huggingface import read_config
+from cpuspec.environment import hub_cache_dir, hub_endpoint
+from cpuspec.errors import DownloadError
+
+_REPORT_EVERY_S = 0.1
+_SPARE_BYTES = 64 << 20
+_MOST_QUOTED = 200  # characters of what the library says
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
+_LOGIN = "run `hf auth login`, or set HF_TOKEN"
+
+
+def download(model: HubModel, report: Progress, sha256: str = "") -> Path:
+    """The file or directory of `model` in huggingface_hub's cache, as the hub has it now; what is there is not fetched again.
+
+    sha256: that the file must have, where it is known. Raises DownloadError if the hub cannot be asked or delivers something else,
+    ConfigError if the name stands for no file of its repository, CheckpointError if its config.json is not supported, and OSError
+    if the disk cannot take it.
+    """
+    endpoint = hub_endpoint()
+    with _explained(model), _warnings(lambda: None):
+        info = HfApi(endpoint, library_name="cpuspec").model_info(
+            model.repository, revision=model.revision, timeout=HUB_TIMEOUT_S, files_metadata=True
+        )
+        files = {one.rfilename: one for one in info.siblings or [] if _is_safe(one.rfilename)}
+        sizes = {name: int(file.size or 0) for name, file in files.items()}
+        commit = str(info.sha)
+    if not re.fullmatch("[0-9a-f]{40}", commit):
+        raise DownloadError(f"says that {model.revision} is the commit {commit[:50]!r}; wanted 40 hexadecimal digits")
+    choice = choose(model, sizes)
+    if sha256 and (got := _sha256(files[choice.opened])) != sha256:
+        raise DownloadError(f"offers other bytes: sha256 {got}, wanted {sha256}")
+    snapshot = snapshot_dir(model.repository, commit)
+    missing = [name for name in choice.files if not _is_there(snapshot / name, sizes[name])]
+    _check_room(sum(sizes[name] for name in missing))
+    told = _Told(report, f"hub {model.repository}", sum(sizes[name] for name in choice.files))
+    for name in choice.files:
+        if name in missing:
+            with _explained(model), _warnings(told.interrupted):
+                _remove(snapshot / name)  # cut short, or grown
+                path = hf_hub_download(
+                    *(model.repository, name),
+                    revision=commit,
+                    cache_dir=hub_cache_dir(),
+                    endpoint=endpoint,
+                    etag_timeout=HUB_TIMEOUT_S,
+                    library_name="cpuspec",
+                    tqdm_class=told.bar(),
+                )
+            _check(Path(path), files[name])
+        told.file_done(sizes[name])
+        if name == "config.json":
+            read_config(snapshot)  # a model that is not supported is told before its weights are fetched
+    write_ref(model, commit)
+    remember(model, choice)
+    if missing:
+        told.say(f"hub {model.repository} verified")
+    return snapshot / choice.opened
+
+
+@contextmanager
+def _explained(model: HubModel) -> Iterator[None]:
+    """Turn whatever the library raises into DownloadError, or into OSError if the disk is at fault."""
+    try:
+        yield
+    except Exception as error:  # errors of its HTTP client, another one in each of its major versions, have no base in the library
+        raise _problem(model, error) from error
+
+
+def _problem(model: HubModel, error: Exception) -> Exception:
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno in _DISK:
+            return OSError(cause.errno, os.strerror(cause.errno))
+    status = next((one.response.status_code for one in causes if isinstance(one, errors.HfHubHTTPError)), None)
+    if any(isinstance(one, errors.OfflineModeIsEnabled) for one in causes):
+        return DownloadError("HF_HUB_OFFLINE forbids downloads; unset it")
+    if isinstance(error, errors.GatedRepoError) or status == HTTPStatus.FORBIDDEN:
+        page = f"{hub_endpoint()}/{model.repository}"
+        return DownloadError(f"access is restricted: accept the terms on {page}, then {_LOGIN}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return DownloadError(f"there is no revision {model.revision!r}")
+    if isinstance(error, errors.RepositoryNotFoundError) or status == HTTPStatus.UNAUTHORIZED:
+        return DownloadError(f"there is no such repository, or it is private: check the name; for a private one {_LOGIN}")
+    if status is not None:
+        known = status in HTTPStatus.__members__.values()
+        return DownloadError(f"the hub answered {status}{f' {HTTPStatus(status).phrase}' if known else ''}")
+    if any("Timeout" in type(one).__name__ for one in causes):
+        return DownloadError("the hub did not answer in time")
+    said = "".join(letter if letter.isprintable() else " " for letter in str(error))[:_MOST_QUOTED]
+    return DownloadError(f"the download broke off ({type(error).__name__}: {said})")
+
+
+def _is_safe(name: object) -> bool:
+    """Whether a file's name stays in its directory and on its line."""
+    return isinstance(name, str) and name.isprintable() and len(name) < 500 and not {"", ".", ".."} & set(re.split(r"[/\\]", name))
+
+
+def _is_there(path: Path, num_bytes: int) -> bool:
+    try:
+        return path.stat().st_size == num_bytes
+    except OSError:
+        return False
+
+
+def _sha256(file: Any) -> str | None:
+    """The hash of a large file, as the hub's metadata has it."""
+    return getattr(file.lfs, "sha256", None)
+
+
+def _check(path: Path, file: Any) -> None:
+    """Raise DownloadError, and remove the file, if it is not what the hub's metadata says. Small files have git's hash."""
+    with path.open("rb") as stream:
+        wanted = _sha256(file) or file.blob_id
+        if _sha256(file):
+            got = hashlib.file_digest(stream, "sha256").hexdigest()
+        else:
+            content = stream.read()
+            got = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    if got != wanted:
+        _remove(path)
+        raise DownloadError(f"the hub delivered other bytes of {path.name} than it announced: hash {got}, wanted {wanted}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a file of a snapshot with the blob that it links to."""
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def _check_room(needed: int) -> None:
+    directory = hub_cache_dir()
+    there = next(parent for parent in (directory, *directory.parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed and free < needed + _SPARE_BYTES:
+        raise DownloadError(
+            f"{(needed + _SPARE_BYTES) / 1e6:.0f} MB are needed in {directory}, which has {free / 1e6:.0f} MB free; "
+            "free some, or set HF_HOME to a directory on another disk"
+        )
+
+
+class _Told:
+    """Progress of all files together, from what the library's bars count of each."""
+
+    def __init__(self, report: Progress, what: str, total_bytes: int) -> None:
+        self._report, self._what, self._total_bytes = report, what, total_bytes
+        self._before = self._of_file = 0
+        self._said_s = 0.0
+
+    def say(self, what: str) -> None:
+        self._report(min(self._before + self._of_file, self._total_bytes), self._total_bytes, what)
+
+    def interrupted(self) -> None:
+        self.say(f"{self._what}, after an interruption")
+
+    def file_done(self, num_bytes: int) -> None:
+        self._before, self._of_file = self._before + num_bytes, 0
+        self.say(self._what)
+
+    def bar(self) -> type:
+        """A class like tqdm's, whose one object counts a file."""
+        told = self
+
+        class Bar:
+            """Counts bytes that were written; those that come through the network are the same, or fewer."""
+
+            total: float | None = None
+
+            def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
+                self.update(initial)
+
+            def __enter__(self) -> "Bar":
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+            def update(self, num_bytes: float | None = 1) -> None:
+                told._of_file += int(num_bytes or 0)
+                if time.monotonic() - told._said_s > _REPORT_EVERY_S:
+                    told._said_s = time.monotonic()
+                    told.say(told._what)
+
+            def ignore(self, *_: object, **__: object) -> None:
+                pass
+
+            update_transfer = set_postfix_str = set_transfer_postfix_str = set_description = refresh = close = ignore
+
+        return Bar
+
+
+@contextmanager
+def _warnings(on_retry: Callable[[], None]) -> Iterator[None]:
+    """Keep the library's warnings of this thread from stderr: that it tries again, and whatever a hub wants to have said."""
+    thread = threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.thread == thread and "resume" in record.getMessage():
+            on_retry()
+        return record.thread != thread
+
+    handlers = list(logging.getLogger("huggingface_hub").handlers)
+    for handler in handlers:
+        handler.addFilter(keep)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(keep)
