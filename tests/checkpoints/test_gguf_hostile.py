@@ -224,7 +224,7 @@ def test_any_power_of_two_is_an_alignment(tmp_path):
 def test_what_is_not_a_file_is_a_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         open_checkpoint(tmp_path / "missing.gguf")
-    with pytest.raises(CheckpointError, match="empty or not a path"):
+    with pytest.raises(CheckpointError, match="not a path"):
         open_checkpoint("a\0b")
     os.mkfifo(tmp_path / "pipe.gguf")
     # Opening it would wait for a writer for ever.
