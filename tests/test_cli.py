@@ -4,13 +4,13 @@ import csv
 import hashlib
 import io
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,9 +37,9 @@ from cpuspec.evaluate import speed
 from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.spec.levels import MODELS, SOURCES
+from tests.processes import started, wait_for
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
-ROOT = Path(cpuspec.__file__).parent.parent
 NUMPY = ("--backend", "numpy", "--ignore-eos")
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -62,13 +62,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str, stdin: str | bytes | None = None) -> Any:
     return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="cpuspec")
-
-
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    """A real process, of which every stream is a pipe."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "cpuspec", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(os.environ))
 
 
 def ok(*arguments: str, stdin: str | bytes | None = None) -> str:
@@ -136,7 +129,7 @@ def test_a_first_run_says_why_it_takes_longer(model: str, monkeypatch: pytest.Mo
         raise ConfigError("that was it")
 
     monkeypatch.setattr(kernels, "compiled_before", lambda: compiled)
-    monkeypatch.setattr(LLM, "__init__", end_here)
+    monkeypatch.setattr(LLM, "from_settings", end_here)
     assert run("generate", "hello", "-m", model).stderr.count("compiling") == (not compiled)
     assert "compiling" not in run("generate", "hello", "-m", model, *NUMPY).stderr
 
@@ -488,16 +481,16 @@ def test_a_prompt_that_does_not_fit_is_an_error(model: str) -> None:
 # ----------------------------------------------------------------------------------------------------- interrupts, broken pipes
 
 
-def endless(model: str) -> subprocess.Popen[bytes]:
-    return start("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "30000")
+def endless(model: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    return started("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "30000")
 
 
 def test_ctrl_c_keeps_the_text_and_exits_with_130(model: str) -> None:
-    process = endless(model)
-    assert process.stdout is not None
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
+    with endless(model) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate()
     assert process.returncode == 130
     assert (first + rest).endswith(b"\n")
     assert re.search(r"interrupted after (\d+) tokens \| \d+ prompt tokens \| \d+ new tokens", errors.decode())
@@ -505,35 +498,36 @@ def test_ctrl_c_keeps_the_text_and_exits_with_130(model: str) -> None:
 
 
 def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
-    process = endless(model)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert process.wait(timeout=60) == 141
+    with endless(model) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait() == 141
     assert errors == b""
 
 
 def test_a_full_disk_is_an_error(model: str) -> None:
-    command = [sys.executable, "-m", "cpuspec", "generate", "hello", "-m", model, *NUMPY, "--max-tokens", "3"]
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
-    assert done.returncode == 1
-    assert done.stderr.decode().startswith("error: the output cannot be written")
-    assert b"Traceback" not in done.stderr
+    options = ("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "3")
+    with Path("/dev/full").open("wb") as full, started(*options, stdout=full) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.decode().startswith("error: the output cannot be written")
+    assert b"Traceback" not in errors
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(model: str, tmp_path: Path) -> None:
-    process = start("chat", "-m", model, "--backend", "numpy", "--max-tokens", "30000", "--logit-bias", "377=-inf")
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(b"hello\n")
-    process.stdin.flush()
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
     saved = tmp_path / "talk.json"
-    _, errors = process.communicate(f"/save {saved}\n/set max_tokens 2\nand now?\n".encode(), timeout=60)
+    options = ("chat", "-m", model, "--backend", "numpy", "--max-tokens", "30000", "--logit-bias", "377=-inf")
+    with started(*options) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(f"/save {saved}\n/set max_tokens 2\nand now?\n".encode())
     assert process.returncode == 0
     assert b"stopped" in errors
     assert b"Traceback" not in errors
@@ -982,12 +976,10 @@ def test_a_bench_beyond_the_model_is_an_error_before_it_is_loaded(
 
 
 def test_ctrl_c_ends_a_bench_with_130_and_no_half_results(model: str) -> None:
-    process = start("bench", model, *SHORT, "-r", "1000")
-    assert process.stderr is not None
-    first = iter(process.stderr.readline, b"")
-    assert any(b"round 1 of" in line for line in first)
-    process.send_signal(signal.SIGINT)
-    shown, errors = process.communicate(timeout=60)
+    with started("bench", model, *SHORT, "-r", "1000000") as process:
+        wait_for(process.stderr, b"round 1 of")
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate()
     assert process.returncode == 130
     assert shown == b""
     assert b"interrupted" in errors
