@@ -30,7 +30,7 @@ from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import app
 from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import size
-from cpuspec.config import EngineConfig
+from cpuspec.config import EngineConfig, SamplingDefaults
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
@@ -157,7 +157,7 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
     assert set(shown) == {
         *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
-        *("verify_exact", "plan"),
+        *("verify_exact", "plan", "sampling_params"),
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"
@@ -199,6 +199,63 @@ def test_sampling_options_reach_the_sampler(model: str) -> None:
     assert len(set(token_ids("--presence-penalty", "1000"))) == 16
     assert token_ids("--stop-token-id", str(greedy[2])) == greedy[: greedy.index(greedy[2]) + 1]
     assert token_ids("--draft", "ngram") == greedy
+
+
+@pytest.fixture(scope="module")
+def opinionated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose files recommend a way to sample it, and something that cannot be."""
+    directory = make_tiny_hf(tmp_path_factory.mktemp("opinionated") / "model", context_length=4096, **SMALL)
+    settings = {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "top_k": "many"}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    return str(directory)
+
+
+def used(*options: str) -> dict[str, Any]:
+    """The sampling params of an answer, as --json has them."""
+    return json.loads(ok("generate", "hello", *NUMPY, "--max-tokens", "2", "--json", *options))["sampling_params"]
+
+
+def test_flags_go_before_the_models_own_sampling_field_by_field(model: str, opinionated: str) -> None:
+    def chosen(*options: str) -> list[float]:
+        params = used("-m", opinionated, *options)
+        return [params[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")]
+
+    assert chosen() == [0.9, 0.8, 0, 1]
+    assert chosen("--top-k", "5") == [0.9, 0.8, 5, 1]
+    assert chosen("--temperature", "0.5", "--top-p", "1") == [0.5, 1, 0, 1]
+    assert chosen("--temperature", "0") == [0, 1, 0, 1]
+    assert chosen("--verify-exact") == [0, 1, 0, 1]
+    assert used("-m", model)["temperature"] == 0
+
+
+def test_a_sampled_answer_says_how_it_can_be_repeated(opinionated: str) -> None:
+    options = ("generate", "hello", "-m", opinionated, *NUMPY, "--max-tokens", "12")
+    first = json.loads(ok(*options, "--json"))
+    seed = first["sampling_params"]["seed"]
+    assert isinstance(seed, int)
+    assert json.loads(ok(*options, "--json", "--seed", str(seed)))["token_ids"] == first["token_ids"]
+    assert json.loads(ok(*options, "--json", "--seed", str(seed), "--draft", "ngram"))["token_ids"] == first["token_ids"]
+    said = run(*options, "--seed", "7").stderr
+    assert "sampled at temperature 0.9, top-p 0.8 (model's own), seed 7" in said
+    assert "temperature 0.5, top-p 0.8 (model's own top-p), seed" in run(*options, "--temperature", "0.5").stderr
+    assert "| greedy | cut off" in run(*options, "--temperature", "0").stderr
+    assert run(*options).stderr.count("warning: ") == run(*options, "--verify-exact").stderr.count("warning: ") == 1
+
+
+def test_params_are_json_whatever_they_are(model: str) -> None:
+    shown = ok("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "1", "--json", "--logit-bias", "5=-inf", "--stop", "x")
+    params = json.loads(shown, parse_constant=pytest.fail)["sampling_params"]
+    assert (params["logit_bias"], params["stop"], params["seed"]) == ({"5": "-inf"}, ["x"], None)
+
+
+def test_a_chat_samples_as_the_model_wants_until_it_is_set(opinionated: str) -> None:
+    lines = "/set\n/set temperature 0\n/set temperature default\n/set top-k 3\nhello\n/stats\n"
+    said = run("chat", "-m", opinionated, *NUMPY[:2], "--max-tokens", "2", stdin=lines).stderr
+    assert "  temperature 0.9 (model's own)\n" in said
+    assert "  top_k 0\n" in said
+    assert "(temperature is 0.0)" in said
+    assert "(temperature is 0.9 (model's own))" in said
+    assert "sampled at temperature 0.9, top-k 3, top-p 0.8 (model's own temperature, top-p), seed " in said
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "0.9")], ids=["greedy", "sampled"])
@@ -555,9 +612,9 @@ class Interrupted:
 def test_an_interrupted_answer_keeps_what_was_said() -> None:
     llm, shown = Interrupted(), []
     answer = collect(llm, "hi", SamplingParams(), shown.append)  # type: ignore[arg-type]
-    assert answer == Answer("Hello wor", [1, 2, 3], [], "aborted", None)
+    assert answer == Answer(SamplingParams(), "Hello wor", [1, 2, 3], [], "aborted", None)
     assert shown == ["Hello", " wor"]
-    assert figures(answer, SamplingParams()) == "interrupted after 3 tokens"
+    assert figures(answer, SamplingDefaults()) == "interrupted after 3 tokens | greedy"
     assert llm.closed
 
 
@@ -647,6 +704,12 @@ def test_lines_and_commands_make_the_conversation(model: str, tmp_path: Path, li
         ("/set temperature 0.7", "temperature is 0.7"),
         ("/set top-k=3", "top_k is 3"),
         ("/set seed 3\n/set seed none", "seed is None"),
+        ('/set stop END "the end"', "stop is 'END' 'the end'"),
+        ("/set stop END\n/set stop none", "stop is none"),
+        ("/set stop END\n/set stop default", "stop is none"),
+        ("/set logit_bias 42=-1.5 7=-inf", "logit_bias is 42=-1.5 7=-inf"),
+        ("/set logit_bias 42=1\n/set logit_bias none", "logit_bias is none"),
+        ("/set max_tokens default", "max_tokens is 1024"),
         ("/set", "repetition_penalty 1.0"),
         ("/system", "own"),
         ("one", "cut off by max tokens 4"),
@@ -662,6 +725,10 @@ def test_commands_say_what_they_did(model: str, lines: str, wanted: str) -> None
         ("/set warmth 1", "no setting 'warmth'"),
         ("/set temperature hot", "takes a number"),
         ("/set temperature -1", "temperature must be"),
+        ("/set stop", "stop takes texts"),
+        ('/set stop "a', "No closing quotation"),
+        ("/set logit_bias 42", "not ID=BIAS"),
+        ("/set logit_bias 1=1 1=2", "twice"),
         ("/save", "file name"),
         ("/save no/such/directory/x", "cannot be written"),
         ("hello " * 30, "context"),
@@ -704,6 +771,7 @@ class Scripted:
     """Stands for an LLM that answers each request with the next of its answers, or fails."""
 
     aborted_stats = None
+    sampling_defaults = SamplingDefaults()
 
     def __init__(self, *answers: str | type[BaseException]) -> None:
         self.answers = list(answers)
@@ -721,7 +789,7 @@ def at_terminal(
     """What a conversation holds after these events, and how many of them it left unread."""
     terminal = Terminal(*events)
     monkeypatch.setattr(sys, "stdin", terminal)
-    talk = Chat(Scripted(*answers), "scripted", SamplingParams())  # type: ignore[arg-type]
+    talk = Chat(Scripted(*answers), "scripted")  # type: ignore[arg-type]
     converse(talk)
     return [turn["content"] for turn in talk.turns], len(terminal.events)
 

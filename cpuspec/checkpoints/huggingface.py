@@ -5,13 +5,14 @@ are only pointed at.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
 from cpuspec.checkpoints.jsonfile import JsonFields, read_json_object
 from cpuspec.checkpoints.safetensors import read_safetensors
-from cpuspec.config import ModelConfig, RopeScaling
+from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
@@ -64,7 +65,30 @@ def open_huggingface(directory: Path) -> Checkpoint:
         # Some exporters store the tied matrix twice; transformers uses the embedding for both.
         tensors.pop("output", None)
     vocabulary = HfTokenizerFiles(directory, directory / "tokenizer.json")
-    return Checkpoint(directory, directory.resolve().name, config, tensors, vocabulary)
+    return Checkpoint(directory, directory.resolve().name, config, tensors, vocabulary, _read_sampling(directory))
+
+
+def _read_sampling(directory: Path) -> SamplingDefaults:
+    """What generation_config.json recommends, in the sense of transformers' GenerationConfig.
+
+    do_sample false is greedy, true without a temperature is 1; without do_sample the temperature says which, as in vLLM.
+    """
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return NO_DEFAULTS
+    try:
+        values = read_json_object(path, _MAX_CONFIG_BYTES)
+    except CheckpointError as error:
+        return SamplingDefaults(ignored=(f"{error}; it is ignored",))
+    found = SamplingDefaults.read(str(path), {name: values.get(name) for name in SAMPLING_FIELDS})
+    match values.get("do_sample"):
+        case None:
+            return found
+        case True:
+            return found.over(SamplingDefaults(temperature=1.0))
+        case False:
+            return SamplingDefaults(temperature=0.0).over(found)
+    return replace(found, ignored=(*found.ignored, f"{path}: do_sample must be true or false; it is ignored"))
 
 
 def _read_config(fields: JsonFields) -> ModelConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from cpuspec.config import AUTO, SpecConfig
+from cpuspec.config import AUTO, NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults, SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 
@@ -81,6 +81,7 @@ class Recipe:
     sources: tuple[Source, ...]
     golden: tuple[Golden, ...]
     layer_skip: Mapping[int, tuple[int, ...]]  # by how many, the layers that a draft can best do without
+    sampling: SamplingDefaults = NO_DEFAULTS  # where the file itself says nothing
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,7 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
         sources=table.rows("sources", _read_source),
         golden=table.rows("golden", _read_golden) if "golden" in raw else (),
         layer_skip=_read_layer_skip(table),
+        sampling=_read_sampling(table),
     )
     table.refuse_the_rest()
     if not recipe.sources:
@@ -318,6 +320,17 @@ def _read_layer_skip(table: _Table) -> Mapping[int, tuple[int, ...]]:
             raise ConfigError(f"{inner.where}: {key} is {list(layers)}; wanted as many different layers as the key says")
         found[len(layers)] = tuple(sorted(layers))
     return MappingProxyType(found)
+
+
+def _read_sampling(table: _Table) -> SamplingDefaults:
+    """How the model's makers recommend to sample it; every field may be left out."""
+    where, values = f"{table.where}: sampling", table.values.pop("sampling", {})
+    if not isinstance(values, dict) or not values.keys() <= set(SAMPLING_FIELDS):
+        raise ConfigError(f"{where} is {values!r}; wanted a table with some of {', '.join(SAMPLING_FIELDS)}")
+    try:
+        return SamplingDefaults(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _shipped() -> Path:

@@ -11,8 +11,8 @@ import numpy as np
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.checkpoints.recipes import model_and_spec
-from cpuspec.config import AUTO, EngineConfig, ModelConfig, SamplingParams, SpecConfig
+from cpuspec.checkpoints.recipes import model_and_spec, recipe_of
+from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
@@ -108,7 +108,7 @@ class LLM:
         build = prepare(spec, Host(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
         target = make_backend(backend, checkpoint, settings)
         try:
-            self._start(target, tokenizer, spec, settings, build(target))
+            self._start(target, tokenizer, spec, settings, build(target), _sampling(checkpoint))
         except BaseException:
             target.close()
             raise
@@ -124,19 +124,28 @@ class LLM:
     ) -> "LLM":
         """An LLM over a backend and a tokenizer that exist already, such as a user's own. `close` closes the backend.
 
-        checkpoint: what the backend was made from, for drafts of the target's own weights.
+        checkpoint: what the backend was made from, for drafts of the target's own weights and its sampling defaults.
         """
         llm, spec, settings = cls.__new__(cls), _read_spec(spec), settings or EngineConfig()
         name = backend.name if backend.name in BACKENDS else BACKENDS[0]
         context_length = _capacity(backend.config, settings)
         build = prepare(spec, Host(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
-        llm._start(backend, tokenizer, spec, settings, build(backend))
+        llm._start(backend, tokenizer, spec, settings, build(backend), _sampling(checkpoint))
         return llm
 
-    def _start(self, backend: Backend, tokenizer: Tokenizer, spec: SpecConfig, settings: EngineConfig, proposer: Proposer) -> None:
+    def _start(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        spec: SpecConfig,
+        settings: EngineConfig,
+        proposer: Proposer,
+        sampling: SamplingDefaults,
+    ) -> None:
         self.tokenizer = tokenizer
         self.config = backend.config
         self.spec = spec
+        self.sampling_defaults = sampling  # what the model's files and its recipe say, and what of it was ignored
         self.threads = backend.threads
         self.row_invariant = backend.row_invariant
         self.context_length = _capacity(backend.config, settings)
@@ -148,6 +157,15 @@ class LLM:
         self.aborted_stats: RequestStats | None = None  # of the request that was aborted last, its stream closed or interrupted
         self._inboxes: dict[int, list[Output]] = {}  # of the requests that somebody is waiting for
         self._closed = False
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """How the model's files, or else its recipe, want it to be sampled; greedy where they say nothing.
+
+        Nothing applies it by itself: `generate`, `chat` and `stream` without params are greedy. To change a field of it:
+        `dataclasses.replace(llm.default_sampling_params, max_tokens=100)`.
+        """
+        return self.sampling_defaults.under({})
 
     def generate(self, prompts: Prompt | Seq[Prompt], params: Params = None) -> list[Completion]:
         """Continue raw prompts, texts or token ids; always a list, in the prompts' order.
@@ -168,14 +186,14 @@ class LLM:
     def chat(self, messages: Seq[Message] | Seq[Seq[Message]], params: Params = None) -> Completion | list[Completion]:
         """Answer a conversation (a list of messages, each with role and content) through the model's chat template.
 
-        Returns a Completion, or a list of them for a list of conversations.
+        Returns a Completion, or a list of them for a list of conversations. None for params is greedy.
         """
         if _is_conversation(messages):
             return self._complete([self._prompt_ids(messages)], params)[0]
         return self._complete([self._prompt_ids(conversation) for conversation in messages], params)
 
     def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None) -> Iterator[Output]:
-        """Yield what each step adds; the last output carries finish_reason and stats.
+        """Yield what each step adds; the last output carries finish_reason and stats. None for params is greedy.
 
         The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; what it cost until
         then is in `aborted_stats`.
@@ -299,6 +317,14 @@ def _completion(parts: list[Output]) -> Completion:
         logprobs=[one for part in parts for one in part.logprobs],
         stats=last.stats,
     )
+
+
+def _sampling(checkpoint: Checkpoint | None) -> SamplingDefaults:
+    """Sampling defaults of a checkpoint: its own, then its recipe's."""
+    if checkpoint is None:
+        return NO_DEFAULTS
+    recipe = recipe_of(checkpoint.path)
+    return checkpoint.sampling.over(recipe.sampling) if recipe else checkpoint.sampling
 
 
 def _read_spec(spec: str | SpecConfig | None) -> SpecConfig:
