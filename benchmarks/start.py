@@ -85,7 +85,7 @@ def main(
 def own_command(model: Path, threads: int) -> list[str]:
     """What answers the prompt in a file, to be completed by `start`."""
     command = [sys.executable, "-m", "cpuspec", "generate", "-m", str(model), "--threads", str(threads), "--raw", "--ignore-eos"]
-    return [*command, "--max-tokens", "{new}", "--context-length", "{context}", "-f", "{prompt}"]
+    return [*command, "--temperature", "0", "--max-tokens", "{new}", "--context-length", "{context}", "-f", "{prompt}"]
 
 
 def peer_command(program: Path, model: Path, threads: int) -> list[str]:

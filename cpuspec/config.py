@@ -278,6 +278,67 @@ class SamplingParams:
         return not self.logit_bias and penalties == (1, 0, 0)
 
 
+# The fields of SamplingParams that models have an opinion about.
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """How a model wants to be sampled, in the fields of `SamplingParams`; None is what it leaves open.
+
+    ignored: what its files say and cannot be used, a sentence each. Raises ConfigError for values that SamplingParams refuses.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignored: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        SamplingParams(**self.fields())
+
+    @staticmethod
+    def read(where: str, values: Mapping[str, object]) -> "SamplingDefaults":
+        """The defaults that a stranger's file, called `where`, has under these fields' names; a value of no use is ignored.
+
+        None is absent, and a top_k of -1 is off, as in vLLM.
+        """
+        usable: dict[str, Any] = {}
+        ignored = []
+        for name, value in values.items():
+            if value is None:
+                continue
+            usual = 0 if name == "top_k" and type(value) is int and value == -1 else value
+            try:
+                SamplingDefaults(**{name: usual})  # type: ignore[arg-type]
+            except ConfigError as error:
+                ignored.append(f"{where}: {str(error)[:200]}; it is ignored")
+            else:
+                usable[name] = usual
+        return SamplingDefaults(**usable, ignored=tuple(ignored))
+
+    def fields(self) -> dict[str, Any]:
+        """What the model has an opinion about, by name."""
+        return {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
+
+    def over(self, others: "SamplingDefaults") -> "SamplingDefaults":
+        """These defaults, and those of `others` in the fields that these leave open."""
+        return SamplingDefaults(**{**others.fields(), **self.fields()}, ignored=self.ignored + others.ignored)
+
+    def under(self, given: Mapping[str, Any]) -> SamplingParams:
+        """The params of a request with these settings, the others by default.
+
+        A given temperature of 0 is plain greedy decoding: none of the model's defaults apply, a penalty as little as top-k.
+        Raises ConfigError as SamplingParams does.
+        """
+        return SamplingParams(**{**({} if given.get("temperature") == 0 else self.fields()), **given})
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
 MAX_DRAFT_TOKENS = 255  # at most a row less than a forward has
 
 

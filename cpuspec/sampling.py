@@ -19,6 +19,7 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 _GROUPS = 2048  # of a vocabulary, where the largest of each is found first
+_NOTHING = 1e-9  # of the weight of the best token: what all tokens together may have that top-p does not look at
 _BLOCK = 256  # values of which the sum is taken before they are looked at one by one
 
 
@@ -129,16 +130,12 @@ def distribution(logits: F32, params: SamplingParams, history: TokenHistory, ahe
         return SparseRow(np.array([argmax(x)]), np.ones(1), size)
     if 0 < params.top_k < size:
         kept = _largest(x, params.top_k)
-    elif params.min_p:
-        kept = np.flatnonzero(x >= _bound(best, params))
+    elif params.min_p or params.top_p < 1:
+        kept = np.flatnonzero(x >= _bound(best, params.temperature, params.min_p or _NOTHING / size))
     else:
         weights = _weights(x, best, params.temperature, None if x is logits else x)
-        if params.top_p == 1:
-            weights /= weights.sum()
-            return weights
-        kept = _nucleus(weights, params.top_p)
-        weights = weights[kept]
-        return SparseRow(kept, weights / weights.sum(), size)
+        weights /= weights.sum()
+        return weights
     weights = _weights(x[kept], best, params.temperature)
     inside = np.flatnonzero((weights > 0) & (weights >= params.min_p))
     kept, weights = kept[inside], weights[inside]
@@ -233,10 +230,10 @@ def _weights(x: NDArray[Any], best: Any, temperature: float, out: F64 | None = N
     return np.exp(weights, out=weights)
 
 
-def _bound(best: Any, params: SamplingParams) -> Any:
-    """A logit below which no token has the weight that min-p asks for, and few above lack it."""
+def _bound(best: Any, temperature: float, weight: float) -> Any:
+    """A logit below which no token has this weight, and few above lack it."""
     with np.errstate(over="ignore"):
-        bound = best.dtype.type(float(best) + params.temperature * (math.log(params.min_p) - 1e-6))
+        bound = best.dtype.type(float(best) + temperature * (math.log(weight) - 1e-6))
     return np.nextafter(bound, bound.dtype.type(-np.inf))
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import app
 from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import size
-from cpuspec.config import EngineConfig
+from cpuspec.config import EngineConfig, SamplingDefaults
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
@@ -36,10 +37,10 @@ from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampl
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
 from cpuspec.spec.levels import MODELS, SOURCES
+from tests.processes import started, wait_for
 from tests.stand_in_hub import COMMIT, Repository, StandInHub, running
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
-ROOT = Path(cpuspec.__file__).parent.parent
 NUMPY = ("--backend", "numpy", "--ignore-eos")
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -62,13 +63,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str, stdin: str | bytes | None = None) -> Any:
     return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="cpuspec")
-
-
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    """A real process, of which every stream is a pipe."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "cpuspec", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(os.environ))
 
 
 def ok(*arguments: str, stdin: str | bytes | None = None) -> str:
@@ -182,7 +176,7 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
     assert set(shown) == {
         *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
-        *("verify_exact", "plan", "revision"),
+        *("verify_exact", "plan", "revision", "sampling_params"),
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"
@@ -224,6 +218,63 @@ def test_sampling_options_reach_the_sampler(model: str) -> None:
     assert len(set(token_ids("--presence-penalty", "1000"))) == 16
     assert token_ids("--stop-token-id", str(greedy[2])) == greedy[: greedy.index(greedy[2]) + 1]
     assert token_ids("--draft", "ngram") == greedy
+
+
+@pytest.fixture(scope="module")
+def opinionated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose files recommend a way to sample it, and something that cannot be."""
+    directory = make_tiny_hf(tmp_path_factory.mktemp("opinionated") / "model", context_length=4096, **SMALL)
+    settings = {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "top_k": "many"}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    return str(directory)
+
+
+def used(*options: str) -> dict[str, Any]:
+    """The sampling params of an answer, as --json has them."""
+    return json.loads(ok("generate", "hello", *NUMPY, "--max-tokens", "2", "--json", *options))["sampling_params"]
+
+
+def test_flags_go_before_the_models_own_sampling_field_by_field(model: str, opinionated: str) -> None:
+    def chosen(*options: str) -> list[float]:
+        params = used("-m", opinionated, *options)
+        return [params[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")]
+
+    assert chosen() == [0.9, 0.8, 0, 1]
+    assert chosen("--top-k", "5") == [0.9, 0.8, 5, 1]
+    assert chosen("--temperature", "0.5", "--top-p", "1") == [0.5, 1, 0, 1]
+    assert chosen("--temperature", "0") == [0, 1, 0, 1]
+    assert chosen("--verify-exact") == [0, 1, 0, 1]
+    assert used("-m", model)["temperature"] == 0
+
+
+def test_a_sampled_answer_says_how_it_can_be_repeated(opinionated: str) -> None:
+    options = ("generate", "hello", "-m", opinionated, *NUMPY, "--max-tokens", "12")
+    first = json.loads(ok(*options, "--json"))
+    seed = first["sampling_params"]["seed"]
+    assert isinstance(seed, int)
+    assert json.loads(ok(*options, "--json", "--seed", str(seed)))["token_ids"] == first["token_ids"]
+    assert json.loads(ok(*options, "--json", "--seed", str(seed), "--draft", "ngram"))["token_ids"] == first["token_ids"]
+    said = run(*options, "--seed", "7").stderr
+    assert "sampled at temperature 0.9, top-p 0.8 (model's own), seed 7" in said
+    assert "temperature 0.5, top-p 0.8 (model's own top-p), seed" in run(*options, "--temperature", "0.5").stderr
+    assert "| greedy | cut off" in run(*options, "--temperature", "0").stderr
+    assert run(*options).stderr.count("warning: ") == run(*options, "--verify-exact").stderr.count("warning: ") == 1
+
+
+def test_params_are_json_whatever_they_are(model: str) -> None:
+    shown = ok("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "1", "--json", "--logit-bias", "5=-inf", "--stop", "x")
+    params = json.loads(shown, parse_constant=pytest.fail)["sampling_params"]
+    assert (params["logit_bias"], params["stop"], params["seed"]) == ({"5": "-inf"}, ["x"], None)
+
+
+def test_a_chat_samples_as_the_model_wants_until_it_is_set(opinionated: str) -> None:
+    lines = "/set\n/set temperature 0\n/set temperature default\n/set top-k 3\nhello\n/stats\n"
+    said = run("chat", "-m", opinionated, *NUMPY[:2], "--max-tokens", "2", stdin=lines).stderr
+    assert "  temperature 0.9 (model's own)\n" in said
+    assert "  top_k 0\n" in said
+    assert "(temperature is 0.0)" in said
+    assert "(temperature is 0.9 (model's own))" in said
+    assert "sampled at temperature 0.9, top-k 3, top-p 0.8 (model's own temperature, top-p), seed " in said
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "0.9")], ids=["greedy", "sampled"])
@@ -508,16 +559,16 @@ def test_a_prompt_that_does_not_fit_is_an_error(model: str) -> None:
 # ----------------------------------------------------------------------------------------------------- interrupts, broken pipes
 
 
-def endless(model: str) -> subprocess.Popen[bytes]:
-    return start("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "30000")
+def endless(model: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    return started("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "30000")
 
 
 def test_ctrl_c_keeps_the_text_and_exits_with_130(model: str) -> None:
-    process = endless(model)
-    assert process.stdout is not None
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
+    with endless(model) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate()
     assert process.returncode == 130
     assert (first + rest).endswith(b"\n")
     assert re.search(r"interrupted after (\d+) tokens \| \d+ prompt tokens \| \d+ new tokens", errors.decode())
@@ -525,35 +576,36 @@ def test_ctrl_c_keeps_the_text_and_exits_with_130(model: str) -> None:
 
 
 def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
-    process = endless(model)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert process.wait(timeout=60) == 141
+    with endless(model) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait() == 141
     assert errors == b""
 
 
 def test_a_full_disk_is_an_error(model: str) -> None:
-    command = [sys.executable, "-m", "cpuspec", "generate", "hello", "-m", model, *NUMPY, "--max-tokens", "3"]
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
-    assert done.returncode == 1
-    assert done.stderr.decode().startswith("error: the output cannot be written")
-    assert b"Traceback" not in done.stderr
+    options = ("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "3")
+    with Path("/dev/full").open("wb") as full, started(*options, stdout=full) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.decode().startswith("error: the output cannot be written")
+    assert b"Traceback" not in errors
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(model: str, tmp_path: Path) -> None:
-    process = start("chat", "-m", model, "--backend", "numpy", "--max-tokens", "30000", "--logit-bias", "377=-inf")
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(b"hello\n")
-    process.stdin.flush()
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
     saved = tmp_path / "talk.json"
-    _, errors = process.communicate(f"/save {saved}\n/set max_tokens 2\nand now?\n".encode(), timeout=60)
+    options = ("chat", "-m", model, "--backend", "numpy", "--max-tokens", "30000", "--logit-bias", "377=-inf")
+    with started(*options) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(f"/save {saved}\n/set max_tokens 2\nand now?\n".encode())
     assert process.returncode == 0
     assert b"stopped" in errors
     assert b"Traceback" not in errors
@@ -581,9 +633,9 @@ class Interrupted:
 def test_an_interrupted_answer_keeps_what_was_said() -> None:
     llm, shown = Interrupted(), []
     answer = collect(llm, "hi", SamplingParams(), shown.append)  # type: ignore[arg-type]
-    assert answer == Answer("Hello wor", [1, 2, 3], [], "aborted", None)
+    assert answer == Answer(SamplingParams(), "Hello wor", [1, 2, 3], [], "aborted", None)
     assert shown == ["Hello", " wor"]
-    assert figures(answer, SamplingParams()) == "interrupted after 3 tokens"
+    assert figures(answer, SamplingDefaults()) == "interrupted after 3 tokens | greedy"
     assert llm.closed
 
 
@@ -673,6 +725,12 @@ def test_lines_and_commands_make_the_conversation(model: str, tmp_path: Path, li
         ("/set temperature 0.7", "temperature is 0.7"),
         ("/set top-k=3", "top_k is 3"),
         ("/set seed 3\n/set seed none", "seed is None"),
+        ('/set stop END "the end"', "stop is 'END' 'the end'"),
+        ("/set stop END\n/set stop none", "stop is none"),
+        ("/set stop END\n/set stop default", "stop is none"),
+        ("/set logit_bias 42=-1.5 7=-inf", "logit_bias is 42=-1.5 7=-inf"),
+        ("/set logit_bias 42=1\n/set logit_bias none", "logit_bias is none"),
+        ("/set max_tokens default", "max_tokens is 1024"),
         ("/set", "repetition_penalty 1.0"),
         ("/system", "own"),
         ("one", "cut off by max tokens 4"),
@@ -688,6 +746,10 @@ def test_commands_say_what_they_did(model: str, lines: str, wanted: str) -> None
         ("/set warmth 1", "no setting 'warmth'"),
         ("/set temperature hot", "takes a number"),
         ("/set temperature -1", "temperature must be"),
+        ("/set stop", "stop takes texts"),
+        ('/set stop "a', "No closing quotation"),
+        ("/set logit_bias 42", "not ID=BIAS"),
+        ("/set logit_bias 1=1 1=2", "twice"),
         ("/save", "file name"),
         ("/save no/such/directory/x", "cannot be written"),
         ("hello " * 30, "context"),
@@ -730,6 +792,7 @@ class Scripted:
     """Stands for an LLM that answers each request with the next of its answers, or fails."""
 
     aborted_stats = None
+    sampling_defaults = SamplingDefaults()
 
     def __init__(self, *answers: str | type[BaseException]) -> None:
         self.answers = list(answers)
@@ -747,7 +810,7 @@ def at_terminal(
     """What a conversation holds after these events, and how many of them it left unread."""
     terminal = Terminal(*events)
     monkeypatch.setattr(sys, "stdin", terminal)
-    talk = Chat(Scripted(*answers), "scripted", SamplingParams())  # type: ignore[arg-type]
+    talk = Chat(Scripted(*answers), "scripted")  # type: ignore[arg-type]
     converse(talk)
     return [turn["content"] for turn in talk.turns], len(terminal.events)
 
@@ -1093,12 +1156,10 @@ def test_a_bench_beyond_the_model_is_an_error_before_it_is_loaded(
 
 
 def test_ctrl_c_ends_a_bench_with_130_and_no_half_results(model: str) -> None:
-    process = start("bench", model, *SHORT, "-r", "1000")
-    assert process.stderr is not None
-    first = iter(process.stderr.readline, b"")
-    assert any(b"round 1 of" in line for line in first)
-    process.send_signal(signal.SIGINT)
-    shown, errors = process.communicate(timeout=60)
+    with started("bench", model, *SHORT, "-r", "1000000") as process:
+        wait_for(process.stderr, b"round 1 of")
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate()
     assert process.returncode == 130
     assert shown == b""
     assert b"interrupted" in errors

@@ -1,19 +1,16 @@
 """`cpuspec parity`: what it prints, writes and exits with. What its figures mean is tested with the package that makes them."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-import cpuspec
 from cpuspec.backends import BACKENDS
 from cpuspec.cli.app import app
+from tests.processes import started, wait_for
 from tools.make_tiny_model import make_tiny_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
@@ -203,25 +200,11 @@ def test_help_names_what_can_be_compared() -> None:
 
 
 def test_ctrl_c_ends_it_with_130_and_no_half_record(model: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "cpuspec",
-        "parity",
-        "numpy",
-        "-m",
-        model,
-        "--record",
-        str(tmp_path / "x.json"),
-        "--tokens",
-        "400",
-    ]
-    root = Path(cpuspec.__file__).parent.parent
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ))
-    assert process.stderr is not None
-    assert any(b"recording numpy" in line for line in iter(process.stderr.readline, b""))
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    options = ("numpy", "-m", model, "--record", str(tmp_path / "x.json"), "--tokens", "400")
+    with started("parity", *options) as process:
+        wait_for(process.stderr, b"recording numpy")
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate()
     assert (process.returncode, out) == (130, b"")
     assert b"interrupted" in errors
     assert b"Traceback" not in errors

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from cpuspec.config import ModelConfig
+from cpuspec.config import NO_DEFAULTS, ModelConfig, SamplingDefaults
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
 
@@ -49,6 +49,7 @@ class Checkpoint:
     tensors: canonical name -> QuantTensor: embed, norm, output (absent when tied) and layers.{i}.{attn_norm, q, k, v, q_bias,
     k_bias, v_bias, o, o_bias, q_norm, k_norm, mlp_norm, gate, up, down}. Weights are [out, in] with q and k rows in
     rotate-half order; norms and biases are vectors of f32, f16 or bf16.
+    sampling: how its files say that it should be sampled.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -57,6 +58,7 @@ class Checkpoint:
     config: ModelConfig
     tensors: Mapping[str, QuantTensor]
     vocabulary: GgufVocabulary | HfTokenizerFiles
+    sampling: SamplingDefaults = NO_DEFAULTS
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

@@ -12,7 +12,7 @@ import numpy as np
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
 from cpuspec.checkpoints.gguf_file import GgufFile, Value
 from cpuspec.checkpoints.gguf_parts import read_parts
-from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
+from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
@@ -35,6 +35,16 @@ _LAYER_TENSORS = {
     "ffn_down.weight": "down",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+
+# Sampling defaults (gguf-py's constants.py, Keys.General).
+_SAMPLING = "general.sampling."
+_SAMPLING_KEYS = {
+    "temperature": f"{_SAMPLING}temp",
+    "top_k": f"{_SAMPLING}top_k",
+    "top_p": f"{_SAMPLING}top_p",
+    "min_p": f"{_SAMPLING}min_p",
+    "repetition_penalty": f"{_SAMPLING}penalty_repeat",
+}
 
 # What a model of these architectures may ask for and this reader does not compute: key, values that ask for nothing, name.
 _UNSUPPORTED = (
@@ -82,7 +92,7 @@ def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
     name = fields.text("general.name", "")
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
-    checkpoint = Checkpoint(path, name, config, tensors, vocabulary)
+    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file))
     return replace(checkpoint, tensors=_unpermute(config, checkpoint.tensors)) if architecture == "llama" else checkpoint
 
 
@@ -263,6 +273,19 @@ def _unpermute(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> dict[
                 if name in tensors:
                     result[name] = tensors[name].permute_rows(order)
     return result
+
+
+def _read_sampling(file: GgufFile) -> SamplingDefaults:
+    """What the file recommends. Its other keys ask for samplers that are not computed here, and are told to be ignored."""
+    values: dict[str, object] = {}
+    for name, key in _SAMPLING_KEYS.items():
+        value = file.metadata.get(key)
+        # A number of 32 bits: 0.7 and not 0.699999988079071.
+        values[name] = float(f"{value:.7g}") if isinstance(value, float) else value
+    found = SamplingDefaults.read(str(file.path), values)
+    others = [key for key in file.metadata if key.startswith(_SAMPLING) and key not in _SAMPLING_KEYS.values()]
+    told = (f"{file.path}: this version does not know {', '.join(others)[:200]}; ignored",) if others else ()
+    return replace(found, ignored=found.ignored + told)
 
 
 def _read_vocabulary(fields: _Fields, vocab_size: int) -> GgufVocabulary:

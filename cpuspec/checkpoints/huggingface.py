@@ -5,13 +5,14 @@ are only pointed at.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
 from cpuspec.checkpoints.jsonfile import JsonFields, read_json_object
 from cpuspec.checkpoints.safetensors import read_safetensors
-from cpuspec.config import ModelConfig, RopeScaling
+from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
@@ -62,7 +63,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
     where = directory.resolve()
     name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
-    return Checkpoint(directory, name, config, tensors, vocabulary)
+    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory))
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -73,6 +74,29 @@ def read_config(directory: Path) -> ModelConfig:
         return _read_config(fields)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_sampling(directory: Path) -> SamplingDefaults:
+    """What generation_config.json recommends, in the sense of transformers' GenerationConfig.
+
+    do_sample false is greedy, true without a temperature is 1; without do_sample the temperature says which, as in vLLM.
+    """
+    path = directory / "generation_config.json"
+    if not path.exists():
+        return NO_DEFAULTS
+    try:
+        values = read_json_object(path, _MAX_CONFIG_BYTES)
+    except CheckpointError as error:
+        return SamplingDefaults(ignored=(f"{error}; it is ignored",))
+    found = SamplingDefaults.read(str(path), {name: values.get(name) for name in SAMPLING_FIELDS})
+    match values.get("do_sample"):
+        case None:
+            return found
+        case True:
+            return found.over(SamplingDefaults(temperature=1.0))
+        case False:
+            return SamplingDefaults(temperature=0.0).over(found)
+    return replace(found, ignored=(*found.ignored, f"{path}: do_sample must be true or false; it is ignored"))
 
 
 def _read_config(fields: JsonFields) -> ModelConfig:

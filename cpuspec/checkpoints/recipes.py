@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from cpuspec.checkpoints.hub import HubModel, read_hub_name
-from cpuspec.config import SpecConfig
+from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults, SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
 
@@ -77,6 +77,7 @@ class Recipe:
     golden: tuple[Golden, ...] = ()
     # By how many, the layers that a draft can best do without.
     layer_skip: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    sampling: SamplingDefaults = NO_DEFAULTS  # where the file itself says nothing
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
         chat_template_note=table.text("chat_template_note", default=""),
         golden=table.rows("golden", _read_golden) if "golden" in raw else (),
         layer_skip=_read_layer_skip(table),
+        sampling=_read_sampling(table),
     )
     table.refuse_the_rest()
     if not recipe.sources:
@@ -378,6 +380,17 @@ def _read_layer_skip(table: _Table) -> Mapping[int, tuple[int, ...]]:
             raise ConfigError(f"{inner.where}: {key} is {list(layers)}; wanted as many different layers as the key says")
         found[len(layers)] = tuple(sorted(layers))
     return MappingProxyType(found)
+
+
+def _read_sampling(table: _Table) -> SamplingDefaults:
+    """How the model's makers recommend to sample it; every field may be left out."""
+    where, values = f"{table.where}: sampling", table.values.pop("sampling", {})
+    if not isinstance(values, dict) or not values.keys() <= set(SAMPLING_FIELDS):
+        raise ConfigError(f"{where} is {values!r}; wanted a table with some of {', '.join(SAMPLING_FIELDS)}")
+    try:
+        return SamplingDefaults(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _directories() -> tuple[Path, Path]:

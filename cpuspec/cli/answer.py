@@ -1,12 +1,14 @@
 """One streamed answer: collected while it is shown, kept when it is interrupted, and its figures in a line."""
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass, field, fields, replace
+from secrets import randbits
+from typing import Any, cast
 
 from cpuspec.cli.console import size
-from cpuspec.config import SamplingParams
+from cpuspec.config import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
@@ -17,6 +19,7 @@ from cpuspec.sequence import shared_prefix
 class Answer:
     """What an answer has so far. finish_reason "aborted" is an interrupted one, its stats those until then."""
 
+    params: SamplingParams
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -26,7 +29,7 @@ class Answer:
 
 def collect(llm: LLM, prompt: str | list[Message], params: SamplingParams, show: Callable[[str], None]) -> Answer:
     """Stream the answer through `show`. An interrupt ends it and nothing else: what was said is returned."""
-    answer = Answer()
+    answer = Answer(params)
     try:
         with closing(cast(Generator, llm.stream(prompt, params))) as outputs:
             for output in outputs:
@@ -74,21 +77,51 @@ class ExactCheck:
         )
 
 
-def compare(answer: Answer, plain: Answer, params: SamplingParams, row_invariant: bool) -> ExactCheck | None:
+def compare(answer: Answer, plain: Answer, row_invariant: bool) -> ExactCheck | None:
     """The check of an answer against the same without drafts; None if that was interrupted."""
     if plain.finish_reason == "aborted":
         return None
     same = shared_prefix(answer.token_ids, plain.token_ids)
     identical = answer.token_ids == plain.token_ids
-    return ExactCheck(identical, params.greedy, len(answer.token_ids), None if identical else same, row_invariant)
+    return ExactCheck(identical, answer.params.greedy, len(answer.token_ids), None if identical else same, row_invariant)
 
 
-def figures(answer: Answer, params: SamplingParams) -> str:
-    """The closing line: tokens, latency, rates, and what the draft levels contributed."""
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """The params, with a drawn seed where sampling would draw one unseen, so that every answer can be repeated."""
+    return params if params.greedy or params.seed is not None else replace(params, seed=randbits(32))
+
+
+def describe_params(params: SamplingParams) -> dict[str, Any]:
+    """The params as JSON has them; it knows no infinity and no ids as names."""
+    shown = {one.name: getattr(params, one.name) for one in fields(params)}
+    biases = {str(token): bias if math.isfinite(bias) else str(bias) for token, bias in params.logit_bias.items()}
+    return shown | {"logit_bias": biases}
+
+
+def describe_sampling(params: SamplingParams, defaults: SamplingDefaults) -> str:
+    """How tokens were chosen, and which of the settings are the model's own, as `sampled at temperature 0.2 (model's own)`."""
+    names = [name for name in SAMPLING_FIELDS if not params.greedy or name == "repetition_penalty"]
+    used = [name for name in names if getattr(params, name) != getattr(SamplingParams, name)]
+    own = [name for name in used if getattr(params, name) == getattr(defaults, name)]
+    shown = [f"{_spoken(name)} {getattr(params, name):g}" for name in used]
+    text = ", ".join(["greedy", *shown]) if params.greedy else f"sampled at {', '.join(shown)}"
+    if own:
+        which = [] if own == used else [", ".join(map(_spoken, own))]
+        text += " (" + " ".join(("model's own", *which)) + ")"
+    return text if params.greedy or params.seed is None else f"{text}, seed {params.seed}"
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_penalty", " penalty").replace("_", "-")
+
+
+def figures(answer: Answer, defaults: SamplingDefaults) -> str:
+    """The closing line: tokens, latency, rates, what the draft levels contributed, and how tokens were chosen."""
     stats = answer.stats
     interrupted = [f"interrupted after {len(answer.token_ids)} tokens"] if answer.finish_reason == "aborted" else []
+    chosen = describe_sampling(answer.params, defaults)
     if stats is None:
-        return "".join(interrupted)
+        return " | ".join([*interrupted, chosen])
     cached = f" ({stats.num_cached_tokens} cached)" if stats.num_cached_tokens else ""
     parts = [*interrupted, f"{stats.num_prompt_tokens} prompt tokens{cached}", f"{stats.num_new_tokens} new tokens"]
     if stats.ttft_s is not None:
@@ -102,7 +135,8 @@ def figures(answer: Answer, params: SamplingParams) -> str:
         parts.append(f"{name}: {accepted}, {level.tau:.2f} tokens per round")
     if stats.levels:
         parts.append(f"{stats.num_forwards_saved} forwards saved")
-    if reason := cut_off_by(answer, params):
+    parts.append(chosen)
+    if reason := cut_off_by(answer):
         parts.append(f"cut off by {reason}")
     return " | ".join(parts)
 
@@ -140,8 +174,9 @@ def explanation(llm: LLM) -> list[str]:
     return lines
 
 
-def cut_off_by(answer: Answer, params: SamplingParams) -> str:
+def cut_off_by(answer: Answer) -> str:
     """What ended an answer that the model had not ended, or nothing."""
     if answer.finish_reason != "length":
         return ""
-    return f"max tokens {params.max_tokens}" if len(answer.token_ids) == params.max_tokens else "the context's length"
+    limit = answer.params.max_tokens
+    return f"max tokens {limit}" if len(answer.token_ids) == limit else "the context's length"

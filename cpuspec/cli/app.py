@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from secrets import randbits
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,7 +41,7 @@ from cpuspec.cli.reports import (
     size_of,
     verify_model,
 )
-from cpuspec.config import AUTO, EngineConfig, SamplingParams, SpecConfig
+from cpuspec.config import AUTO, EngineConfig, SamplingDefaults, SpecConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS
@@ -54,9 +53,6 @@ from cpuspec.spec.levels import draft_models, model_and_spec
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
-
-# Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
-GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 
 app = typer.Typer(
     help="Quantized language models on x86 CPUs, with speculative decoding that is exact to the bit.",
@@ -114,18 +110,18 @@ def generate(
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
     as_json: options.Json = False,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
-    max_tokens: options.MaxTokens = GENERATE_TOKENS,
+    max_tokens: options.MaxTokens = options.GENERATE_TOKENS,
     ignore_eos: options.IgnoreEos = False,
     logprobs: Annotated[
         int | None,
@@ -138,7 +134,10 @@ def generate(
     ] = None,
     verify_exact: Annotated[
         bool,
-        typer.Option("--verify-exact", help="Answer again without drafts and compare: exit code 1 if greedy ids differ."),
+        typer.Option(
+            "--verify-exact",
+            help="Answer greedily, or as --temperature says, then without drafts, and compare: exit code 1 if greedy ids differ.",
+        ),
     ] = False,
     backend: options.Backend = "numba",
     threads: options.Threads = None,
@@ -158,32 +157,31 @@ def generate(
         raise typer.BadParameter("--raw has no place for --system; put the text into the prompt")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only")
-    if verify_exact and seed is None:
-        seed = randbits(32)  # both answers are drawn with it
-    with options.usage_errors():
-        params = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=options.read_logit_bias(logit_bias),
-            seed=seed,
-            stop=tuple(options.checked_text(text, "--stop") for text in stop or ()),
-            stop_token_ids=tuple(stop_token_id or ()),
-            ignore_eos=ignore_eos,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-        )
+    if verify_exact and temperature is None:
+        temperature = 0.0  # what must be identical are greedy answers
+    given = options.given_sampling(
+        logit_bias,
+        stop,
+        stop_token_id,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+    )
     text = options.read_prompt(prompt, file)
     if not text and not raw:
         raise typer.BadParameter("the prompt is empty; give some text")
     messages = [{"role": "system", "content": options.checked_text(system, "--system")}] if system is not None else []
     messages.append({"role": "user", "content": text})
 
-    from cpuspec.cli.answer import collect, compare, explanation, figures, keep_quiet, memory
+    from cpuspec.cli.answer import collect, compare, describe_params, explanation, figures, keep_quiet, memory, with_seed
 
     question = text if raw else messages
     settings = EngineConfig(
@@ -200,6 +198,8 @@ def generate(
     with _load(model, draft, backend, settings) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
+        defaults = _sampling_defaults(llm)
+        params = with_seed(defaults.under(given))
         answer = collect(llm, question, params, keep_quiet if as_json else emit)
         shown = {
             "model": model,
@@ -210,6 +210,7 @@ def generate(
             "text": answer.text,
             "token_ids": answer.token_ids,
             "finish_reason": answer.finish_reason,
+            "sampling_params": describe_params(params),
             "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
             "stats": answer.stats and answer.stats.as_dict(),
             "memory": [asdict(one) for one in llm.memory()],
@@ -222,10 +223,10 @@ def generate(
     if verify_exact and answer.finish_reason != "aborted":
         # A model loaded anew, so that nothing of the first answer can help the second.
         with _load(model, "none", backend, settings) as llm:
-            check = compare(answer, collect(llm, question, params, keep_quiet), params, llm.row_invariant)
+            check = compare(answer, collect(llm, question, params, keep_quiet), llm.row_invariant)
     if as_json:
         _emit_json(shown | {"verify_exact": check and asdict(check)})
-    note(figures(answer, params))
+    note(figures(answer, defaults))
     for line in told:
         note(line)
     if held:
@@ -245,18 +246,18 @@ def chat(
     model: options.Model = DEFAULT_RECIPE,
     draft: options.Draft = None,
     system: options.System = None,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
-    max_tokens: options.MaxTokens = CHAT_TOKENS,
+    max_tokens: options.MaxTokens = options.CHAT_TOKENS,
     backend: options.Backend = "numba",
     threads: options.Threads = None,
     context_length: options.ContextLength = None,
@@ -268,21 +269,20 @@ def chat(
     activations: options.Activations = EngineConfig.activations,
 ) -> None:
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."""
-    with options.usage_errors():
-        params = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=options.read_logit_bias(logit_bias),
-            seed=seed,
-            stop=tuple(options.checked_text(text, "--stop") for text in stop or ()),
-            stop_token_ids=tuple(stop_token_id or ()),
-            max_tokens=max_tokens,
-        )
+    given = options.given_sampling(
+        logit_bias,
+        stop,
+        stop_token_id,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+    )
     if system is not None:
         options.checked_text(system, "--system")
 
@@ -302,7 +302,8 @@ def chat(
     with _load(model, draft, backend, settings) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
-        converse(Chat(llm, model, params, system))
+        _sampling_defaults(llm)
+        converse(Chat(llm, model, given, system))
 
 
 @app.command()
@@ -692,6 +693,13 @@ def _load(model: str, draft: str | None, backend: str, settings: EngineConfig) -
         llm = LLM.from_settings(checkpoint, spec, backend, settings)
     with llm:
         yield llm
+
+
+def _sampling_defaults(llm: "LLM") -> SamplingDefaults:
+    """The model's, after a warning for each that its files have and that cannot be used."""
+    for remark in llm.sampling_defaults.ignored:
+        note(f"warning: {remark}")
+    return llm.sampling_defaults
 
 
 def _emit_json(value: object) -> None:

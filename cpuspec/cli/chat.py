@@ -1,9 +1,9 @@
 """The conversation loop: lines in, streamed answers out, and the commands that begin with a slash."""
 
 import contextlib
-import dataclasses
 import difflib
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -12,40 +12,41 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cpuspec.cli.answer import Answer, collect, cut_off_by, figures, memory
+from cpuspec.cli.answer import Answer, collect, cut_off_by, describe_sampling, figures, memory, with_seed
 from cpuspec.cli.console import emit, note
-from cpuspec.config import SamplingParams
+from cpuspec.cli.options import CHAT_TOKENS, read_logit_bias
+from cpuspec.config import SAMPLING_FIELDS, SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.errors import ConfigError, CpuspecError
 
 _PROMPT, _MORE = "> ", ". "
 _BLOCK = '"""'
-_NUMBERS: Mapping[str, type] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "seed": int,
-    "max_tokens": int,
-    "max_draft_tokens": int,
-}
 
 
 @dataclass
 class Chat:
-    """A conversation so far: `turns` alternate between user and assistant."""
+    """A conversation so far: `turns` alternate between user and assistant.
+
+    given: the settings that the user chose, fields of SamplingParams; the model's own apply to all others.
+    """
 
     llm: LLM
     model: str
-    params: SamplingParams
+    given: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
     last: Answer | None = None
     saved: Path | None = None
     ended: bool = False
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the next answer is generated with."""
+        return self.params_with(self.given)
+
+    def params_with(self, given: Mapping[str, Any]) -> SamplingParams:
+        """The same, were these the user's settings. Raises ConfigError."""
+        return self.llm.sampling_defaults.under({"max_tokens": CHAT_TOKENS, **given})
 
     @property
     def messages(self) -> list[Message]:
@@ -61,7 +62,8 @@ def converse(chat: Chat) -> None:
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
     if at_terminal:
         _enable_editing()
-        note(f"{chat.model}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        chosen = describe_sampling(chat.params, chat.llm.sampling_defaults)
+        note(f"{chat.model}: {chosen}; /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     interrupted = False
     while not chat.ended:
         try:
@@ -151,7 +153,7 @@ def _answer(chat: Chat, text: str) -> None:
     """Let the model answer `text`. A message that cannot be answered, or was interrupted before a word, leaves no trace."""
     chat.turns.append({"role": "user", "content": text})
     try:
-        answer = collect(chat.llm, chat.messages, chat.params, emit)
+        answer = collect(chat.llm, chat.messages, with_seed(chat.params), emit)
     except BaseException:
         chat.turns.pop()
         raise
@@ -164,7 +166,7 @@ def _answer(chat: Chat, text: str) -> None:
     chat.turns.append({"role": "assistant", "content": answer.text})
     if answer.finish_reason == "aborted":
         note("(stopped; what was said stays in the conversation)")
-    elif reason := cut_off_by(answer, chat.params):
+    elif reason := cut_off_by(answer):
         note(f"(cut off by {reason})")
 
 
@@ -210,26 +212,88 @@ def _retry(chat: Chat, argument: str) -> None:
 
 
 def _stats(chat: Chat, argument: str) -> None:
-    note("(there is no answer yet)" if chat.last is None else figures(chat.last, chat.params))
+    note("(there is no answer yet)" if chat.last is None else figures(chat.last, chat.llm.sampling_defaults))
     if held := memory(chat.llm):
         note(held)
 
 
 def _set(chat: Chat, argument: str) -> None:
-    name, _, text = argument.replace("=", " ").partition(" ")
-    name = name.removeprefix("--").replace("-", "_")
+    name, *rest = re.split(r"[\s=]+", argument, maxsplit=1)
+    name, text = name.removeprefix("--").replace("-", "_"), "".join(rest).strip()
     if not name:
-        note("\n".join(f"  {known} {getattr(chat.params, known)}" for known in _NUMBERS))
+        note("\n".join(f"  {known} {_shown(chat, known)}" for known in _SETTINGS))
         return
-    if name not in _NUMBERS:
-        raise ConfigError(f"there is no setting {name!r}; wanted one of {', '.join(_NUMBERS)}")
+    if name not in _SETTINGS:
+        raise ConfigError(f"there is no setting {name!r}; wanted one of {', '.join(_SETTINGS)}")
+    given = dict(chat.given)
+    if text == "default":
+        given.pop(name, None)
+    else:
+        given[name] = _SETTINGS[name](name, text)
+    chat.params_with(given)
+    chat.given = given
+    note(f"({name} is {_shown(chat, name)})")
+
+
+def _shown(chat: Chat, name: str) -> str:
+    """The value of a setting, and where it is from if it is the model's."""
+    value = getattr(chat.params, name)
+    if name == "logit_bias":
+        value = " ".join(f"{token}={bias:g}" for token, bias in value.items()) or "none"
+    elif name == "stop":
+        value = " ".join(map(repr, value)) or "none"
+    own = name in SAMPLING_FIELDS and name not in chat.given and getattr(chat.llm.sampling_defaults, name) is not None
+    return f"{value} (model's own)" if own else str(value)
+
+
+def _number(kind: type, unset: bool = False) -> Callable[[str, str], Any]:
+    """A reader of numbers; with `unset`, of none as well."""
+
+    def read(name: str, text: str) -> Any:
+        if unset and text == "none":
+            return None
+        try:
+            return kind(text)
+        except ValueError:
+            raise ConfigError(f"{name} takes a number{' or none' if unset else ''}, got {text!r}") from None
+
+    return read
+
+
+def _words(name: str, text: str) -> list[str]:
+    """What is separated by spaces, outside quotes; none is nothing."""
     try:
-        unset = name in ("seed", "max_draft_tokens") and text.strip() == "none"
-        value: Any = None if unset else _NUMBERS[name](text)
-    except ValueError:
-        raise ConfigError(f"{name} takes a number, got {text.strip()!r}") from None
-    chat.params = dataclasses.replace(chat.params, **{name: value})
-    note(f"({name} is {value})")
+        return [] if text == "none" else shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}: {text!r}") from None
+
+
+def _stops(name: str, text: str) -> tuple[str, ...]:
+    if not (stops := tuple(_words(name, text))) and text != "none":
+        raise ConfigError('stop takes texts, as /set stop "the end" END, or none')
+    return stops
+
+
+def _biases(name: str, text: str) -> dict[int, float]:
+    if not (entries := _words(name, text)) and text != "none":
+        raise ConfigError("logit_bias takes ID=BIAS, as /set logit_bias 42=-1.5 7=-inf, or none")
+    return read_logit_bias(entries)
+
+
+_SETTINGS: Mapping[str, Callable[[str, str], Any]] = {
+    "temperature": _number(float),
+    "top_k": _number(int),
+    "top_p": _number(float),
+    "min_p": _number(float),
+    "repetition_penalty": _number(float),
+    "presence_penalty": _number(float),
+    "frequency_penalty": _number(float),
+    "logit_bias": _biases,
+    "seed": _number(int, unset=True),
+    "stop": _stops,
+    "max_tokens": _number(int),
+    "max_draft_tokens": _number(int, unset=True),
+}
 
 
 def _save(chat: Chat, argument: str) -> None:
@@ -271,7 +335,11 @@ _COMMANDS: Mapping[str, _Command] = {
     "undo": _Command(_undo, "", "forget the last message and its answer"),
     "retry": _Command(_retry, "", "answer the last message again"),
     "stats": _Command(_stats, "", "figures of the last answer"),
-    "set": _Command(_set, "NAME VALUE", "change a setting, as /set temperature 0.7; without a name, show them"),
+    "set": _Command(
+        _set,
+        "NAME VALUE",
+        "change a setting, as /set temperature 0.7, or back, as /set temperature default; without a name, show them",
+    ),
     "save": _Command(_save, "FILE", "write the conversation as JSON"),
     "exit": _Command(_exit, "", "leave; so does Ctrl-D"),
     "quit": _Command(_exit, "", "the same as /exit"),

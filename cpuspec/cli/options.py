@@ -4,17 +4,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend
-from cpuspec.config import ACTIVATIONS, DTYPES, EngineConfig, SpecConfig
+from cpuspec.config import ACTIVATIONS, DTYPES, EngineConfig, SamplingParams, SpecConfig
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import KV_FORMATS, get_kv_format
 from cpuspec.spec.levels import SOURCES, check_spec
 
 MAX_PROMPT_BYTES = 64 << 20
+# Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
+GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 
 
 @contextmanager
@@ -164,28 +166,44 @@ NoMmap = Annotated[
 ]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
 Temperature = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--temperature", metavar="T", rich_help_panel=_SAMPLING, help="0 takes the likeliest token; higher is more random."
+        "--temperature",
+        metavar="T",
+        rich_help_panel=_SAMPLING,
+        help="0 takes the likeliest token, whatever the model's files recommend; higher is more random. This and the next four are "
+        "by default what the model's files or its recipe recommend, else greedy.",
     ),
 ]
 TopK = Annotated[
-    int, typer.Option("--top-k", metavar="K", rich_help_panel=_SAMPLING, help="Sample among the K likeliest tokens; 0 is off.")
+    int | None,
+    typer.Option(
+        "--top-k",
+        metavar="K",
+        rich_help_panel=_SAMPLING,
+        help="Sample among the K likeliest tokens; 0 is off.",
+    ),
 ]
 TopP = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--top-p", metavar="P", rich_help_panel=_SAMPLING, help="Sample among the likeliest tokens that together have P; 1 is off."
+        "--top-p",
+        metavar="P",
+        rich_help_panel=_SAMPLING,
+        help="Sample among the likeliest tokens that together have P; 1 is off.",
     ),
 ]
 MinP = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--min-p", metavar="P", rich_help_panel=_SAMPLING, help="Drop tokens less likely than P times the likeliest; 0 is off."
+        "--min-p",
+        metavar="P",
+        rich_help_panel=_SAMPLING,
+        help="Drop tokens less likely than P times the likeliest; 0 is off.",
     ),
 ]
 RepetitionPenalty = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--repetition-penalty",
         metavar="X",
@@ -214,7 +232,7 @@ LogitBias = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
-        "--seed", metavar="S", rich_help_panel=_SAMPLING, help="Makes random answers repeatable; by default they are not."
+        "--seed", metavar="S", rich_help_panel=_SAMPLING, help="Repeats a sampled answer; by default one is drawn, and shown."
     ),
 ]
 Stop = Annotated[
@@ -254,17 +272,30 @@ def read_numbers(text: str, name: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def given_sampling(
+    logit_bias: list[str] | None, stop: list[str] | None, stop_token_id: list[int] | None, **others: Any
+) -> dict[str, Any]:
+    """Fields of SamplingParams that options set; None is an option that was not given. Raises BadParameter for what cannot be."""
+    given = {name: value for name, value in others.items() if value is not None}
+    given["stop"] = tuple(checked_text(text, "--stop") for text in stop or ())
+    given["stop_token_ids"] = tuple(stop_token_id or ())
+    with usage_errors():
+        given["logit_bias"] = read_logit_bias(logit_bias)
+        SamplingParams(**given)
+    return given
+
+
 def read_logit_bias(entries: list[str] | None) -> dict[int, float]:
-    """ID=BIAS entries by id. Raises BadParameter for anything else, and for an id that is given twice."""
+    """ID=BIAS entries by id. Raises ConfigError for anything else, and for an id that is given twice."""
     biases: dict[int, float] = {}
     for entry in entries or []:
         token, _, bias = entry.partition("=")
         try:
             token_id, value = int(token), float(bias)
         except ValueError:
-            raise typer.BadParameter(f"--logit-bias {entry!r} is not ID=BIAS, as 42=-1.5") from None
+            raise ConfigError(f"logit_bias {entry!r} is not ID=BIAS, as 42=-1.5") from None
         if token_id in biases:
-            raise typer.BadParameter(f"--logit-bias names token {token_id} twice")
+            raise ConfigError(f"logit_bias names token {token_id} twice")
         biases[token_id] = value
     return biases
 

@@ -12,7 +12,8 @@ import numpy as np
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.config import AUTO, EngineConfig, ModelConfig, SamplingParams, SpecConfig
+from cpuspec.checkpoints.recipes import recipe_of
+from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.engine.shared import SharedEngine
 from cpuspec.errors import ConfigError, CpuspecError
@@ -124,7 +125,7 @@ class LLM:
         self.name = checkpoint.name
         target = make_backend(backend, checkpoint, settings)
         try:
-            self._start(target, tokenizer, spec, settings, build(target))
+            self._start(target, tokenizer, spec, settings, build(target), _sampling(checkpoint))
         except BaseException:
             target.close()
             raise
@@ -140,20 +141,29 @@ class LLM:
     ) -> "LLM":
         """An LLM over a backend and a tokenizer that exist already, such as a user's own. `close` closes the backend.
 
-        checkpoint: what the backend was made from, for drafts of the target's own weights.
+        checkpoint: what the backend was made from, for drafts of the target's own weights and its sampling defaults.
         """
         llm, spec, settings = cls.__new__(cls), _read_spec(spec), settings or EngineConfig()
         name = backend.name if backend.name in BACKENDS else BACKENDS[0]
         context_length = _capacity(backend.config, settings)
         build = prepare(spec, Host(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
         llm.name = checkpoint.name if checkpoint else backend.name
-        llm._start(backend, tokenizer, spec, settings, build(backend))
+        llm._start(backend, tokenizer, spec, settings, build(backend), _sampling(checkpoint))
         return llm
 
-    def _start(self, backend: Backend, tokenizer: Tokenizer, spec: SpecConfig, settings: EngineConfig, proposer: Proposer) -> None:
+    def _start(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        spec: SpecConfig,
+        settings: EngineConfig,
+        proposer: Proposer,
+        sampling: SamplingDefaults,
+    ) -> None:
         self.tokenizer = tokenizer
         self.config = backend.config
         self.spec = spec
+        self.sampling_defaults = sampling  # what the model's files and its recipe say, and what of it was ignored
         self.threads = backend.threads
         self.row_invariant = backend.row_invariant
         self.context_length = _capacity(backend.config, settings)
@@ -166,6 +176,15 @@ class LLM:
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
         # Dropped without `close`, or still running as the process exits: no step may outlive what it computes with.
         weakref.finalize(self, self._shared.close)
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """How the model's files, or else its recipe, want it to be sampled; greedy where they say nothing.
+
+        Nothing applies it by itself: `generate`, `chat` and `stream` without params are greedy. To change a field of it:
+        `dataclasses.replace(llm.default_sampling_params, max_tokens=100)`.
+        """
+        return self.sampling_defaults.under({})
 
     def generate(self, prompts: Prompt | Seq[Prompt], params: Params = None, **settings: Any) -> list[Completion]:
         """Continue raw prompts, texts or token ids; always a list, in the prompts' order, with the `n` answers to one together.
@@ -331,6 +350,14 @@ def _completion(parts: list[Output], index: int) -> Completion:
         stats=last.stats,
         index=index,
     )
+
+
+def _sampling(checkpoint: Checkpoint | None) -> SamplingDefaults:
+    """Sampling defaults of a checkpoint: its own, then its recipe's."""
+    if checkpoint is None:
+        return NO_DEFAULTS
+    recipe = recipe_of(checkpoint.path)
+    return checkpoint.sampling.over(recipe.sampling) if recipe else checkpoint.sampling
 
 
 def _read_spec(spec: str | SpecConfig | None) -> SpecConfig:

@@ -152,7 +152,7 @@ def test_a_server_that_does_not_answer_in_time_is_ended(programs):
     (programs / "llama-server").write_text(script.replace("step_ms =", "import time; time.sleep(600); step_ms ="), "utf-8")
     server = LlamaServer(programs, Path("model.gguf"), "none", 1, 100, 0.5)
     try:
-        server._timeout = 60.0
+        server._timeout = 900.0
         server.load()
         server._timeout = 0.2
         with pytest.raises(PeerError, match="did not answer"):

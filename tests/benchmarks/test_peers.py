@@ -59,7 +59,7 @@ serve(load, needs="fake-package")
 """
 
 
-def make_worker(directory, *, remembers=True, timeout=60.0):
+def make_worker(directory, *, remembers=True, timeout=900.0):
     script = directory / "worker.py"
     text = FAKE_WORKER.replace("WORKERS", repr(str(WORKERS))).replace("REMEMBERS", str(remembers))
     script.write_text(text, "utf-8")
@@ -327,7 +327,7 @@ def test_a_busy_process_runs_beside_busy_figures_only(monkeypatch):
 def test_the_command_refuses_a_model_and_a_shape_at_once():
     script = BENCHMARKS / "peers.py"
     done = subprocess.run(
-        [sys.executable, script, "model.gguf", "--shape", "qwen2.5-0.5b"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, script, "model.gguf", "--shape", "qwen2.5-0.5b"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert "one of them" in done.stderr
@@ -346,7 +346,7 @@ def test_a_run_from_the_command_line_ends_in_readmes_table(tmp_path):
     options = ("--peers", "llama.cpp", "--llama-cpp", tmp_path, "--rounds", "1", "--json", tmp_path / "result.json")
     figures = ("--figures", "decode,prefill,forwards,busy", "--depth", "700")
     command = [sys.executable, BENCHMARKS / "peers.py", tmp_path / "tiny.gguf", *options, *figures]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text("utf-8"))
     names = ["decode", "prefill", *(peers_report.rows_name(rows) for rows in (1, 2, 4, 8, 16)), "decode, busy", "decode @ d700"]

@@ -60,5 +60,5 @@ def _ends(run) -> None:  # type: ignore[no-untyped-def]
     ended = []
     thread = threading.Thread(target=lambda: ended.append(run()), daemon=True)
     thread.start()
-    thread.join(120)
+    thread.join(900)
     assert ended, "the forwards did not come to their end"
