@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from cpuspec.checkpoints.hub import HubModel, read_hub_name
+from cpuspec.checkpoints.hub import HubModel, find_cached, read_hub_name, revision_of
 from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults, SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
@@ -149,12 +149,19 @@ def find_recipe(name: str) -> Recipe:
 
 
 def recipe_of(path: Path) -> Recipe | None:
-    """The recipe whose file this seems to be, by its name and its size."""
+    """The recipe whose file this seems to be, by its name and its size, or, in huggingface_hub's cache, by its repository."""
     try:
         names, num_bytes = {path.name, path.resolve().name}, path.stat().st_size
     except OSError:
         return None
-    return next((one for one in load_recipes().values() if one.file in names and one.num_bytes == num_bytes), None)
+    recipes = load_recipes().values()
+    for one in recipes:
+        if one.file in names and one.num_bytes == num_bytes:
+            return one
+    if revision_of(path) is None:
+        return None
+    sources = ((one, source) for one in recipes for source in one.sources if isinstance(source, HubModel))
+    return next((one for one, source in sources if find_cached(source) == path), None)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

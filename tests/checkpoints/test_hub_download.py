@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cpuspec.checkpoints import recipes
 from cpuspec.checkpoints.download import fetch, find_fetched, find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, find_cached, revision_of
 from cpuspec.checkpoints.recipes import Recipe
@@ -202,6 +203,14 @@ def test_a_recipe_without_sha256_takes_the_hubs(hub: StandInHub) -> None:
     hub.asked.clear()
     assert fetch(recipe(f"{NAME}:Q4_K_M")).read_bytes() == CONTENT
     assert hub.asked == []
+
+
+def test_a_file_in_the_hubs_cache_is_known_by_the_recipe_that_names_it(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    named, other = fetch(recipe(f"{NAME}:Q4_K_M")), resolve_model(f"{NAME}:Q8_0")
+    monkeypatch.setattr(recipes, "load_recipes", lambda: {"tiny": recipe(f"{NAME}:Q4_K_M")})
+    assert recipes.recipe_of(named) == recipe(f"{NAME}:Q4_K_M")
+    assert recipes.recipe_of(other) is None
+    assert recipes.recipe_of(named.with_name("missing")) is None
 
 
 @pytest.mark.parametrize("variable", ["CPUSPEC_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])

@@ -129,7 +129,7 @@ file = "tiny.gguf"
 bytes = {size}
 sha256 = "{sha256}"
 licence = "MIT"
-sources = [{{ kind = "huggingface", repository = "a/b", file = "tiny.gguf" }}]
+sources = [{{ kind = "huggingface", name = "hf:a/b/tiny.gguf" }}]
 """
 
 
