@@ -145,7 +145,11 @@ class _PackedFile:
                 if status.st_size != self._num_bytes or file.read(len(self._head)) != self._head:
                     return None
                 if others := who_else_writes(status):
-                    _log.warning("packed weights are read from %s, which %s: they may have changed them", self._path, others)
+                    _log.warning(
+                        "packed weights are read from %s, which %s; if you trust nobody, set CPUSPEC_CACHE to a directory of yours",
+                        self._path,
+                        others,
+                    )
                 data = self._bytes_of(file)
         except OSError:
             return None
