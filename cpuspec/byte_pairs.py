@@ -3,24 +3,36 @@
 A model has some hundred thousand merges and a prompt needs a few of them: nothing is prepared for the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
 _MOST_WORDS, _LONGEST_WORD = 1 << 16, 64  # of those that are remembered
 
+Rank = Callable[[str, str], float | None]  # when the merge of two neighbours comes; None if there is none
+
+
+def merge_order(merges: Sequence[str], tokens: Container[str]) -> Rank:
+    """The rank of pairs in a list of "left right", the earliest merge first; one that leads to no token has no effect."""
+    ranks = dict(zip(merges, count()))
+
+    def rank(left: str, right: str) -> int | None:
+        found = ranks.get(f"{left} {right}")
+        return found if found is not None and left + right in tokens else None
+
+    return rank
+
 
 class BytePairs:
-    """Splits words into tokens: of all neighbours that a merge joins, the pair of the earliest merge goes first, the leftmost of
-    equals, until no merge is left.
+    """Splits words into tokens: of all neighbours that a merge joins, the pair of the lowest rank goes first, the leftmost of
+    equals, until no merge is left. Takes n log n steps for a word of n characters.
 
-    ids: of every token that may come out. merges: "left right", the earliest first; one that leads to no token has no effect.
-    whole_words: a word that is a token stays whole, whatever the merges say.
+    ids: of every token that may come out. whole_words: a word that is a token stays whole, whatever the merges say.
     """
 
-    def __init__(self, ids: Mapping[str, int], merges: Sequence[str], whole_words: bool) -> None:
+    def __init__(self, ids: Mapping[str, int], rank: Rank, whole_words: bool) -> None:
         self._ids = ids
-        self._ranks = dict(zip(merges, count()))
+        self._rank = rank
         self._whole_words = whole_words
         self._seen: dict[str, list[int]] = {}
 
@@ -56,8 +68,3 @@ class BytePairs:
             if before[at] >= 0 and (rank := self._rank(pieces[before[at]], pieces[at])) is not None:
                 heappush(queue, (rank, before[at]))
         return [piece for piece in pieces if piece]
-
-    def _rank(self, left: str, right: str) -> int | None:
-        """When the merge of a pair comes; None if there is none, or it leads to no token."""
-        rank = self._ranks.get(f"{left} {right}")
-        return rank if rank is not None and left + right in self._ids else None

@@ -18,9 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuspec.byte_pairs import BytePairs
+from cpuspec.byte_pairs import BytePairs, merge_order
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
+from cpuspec.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text, read_tokenizer_json, said
 
 if TYPE_CHECKING:
     import tokenizers
@@ -98,7 +99,7 @@ class Tokenizer:
         self._parts = parts
         self._special_ids = frozenset(parts.special)
         self._control = {token.text: token for token in parts.control if token.text}
-        self._control_pattern = _any_of(self._control)
+        self._control_finder = _Finder(self._control)
         self._control_marks = {char for char in "".join(self._control) if not char.isalnum() and not char.isspace()}
         self._whole: dict[int, str] = {}  # text of the tokens met so far that are text and whole characters
 
@@ -263,14 +264,16 @@ class Tokenizer:
     def _find_control(self, text: str) -> list[tuple[int, int, int]]:
         """Control tokens in `text`: (start, end, id) with the white space that the token swallows."""
         found: list[tuple[int, int, int]] = []
-        for match in self._control_pattern.finditer(text):
-            token = self._control[match[0]]
-            start, end = match.span()
-            while token.swallows_left and start > (found[-1][1] if found else 0) and text[start - 1].isspace():
+        at = 0
+        while span := self._control_finder.search(text, at):
+            start, end = span
+            token = self._control[text[start:end]]
+            while token.swallows_left and start > at and text[start - 1].isspace():
                 start -= 1
             while token.swallows_right and end < len(text) and text[end].isspace():
                 end += 1
             found.append((start, end, token.id))
+            at = end
         return found
 
     def _encode_parsed(self, text: str, control: list[tuple[int, int, int]]) -> list[int]:
@@ -296,9 +299,9 @@ class Tokenizer:
         pieces = []
         at = 0
         # Goes on right behind the break: another token may begin inside the broken one.
-        while match := self._control_pattern.search(content, at):
-            pieces += [content[at : match.start() + 1], mark]
-            at = match.start() + 1
+        while span := self._control_finder.search(content, at):
+            pieces += [content[at : span[0] + 1], mark]
+            at = span[0] + 1
         return "".join([*pieces, content[at:]])
 
 
@@ -389,7 +392,7 @@ def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
     if len(vocabulary.token_types) != len(tokens):
         raise TokenizerError(f"the vocabulary has {len(vocabulary.token_types)} token types; wanted {len(tokens)}, one per token")
     if len(set(tokens)) != len(tokens):
-        raise TokenizerError(f"the vocabulary has {Counter(tokens).most_common(1)[0][0]!r} more than once")
+        raise TokenizerError(f"the vocabulary has {quoted(Counter(tokens).most_common(1)[0][0])} more than once")
     types = list(vocabulary.token_types)
     for i, token in enumerate(tokens):
         if token[:1] == "<" and _is_control_by_name(token, types[i]):
@@ -407,7 +410,7 @@ def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
     elif vocabulary.model == "llama":
         core, middle_core = _sentencepiece_cores(vocabulary)
     else:
-        raise TokenizerError(f"the vocabulary's model is {vocabulary.model!r}; known: gpt2, llama")
+        raise TokenizerError(f"the vocabulary's model is {quoted(vocabulary.model)}; known: gpt2, llama")
     control = tuple(_ControlToken(i, tokens[i]) for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN))
     ends = {token.id for token in control if token.text in _END_NAMES} | {vocabulary.eos_id, vocabulary.eot_id}
     named = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unk_id, "pad": vocabulary.pad_id}
@@ -430,9 +433,40 @@ def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
     )
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds any of the texts that are not empty, the longest where several begin."""
-    return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or "(?!)")
+class _Finder:
+    """Finds any of some texts, the longest where several begin. A place costs no more for thousands of texts than for one."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = frozenset(filter(None, texts))
+        lengths: dict[str, set[int]] = {}
+        for text in self._texts:
+            if len(text) > _LONGEST_PIECE:
+                raise TokenizerError(
+                    f"the token {quoted(text)} has {len(text)} characters; at most {_LONGEST_PIECE} are searched for"
+                )
+            lengths.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {head: sorted(found, reverse=True) for head, found in lengths.items()}
+        firsts = re.escape("".join({text[0] for text in self._texts}))
+        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
+
+    def search(self, text: str, at: int) -> tuple[int, int] | None:
+        """(start, end) of the first one from `at` on."""
+        while first := self._first.search(text, at):
+            start = first.start()
+            for head in (text[start : start + 2], text[start]):
+                for length in self._lengths.get(head, ()):
+                    if start + length <= len(text) and text[start : start + length] in self._texts:
+                        return start, start + length
+            at = start + 1
+        return None
+
+    def split(self, text: str) -> Iterator[tuple[str, str]]:
+        """(text before it, the one found), in order; at last the rest and ""."""
+        at = 0
+        while span := self.search(text, at):
+            yield text[at : span[0]], text[span[0] : span[1]]
+            at = span[1]
+        yield text[at:], ""
 
 
 def _is_control_by_name(token: str, kind: int) -> bool:
@@ -447,37 +481,35 @@ def _byte_level_core(vocabulary: GgufVocabulary) -> Core:
 
     pre = _PRE.get(vocabulary.pre)
     if pre is None:
-        named = f"names the pre-tokenizer {vocabulary.pre!r}" if vocabulary.pre else "names no pre-tokenizer; convert it again"
+        named = (
+            f"names the pre-tokenizer {quoted(vocabulary.pre)}" if vocabulary.pre else "names no pre-tokenizer; convert it again"
+        )
         raise TokenizerError(f"the file {named}; known: {', '.join(sorted(_PRE))}")
     ids = dict(zip(vocabulary.tokens, itertools.count()))
     for number, merge in enumerate(vocabulary.merges):
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
-            raise TokenizerError(f"merge {number} is {merge!r}; wanted two pieces with a space between them")
+            raise TokenizerError(f"merge {number} is {quoted(merge)}; wanted two pieces with a space between them")
         if left + right not in ids:
-            raise TokenizerError(f"merge {number} is {merge!r}, but the vocabulary has no token {left + right!r}")
+            raise TokenizerError(f"merge {number} is {quoted(merge)}, but the vocabulary has no token {quoted(left + right)}")
     # Without control tokens, so that no merge can lead to one.
     for token, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True):
         if kind not in (_NORMAL, _USER_DEFINED) or not token:
             del ids[token]
-    pairs = BytePairs(ids, vocabulary.merges, pre.ignore_merges)
+    pairs = BytePairs(ids, merge_order(vocabulary.merges, ids), pre.ignore_merges)
     normalizer = normalizers.NFC() if pre.nfc else None
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     words = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    whole = _any_of(vocabulary.tokens[i] for i, kind in enumerate(vocabulary.token_types) if kind == _USER_DEFINED)
+    whole = _Finder(vocabulary.tokens[i] for i, kind in enumerate(vocabulary.token_types) if kind == _USER_DEFINED)
 
     def encode(text: str) -> list[int]:
         found: list[int] = []
-        at = 0
-        for match in itertools.chain(whole.finditer(text), (None,)):
-            between = text[at : match.start() if match else len(text)]
+        for between, token in whole.split(text):
             if between:
-                between = normalizer.normalize_str(between) if normalizer else between
-                for word, _ in words.pre_tokenize_str(between):
+                for word, _ in words.pre_tokenize_str(normalizer.normalize_str(between) if normalizer else between):
                     found += pairs.encode(word)
-            if match:
-                found.append(ids[match[0]])
-                at = match.end()
+            if token:
+                found.append(ids[token])
         return found
 
     return encode
@@ -486,104 +518,79 @@ def _byte_level_core(vocabulary: GgufVocabulary) -> Core:
 def _sentencepiece_cores(vocabulary: GgufVocabulary) -> tuple[Core, Core]:
     """For a text, and for one that goes on from another.
 
-    SentencePiece's BPE keeps scores instead of merges: of all pairs that join to a piece, the best piece's pair goes first.
+    SentencePiece's BPE keeps scores instead of merges: of all neighbours that join to a piece, those of the best piece go first
+    (its bpe_model.cc).
     """
-    from tokenizers import AddedToken, models, normalizers
-    from tokenizers import Tokenizer as LibraryTokenizer
-
     tokens, types, scores = vocabulary.tokens, vocabulary.token_types, vocabulary.scores
     if len(scores) != len(tokens) or not all(map(math.isfinite, scores)):
         raise TokenizerError(f"the vocabulary has {len(tokens)} tokens and {len(scores)} scores; wanted as many, all finite")
     if longest := next((t for t in tokens if len(t) > _LONGEST_PIECE), None):
         raise TokenizerError(f"the vocabulary has a piece of {len(longest)} characters; at most {_LONGEST_PIECE} are read")
-    normal = {t: i for i, t in enumerate(tokens) if types[i] == _NORMAL}
-    ranked = []
-    for token, token_id in normal.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in normal and right in normal:
-                ranked.append((-scores[token_id], normal[left], normal[right], left, right))
-    ranked.sort()
-    kept = (_NORMAL, _USER_DEFINED, _BYTE)
-    ids = {t: i for i, t in enumerate(tokens) if t and types[i] in kept}
+    normal = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL and token}
+    ranks = {token: -scores[i] for token, i in normal.items()}
+    pairs = BytePairs(normal, lambda left, right: ranks.get(left + right), whole_words=False)
+    # Where no piece goes on behind a word's end, words are merged one by one, and those met before are remembered.
+    across = any(re.search(f"[^{_SPACE}]{_SPACE}", token) for token in normal)
+    words = re.compile(".+" if across else f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+", re.DOTALL)
+    others = {token: i for i, token in enumerate(tokens) if token and types[i] in (_USER_DEFINED, _BYTE)}
+    byte_ids: dict[int, int] = {}
+    for byte in range(256):
+        token_id = others.get(name := f"<0x{byte:02X}>", normal.get(name))
+        if token_id is not None:
+            byte_ids[byte] = token_id
     # Stands for characters that even bytes cannot spell; a control token must not come out of text this way.
-    unknown = None
-    if vocabulary.unk_id is not None and types[vocabulary.unk_id] in (_NORMAL, _UNKNOWN) and tokens[vocabulary.unk_id]:
-        unknown = tokens[vocabulary.unk_id]
-        ids[unknown] = vocabulary.unk_id
-    with _library_errors("the vocabulary cannot be used"):
-        merges = [(left, right) for *_, left, right in ranked]
-        model = models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=unknown is not None, byte_fallback=True)
-        # The library looks for these in the text before it splits; their ids come from the model's vocabulary.
-        whole = [t for t, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and t]
-        cores = []
-        for prefix in ([normalizers.Prepend(_SPACE)] if vocabulary.add_space_prefix else [], []):
-            core = LibraryTokenizer(model)
-            core.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
-            core.add_tokens([AddedToken(text, normalized=False) for text in whole])
-            cores.append(_library_core(core))
-    return cores[0], cores[1]
+    unknown = vocabulary.unk_id
+    if unknown is not None and (types[unknown] not in (_NORMAL, _UNKNOWN) or not tokens[unknown]):
+        unknown = None
+    whole = _Finder(token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED)
 
+    def spell(characters: Iterable[str]) -> list[int]:
+        """Ids of characters that are no pieces."""
+        found: list[int] = []
+        for char in characters:
+            data = char.encode()
+            if char in others:
+                found.append(others[char])
+            elif all(byte in byte_ids for byte in data):
+                found += [byte_ids[byte] for byte in data]
+            elif unknown is not None and found[-1:] != [unknown]:
+                found.append(unknown)
+        return found
 
-def _library_core(core: "tokenizers.Tokenizer") -> Core:
-    return lambda text: core.encode(text, add_special_tokens=False).ids
+    def encode(text: str, before: str) -> list[int]:
+        found: list[int] = []
+        for between, token in whole.split(text):
+            if between:
+                for known, run in itertools.groupby(before + between.replace(" ", _SPACE), normal.__contains__):
+                    if known:
+                        for word in words.findall("".join(run)):
+                            found += pairs.encode(word)
+                    else:
+                        found += spell(run)
+            if token:
+                found.append(others[token])
+        return found
+
+    before = _SPACE if vocabulary.add_space_prefix else ""
+    return lambda text: encode(text, before), lambda text: encode(text, "")
 
 
 def _from_hf(files: HfTokenizerFiles) -> _Parts:
-    from tokenizers import Tokenizer as LibraryTokenizer
-
-    data = _read_json(files.tokenizer_json, required=True)
-    config = _read_json(files.directory / "tokenizer_config.json")
-    generation = _read_json(files.directory / "generation_config.json")
-    where = str(files.tokenizer_json)
-    model = data.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        kind = model.get("type") if isinstance(model, dict) else model
-        raise TokenizerError(f"{where}: the model is {kind!r}; wanted BPE with a vocabulary")
-    added = data.get("added_tokens") or []
-    if not isinstance(added, list) or not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in added):
-        raise TokenizerError(f"{where}: added_tokens is no list of tokens")
-    byte_level, strips = _read_decoder(data.get("decoder"), where)
-
-    vocab = dict(model["vocab"])
-    control, literal = [], set()
-    for token in added:
-        token_id = token.get("id")
-        if vocab.setdefault(token["content"], token_id) != token_id:
-            raise TokenizerError(f"{where}: {token['content']!r} has the ids {vocab[token['content']]} and {token_id}")
-    tokens = _by_id(vocab, where)
-    for token in added:
-        if token.get("special") or _LOOKS_LIKE_CONTROL.fullmatch(token["content"]):
-            control.append(_ControlToken(token["id"], token["content"], bool(token.get("lstrip")), bool(token.get("rstrip"))))
+    read = read_tokenizer_json(files.tokenizer_json)
+    config = read_json(files.directory / "tokenizer_config.json")
+    generation = read_json(files.directory / "generation_config.json")
+    control, literal = [], []
+    for token in read.added:
+        if token.special or _LOOKS_LIKE_CONTROL.fullmatch(token.content):
+            control.append(_ControlToken(token.id, token.content, token.lstrip, token.rstrip))
         else:
-            literal.add(token["id"])
-
-    prefix, suffix = _around(data, len(tokens), where)
-    # Control tokens leave the library's sight; what stays keeps its id by being in the model's vocabulary.
-    names = {token.text for token in control}
-    keep = model.get("unk_token")
-    reduced = {text: token_id for text, token_id in vocab.items() if text not in names or text == keep}
-    merges = model.get("merges") or []
-    if not isinstance(merges, list):
-        raise TokenizerError(f"{where}: merges is no list")
-    data["model"] = {**model, "vocab": reduced, "merges": [merge for merge in merges if _joined(merge) not in names]}
-    data["added_tokens"] = [token for token in added if token["content"] not in names]
-    data["post_processor"] = None
-    with _library_errors(f"{where} cannot be used"):
-        core = later_core = LibraryTokenizer.from_str(json.dumps(data))
-        # "first" means the beginning of the whole input, which the library gets to see in pieces.
-        first, never = '"prepend_scheme": "first"', '"prepend_scheme": "never"'
-        if first in (before := json.dumps(data.get("pre_tokenizer"))):
-            data["pre_tokenizer"] = json.loads(before.replace(first, never))
-            later_core = LibraryTokenizer.from_str(json.dumps(data))
-        middle_core = later_core
-        if (without := _without_prefix(data)) != data:
-            middle_core = LibraryTokenizer.from_str(json.dumps(without))
+            literal.append(token)
 
     variables = _special_texts(files, config)
-    ids = {text: token_id for token_id, text in enumerate(tokens) if text is not None}
+    ids = {text: token_id for token_id, text in enumerate(read.tokens) if text}
     bos_id = ids.get(variables["bos_token"])
     eos_id = ids.get(variables["eos_token"])
+    prefix, suffix = read.prefix, read.suffix
     generic = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
     # Classes of their own rebuild the post-processor from these flags; the generic one takes the file's.
     if not generic and isinstance(config.get("add_bos_token"), bool):
@@ -591,19 +598,21 @@ def _from_hf(files: HfTokenizerFiles) -> _Parts:
     if not generic and isinstance(config.get("add_eos_token"), bool):
         suffix = (eos_id,) if config["add_eos_token"] and eos_id is not None else ()
     listed = generation.get("eos_token_id")
-    ends = {eos_id, *(listed if isinstance(listed, list) else [listed]), *(t.id for t in control if t.text in _END_NAMES)}
+    ends = [eos_id, *(listed if isinstance(listed, list) else [listed]), *(t.id for t in control if t.text in _END_NAMES)]
+    eos_ids = frozenset(end for end in ends if type(end) is int and 0 <= end < len(read.tokens))
+    core, later_core, middle_core = _library_cores(read, {token.text for token in control}, eos_ids, files.tokenizer_json)
     return _Parts(
-        core=_library_core(core),
-        later_core=_library_core(later_core),
-        middle_core=_library_core(middle_core),
-        tokens=tokens,
+        core=core,
+        later_core=later_core,
+        middle_core=middle_core,
+        tokens=read.tokens,
         special=frozenset(token.id for token in control),
         control=tuple(control),
-        literal=frozenset(literal),
-        byte_level=byte_level,
-        strips_first_space=strips,
+        literal=frozenset(token.id for token in literal),
+        byte_level=read.byte_level,
+        strips_first_space=read.strips_first_space,
         bos_id=bos_id,
-        eos_ids=frozenset(end for end in ends if isinstance(end, int) and 0 <= end < len(tokens)),
+        eos_ids=eos_ids,
         prefix=prefix,
         suffix=suffix,
         chat_template=_read_template(files.directory, config),
@@ -611,112 +620,95 @@ def _from_hf(files: HfTokenizerFiles) -> _Parts:
     )
 
 
-def _by_id(vocab: dict[str, Any], where: str) -> tuple[str | None, ...]:
-    top = -1
-    for text, token_id in vocab.items():
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < _MOST_TOKENS:
-            raise TokenizerError(f"{where}: the id of {text!r} is {token_id!r}; wanted a number from 0 to {_MOST_TOKENS - 1}")
-        top = max(top, token_id)
-    if top > 2 * len(vocab) + 4096:
-        raise TokenizerError(f"{where}: the highest id is {top} among {len(vocab)} tokens; the file is damaged")
-    tokens: list[str | None] = [None] * (top + 1)
-    for text, token_id in vocab.items():
-        if tokens[token_id] is not None:
-            raise TokenizerError(f"{where}: {tokens[token_id]!r} and {text!r} share the id {token_id}")
-        tokens[token_id] = text
-    if not tokens:
-        raise TokenizerError(f"{where}: the vocabulary has no tokens")
-    return tuple(tokens)
+def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[int], path: Path) -> tuple[Core, Core, Core]:
+    """For a text, for text behind a control token, and for text that goes on from other text.
 
-
-def _without_prefix(data: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json that puts nothing before a text."""
-    normalizer = data.get("normalizer")
-    steps = normalizer.get("normalizers") if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence" else [normalizer]
-    prefixes = [step for step in steps or () if isinstance(step, dict) and step.get("type") == "Prepend"]
-    if prefixes:
-        normalizer = {"type": "Sequence", "normalizers": [step for step in steps or () if step not in prefixes]}
-    pre_tokenizer = re.sub(r'"prepend_scheme": "\w+"', '"prepend_scheme": "never"', json.dumps(data.get("pre_tokenizer")))
-    pre_tokenizer = pre_tokenizer.replace('"add_prefix_space": true', '"add_prefix_space": false')
-    return {**data, "normalizer": normalizer, "pre_tokenizer": json.loads(pre_tokenizer)}
-
-
-def _joined(merge: Any) -> str:
-    if isinstance(merge, str):
-        return merge.replace(" ", "", 1)
-    return "".join(map(str, merge)) if isinstance(merge, list) else ""
-
-
-def _around(data: dict[str, Any], unused_id: int, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the file's post-processor puts before and behind every text: asked of it with a vocabulary of one token."""
+    The library never sees control tokens, apart from the one for unknown characters, which text cannot spell. Other tokens keep
+    their ids by being in the model's vocabulary.
+    """
+    from tokenizers import AddedToken, models
     from tokenizers import Tokenizer as LibraryTokenizer
 
-    model = {"type": "BPE", "vocab": {"a": unused_id}, "merges": []}
-    with _library_errors(f"{where} cannot be used"):
-        tiny = {"version": "1.0", "post_processor": data.get("post_processor"), "model": model}
-        small = LibraryTokenizer.from_str(json.dumps(tiny))
-        ids = small.encode("a").ids
-    if ids.count(unused_id) != 1 or max(ids) > unused_id:
-        raise TokenizerError(f"{where}: the post-processor makes {ids[:20]} of one token; wanted it once, special tokens around it")
-    return tuple(ids[: ids.index(unused_id)]), tuple(ids[ids.index(unused_id) + 1 :])
+    vocab = {text: token_id for text, token_id in read.vocab.items() if text not in control}
+    unknown = read.unk_token
+    if unknown in control and unknown in read.vocab:
+        token_id = read.vocab[unknown]
+        # A character that the vocabulary lacks must not end the text.
+        unknown = None if token_id in eos_ids else f"\uffff{unknown}"
+        if unknown:
+            vocab[unknown] = token_id
+    merges = [pair for pair in read.merges if "".join(pair) not in control]
+    literal = [token for token in read.added if token.content not in control]
+    first = read.pre_tokenizer
+    # "first" means the beginning of the whole input, which the library gets to see in pieces.
+    later = [step | {"prepend_scheme": "never"} if step.get("prepend_scheme") == "first" else step for step in first]
+    no_space: dict[str, dict[str, Any]] = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    middle = [step | no_space.get(step["type"], {}) for step in first]
+    no_prefix = [step for step in read.normalizer if step["type"] != "Prepend"]
+
+    with _library_errors(f"{path} cannot be used"):
+        model = models.BPE(
+            vocab=vocab,
+            merges=merges,
+            unk_token=unknown,
+            fuse_unk=read.fuse_unk,
+            byte_fallback=read.byte_fallback,
+            ignore_merges=read.ignore_merges,
+        )
+        cores: list[Core] = []
+        for normalizer, pre_tokenizer in ((read.normalizer, first), (read.normalizer, later), (no_prefix, middle)):
+            steps = {
+                "normalizer": {"type": "Sequence", "normalizers": normalizer},
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizer},
+                "model": {"type": "BPE", "vocab": {}, "merges": []},
+            }
+            library = LibraryTokenizer.from_str(json.dumps(steps))
+            library.model = model
+            library.add_tokens(
+                [
+                    AddedToken(
+                        token.content,
+                        single_word=token.single_word,
+                        lstrip=token.lstrip,
+                        rstrip=token.rstrip,
+                        normalized=token.normalized,
+                        special=False,
+                    )
+                    for token in literal
+                ]
+            )
+            cores.append(_library_core(library))
+    return cores[0], cores[1], cores[2]
 
 
-def _read_decoder(decoder: Any, where: str) -> tuple[bool, bool]:
-    """Whether pieces are byte-level, and whether the first space of a text is not part of it."""
-    steps = decoder.get("decoders") if isinstance(decoder, dict) and decoder.get("type") == "Sequence" else [decoder]
-    steps = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-    kinds = {step.get("type") for step in steps}
-    if kinds == {"ByteLevel"}:
-        return True, False
-    if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        strip = any(step["type"] == "Strip" and step.get("start") for step in steps)
-        return False, strip or any(step["type"] == "Metaspace" and step.get("prepend_scheme") != "never" for step in steps)
-    raise TokenizerError(f"{where}: the decoder is {sorted(map(str, kinds)) or None}; wanted ByteLevel, or SentencePiece's steps")
+def _library_core(library: "tokenizers.Tokenizer") -> Core:
+    return lambda text: library.encode(text, add_special_tokens=False).ids
 
 
 def _special_texts(files: HfTokenizerFiles, config: dict[str, Any]) -> dict[str, str]:
-    special = _read_json(files.directory / "special_tokens_map.json")
+    special = read_json(files.directory / "special_tokens_map.json")
     texts = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(name) or special.get(name) or ""
         value = value.get("content", "") if isinstance(value, dict) else value
-        texts[name] = value if isinstance(value, str) else ""
+        texts[name] = _unicode(value, name) if isinstance(value, str) else ""
     return texts
 
 
 def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
-    if file.is_file():
-        return _read_text(file)
-    template = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
+    if exists(file):
+        return read_text(file)
+    template = config.get("chat_template") or read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several, by name
         template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+    return _unicode(template, "chat_template") if isinstance(template, str) else None
 
 
-def _read_text(path: Path) -> str:
-    try:
-        if path.stat().st_size > 1 << 28:
-            raise TokenizerError(f"{path} has {path.stat().st_size} bytes; at most {1 << 28} are read")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise TokenizerError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not UTF-8: {error}") from error
-
-
-def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    if not required and not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, TokenizerError):
-            raise
-        raise TokenizerError(f"{path} is not JSON: {str(error)[:200]}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} holds {type(value).__name__}; wanted an object")
-    return value
+def _unicode(text: str, name: str) -> str:
+    if surrogate := _SURROGATE.search(text):
+        raise TokenizerError(f"{name} is not Unicode: lone surrogate {surrogate[0]!r}")
+    return text
 
 
 def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
@@ -726,10 +718,10 @@ def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         raise TokenizerError("there are no messages; wanted at least one")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("content", ""), str | None):
-            raise TokenizerError(f"message {number} is {str(message)[:100]!r}; wanted a mapping with role and content as texts")
+            raise TokenizerError(f"message {number} is {quoted(message)}; wanted a mapping with role and content as texts")
         # A role is printed between control marks by some templates, so it cannot be just any text.
         if message.get("role") not in ROLES:
-            raise TokenizerError(f"message {number} has the role {message.get('role')!r}; wanted one of {', '.join(ROLES)}")
+            raise TokenizerError(f"message {number} has the role {quoted(message.get('role'))}; wanted one of {', '.join(ROLES)}")
         for key, value in message.items():
             if not isinstance(value, str | None):
                 raise TokenizerError(f"message {number}: {key} is {type(value).__name__}; wanted a text")
@@ -752,10 +744,10 @@ def _library_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise TokenizerError(f"{what}: {error}") from error
+        raise TokenizerError(f"{what}: {said(error)}") from error
     except BaseException as error:
         if type(error).__name__ == "PanicException":
-            raise TokenizerError(f"{what}: {error}") from error
+            raise TokenizerError(f"{what}: {said(error)}") from error
         raise
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -389,9 +390,10 @@ SENTENCEPIECE = GgufVocabulary(
 )
 
 
-def slow_sentencepiece(text: str) -> list[int]:
+def slow_sentencepiece(text: str, pieces: list[tuple[str, int, float]] = PIECES) -> list[int]:
     """Joins the neighbours that make the best-scored piece, leftmost first, until none is left; spells the rest as bytes."""
-    normal = {piece: score for piece, kind, score in PIECES if kind == 1}
+    normal = {piece: score for piece, kind, score in pieces if kind == 1}
+    piece_ids = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     symbols = list(("▁" + text).replace(" ", "▁")) if text else []
     while True:
         joins = [(normal[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in normal]
@@ -401,7 +403,7 @@ def slow_sentencepiece(text: str) -> list[int]:
         symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
     ids = []
     for symbol in symbols:
-        ids += [PIECE_IDS[symbol]] if symbol in normal else [PIECE_IDS[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+        ids += [piece_ids[symbol]] if symbol in normal else [piece_ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
     return ids
 
 
@@ -622,7 +624,7 @@ def test_only_the_beginning_of_a_text_gets_the_first_space(tmp_path: Path) -> No
         ({"added_tokens": [{"id": 5, "content": "a"}]}, "has the ids"),
         ({"added_tokens": "x"}, "no list of tokens"),
         ({"decoder": {"type": "WordPiece"}}, "wanted ByteLevel"),
-        ({"decoder": 3}, "wanted ByteLevel"),
+        ({"decoder": 3}, "wanted an object"),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "cannot be used"),
         ({"pre_tokenizer": {"type": "Nonsense"}}, "cannot be used"),
         ({"post_processor": {"type": "Nonsense"}}, "cannot be used"),
@@ -643,3 +645,333 @@ def test_a_file_that_is_no_json_object_is_a_clear_error(tmp_path: Path, content:
     files.tokenizer_json.unlink()
     with pytest.raises(TokenizerError, match="cannot be read"):
         make(files)
+
+
+# What a tokenizer.json says and is not obeyed
+
+
+PADDING = {"direction": "Left", "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {"padding": PADDING | {"strategy": {"Fixed": 64}, "pad_to_multiple_of": None}},
+        {"padding": PADDING | {"strategy": {"Fixed": 1 << 62}, "pad_to_multiple_of": None}},
+        {"padding": PADDING | {"strategy": "BatchLongest", "pad_to_multiple_of": 1 << 62}},
+        {"padding": PADDING | {"strategy": "BatchLongest", "pad_to_multiple_of": 0}},
+    ],
+)
+def test_training_left_truncation_or_padding_and_ids_stay(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """As in transformers, which resets both unless a caller asks for them."""
+    tokenizer, text = make(make_hf(tmp_path, **changes)), CORPUS[:200]
+    assert tokenizer.encode(text) == slow_encode(text, "qwen2")
+    assert tokenizer.encode("a") == [IDS["a"]]
+
+
+@pytest.mark.parametrize("dropout", [0.5, 1.0, -1, "x"])
+def test_dropout_is_for_training(tmp_path: Path, dropout: Any) -> None:
+    files = make_hf(tmp_path)
+    data = json.loads(files.tokenizer_json.read_text())
+    data["model"]["dropout"] = dropout
+    files.tokenizer_json.write_text(json.dumps(data))
+    tokenizer = make(files)
+    for _ in range(3):
+        assert tokenizer.encode(CORPUS) == slow_encode(CORPUS, "qwen2")
+
+
+UNKNOWN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+SPELLED = {
+    "normalizer": SPACES,
+    "pre_tokenizer": None,
+    "post_processor": None,
+    "decoder": {"type": "Sequence", "decoders": [SPACES | {"pattern": {"String": "▁"}, "content": " "}, {"type": "Fuse"}]},
+}
+
+
+def test_the_token_for_unknown_characters_comes_of_them_alone(tmp_path: Path) -> None:
+    """Neither out of its own text, nor so as to end a text."""
+    vocab = {"<unk>": 0, "</s>": 1, "a": 2, "▁": 3, "<": 4, "u": 5, "n": 6, "k": 7, ">": 8, "/": 9, "s": 10}
+    added = [{"id": i, "content": content, **UNKNOWN} for i, content in enumerate(("<unk>", "</s>"))]
+    for unk_token, unknown in (("<unk>", [0]), ("</s>", []), (None, [])):
+        model = {"type": "BPE", "unk_token": unk_token, "fuse_unk": True, "ignore_merges": True, "vocab": vocab, "merges": []}
+        tokenizer = make(make_hf(tmp_path, {"eos_token": "</s>"}, added_tokens=added, model=model, **SPELLED))
+        assert tokenizer.encode("aéé") == [2, *unknown]
+        assert tokenizer.encode("<unk>") == [4, 5, 6, 7, 8]
+        assert tokenizer.encode("</s>") == [4, 9, 10, 8]
+    model["unk_token"] = "<none>"
+    with pytest.raises(TokenizerError, match="<none>"):
+        make(make_hf(tmp_path, added_tokens=added, model=model, **SPELLED)).encode("é")
+
+
+def test_older_files_of_metaspace_are_read(tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"▁": 0, "a": 1, "▁a": 2}, "merges": ["#version: 0.2", "▁ a"]}
+    for prefixed in (True, False):
+        step = {"type": "Metaspace", "replacement": "▁", "str_rep": "▁", "add_prefix_space": prefixed}
+        parts = SPELLED | {"normalizer": None, "pre_tokenizer": step, "decoder": step, "added_tokens": [], "model": model}
+        tokenizer = make(make_hf(tmp_path, **parts))
+        assert tokenizer.encode("a a") == [2 if prefixed else 1, 2]
+        assert tokenizer.decode(tokenizer.encode("a a")) == "a a"
+
+
+def test_what_surrounds_a_text_adds_up_over_the_steps(tmp_path: Path) -> None:
+    a, start, end = IDS["a"], IDS["<|im_start|>"], IDS["<|im_end|>"]
+    steps = [
+        {"type": "ByteLevel", "trim_offsets": False},
+        {"type": "RobertaProcessing", "cls": ["<|im_start|>", start], "sep": ["<|im_end|>", end], "trim_offsets": True},
+        {"type": "Sequence", "processors": [template(["<|eot_id|>", "A"])]},
+    ]
+    tokenizer = make(make_hf(tmp_path, post_processor={"type": "Sequence", "processors": steps}))
+    assert tokenizer.encode("a") == [IDS["<|eot_id|>"], start, a, end]
+
+
+def template(pieces: list[str], **special: Any) -> dict[str, Any]:
+    known = {token: {"id": token, "ids": [IDS[token]], "tokens": [token]} for token in SPECIAL} | special
+    kinds = {"A": "Sequence", "B": "Sequence"}
+    single = [{kinds.get(piece, "SpecialToken"): {"id": piece, "type_id": 0}} for piece in pieces]
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": known}
+
+
+# Hostile files
+
+
+def steps_of(kind: str, *steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", kind: list(steps)}
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+TO_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+EVIL = "(?:a+)+[bc](?!x)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": steps_of("normalizers", *[DOUBLE] * 34)}, "of one; at most"),
+        ({"normalizer": DOUBLE | {"content": "a" * 1000}}, "of one; at most"),
+        ({"normalizer": DOUBLE | {"pattern": {"Regex": ""}, "content": "a" * 100}}, "of one; at most"),
+        ({"normalizer": DOUBLE | {"pattern": {"String": ""}, "content": "a" * 100}}, "of one; at most"),
+        ({"normalizer": steps_of("normalizers", *[TO_BYTES] * 34)}, "of one; at most"),
+        ({"pre_tokenizer": steps_of("pretokenizers", *[TO_BYTES] * 34)}, "of one; at most"),
+        ({"normalizer": steps_of("normalizers", *[{"type": "NFC"}] * 1000)}, "more than 64"),
+        ({"normalizer": steps_of("normalizers", *[steps_of("normalizers", *[{"type": "NFC"}] * 60)] * 60)}, "more than 64"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 1_000_000}}, "before a text"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA" + "YWFh" * 100}}, "of one; at most"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "?"}}, "damaged"),
+        ({"normalizer": {"type": ["NFC"]}}, "wanted an object with a type"),
+        ({"normalizer": DOUBLE | {"content": 3}}, "wanted a text"),
+        ({"normalizer": DOUBLE | {"pattern": "a"}}, "wanted a String or a Regex"),
+        ({"normalizer": DOUBLE | {"pattern": {"Regex": EVIL}}}, "in the normalizer, the pattern"),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": EVIL}, "behavior": "Isolated"}},
+            "in the pre_tokenizer, the pattern",
+        ),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "wanted at least 1"),
+        ({"decoder": {"type": ["ByteLevel"]}}, "wanted an object with a type"),
+        ({"decoder": {"type": "Strip", "content": "x", "start": 9, "stop": 9}}, "wanted ByteLevel"),
+        ({"decoder": {"type": "Replace", "pattern": {"String": "▁"}, "content": "x"}}, "wanted ByteLevel"),
+        ({"post_processor": template(["A", "A"])}, "wanted the text once"),
+        ({"post_processor": template(["<|eot_id|>"])}, "leaves the text out"),
+        ({"post_processor": template(["A", "x"], x={"ids": [1 << 40]})}, "wanted ids below"),
+        ({"post_processor": template(["A", "x"], x={"ids": [[]]})}, "wanted ids below"),
+        ({"post_processor": template(["A", *["x"] * 1000], x={"ids": [0] * 1000})}, "over 1024 tokens"),
+        ({"added_tokens": [{"id": 5, "content": "a" * 2000}]}, "at most 1024"),
+        ({"added_tokens": [{"id": True, "content": "x"}]}, "wanted a number"),
+        ({"added_tokens": [{"id": 1 << 40, "content": "new"}]}, "wanted a number from 0 to"),
+        ({"added_tokens": [{"id": 1 << 23, "content": "new"}]}, "highest id"),
+        ({"added_tokens": [{"id": len(TOKENS), "content": "x", "lstrip": "no"}]}, "wanted true or false"),
+        ({"added_tokens": [{"id": len(TOKENS), "content": "<|\ud800|>", "special": True}]}, "not Unicode"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "continuing_subword_prefix": "é"}}, "continuing_subword_prefix is 'é'"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "end_of_word_suffix": "</w>"}}, "end_of_word_suffix is"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "fuse_unk": 1}}, "wanted true or false"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": ["a"]}}, "wanted a text"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}, "added_tokens": []}, "wanted two pieces"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", 3]]}, "added_tokens": []}, "wanted two pieces"),
+    ],
+)
+def test_a_hostile_tokenizer_json_is_refused_before_it_meets_a_text(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        make(make_hf(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", {"eos_token_id": [[1], {}, True, 1.0, "x", None, 1 << 80, IDS["a"]]}, None),
+        ("tokenizer_config.json", {"eos_token": "<|im_end|>", "bos_token": "", "tokenizer_class": ["x"], "add_bos_token": 1}, None),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}, "not Unicode"),
+        ("tokenizer_config.json", {"chat_template": "\udfff"}, "not Unicode"),
+        ("special_tokens_map.json", {"pad_token": {"content": "\ud800"}}, "not Unicode"),
+    ],
+)
+def test_odd_values_in_the_side_files(tmp_path: Path, name: str, content: dict[str, Any], message: str | None) -> None:
+    files = make_hf(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    if message:
+        with pytest.raises(TokenizerError, match=message):
+            make(files)
+    else:
+        assert make(files).eos_ids == {IDS[token] for token in ("<|im_end|>", "<|endoftext|>", "<|eot_id|>")} | (
+            {IDS["a"]} if name == "generation_config.json" else set()
+        )
+
+
+SIDE_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.json")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", *SIDE_FILES])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "dangling link", "huge"])
+def test_only_regular_files_of_a_sane_size_are_opened(tmp_path: Path, name: str, kind: str) -> None:
+    """Neither a pipe that nobody writes to nor an endless device."""
+    files, path = make_hf(tmp_path), tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "dangling link":
+        path.symlink_to("nowhere")
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(TokenizerError, match=name):
+        make(files)
+
+
+def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
+    files = make_hf(tmp_path)
+    files.tokenizer_json.rename(tmp_path / "blob")
+    files.tokenizer_json.symlink_to("blob")
+    assert make(files).encode("a") == [IDS["a"]]
+
+
+# Messages
+
+
+SHOUT = "\x1b[2J" + "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre": SHOUT},
+        {"model": SHOUT},
+        {"merges": (SHOUT,)},
+        {"merges": (f"{SHOUT} y",)},
+        {"tokens": (SHOUT,) * len(TOKENS)},
+        {"tokens": (*TOKENS[:-1], SHOUT)},
+        {"tokens": (*TOKENS[:-1], SHOUT), "model": "llama", "scores": (0.0,) * len(TOKENS)},
+    ],
+)
+def test_a_message_quotes_little_of_a_gguf_file_and_no_control_characters(changes: dict[str, Any]) -> None:
+    with pytest.raises(TokenizerError) as caught:
+        make(make_vocabulary(**changes))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1500  # the known pre-tokenizers are listed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"type": SHOUT}},
+        {"model": {"type": "BPE", "vocab": {SHOUT: -1}}},
+        {"model": {"type": "BPE", "vocab": {SHOUT: 0, SHOUT + "y": 0}}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [[SHOUT, "a"]]}, "added_tokens": []},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [SHOUT]}, "added_tokens": []},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": {SHOUT: [[[SHOUT] * 9] * 9] * 9}}},
+        {"added_tokens": [{"id": 1, "content": SHOUT[:1000]}]},
+        {"added_tokens": [{"id": SHOUT, "content": "x"}]},
+        {"normalizer": {"type": SHOUT}},
+        {"normalizer": {"type": "Strip", "strip_left": SHOUT, "strip_right": True}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(" + SHOUT[:9]}, "behavior": "Isolated", "invert": False}},
+        {"pre_tokenizer": {"type": "Punctuation", "behavior": SHOUT}},
+        {"decoder": {"type": SHOUT}},
+        {"post_processor": {"type": SHOUT}},
+        {"post_processor": template([SHOUT, "A"])},
+    ],
+)
+def test_a_message_quotes_little_of_a_tokenizer_json_and_no_control_characters(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(TokenizerError) as caught:
+        make(make_hf(tmp_path, **changes))
+    message = str(caught.value).replace(str(tmp_path), "")
+    assert message.isprintable()
+    assert len(message) < 500
+
+
+# Work
+
+
+def test_the_longest_control_token_is_found_among_thousands_of_long_ones() -> None:
+    names = [f"<|{'x' * (number % 900)}{number}|>" for number in range(5000)]
+    tokens, types = (*TOKENS, *names, "<|"), (*make_vocabulary().token_types, *[3] * (len(names) + 1))
+    tokenizer = make(make_vocabulary(tokens=tokens, token_types=types))
+    ids = {token: i for i, token in enumerate(tokens)}
+    text = "".join(f"a{name}{name[:-1]}" for name in names[::50])
+    expected = [i for name in names[::50] for i in (IDS["a"], ids[name], ids["<|"], *tokenizer.encode(name[2:-1]))]
+    assert tokenizer.encode(text, parse_special=True) == expected
+    with pytest.raises(TokenizerError, match="at most 1024"):
+        make(make_vocabulary(tokens=(*TOKENS, "<|" + "x" * 2000 + "|>"), token_types=(*make_vocabulary().token_types, 3)))
+
+
+@pytest.mark.parametrize(
+    ("texts", "text"), [(["ab", "abc", "b", "bcde"], "abcde abd bcd"), (["  ", "    ", "\n"], "a   b\n     c")]
+)
+def test_the_first_and_longest_of_several_texts_is_found(texts: list[str], text: str) -> None:
+    expected = regex.compile("|".join(sorted(map(regex.escape, texts), key=len, reverse=True)))
+    tokens = (*TOKENS, *(t for t in texts if t not in TOKENS))
+    types = tuple(4 if token in texts else kind for token, kind in zip(tokens, (*GOOD_TYPES, *[4] * 9), strict=False))
+    tokenizer = make(make_vocabulary("gpt-2", tokens=tokens, token_types=types, merges=()))
+    found = [tokens[i] for i in tokenizer.encode(text) if tokens[i] in texts]
+    assert found == expected.findall(text)
+
+
+@pytest.mark.parametrize("unit", ["a", "ab", "thering"])
+def test_merging_takes_n_log_n_steps(unit: str) -> None:
+    """A text without spaces is one word; each merge looks at its two neighbours."""
+    looked = 0
+    pieces = {piece: -len(piece) for n in range(1, 40) for piece in (*unit, (unit * n)[:n])}
+
+    def rank(left: str, right: str) -> float | None:
+        nonlocal looked
+        looked += 1
+        return pieces.get(left + right)
+
+    pairs = byte_pairs.BytePairs(dict(zip(pieces, itertools.count())), rank, whole_words=False)
+    steps = []
+    for length in (2000, 8000):
+        looked = 0
+        pairs.encode((unit * length)[:length])
+        steps.append(looked)
+    assert steps[1] < 5 * steps[0] < 100 * 2000
+
+
+def test_sentencepiece_prefers_the_leftmost_of_equal_scores() -> None:
+    tokens = ("<unk>", "a", "b", "ab", "ba", "▁")
+    scores = (0.0, -9.0, -9.0, -1.0, -1.0, -9.0)
+    vocabulary = replace(SENTENCEPIECE, tokens=tokens, token_types=(2, *[1] * 5), scores=scores, bos_id=None, eos_id=None)
+    tokenizer = make(replace(vocabulary, add_bos=False, add_space_prefix=False))
+    assert tokenizer.encode("ababa") == [3, 3, 1]
+    assert tokenizer.encode("baba") == [4, 4]
+    assert tokenizer.encode("aééb") == [1, 0, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text("the▁ ring", max_size=30))
+def test_sentencepiece_merges_across_words_where_a_piece_does(text: str) -> None:
+    """Words are merged one by one only where no piece spans two."""
+    assert ACROSS.encode(text, add_special=False) == slow_sentencepiece(text, ACROSS_PIECES)
+
+
+ACROSS_PIECES = [*(piece for piece in PIECES if piece[0] != "▁▁"), ("g▁t", 1, 5.0), ("e▁", 1, 4.0), ("▁▁", 1, 3.0)]
+ACROSS = make(
+    replace(
+        SENTENCEPIECE,
+        tokens=tuple(piece for piece, _, _ in ACROSS_PIECES),
+        token_types=tuple(kind for _, kind, _ in ACROSS_PIECES),
+        scores=tuple(score for _, _, score in ACROSS_PIECES),
+    )
+)

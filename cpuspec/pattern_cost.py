@@ -1,0 +1,239 @@
+"""How far a regular expression of somebody's file may backtrack, told from the pattern before it meets a text.
+
+Oniguruma, which the `tokenizers` library splits text with, backtracks without a limit: `(a+)+b` takes 2**n steps on n letters, and
+`.*b` n**2 on a text without a b. Patterns of real tokenizers do neither; this module refuses the others. Knows nothing of tokens.
+Syntax: Oniguruma's doc/RE.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from cpuspec.errors import TokenizerError
+
+_MOST_STEPS = 1 << 13  # from one place in the text; real patterns take some hundreds
+_RUN = 32  # characters that a repetition is reckoned to pass: a word's
+_LONGEST_PATTERN = 1 << 14
+_DEEPEST = 32
+_MOST_COUNTED = 1 << 10  # characters that counts as in \d{3} may ask for
+
+_TOKEN = re.compile(
+    r"(?P<look>\(\?<?[=!])"
+    r"|(?P<open>\((?:(?!\?)|\?[im]*:|\?>|\?<[A-Za-z_]\w*>))"
+    r"|(?P<close>\))"
+    r"|(?P<bar>\|)"
+    r"|(?P<count>\{(?:(?P<exact>\d{1,4})|(?P<least>\d{0,4}),(?P<most>\d{0,4}))\})"
+    r"|(?P<repeat>[*+?])"
+    r"|(?P<anchor>[$^]|\\[AbBzZ])"
+    r"|(?P<char>\\(?:[pP]\{\^?\w+\}|x\{[0-9A-Fa-f]{1,6}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[dDsSwWhHntrfvaeR]|[^\w])|[^\\()|*+?^$\[])",
+    re.DOTALL,
+)
+_WHOLE_FLAGS = re.compile(r"\(\?[im]+\)")
+_CLASS_PART = re.compile(r"\\.|[^\\\[\]]", re.DOTALL)
+# What ordinary texts consist of, to see what a class of characters matches.
+_SPACES = " \t\n\r\u00a0\u2028\u3000"
+_OTHERS = "".join(char for char in map(chr, range(0x21, 0x3100)) if not char.isspace()) + "㐀中文漢가힣ﷺ，😀"
+
+
+@dataclass(frozen=True)
+class _Char:
+    source: str
+
+
+@dataclass(frozen=True)
+class _Anchor:
+    pass
+
+
+@dataclass(frozen=True)
+class _Group:
+    branches: "list[list[_Item]]" = field(default_factory=lambda: [[]])
+    looks: bool = False
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    item: "_Char | _Anchor | _Group | _Repeat"
+    least: int
+    most: int | None
+
+
+_Item = _Char | _Anchor | _Group | _Repeat
+
+
+@dataclass(frozen=True)
+class PatternCost:
+    """steps: that a search may take from one place of an ordinary text. min_length: of a match, in characters."""
+
+    steps: int
+    min_length: int
+
+
+def pattern_cost(pattern: str) -> PatternCost:
+    """What a pattern may cost. Raises TokenizerError if that has no small bound, or the pattern is not one this module reads.
+
+    A repetition behind which a match can still fail is tried at every length, so such repetitions multiply; one that passes white
+    space and other characters alike would run through the whole text from each of its places.
+    """
+    if len(pattern) > _LONGEST_PATTERN:
+        raise TokenizerError(f"the pattern has {len(pattern)} characters; at most {_LONGEST_PATTERN} are read")
+    top = _parse(pattern)
+    steps = _steps_of(top, fails_behind=False)
+    if steps > _MOST_STEPS:
+        raise TokenizerError(f"the pattern may take over {_MOST_STEPS} steps at each place of a text; repetitions in it multiply")
+    return PatternCost(steps, _min_length(top))
+
+
+def _parse(pattern: str) -> _Group:
+    top = _Group()
+    open_groups = [top]
+    counted = 0
+    flags = _WHOLE_FLAGS.match(pattern)
+    at = flags.end() if flags else 0
+    while at < len(pattern):
+        branch = open_groups[-1].branches[-1]
+        if pattern[at] == "[":
+            end = _class_end(pattern, at)
+            branch.append(_Char(pattern[at:end]))
+            at = end
+            continue
+        token = _TOKEN.match(pattern, at)
+        if not token:
+            _refuse(pattern, at)
+        at = token.end()
+        if token["look"] or token["open"]:
+            group = _Group(looks=bool(token["look"]))
+            branch.append(group)
+            open_groups.append(group)
+            if len(open_groups) > _DEEPEST:
+                _refuse(pattern, at - 1)
+        elif token["close"]:
+            if len(open_groups) == 1:
+                _refuse(pattern, at - 1)
+            open_groups.pop()
+        elif token["bar"]:
+            open_groups[-1].branches.append([])
+        elif token["anchor"]:
+            branch.append(_Anchor())
+        elif token["char"]:
+            branch.append(_Char(token["char"]))
+        elif not branch or (isinstance(branch[-1], _Repeat) and isinstance(branch[-1].item, _Repeat)):
+            _refuse(pattern, at - 1)
+        elif token["repeat"]:
+            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[token["repeat"]]
+            branch.append(_Repeat(branch.pop(), least, most))
+            # Reluctant and possessive repetitions match no more than the greedy one tries.
+            at += pattern[at : at + 1] in ("?", "+")
+        else:
+            if token["exact"]:
+                least = most = int(token["exact"])
+            else:
+                least, most = int(token["least"] or 0), int(token["most"]) if token["most"] else None
+            if (token["least"], token["most"]) == ("", "") or (most is not None and most < least):
+                _refuse(pattern, at - 1)
+            branch.append(_Repeat(branch.pop(), least, most))
+            at += pattern[at : at + 1] == "?"
+            counted += most or least
+            if counted > _MOST_COUNTED or _min_length(branch[-1]) > _MOST_COUNTED:
+                raise TokenizerError(f"the pattern counts beyond {_MOST_COUNTED} characters")
+    if len(open_groups) > 1:
+        _refuse(pattern, at)
+    return top
+
+
+def _class_end(pattern: str, start: int) -> int:
+    """Where the class of characters that begins at `start` ends; classes may hold classes."""
+    at, depth = start, 0
+    while at < len(pattern):
+        if pattern[at] == "[":
+            depth += 1
+            at += 1 + pattern.startswith("^", at + 1)
+            if depth > _DEEPEST or pattern.startswith("]", at):
+                break
+        elif pattern[at] == "]":
+            depth -= 1
+            at += 1
+            if not depth:
+                return at
+        elif part := _CLASS_PART.match(pattern, at):
+            at = part.end()
+        else:
+            break
+    _refuse(pattern, start)
+
+
+def _refuse(pattern: str, at: int) -> NoReturn:
+    raise TokenizerError(f"the pattern has {pattern[at : at + 20]!a} at {at}, which is not read there")
+
+
+def _steps_of(item: _Item, fails_behind: bool) -> int:
+    """Ways to match `item` from one place. fails_behind: what follows may fail, so that every way is tried."""
+    match item:
+        case _Group(branches, looks):
+            steps = 0
+            for branch in branches:
+                steps_of_branch, fails = 1, fails_behind or looks
+                for part in reversed(branch):
+                    steps_of_branch = min(steps_of_branch * _steps_of(part, fails), 1 << 64)
+                    fails = fails or _can_fail(part)
+                steps += steps_of_branch
+            return steps
+        case _Repeat(inner, least, most):
+            again = fails_behind or least > 1
+            steps = _steps_of(inner, again)
+            if again:
+                steps **= min(most or 16, 16)
+            if not fails_behind:
+                return steps
+            if most is None and _mixes_spaces(inner):
+                raise TokenizerError("a repetition in the pattern may run through a whole text and then fail")
+            return steps * (_RUN if most is None else most - least + 1)
+        case _:
+            return 1
+
+
+def _can_fail(item: _Item) -> bool:
+    match item:
+        case _Group(branches, False):
+            return all(any(map(_can_fail, branch)) for branch in branches)
+        case _Repeat(inner, least, _):
+            return least > 0 and _can_fail(inner)
+        case _:
+            return True
+
+
+def _min_length(item: _Item) -> int:
+    match item:
+        case _Char():
+            return 1
+        case _Group(branches, False):
+            return min(sum(map(_min_length, branch)) for branch in branches)
+        case _Repeat(inner, least, _):
+            return least * _min_length(inner)
+        case _:
+            return 0
+
+
+def _mixes_spaces(item: _Item) -> bool:
+    """Whether characters of `item` match white space and others: a repetition of it does not end with a word."""
+    from tokenizers import Regex, normalizers
+
+    sources = _sources(item)
+    try:
+        remove = normalizers.Replace(Regex("|".join(sources)), "")
+    except Exception as error:
+        raise TokenizerError(f"the pattern does not compile: {str(error)[:80]!a}") from error
+    return bool(sources) and remove.normalize_str(_SPACES) != _SPACES and remove.normalize_str(_OTHERS) != _OTHERS
+
+
+def _sources(item: _Item) -> Sequence[str]:
+    match item:
+        case _Char(source):
+            return [source]
+        case _Group(branches, _):
+            return [source for branch in branches for part in branch for source in _sources(part)]
+        case _Repeat(inner, _, _):
+            return _sources(inner)
+        case _:
+            return []

@@ -1,0 +1,392 @@
+"""Reads a Hugging Face tokenizer.json, and the files beside it, as a stranger's: what is obeyed is taken out by name and by type.
+
+What would change a text's ids from call to call or cut them (`truncation`, `padding`, `dropout`) is left behind, as `transformers`
+does. What could make a text grow without bound, or a pattern backtrack without end, is refused. Knows files and their fields, makes
+no tokenizer.
+"""
+
+import base64
+import binascii
+import json
+import re
+import reprlib
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpuspec.errors import TokenizerError
+from cpuspec.pattern_cost import pattern_cost
+
+_MOST_BYTES = 1 << 26  # of one file; the largest in use has 33 MB
+_MOST_TOKENS = 1 << 24
+_MOST_STEPS = 64  # of a normalizer, a pre-tokenizer, a decoder or a post-processor
+_MOST_AROUND = 1024  # tokens before and behind a text
+_MOST_GROWTH = 64  # characters that all normalizers may make of one
+_LONGEST_ADDED = 1024  # characters of an added token
+_MOST_ADDED = 1 << 22  # characters of all of them
+_SPACE = "▁"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+# How many characters each step may make of one, beyond what Unicode's own forms do. Replace and Precompiled say it themselves.
+_NORMALIZERS = {
+    **dict.fromkeys(
+        ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Nmt", "Strip", "StripAccents", "Prepend", "Replace", "Precompiled"), 1
+    ),
+    "BertNormalizer": 3,
+    "ByteLevel": 4,
+}
+_PRE_TOKENIZERS = {
+    **dict.fromkeys(("BertPreTokenizer", "CharDelimiterSplit", "Digits", "FixedLength", "Punctuation", "Split"), 1),
+    **dict.fromkeys(("UnicodeScripts", "Whitespace", "WhitespaceSplit"), 1),
+    "Metaspace": 2,
+    "ByteLevel": 4,
+}
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is found in a text before it is split into words."""
+
+    id: int
+    content: str
+    special: bool
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class TokenizerJson:
+    """A tokenizer.json, checked. normalizer and pre_tokenizer: steps in the library's notation, sequences in them unfolded."""
+
+    tokens: tuple[str | None, ...]  # by id, added ones included
+    vocab: dict[str, int]  # the same by text
+    added: tuple[AddedToken, ...]
+    merges: list[tuple[str, str]]
+    unk_token: str | None
+    fuse_unk: bool
+    byte_fallback: bool
+    ignore_merges: bool
+    normalizer: list[dict[str, Any]]
+    pre_tokenizer: list[dict[str, Any]]
+    byte_level: bool  # pieces spell bytes in GPT-2's alphabet; else words with ▁ for a space
+    strips_first_space: bool
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlevel = 2
+
+
+def quoted(value: Any) -> str:
+    """Some 80 characters of a value out of a file, control characters escaped, for a message."""
+    text = _short.repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def said(error: BaseException) -> str:
+    """What another library says of a file, which it may quote: at most 200 characters, control characters escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(error)[:200])
+
+
+def read_text(path: Path) -> str:
+    """What a file holds. Raises TokenizerError for anything but a regular file of UTF-8, 64 MiB at most; it is not opened then."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise TokenizerError(f"{path} is not a regular file")
+        if status.st_size > _MOST_BYTES:
+            raise TokenizerError(f"{path} has {status.st_size} bytes; at most {_MOST_BYTES} are read")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        return content.decode("utf-8")
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def exists(path: Path) -> bool:
+    """Whether anything is there, though it be no file. Raises TokenizerError where that cannot be told."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read: {error.strerror or error}") from error
+    return True
+
+
+def read_json(path: Path, required: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is no such file and it is not required. Raises TokenizerError."""
+    if not required and not exists(path):
+        return {}
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not JSON: {said(error)}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} holds {type(value).__name__}; wanted an object")
+    return value
+
+
+def read_tokenizer_json(path: Path) -> TokenizerJson:
+    """A tokenizer.json with a BPE model. Raises TokenizerError for one that is damaged, hostile or of another kind."""
+    data = read_json(path, required=True)
+    try:
+        return _read(data)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path} cannot be used: {error}") from error
+
+
+def _read(data: dict[str, Any]) -> TokenizerJson:
+    model = data.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        kind = model.get("type") if isinstance(model, dict) else model
+        raise TokenizerError(f"the model is {quoted(kind)}; wanted BPE with a vocabulary")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name) not in (None, ""):
+            raise TokenizerError(f"{name} is {quoted(model[name])}; wanted none: pieces are byte-level, or have ▁ for a space")
+    added = tuple(_read_added(data.get("added_tokens")))
+    vocab = dict(model["vocab"])
+    for token in added:
+        if vocab.setdefault(token.content, token.id) != token.id:
+            raise TokenizerError(f"{quoted(token.content)} has the ids {quoted(vocab[token.content])} and {token.id}")
+    tokens = _by_id(vocab)
+    unk_token = model.get("unk_token")
+    if not isinstance(unk_token, str | None):
+        raise TokenizerError(f"unk_token is {quoted(unk_token)}; wanted a text")
+    normalizer = _steps(data, "normalizer", "normalizers")
+    pre_tokenizer = [_without_legacy(step) for step in _steps(data, "pre_tokenizer", "pretokenizers")]
+    _check_growth(normalizer, pre_tokenizer)
+    byte_level, strips = _read_decoder(data)
+    prefix, suffix = _read_around(data, len(tokens))
+    return TokenizerJson(
+        tokens=tokens,
+        vocab=vocab,
+        added=added,
+        merges=list(_read_merges(model.get("merges"))),
+        unk_token=unk_token,
+        fuse_unk=_flag(model, "fuse_unk"),
+        byte_fallback=_flag(model, "byte_fallback"),
+        ignore_merges=_flag(model, "ignore_merges"),
+        normalizer=normalizer,
+        pre_tokenizer=pre_tokenizer,
+        byte_level=byte_level,
+        strips_first_space=strips,
+        prefix=prefix,
+        suffix=suffix,
+    )
+
+
+def _flag(fields: dict[str, Any], name: str, default: bool = False) -> bool:
+    value = fields.get(name)
+    if not isinstance(value, bool | None):
+        raise TokenizerError(f"{name} is {quoted(value)}; wanted true or false")
+    return default if value is None else value
+
+
+def _read_added(tokens: Any) -> Iterator[AddedToken]:
+    tokens = [] if tokens is None else tokens
+    if not isinstance(tokens, list) or not all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) for token in tokens
+    ):
+        raise TokenizerError("added_tokens is no list of tokens")
+    if sum(len(token["content"]) for token in tokens) > _MOST_ADDED:
+        raise TokenizerError(f"added_tokens have over {_MOST_ADDED} characters")
+    for token in tokens:
+        content, token_id = token["content"], token.get("id")
+        if len(content) > _LONGEST_ADDED:
+            raise TokenizerError(
+                f"the added token {quoted(content)} has {len(content)} characters; at most {_LONGEST_ADDED} are read"
+            )
+        if type(token_id) is not int:
+            raise TokenizerError(f"the id of {quoted(content)} is {quoted(token_id)}; wanted a number")
+        special = _flag(token, "special")
+        yield AddedToken(
+            id=token_id,
+            content=content,
+            special=special,
+            single_word=_flag(token, "single_word"),
+            lstrip=_flag(token, "lstrip"),
+            rstrip=_flag(token, "rstrip"),
+            normalized=_flag(token, "normalized", not special),
+        )
+
+
+def _by_id(vocab: dict[str, Any]) -> tuple[str | None, ...]:
+    top = -1
+    for text, token_id in vocab.items():
+        if type(token_id) is not int or not 0 <= token_id < _MOST_TOKENS:
+            raise TokenizerError(f"the id of {quoted(text)} is {quoted(token_id)}; wanted a number from 0 to {_MOST_TOKENS - 1}")
+        top = max(top, token_id)
+    if top > 2 * len(vocab) + 4096:
+        raise TokenizerError(f"the highest id is {top} among {len(vocab)} tokens; the file is damaged")
+    tokens: list[str | None] = [None] * (top + 1)
+    for text, token_id in vocab.items():
+        if tokens[token_id] is not None:
+            raise TokenizerError(f"{quoted(tokens[token_id])} and {quoted(text)} share the id {token_id}")
+        tokens[token_id] = text
+        if _SURROGATE.search(text):
+            raise TokenizerError(f"the token {quoted(text)} is not Unicode")
+    if not tokens:
+        raise TokenizerError("the vocabulary has no tokens")
+    return tuple(tokens)
+
+
+def _read_merges(merges: Any) -> Iterator[tuple[str, str]]:
+    """Pairs, written as lists or as texts with a space between."""
+    if not isinstance(merges, list | None):
+        raise TokenizerError("merges is no list")
+    for number, merge in enumerate(merges or ()):
+        if isinstance(merge, str) and merge.startswith("#version"):
+            continue
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
+            raise TokenizerError(f"merge {number} is {quoted(merge)}; wanted two pieces")
+        yield pair[0], pair[1]
+
+
+def _steps(data: dict[str, Any], name: str, inside: str) -> list[dict[str, Any]]:
+    """The steps of a component in their order, those of sequences in its place. inside: the field that holds a sequence's steps."""
+    steps: list[dict[str, Any]] = []
+    waiting = [data.get(name)]
+    for _ in range(2 * _MOST_STEPS):
+        if not waiting:
+            return steps
+        step = waiting.pop()
+        if step is None and not steps and not waiting:
+            continue
+        if not isinstance(step, dict) or not isinstance(step.get("type"), str):
+            raise TokenizerError(f"the {name} has the step {quoted(step)}; wanted an object with a type")
+        if step["type"] != "Sequence":
+            steps.append(step)
+        elif isinstance(step.get(inside), list) and len(step[inside]) <= _MOST_STEPS:
+            waiting += reversed(step[inside])
+        else:
+            raise TokenizerError(f"the {name} has a sequence without {inside}, or of more than {_MOST_STEPS}")
+    raise TokenizerError(f"the {name} has more than {_MOST_STEPS} steps")
+
+
+def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
+    """A Metaspace step of older files in today's words."""
+    if step["type"] != "Metaspace":
+        return step
+    scheme = "never" if step.get("add_prefix_space") is False else step.get("prepend_scheme", "always")
+    split = _flag(step, "split", default=True)
+    return {"type": "Metaspace", "replacement": step.get("replacement"), "prepend_scheme": scheme, "split": split}
+
+
+def _check_growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]]) -> None:
+    """Refuse steps that together may make too long a text of a short one, or search it too long."""
+    growth = 1.0
+    for name, known, steps in (("normalizer", _NORMALIZERS, normalizer), ("pre_tokenizer", _PRE_TOKENIZERS, pre_tokenizer)):
+        for step in steps:
+            if step["type"] not in known:
+                raise TokenizerError(f"the {name} {quoted(step['type'])} is not known; known: {', '.join(sorted(known))}")
+            growth *= known[step["type"]]
+            min_length = _min_match(step, name) if step["type"] in ("Replace", "Split") else 1
+            if step["type"] == "Replace":
+                content = step.get("content")
+                if not isinstance(content, str):
+                    raise TokenizerError(f"a Replace step has the content {quoted(content)}; wanted a text")
+                growth *= max(1, len(content) / min_length) if min_length else 1 + len(content)
+            elif step["type"] == "Precompiled":
+                growth *= _longest_replacement(step.get("precompiled_charsmap"))
+            elif step["type"] == "Prepend" and len(str(step.get("prepend"))) > _MOST_GROWTH:
+                raise TokenizerError(f"a Prepend step puts {quoted(step.get('prepend'))} before a text")
+            elif step["type"] == "FixedLength" and not (type(step.get("length")) is int and step["length"] > 0):
+                raise TokenizerError(f"a FixedLength step has the length {quoted(step.get('length'))}; wanted at least 1")
+    if growth > _MOST_GROWTH:
+        raise TokenizerError(f"its steps may make {growth:.0f} characters of one; at most {_MOST_GROWTH} are made")
+
+
+def _min_match(step: dict[str, Any], name: str) -> int:
+    """Characters that the step's pattern takes at least."""
+    match step.get("pattern"):
+        case {"String": str(text)}:
+            return len(text)
+        case {"Regex": str(pattern)}:
+            try:
+                return pattern_cost(pattern).min_length
+            except TokenizerError as error:
+                raise TokenizerError(f"in the {name}, {error}") from error
+        case other:
+            raise TokenizerError(f"a {step['type']} step has the pattern {quoted(other)}; wanted a String or a Regex")
+
+
+def _longest_replacement(charsmap: Any) -> int:
+    """Characters of the longest text in a table of SentencePiece (its normalizer.cc): a trie, then texts that end with a NUL."""
+    try:
+        table = base64.b64decode(charsmap, validate=True)
+        texts = table[4 + int.from_bytes(table[:4], "little") :].decode().split("\0")
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise TokenizerError("the precompiled_charsmap is damaged") from error
+    return max(map(len, texts), default=0) or 1
+
+
+def _read_decoder(data: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether pieces are byte-level, and whether the first space of a text is not part of it."""
+    steps = _steps(data, "decoder", "decoders")
+    kinds = {step["type"] for step in steps}
+    if kinds == {"ByteLevel"}:
+        return True, False
+    strips = False
+    for step in steps:
+        match step:
+            case {"type": "ByteFallback" | "Fuse"} | {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}:
+                pass
+            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
+                strips = strips or bool(start)
+            case {"type": "Metaspace", "replacement": "▁"}:
+                strips = strips or _without_legacy(step)["prepend_scheme"] != "never"
+            case _:
+                raise TokenizerError(f"the decoder has the step {quoted(step)}; wanted ByteLevel, or SentencePiece's steps")
+    if not steps:
+        raise TokenizerError("the decoder is None; wanted ByteLevel, or SentencePiece's steps")
+    return False, strips
+
+
+def _read_around(data: dict[str, Any], num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the file's post-processor puts before and behind every text."""
+    prefix: list[int] = []
+    suffix: list[int] = []
+    for step in _steps(data, "post_processor", "processors"):
+        before: list[int] = []
+        behind: list[int] = []
+        match step:
+            case {"type": "ByteLevel"}:
+                pass
+            case {"type": "BertProcessing" | "RobertaProcessing", "cls": [_, first], "sep": [_, last]}:
+                before, behind = [first], [last]
+            case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": dict(special)}:
+                found = False
+                for piece in pieces:
+                    match piece:
+                        case {"Sequence": {"id": "A"}} if not found:
+                            found = True
+                        case {"SpecialToken": {"id": str(name)}} if isinstance(special.get(name), dict):
+                            ids = special[name].get("ids")
+                            (behind if found else before).extend(ids if isinstance(ids, list) else [ids])
+                        case _:
+                            raise TokenizerError(
+                                f"the post_processor has the piece {quoted(piece)}; wanted the text once, tokens around"
+                            )
+                    if len(before) + len(behind) > _MOST_AROUND:
+                        raise TokenizerError(f"the post_processor puts over {_MOST_AROUND} tokens around a text")
+                if not found:
+                    raise TokenizerError(f"the post_processor leaves the text out: {quoted(pieces)}")
+            case _:
+                raise TokenizerError(f"the post_processor has the step {quoted(step)}; wanted ByteLevel, or tokens around a text")
+        prefix = before + prefix
+        suffix = suffix + behind
+    for token_id in (*prefix, *suffix):
+        if type(token_id) is not int or not 0 <= token_id < num_tokens:
+            raise TokenizerError(f"the post_processor puts {quoted(token_id)} around a text; wanted ids below {num_tokens}")
+    return tuple(prefix), tuple(suffix)
