@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
-from cpuspec.kernels import isa, machine_code, simd, tiles
+from cpuspec.kernels import avx2, isa, machine_code, simd, tiles
 from cpuspec.kernels.products import ORDERS, ROWS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS, Ops
 from cpuspec.kernels.simd import f32x16
@@ -171,7 +171,7 @@ def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_featu
 def _many_rows(
     typingctx, format_name, order, rows, tile, apart, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
 ):
-    """`_pass` in tile registers, for up to tiles.MANY rows from the start of a block on, or up to ROWS with strands."""
+    """`_pass` in tile registers or with AVX2 alone, for up to MANY rows from the start of a block on, or up to ROWS with strands."""
     signature = types.void(format_name, order, *[types.int64] * 11)
     name, order_name = format_name.literal_value, order.literal_value
 
@@ -187,7 +187,8 @@ def _many_rows(
             simd.store(builder, o.b.add(out, place), values)
 
         bytes_apart = o.b.mul(apart, tile_bytes)
-        tiles.many_rows_pass(o, name, order_name, rows, tile, _strands(o, apart), bytes_apart, in_features, acts, row_bytes, finish)
+        some_pass = avx2.rows_pass if isa.dot_isa() == "avx2" else tiles.many_rows_pass
+        some_pass(o, name, order_name, rows, tile, _strands(o, apart), bytes_apart, in_features, acts, row_bytes, finish)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -241,6 +242,8 @@ def linear_kernel(format_name: str, order: str) -> int:
     if order == "bf16":
         return machine_code.address(f"linear-{format_name}-{order}", 12, _bf16_linear)
     step = 4 if order in ("f32", "rounded") else ORDERS[order]
+    if isa.dot_isa() == "avx2" and format_name in READERS:
+        return machine_code.address(f"linear-{format_name}-{order}", 12, lambda: _avx2_linear(format_name, order))
     return machine_code.address(f"linear-{format_name}-{order}", 12, lambda: _linear(format_name, order, step))
 
 
@@ -274,6 +277,28 @@ def _bf16_linear() -> Callable[..., None]:
                         _bf16_rows(1, 1, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
                 tile += width
         tiles.release()
+
+    return linear
+
+
+def _avx2_linear(name: str, order: str) -> Callable[..., None]:
+    """The kernel of a format of codes with AVX2 alone, to be compiled: one pass for any number of rows."""
+    strands, many, near = _STRANDS, avx2.MANY, _NEAR
+
+    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        span = max(ROWS, min(many, near // row_bytes // ROWS * ROWS))
+        for top in range(0, rows, span):
+            count = min(span, rows - top)
+            here, to, add = acts + top * row_bytes, out + top * stride, residual + top * stride if residual != 0 else residual
+            length = (end - first) // strands if count <= ROWS else 0
+            for turn in range(end - first - (strands - 1) * length):
+                tile, apart = (first + turn, length) if turn < length else (first + turn + (strands - 1) * length, 0)
+                weights = matrix + tile * tile_bytes
+                plus = bias + 64 * tile if bias != 0 else bias
+                plus_row = add + 64 * tile if add != 0 else add
+                _many_rows(
+                    name, order, count, weights, apart, tile_bytes, in_features, here, row_bytes, plus, plus_row, to + 64 * tile, stride
+                )
 
     return linear
 

@@ -1,0 +1,200 @@
+"""Integer products on processors without dot products of bytes: AVX2's multiplications of bytes and of 16 bits, added in pairs.
+
+VPMADDUBSW multiplies unsigned bytes with signed ones and adds neighbours in 16 bits, which is exact while the sums fit: so results
+of narrow codes are added in 16 bits, as many as fit, before VPMADDWD widens them. Codes of eight bits are two of four.
+Activations of 16 bits are multiplied by VPMADDWD itself ("int16" records hold them in pairs here, see `products`).
+
+A register has half of a tile, and sixteen registers do not hold a group's codes beside sums. So some groups of a tile are unpacked
+to the stack once, for all rows of a span, and up to four rows at a time are multiplied with them. The float sums are those of
+`linear`'s other passes in the same order, and integer dots are exact: the bits are the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from cpuspec.formats import FORMATS
+from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
+from cpuspec.kernels import simd
+from cpuspec.kernels.products import LOW_BYTES, ORDERS, ROWS, add_dots, start_field, sum_of_weights
+from cpuspec.kernels.readers import AHEAD, READERS, Group, Ops
+from cpuspec.kernels.simd import i32x16
+
+MANY = 8 * ROWS  # rows that one pass serves at most
+
+_TOGETHER = 4  # rows that are multiplied at once: eight registers of sums
+_GROUPS = STRETCH // GROUP
+_HALVES = 2  # registers of a tile's 16 outputs
+
+_BYTES, _WORDS, _SUMS = (ir.VectorType(simd.I8, 32), ir.VectorType(simd.I16, 16), ir.VectorType(simd.I32, 8))
+_CODE_BYTES = 2 * GROUP * 16  # of a group on the stack at most: as 16 bits, or as two of four bits
+_MOST_FACTORS = 6  # vectors: scales, sum of weights, minima
+
+
+class _Unpacked:
+    """Some groups of a tile of weights on the stack."""
+
+    def __init__(self, o: Ops, name: str, order: str) -> None:
+        self._o, self._order, self._name = o, order, name
+        self._codes, self._factors = o.room(_CODE_BYTES * _GROUPS), o.room(64 * _MOST_FACTORS * _GROUPS)
+        self._group: Group | None = None
+
+    def put(self, place: Any, group: Group) -> None:
+        """Keep a group: its codes, its scales, what shifts are multiplied with, its minima."""
+        o, self._group = self._o, group
+        to = o.b.add(self._codes, o.times(place, _CODE_BYTES))
+        for n, codes in enumerate(self._laid(group)):
+            simd.store(o.b, o.at(to, 64 * n), codes)
+        to = o.b.add(self._factors, o.times(place, 64 * _MOST_FACTORS))
+        weights = [sum_of_weights(o, group)] if self._order == "int8" else []
+        for n, value in enumerate([*group.scales, *group.minima, *weights]):
+            simd.store(o.b, o.at(to, 64 * n), value)
+
+    def _laid(self, group: Group) -> list[Any]:
+        o = self._o
+        if self._order == "int16":  # inputs 4v and 4v + 2 of each row, then 4v + 1 and 4v + 3
+            return [part for codes in group.codes for part in (o.mask(codes, 0x00FF00FF), o.mask(o.left(codes, -8), 0x00FF00FF))]
+        if group.bits <= 6:
+            return group.codes
+        return [
+            *(o.mask(codes, 0x0F0F0F0F) for codes in group.codes),
+            *(o.mask(o.left(codes, -4), 0x0F0F0F0F) for codes in group.codes),
+        ]
+
+    def add(self, place: Any, records: list[Any], totals: list[Any]) -> None:
+        """Add a group's products with some rows to their totals, given by addresses as the rows' records are."""
+        o, group = self._o, self._group
+        assert group is not None, "a group is put before it is multiplied"
+        num_scales = len(group.scales)
+        codes = o.base(o.b.add(self._codes, o.times(place, _CODE_BYTES)))
+        at = o.base(o.b.add(self._factors, o.times(place, 64 * _MOST_FACTORS)))
+        multiply = self._words if self._order == "int16" else self._bytes
+        dots = [multiply(codes, records, part, num_scales) for part in range(num_scales)]
+        factors = [o.f32(o.at(at, 64 * n)) for n in range(num_scales + len(group.minima) + (self._order == "int8"))]
+        scales, minima = factors[:num_scales], tuple(factors[num_scales : num_scales + len(group.minima)])
+        shifted = factors[-1] if self._order == "int8" else None
+        for row, (record, total) in enumerate(zip(records, totals, strict=True)):
+            own = [part[row] for part in dots]
+            if group.zero:
+                own = [
+                    o.b.add(dot, o.every(o.at(record, start_field(group.zero, part)), simd.I32)) for part, dot in enumerate(own)
+                ]
+            simd.store(o.b, total, add_dots(o, own, scales, shifted, minima, record, o.f32(total)))
+
+    def _bytes(self, codes: Any, records: list[Any], part: int, parts: int) -> list[Any]:
+        """The dots of rows of signed bytes with the codes that one scale is for."""
+        assert self._group is not None
+        share, bits = 8 // parts, self._group.bits
+        # Of four bits eight sums of two products fit 16 bits, of five four, of six two.
+        fit = min(share, {5: 4, 6: 2}.get(bits, 8))
+        planes = ((0, 1), (8, 16)) if bits > 6 else ((0, 1),)
+        dots: list[list[Any]] = [[None] * _HALVES for _ in records]
+        for first_vector, factor in planes:
+            for first in range(part * share, (part + 1) * share, fit):
+                sums: list[list[Any]] = [[None] * _HALVES for _ in records]
+                for v in range(first, first + fit):
+                    weights = self._halves(codes, first_vector + v, _BYTES)
+                    for row, record in enumerate(records):
+                        inputs = self._every(record, 4 * v, _BYTES)
+                        for half, some in enumerate(weights):
+                            products = simd.call(self._o.b, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, some, inputs)
+                            sums[row][half] = self._plus(sums[row][half], products)
+                for row, own in enumerate(sums):
+                    for half, total in enumerate(own):
+                        wide = simd.call(self._o.b, "llvm.x86.avx2.pmadd.wd", _SUMS, total, ir.Constant(_WORDS, [factor] * 16))
+                        dots[row][half] = self._plus(dots[row][half], wide)
+        return [self._whole(own) for own in dots]
+
+    def _words(self, codes: Any, records: list[Any], part: int, parts: int) -> list[Any]:
+        """The dots of rows of 16 bits with the codes that one scale is for."""
+        share = 16 // parts
+        dots: list[list[Any]] = [[None] * _HALVES for _ in records]
+        for n in range(part * share, (part + 1) * share):
+            weights = self._halves(codes, n, _WORDS)
+            for row, record in enumerate(records):
+                inputs = self._every(record, 4 * (n % 8) + LOW_BYTES * (n // 8), _WORDS)
+                for half, some in enumerate(weights):
+                    products = simd.call(self._o.b, "llvm.x86.avx2.pmadd.wd", _SUMS, some, inputs)
+                    dots[row][half] = self._plus(dots[row][half], products)
+        return [self._whole(own) for own in dots]
+
+    def _halves(self, codes: Any, number: int, typ: Any) -> list[Any]:
+        return [simd.load(self._o.b, self._o.at(codes, 64 * number + 32 * half), typ) for half in range(_HALVES)]
+
+    def _every(self, record: Any, offset: int, typ: Any) -> Any:
+        o = self._o
+        return o.b.bitcast(simd.splat(o.b, simd.load(o.b, o.at(record, offset), simd.I32), 8), typ)
+
+    def _plus(self, total: Any, value: Any) -> Any:
+        return value if total is None else self._o.b.add(total, value)
+
+    def _whole(self, halves: list[Any]) -> Any:
+        return self._o.b.shuffle_vector(*halves, ir.Constant(simd.I32X16, list(range(simd.LANES))))
+
+
+def rows_pass(
+    o: Ops, name: str, order: str, rows: Any, tile: Any, strands: Any, apart: Any, in_features: Any, acts: Any, row_bytes: Any,
+    finish: Callable[..., None],
+) -> None:  # fmt: skip
+    """The outputs of one tile of weights for up to MANY rows from the start of a block on; or, for up to ROWS rows, those of a tile
+    of each strand, `apart` bytes apart.
+
+    Few rows take one group at a time, of each strand in turn; many a stretch. finish(strand, row, values): what to do with a row's
+    16 outputs.
+    """
+    stretch, record_bytes = stretch_bytes(FORMATS[name]), ORDERS[order]
+    share = stretch // _GROUPS
+    groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
+    unpacked, sums = _Unpacked(o, name, order), o.room(64 * MANY)  # or of ROWS for each strand
+    num_blocks = o.rounded_up(rows, ROWS)
+    few = o.b.icmp_unsigned("<=", rows, ir.Constant(simd.I64, ROWS))
+    most = o.b.select(few, ir.Constant(simd.I64, 1), ir.Constant(simd.I64, _GROUPS))
+    with cgutils.for_range(o.b, o.b.mul(strands, o.times(num_blocks, ROWS))) as loop:
+        simd.store(o.b, o.b.add(sums, o.times(loop.index, 64)), simd.constant(o.b, 0.0, simd.f32x16))
+    with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches:
+        first = o.times(stretches.index, _GROUPS)
+        inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd.I64, _GROUPS))
+        batches = o.b.select(few, inside, ir.Constant(simd.I64, 1))
+        with cgutils.for_range(o.b, batches) as batch, cgutils.for_range(o.b, strands) as strand:
+            count = o.smaller(inside, most)
+            here = o.b.add(o.b.add(tile, o.b.mul(strand.index, apart)), o.times(stretches.index, stretch))
+            own_sums = o.b.add(sums, o.times(strand.index, 64 * ROWS))
+            with cgutils.for_range(o.b, count) as loop:
+                index = o.b.add(batch.index, loop.index)
+                o.fetch(o.b.add(here, o.times(index, share)), AHEAD, share)
+                unpacked.put(loop.index, READERS[name](o, here, inside, index))
+            with cgutils.for_range(o.b, num_blocks) as blocks:
+                block = o.times(blocks.index, ROWS)
+                block_rows = o.smaller(o.b.sub(rows, block), ir.Constant(simd.I64, ROWS))
+                stride = o.times(block_rows, record_bytes)
+                records = o.b.add(o.b.add(acts, o.b.mul(block, row_bytes)), o.b.mul(o.b.add(first, batch.index), stride))
+                own = o.b.add(own_sums, o.times(block, 64))
+
+                def some(row: Any, number: int, count: Any, records: Any, own: Any, stride: Any) -> None:
+                    """`number` rows from `row` on."""
+                    begin, totals = o.b.add(records, o.times(row, record_bytes)), o.b.add(own, o.times(row, 64))
+                    with cgutils.for_range(o.b, count) as loop:
+                        at = o.base(o.b.add(begin, o.b.mul(loop.index, stride)))
+                        to = o.base(totals)
+                        unpacked.add(
+                            loop.index, [o.at(at, record_bytes * n) for n in range(number)], [o.at(to, 64 * n) for n in range(number)]
+                        )
+
+                together = ir.Constant(simd.I64, _TOGETHER)
+                with cgutils.for_range(o.b, o.b.udiv(block_rows, together)) as chunks:
+                    some(o.b.mul(chunks.index, together), _TOGETHER, count, records, own, stride)
+                left = o.b.urem(block_rows, together)
+                row = o.b.sub(block_rows, left)
+                done = o.b.append_basic_block("done")
+                switch = o.b.switch(left, done)
+                for number in range(1, _TOGETHER):
+                    case = o.b.append_basic_block(f"rows{number}")
+                    switch.add_case(ir.Constant(simd.I64, number), case)
+                    o.b.position_at_end(case)
+                    some(row, number, count, records, own, stride)
+                    o.b.branch(done)
+                o.b.position_at_end(done)
+    with cgutils.for_range(o.b, strands) as strand, cgutils.for_range(o.b, rows) as loop:
+        finish(strand.index, loop.index, o.f32(o.b.add(sums, o.times(o.b.add(o.times(strand.index, ROWS), loop.index), 64))))
