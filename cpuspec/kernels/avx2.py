@@ -20,7 +20,6 @@ from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
 from cpuspec.kernels import simd
 from cpuspec.kernels.products import LOW_BYTES, ORDERS, ROWS, add_dots, start_field, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, READERS, Group, Ops
-from cpuspec.kernels.simd import i32x16
 
 MANY = 8 * ROWS  # rows that one pass serves at most
 
@@ -31,6 +30,88 @@ _HALVES = 2  # registers of a tile's 16 outputs
 _BYTES, _WORDS, _SUMS = (ir.VectorType(simd.I8, 32), ir.VectorType(simd.I16, 16), ir.VectorType(simd.I32, 8))
 _CODE_BYTES = 2 * GROUP * 16  # of a group on the stack at most: as 16 bits, or as two of four bits
 _MOST_FACTORS = 6  # vectors: scales, sum of weights, minima
+
+
+def add_rows(o: Ops, order: str, group: Group, shifted: Any, records: list[Any], totals: list[Any]) -> None:
+    """Add a group's products with some rows to their totals, which are pointers. records: addresses. shifted: see `add_group`."""
+    vectors = _laid(o, order, group)
+    _add(o, order, group, vectors.__getitem__, shifted, records, totals)
+
+
+def _laid(o: Ops, order: str, group: Group) -> list[Any]:
+    """Codes as they are multiplied."""
+    if order == "int16":  # inputs 4v and 4v + 2 of each row, then 4v + 1 and 4v + 3
+        return [part for codes in group.codes for part in (o.mask(codes, 0x00FF00FF), o.mask(o.left(codes, -8), 0x00FF00FF))]
+    if group.bits <= 6:
+        return group.codes
+    return [o.mask(o.left(codes, shift), 0x0F0F0F0F) for shift in (0, -4) for codes in group.codes]
+
+
+def _add(
+    o: Ops, order: str, group: Group, vectors: Callable[[int], Any], shifted: Any, records: list[Any], totals: list[Any]
+) -> None:  # fmt: skip
+    """`add_rows` with the codes that are laid out as `_laid` does it."""
+    multiply = _words if order == "int16" else _bytes
+    dots = [multiply(o, group, vectors, records, part) for part in range(len(group.scales))]
+    for row, (record, total) in enumerate(zip(records, totals, strict=True)):
+        own = [part[row] for part in dots]
+        if group.zero:
+            own = [o.b.add(dot, o.every(o.at(record, start_field(group.zero, part)), simd.I32)) for part, dot in enumerate(own)]
+        before = o.b.load(total, typ=simd.F32X16, align=32)
+        o.b.store(add_dots(o, own, group.scales, shifted, group.minima, record, before), total, align=32)
+
+
+def _bytes(o: Ops, group: Group, vectors: Callable[[int], Any], records: list[Any], part: int) -> list[Any]:
+    """The dots of rows of signed bytes with the codes that one scale is for."""
+    share = 8 // len(group.scales)
+    # Of four bits eight sums of two products fit 16 bits, of five four, of six two.
+    fit = min(share, {5: 4, 6: 2}.get(group.bits, 8))
+    planes = ((0, 1), (8, 16)) if group.bits > 6 else ((0, 1),)
+    dots: list[list[Any]] = [[None] * _HALVES for _ in records]
+    for first_vector, factor in planes:
+        for first in range(part * share, (part + 1) * share, fit):
+            sums: list[list[Any]] = [[None] * _HALVES for _ in records]
+            for v in range(first, first + fit):
+                weights = _halves(o, vectors(first_vector + v), _BYTES)
+                for record, own in zip(records, sums, strict=True):
+                    inputs = _every(o, record, 4 * v, _BYTES)
+                    for half, some in enumerate(weights):
+                        own[half] = _plus(o, own[half], simd.call(o.b, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, some, inputs))
+            for row, own in enumerate(sums):
+                for half, total in enumerate(own):
+                    wide = simd.call(o.b, "llvm.x86.avx2.pmadd.wd", _SUMS, total, ir.Constant(_WORDS, [factor] * 16))
+                    dots[row][half] = _plus(o, dots[row][half], wide)
+    return [_whole(o, own) for own in dots]
+
+
+def _words(o: Ops, group: Group, vectors: Callable[[int], Any], records: list[Any], part: int) -> list[Any]:
+    """The dots of rows of 16 bits with the codes that one scale is for."""
+    share = 16 // len(group.scales)
+    dots: list[list[Any]] = [[None] * _HALVES for _ in records]
+    for n in range(part * share, (part + 1) * share):
+        weights = _halves(o, vectors(n), _WORDS)
+        for record, own in zip(records, dots, strict=True):
+            inputs = _every(o, record, 4 * (n % 8) + LOW_BYTES * (n // 8), _WORDS)
+            for half, some in enumerate(weights):
+                own[half] = _plus(o, own[half], simd.call(o.b, "llvm.x86.avx2.pmadd.wd", _SUMS, some, inputs))
+    return [_whole(o, own) for own in dots]
+
+
+def _halves(o: Ops, vector: Any, typ: Any) -> list[Any]:
+    lanes = [ir.Constant(_SUMS, list(range(8 * half, 8 * half + 8))) for half in range(_HALVES)]
+    return [o.b.bitcast(o.b.shuffle_vector(vector, ir.Constant(simd.I32X16, ir.Undefined), some), typ) for some in lanes]
+
+
+def _whole(o: Ops, halves: list[Any]) -> Any:
+    return o.b.shuffle_vector(*halves, ir.Constant(simd.I32X16, list(range(simd.LANES))))
+
+
+def _every(o: Ops, record: Any, offset: int, typ: Any) -> Any:
+    return o.b.bitcast(simd.splat(o.b, simd.load(o.b, o.at(record, offset), simd.I32), 8), typ)
+
+
+def _plus(o: Ops, total: Any, value: Any) -> Any:
+    return value if total is None else o.b.add(total, value)
 
 
 class _Unpacked:
@@ -45,93 +126,25 @@ class _Unpacked:
         """Keep a group: its codes, its scales, what shifts are multiplied with, its minima."""
         o, self._group = self._o, group
         to = o.b.add(self._codes, o.times(place, _CODE_BYTES))
-        for n, codes in enumerate(self._laid(group)):
+        for n, codes in enumerate(_laid(o, self._order, group)):
             simd.store(o.b, o.at(to, 64 * n), codes)
         to = o.b.add(self._factors, o.times(place, 64 * _MOST_FACTORS))
         weights = [sum_of_weights(o, group)] if self._order == "int8" else []
         for n, value in enumerate([*group.scales, *group.minima, *weights]):
             simd.store(o.b, o.at(to, 64 * n), value)
 
-    def _laid(self, group: Group) -> list[Any]:
-        o = self._o
-        if self._order == "int16":  # inputs 4v and 4v + 2 of each row, then 4v + 1 and 4v + 3
-            return [part for codes in group.codes for part in (o.mask(codes, 0x00FF00FF), o.mask(o.left(codes, -8), 0x00FF00FF))]
-        if group.bits <= 6:
-            return group.codes
-        return [
-            *(o.mask(codes, 0x0F0F0F0F) for codes in group.codes),
-            *(o.mask(o.left(codes, -4), 0x0F0F0F0F) for codes in group.codes),
-        ]
-
     def add(self, place: Any, records: list[Any], totals: list[Any]) -> None:
-        """Add a group's products with some rows to their totals, given by addresses as the rows' records are."""
+        """`add_rows` of a group that was put."""
         o, group = self._o, self._group
         assert group is not None, "a group is put before it is multiplied"
-        num_scales = len(group.scales)
         codes = o.base(o.b.add(self._codes, o.times(place, _CODE_BYTES)))
         at = o.base(o.b.add(self._factors, o.times(place, 64 * _MOST_FACTORS)))
-        multiply = self._words if self._order == "int16" else self._bytes
-        dots = [multiply(codes, records, part, num_scales) for part in range(num_scales)]
-        factors = [o.f32(o.at(at, 64 * n)) for n in range(num_scales + len(group.minima) + (self._order == "int8"))]
-        scales, minima = factors[:num_scales], tuple(factors[num_scales : num_scales + len(group.minima)])
-        shifted = factors[-1] if self._order == "int8" else None
-        for row, (record, total) in enumerate(zip(records, totals, strict=True)):
-            own = [part[row] for part in dots]
-            if group.zero:
-                own = [
-                    o.b.add(dot, o.every(o.at(record, start_field(group.zero, part)), simd.I32)) for part, dot in enumerate(own)
-                ]
-            simd.store(o.b, total, add_dots(o, own, scales, shifted, minima, record, o.f32(total)))
-
-    def _bytes(self, codes: Any, records: list[Any], part: int, parts: int) -> list[Any]:
-        """The dots of rows of signed bytes with the codes that one scale is for."""
-        assert self._group is not None
-        share, bits = 8 // parts, self._group.bits
-        # Of four bits eight sums of two products fit 16 bits, of five four, of six two.
-        fit = min(share, {5: 4, 6: 2}.get(bits, 8))
-        planes = ((0, 1), (8, 16)) if bits > 6 else ((0, 1),)
-        dots: list[list[Any]] = [[None] * _HALVES for _ in records]
-        for first_vector, factor in planes:
-            for first in range(part * share, (part + 1) * share, fit):
-                sums: list[list[Any]] = [[None] * _HALVES for _ in records]
-                for v in range(first, first + fit):
-                    weights = self._halves(codes, first_vector + v, _BYTES)
-                    for row, record in enumerate(records):
-                        inputs = self._every(record, 4 * v, _BYTES)
-                        for half, some in enumerate(weights):
-                            products = simd.call(self._o.b, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, some, inputs)
-                            sums[row][half] = self._plus(sums[row][half], products)
-                for row, own in enumerate(sums):
-                    for half, total in enumerate(own):
-                        wide = simd.call(self._o.b, "llvm.x86.avx2.pmadd.wd", _SUMS, total, ir.Constant(_WORDS, [factor] * 16))
-                        dots[row][half] = self._plus(dots[row][half], wide)
-        return [self._whole(own) for own in dots]
-
-    def _words(self, codes: Any, records: list[Any], part: int, parts: int) -> list[Any]:
-        """The dots of rows of 16 bits with the codes that one scale is for."""
-        share = 16 // parts
-        dots: list[list[Any]] = [[None] * _HALVES for _ in records]
-        for n in range(part * share, (part + 1) * share):
-            weights = self._halves(codes, n, _WORDS)
-            for row, record in enumerate(records):
-                inputs = self._every(record, 4 * (n % 8) + LOW_BYTES * (n // 8), _WORDS)
-                for half, some in enumerate(weights):
-                    products = simd.call(self._o.b, "llvm.x86.avx2.pmadd.wd", _SUMS, some, inputs)
-                    dots[row][half] = self._plus(dots[row][half], products)
-        return [self._whole(own) for own in dots]
-
-    def _halves(self, codes: Any, number: int, typ: Any) -> list[Any]:
-        return [simd.load(self._o.b, self._o.at(codes, 64 * number + 32 * half), typ) for half in range(_HALVES)]
-
-    def _every(self, record: Any, offset: int, typ: Any) -> Any:
-        o = self._o
-        return o.b.bitcast(simd.splat(o.b, simd.load(o.b, o.at(record, offset), simd.I32), 8), typ)
-
-    def _plus(self, total: Any, value: Any) -> Any:
-        return value if total is None else self._o.b.add(total, value)
-
-    def _whole(self, halves: list[Any]) -> Any:
-        return self._o.b.shuffle_vector(*halves, ir.Constant(simd.I32X16, list(range(simd.LANES))))
+        num_scales, num_minima = len(group.scales), len(group.minima)
+        factors = [o.f32(o.at(at, 64 * n)) for n in range(num_scales + num_minima + (self._order == "int8"))]
+        scales, minima, rest = factors[:num_scales], factors[num_scales:][:num_minima], factors[num_scales + num_minima :]
+        known = Group(group.bits, [], scales, group.zero, tuple(minima))
+        shifted = rest[0] if rest else None
+        _add(o, self._order, known, lambda n: o.i32(o.at(codes, 64 * n)), shifted, records, totals)
 
 
 def rows_pass(
@@ -179,7 +192,9 @@ def rows_pass(
                         at = o.base(o.b.add(begin, o.b.mul(loop.index, stride)))
                         to = o.base(totals)
                         unpacked.add(
-                            loop.index, [o.at(at, record_bytes * n) for n in range(number)], [o.at(to, 64 * n) for n in range(number)]
+                            loop.index,
+                            [o.at(at, record_bytes * n) for n in range(number)],
+                            [simd.pointer(o.b, o.at(to, 64 * n)) for n in range(number)],
                         )
 
                 together = ir.Constant(simd.I64, _TOGETHER)

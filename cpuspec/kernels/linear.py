@@ -76,9 +76,14 @@ def _quantized_pass(
             group = READERS[name](o, here, inside, loop.index)
             shifted = sum_of_weights(o, group) if order == "int8" else None
             records = o.b.add(acts, o.b.mul(o.b.add(first, loop.index), stride))
-            for row in range(rows):
-                total, record = place(strand.index, row), o.at(records, row * ORDERS[order])
-                o.b.store(add_group(o, group, shifted, record, o.b.load(total, typ=simd.F32X16)), total)
+            places = [place(strand.index, row) for row in range(rows)]
+            if isa.dot_isa() == "avx2":
+                record = o.base(records)
+                avx2.add_rows(o, order, group, shifted, [o.at(record, row * ORDERS[order]) for row in range(rows)], places)
+            else:
+                for row, total in enumerate(places):
+                    record = o.at(records, row * ORDERS[order])
+                    o.b.store(add_group(o, group, shifted, record, o.b.load(total, typ=simd.F32X16)), total)
     return lambda strand, row: o.b.load(place(strand, row), typ=simd.F32X16)
 
 
@@ -295,10 +300,18 @@ def _avx2_linear(name: str, order: str) -> Callable[..., None]:
                 tile, apart = (first + turn, length) if turn < length else (first + turn + (strands - 1) * length, 0)
                 weights = matrix + tile * tile_bytes
                 plus = bias + 64 * tile if bias != 0 else bias
-                plus_row = add + 64 * tile if add != 0 else add
-                _many_rows(
-                    name, order, count, weights, apart, tile_bytes, in_features, here, row_bytes, plus, plus_row, to + 64 * tile, stride
-                )
+                more = add + 64 * tile if add != 0 else add
+                at = to + 64 * tile
+                if count == 1:
+                    _pass(name, order, 1, weights, apart, tile_bytes, in_features, here, count, plus, more, at, stride)
+                elif count == 2:
+                    _pass(name, order, 2, weights, apart, tile_bytes, in_features, here, count, plus, more, at, stride)
+                elif count == 3:
+                    _pass(name, order, 3, weights, apart, tile_bytes, in_features, here, count, plus, more, at, stride)
+                elif count == 4:
+                    _pass(name, order, 4, weights, apart, tile_bytes, in_features, here, count, plus, more, at, stride)
+                else:
+                    _many_rows(name, order, count, weights, apart, tile_bytes, in_features, here, row_bytes, plus, more, at, stride)
 
     return linear
 
