@@ -32,10 +32,50 @@ _CODE_BYTES = 2 * GROUP * 16  # of a group on the stack at most: as 16 bits, or 
 _MOST_FACTORS = 6  # vectors: scales, sum of weights, minima
 
 
-def add_rows(o: Ops, order: str, group: Group, shifted: Any, records: list[Any], totals: list[Any]) -> None:
-    """Add a group's products with some rows to their totals, which are pointers. records: addresses. shifted: see `add_group`."""
-    vectors = _laid(o, order, group)
-    _add(o, order, group, vectors.__getitem__, shifted, records, totals)
+class _Rows:
+    """Some rows of activations and the codes of a group that they are multiplied with, where they lie or in registers."""
+
+    def __init__(self, o: Ops, order: str, records: Any, count: int, codes: Any) -> None:
+        self._o, self._order = o, order
+        self._records, self.count = records, count  # the address of the first row's record
+        self._codes = codes  # vectors, or their address
+
+    def record(self, row: int) -> Any:
+        """The address of a row's record."""
+        return self._o.at(self._records, ORDERS[self._order] * row)
+
+    def codes(self, number: int, typ: Any) -> list[Any]:
+        """The halves of a vector of codes."""
+        o = self._o
+        vector = self._codes[number] if isinstance(self._codes, list) else o.i32(o.at(self._codes, 64 * number))
+        return _halves(o, vector, typ)
+
+    def every(self, row: int, offset: int, typ: Any) -> Any:
+        """Four bytes of a row's record, again and again."""
+        o = self._o
+        return o.b.bitcast(simd.splat(o.b, simd.load(o.b, o.at(self.record(row), offset), simd.I32), 8), typ)
+
+    def settle(self, sums: list[list[Any]]) -> None:
+        """Have these sums made before more is loaded: LLVM loads as early as it can, and then keeps most of it on the stack."""
+        addresses = [self._records] if isinstance(self._codes, list) else [self._records, self._codes]
+        values = [total for own in sums for total in own] + addresses
+        kinds = [value.type for value in values]
+        outputs = ["=x"] * (len(values) - len(addresses)) + ["=r"] * len(addresses)
+        constraints = ",".join([*outputs, *map(str, range(len(values)))])
+        settled = self._o.b.asm(ir.FunctionType(ir.LiteralStructType(kinds), kinds), "", constraints, values, False)
+        same = [self._o.b.extract_value(settled, n) for n in range(len(values))]
+        for row, own in enumerate(sums):
+            own[:] = same[_HALVES * row : _HALVES * (row + 1)]
+        self._records, *rest = same[-len(addresses) :]
+        if rest:
+            [self._codes] = rest
+
+
+def add_rows(o: Ops, order: str, group: Group, shifted: Any, records: Any, totals: list[Any]) -> None:
+    """Add a group's products with some rows to their totals, which are pointers. records: the address of the first row's; shifted:
+    see `add_group`.
+    """
+    _add(o, group, shifted, order, _Rows(o, order, records, len(totals), _laid(o, order, group)), totals)
 
 
 def _laid(o: Ops, order: str, group: Group) -> list[Any]:
@@ -47,36 +87,34 @@ def _laid(o: Ops, order: str, group: Group) -> list[Any]:
     return [o.mask(o.left(codes, shift), 0x0F0F0F0F) for shift in (0, -4) for codes in group.codes]
 
 
-def _add(
-    o: Ops, order: str, group: Group, vectors: Callable[[int], Any], shifted: Any, records: list[Any], totals: list[Any]
-) -> None:  # fmt: skip
-    """`add_rows` with the codes that are laid out as `_laid` does it."""
+def _add(o: Ops, group: Group, shifted: Any, order: str, rows: _Rows, totals: list[Any]) -> None:
     multiply = _words if order == "int16" else _bytes
-    dots = [multiply(o, group, vectors, records, part) for part in range(len(group.scales))]
-    for row, (record, total) in enumerate(zip(records, totals, strict=True)):
-        own = [part[row] for part in dots]
+    dots = [multiply(o, group, rows, part) for part in range(len(group.scales))]
+    for row, total in enumerate(totals):
+        own, record = [part[row] for part in dots], rows.record(row)
         if group.zero:
             own = [o.b.add(dot, o.every(o.at(record, start_field(group.zero, part)), simd.I32)) for part, dot in enumerate(own)]
         before = o.b.load(total, typ=simd.F32X16, align=32)
         o.b.store(add_dots(o, own, group.scales, shifted, group.minima, record, before), total, align=32)
 
 
-def _bytes(o: Ops, group: Group, vectors: Callable[[int], Any], records: list[Any], part: int) -> list[Any]:
+def _bytes(o: Ops, group: Group, rows: _Rows, part: int) -> list[Any]:
     """The dots of rows of signed bytes with the codes that one scale is for."""
     share = 8 // len(group.scales)
     # Of four bits eight sums of two products fit 16 bits, of five four, of six two.
     fit = min(share, {5: 4, 6: 2}.get(group.bits, 8))
     planes = ((0, 1), (8, 16)) if group.bits > 6 else ((0, 1),)
-    dots: list[list[Any]] = [[None] * _HALVES for _ in records]
+    dots: list[list[Any]] = [[None] * _HALVES for _ in range(rows.count)]
     for first_vector, factor in planes:
         for first in range(part * share, (part + 1) * share, fit):
-            sums: list[list[Any]] = [[None] * _HALVES for _ in records]
+            sums: list[list[Any]] = [[None] * _HALVES for _ in range(rows.count)]
             for v in range(first, first + fit):
-                weights = _halves(o, vectors(first_vector + v), _BYTES)
-                for record, own in zip(records, sums, strict=True):
-                    inputs = _every(o, record, 4 * v, _BYTES)
+                weights = rows.codes(first_vector + v, _BYTES)
+                for row, own in enumerate(sums):
+                    inputs = rows.every(row, 4 * v, _BYTES)
                     for half, some in enumerate(weights):
                         own[half] = _plus(o, own[half], simd.call(o.b, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, some, inputs))
+                rows.settle(sums)
             for row, own in enumerate(sums):
                 for half, total in enumerate(own):
                     wide = simd.call(o.b, "llvm.x86.avx2.pmadd.wd", _SUMS, total, ir.Constant(_WORDS, [factor] * 16))
@@ -84,16 +122,17 @@ def _bytes(o: Ops, group: Group, vectors: Callable[[int], Any], records: list[An
     return [_whole(o, own) for own in dots]
 
 
-def _words(o: Ops, group: Group, vectors: Callable[[int], Any], records: list[Any], part: int) -> list[Any]:
+def _words(o: Ops, group: Group, rows: _Rows, part: int) -> list[Any]:
     """The dots of rows of 16 bits with the codes that one scale is for."""
     share = 16 // len(group.scales)
-    dots: list[list[Any]] = [[None] * _HALVES for _ in records]
+    dots: list[list[Any]] = [[None] * _HALVES for _ in range(rows.count)]
     for n in range(part * share, (part + 1) * share):
-        weights = _halves(o, vectors(n), _WORDS)
-        for record, own in zip(records, dots, strict=True):
-            inputs = _every(o, record, 4 * (n % 8) + LOW_BYTES * (n // 8), _WORDS)
+        weights = rows.codes(n, _WORDS)
+        for row, own in enumerate(dots):
+            inputs = rows.every(row, 4 * (n % 8) + LOW_BYTES * (n // 8), _WORDS)
             for half, some in enumerate(weights):
                 own[half] = _plus(o, own[half], simd.call(o.b, "llvm.x86.avx2.pmadd.wd", _SUMS, some, inputs))
+        rows.settle(dots)
     return [_whole(o, own) for own in dots]
 
 
@@ -104,10 +143,6 @@ def _halves(o: Ops, vector: Any, typ: Any) -> list[Any]:
 
 def _whole(o: Ops, halves: list[Any]) -> Any:
     return o.b.shuffle_vector(*halves, ir.Constant(simd.I32X16, list(range(simd.LANES))))
-
-
-def _every(o: Ops, record: Any, offset: int, typ: Any) -> Any:
-    return o.b.bitcast(simd.splat(o.b, simd.load(o.b, o.at(record, offset), simd.I32), 8), typ)
 
 
 def _plus(o: Ops, total: Any, value: Any) -> Any:
@@ -133,7 +168,7 @@ class _Unpacked:
         for n, value in enumerate([*group.scales, *group.minima, *weights]):
             simd.store(o.b, o.at(to, 64 * n), value)
 
-    def add(self, place: Any, records: list[Any], totals: list[Any]) -> None:
+    def add(self, place: Any, records: Any, totals: list[Any]) -> None:
         """`add_rows` of a group that was put."""
         o, group = self._o, self._group
         assert group is not None, "a group is put before it is multiplied"
@@ -143,8 +178,8 @@ class _Unpacked:
         factors = [o.f32(o.at(at, 64 * n)) for n in range(num_scales + num_minima + (self._order == "int8"))]
         scales, minima, rest = factors[:num_scales], factors[num_scales:][:num_minima], factors[num_scales + num_minima :]
         known = Group(group.bits, [], scales, group.zero, tuple(minima))
-        shifted = rest[0] if rest else None
-        _add(o, self._order, known, lambda n: o.i32(o.at(codes, 64 * n)), shifted, records, totals)
+        rows = _Rows(o, self._order, records, len(totals), codes)
+        _add(o, known, rest[0] if rest else None, self._order, rows, totals)
 
 
 def rows_pass(
@@ -191,11 +226,7 @@ def rows_pass(
                     with cgutils.for_range(o.b, count) as loop:
                         at = o.base(o.b.add(begin, o.b.mul(loop.index, stride)))
                         to = o.base(totals)
-                        unpacked.add(
-                            loop.index,
-                            [o.at(at, record_bytes * n) for n in range(number)],
-                            [simd.pointer(o.b, o.at(to, 64 * n)) for n in range(number)],
-                        )
+                        unpacked.add(loop.index, at, [simd.pointer(o.b, o.at(to, 64 * n)) for n in range(number)])
 
                 together = ir.Constant(simd.I64, _TOGETHER)
                 with cgutils.for_range(o.b, o.b.udiv(block_rows, together)) as chunks:

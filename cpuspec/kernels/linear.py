@@ -78,8 +78,7 @@ def _quantized_pass(
             records = o.b.add(acts, o.b.mul(o.b.add(first, loop.index), stride))
             places = [place(strand.index, row) for row in range(rows)]
             if isa.dot_isa() == "avx2":
-                record = o.base(records)
-                avx2.add_rows(o, order, group, shifted, [o.at(record, row * ORDERS[order]) for row in range(rows)], places)
+                avx2.add_rows(o, order, group, shifted, o.base(records), places)
             else:
                 for row, total in enumerate(places):
                     record = o.at(records, row * ORDERS[order])
@@ -176,7 +175,7 @@ def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_featu
 def _many_rows(
     typingctx, format_name, order, rows, tile, apart, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
 ):
-    """`_pass` in tile registers or with AVX2 alone, for up to MANY rows from the start of a block on, or up to ROWS with strands."""
+    """`_pass` in tile registers, or with AVX2 alone, for up to MANY rows from the start of a block, or up to ROWS with strands."""
     signature = types.void(format_name, order, *[types.int64] * 11)
     name, order_name = format_name.literal_value, order.literal_value
 
