@@ -28,12 +28,12 @@ def features() -> frozenset[str]:
 
 @cache
 def dot_isa() -> str:
-    """How four bytes are multiplied and added into 32 bits: one of avx512_vnni, avx_vnni, generic. All give the same bits."""
+    """How four bytes are multiplied and added into 32 bits: one of avx512_vnni, avx_vnni, avx2. All give the same bits."""
     if "avx512vnni" in features():
         return "avx512_vnni"
     if "avxvnni" in features():
         return "avx_vnni"
-    return "generic"
+    return "avx2"
 
 
 @cache

@@ -17,15 +17,17 @@ from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
-from cpuspec.kernels import isa, machine_code, simd, tiles
+from cpuspec.kernels import avx2, isa, machine_code, simd, tiles
 from cpuspec.kernels.products import ORDERS, ROWS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS, Ops
 from cpuspec.kernels.simd import f32x16
 
 # Rows that one pass over a tile serves at most; then eight, or what is left of them: a tile that is unpacked again for one row
 # more costs as much as three rows more. Each is code to compile, once per format. Sixteen are not wanted of numbers, which need
-# two registers for the sums of a row, of 32, nor where tile registers serve that many.
-_MOST_ROWS, _MOST_OF_NUMBERS = 16, 8
+# two registers for the sums of a row, of 32, nor where tile registers serve that many. With AVX2 alone a vector takes two of 16
+# registers, and numbers of several rows are multiplied at even inputs and then at odd ones, with half of the sums at a time.
+_SIXTEEN_REGISTERS = isa.dot_isa() == "avx2"
+_MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if _SIXTEEN_REGISTERS else 8
 
 # For fewer rows than a block, or one block in tile registers, a thread's tiles are as many strands, read in turns: from several
 # places at once memory gives a core more (benchmarks/LOG.md). A pass of more rows than these keeps its sums in registers: one tile.
@@ -76,9 +78,12 @@ def _quantized_pass(
             group = READERS[name](o, here, inside, loop.index)
             shifted = sum_of_weights(o, group) if order == "int8" else None
             records = o.b.add(acts, o.b.mul(o.b.add(first, loop.index), stride))
-            for row in range(rows):
-                total, record = place(strand.index, row), o.at(records, row * ORDERS[order])
-                o.b.store(add_group(o, group, shifted, record, o.b.load(total, typ=simd.F32X16)), total)
+            if isa.dot_isa() == "avx2":
+                avx2.add_rows(o, order, group, shifted, o.base(records), [place(strand.index, row) for row in range(rows)])
+            else:
+                for row in range(rows):
+                    total, record = place(strand.index, row), o.at(records, row * ORDERS[order])
+                    o.b.store(add_group(o, group, shifted, record, o.b.load(total, typ=simd.F32X16)), total)
     return lambda strand, row: o.b.load(place(strand, row), typ=simd.F32X16)
 
 
@@ -98,11 +103,13 @@ def _number_pass(
             total = sums[row][parity]
             o.b.store(o.fma(weights, o.every(o.at(here, 4 * row), simd.F32), o.b.load(total)), total)
 
-    with cgutils.for_range(o.b, o.b.lshr(in_features, one)) as loop:
-        even = o.b.shl(loop.index, one)
-        o.fetch(o.b.add(tile, o.times(even, size)), AHEAD, 2 * size)
-        add_input(even, 0)
-        add_input(o.b.add(even, one), 1)
+    for parities in ((0,), (1,)) if _SIXTEEN_REGISTERS and rows > 3 else ((0, 1),):
+        with cgutils.for_range(o.b, o.b.lshr(in_features, one)) as loop:
+            even = o.b.shl(loop.index, one)
+            if parities[0] == 0:
+                o.fetch(o.b.add(tile, o.times(even, size)), AHEAD, 2 * size)
+            for parity in parities:
+                add_input(o.at(even, parity), parity)
     with o.b.if_then(o.b.trunc(in_features, simd.I1)):
         add_input(o.b.sub(in_features, one), 0)
     return lambda _, row: o.b.fadd(*[o.b.load(total) for total in sums[row]])
@@ -117,16 +124,20 @@ def _paired_pass(o: Ops, rows: int, tile: Any, in_features: Any, acts: Any, bloc
     with cgutils.for_range(o.b, o.rounded_up(in_features, GROUP)) as groups:
         for total in (*evens, *odds):
             o.b.store(simd.constant(o.b, 0.0, f32x16), total)
-        with cgutils.for_range(o.b, ir.Constant(simd.I64, GROUP // 2)) as loop:
-            pair = o.b.add(o.times(groups.index, GROUP // 2), loop.index)
-            here = o.b.add(tile, o.times(pair, 64))
-            o.fetch(here, AHEAD, 64)
-            words = o.i32(here)
-            for parity, weights in enumerate((o.left(words, 16), o.mask(words, 0xFFFF0000))):
-                numbers = o.b.bitcast(weights, simd.F32X16)
-                inputs = o.b.add(acts, o.b.mul(o.b.add(o.times(pair, 2), ir.Constant(simd.I64, parity)), o.times(block_rows, 4)))
-                for row, total in enumerate((evens, odds)[parity]):
-                    o.b.store(o.fma(numbers, o.every(o.at(inputs, 4 * row), simd.F32), o.b.load(total)), total)
+        for parities in ((0,), (1,)) if _SIXTEEN_REGISTERS and rows > 2 else ((0, 1),):
+            with cgutils.for_range(o.b, ir.Constant(simd.I64, GROUP // 2)) as loop:
+                pair = o.b.add(o.times(groups.index, GROUP // 2), loop.index)
+                here = o.b.add(tile, o.times(pair, 64))
+                if parities[0] == 0:
+                    o.fetch(here, AHEAD, 64)
+                words = o.i32(here)
+                halves = (o.left(words, 16), o.mask(words, 0xFFFF0000))
+                for parity in parities:
+                    numbers = o.b.bitcast(halves[parity], simd.F32X16)
+                    at = o.b.add(o.times(pair, 2), ir.Constant(simd.I64, parity))
+                    inputs = o.b.add(acts, o.b.mul(at, o.times(block_rows, 4)))
+                    for row, total in enumerate((evens, odds)[parity]):
+                        o.b.store(o.fma(numbers, o.every(o.at(inputs, 4 * row), simd.F32), o.b.load(total)), total)
         for even, odd, total in zip(evens, odds, totals, strict=True):
             o.b.store(o.b.fadd(o.b.load(total), o.b.fadd(o.b.load(even), o.b.load(odd))), total)
     restore()
@@ -171,7 +182,7 @@ def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_featu
 def _many_rows(
     typingctx, format_name, order, rows, tile, apart, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
 ):
-    """`_pass` in tile registers, for up to tiles.MANY rows from the start of a block on, or up to ROWS with strands."""
+    """`_pass` in tile registers, or with AVX2 alone, for up to MANY rows from the start of a block, or up to ROWS with strands."""
     signature = types.void(format_name, order, *[types.int64] * 11)
     name, order_name = format_name.literal_value, order.literal_value
 
@@ -187,7 +198,8 @@ def _many_rows(
             simd.store(builder, o.b.add(out, place), values)
 
         bytes_apart = o.b.mul(apart, tile_bytes)
-        tiles.many_rows_pass(o, name, order_name, rows, tile, _strands(o, apart), bytes_apart, in_features, acts, row_bytes, finish)
+        some_pass = avx2.rows_pass if isa.dot_isa() == "avx2" else tiles.many_rows_pass
+        some_pass(o, name, order_name, rows, tile, _strands(o, apart), bytes_apart, in_features, acts, row_bytes, finish)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -241,6 +253,8 @@ def linear_kernel(format_name: str, order: str) -> int:
     if order == "bf16":
         return machine_code.address(f"linear-{format_name}-{order}", 12, _bf16_linear)
     step = 4 if order in ("f32", "rounded") else ORDERS[order]
+    if isa.dot_isa() == "avx2" and format_name in READERS:
+        return machine_code.address(f"linear-{format_name}-{order}", 12, lambda: _avx2_linear(format_name, order))
     return machine_code.address(f"linear-{format_name}-{order}", 12, lambda: _linear(format_name, order, step))
 
 
@@ -274,6 +288,36 @@ def _bf16_linear() -> Callable[..., None]:
                         _bf16_rows(1, 1, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
                 tile += width
         tiles.release()
+
+    return linear
+
+
+def _avx2_linear(name: str, order: str) -> Callable[..., None]:
+    """The kernel of a format of codes with AVX2 alone, to be compiled: one pass for any number of rows."""
+    strands, many, near = _STRANDS, avx2.MANY, _NEAR
+
+    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        span = max(ROWS, min(many, near // row_bytes // ROWS * ROWS))
+        for top in range(0, rows, span):
+            count = min(span, rows - top)
+            here, to, add = acts + top * row_bytes, out + top * stride, residual + top * stride if residual != 0 else residual
+            length = (end - first) // strands if count <= ROWS else 0
+            for turn in range(end - first - (strands - 1) * length):
+                tile, apart = (first + turn, length) if turn < length else (first + turn + (strands - 1) * length, 0)
+                weights = matrix + tile * tile_bytes
+                plus = bias + 64 * tile if bias != 0 else bias
+                more = add + 64 * tile if add != 0 else add
+                at = to + 64 * tile
+                if count == 1:
+                    _pass(name, order, 1, weights, apart, tile_bytes, in_features, here, count, plus, more, at, stride)
+                elif count == 2:
+                    _pass(name, order, 2, weights, apart, tile_bytes, in_features, here, count, plus, more, at, stride)
+                elif count == 3:
+                    _pass(name, order, 3, weights, apart, tile_bytes, in_features, here, count, plus, more, at, stride)
+                elif count == 4:
+                    _pass(name, order, 4, weights, apart, tile_bytes, in_features, here, count, plus, more, at, stride)
+                else:
+                    _many_rows(name, order, count, weights, apart, tile_bytes, in_features, here, row_bytes, plus, more, at, stride)
 
     return linear
 

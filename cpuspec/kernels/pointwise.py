@@ -3,7 +3,7 @@
 Everything works on one row (or one head) by addresses. Row buffers are padded with zeros to whole vectors of 16 numbers.
 """
 
-from cpuspec.kernels import simd
+from cpuspec.kernels import isa, simd
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.products import (
     LOW_BYTES,
@@ -20,6 +20,8 @@ from cpuspec.kernels.products import (
 )
 
 _INT8_RECORD, _INT16_RECORD, _BF16_RECORD = ORDERS["int8"], ORDERS["int16"], ORDERS["bf16"]
+
+_IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
 
 # What `prepare_row` does before it writes activations.
 PLAIN, NORM, SILU = range(3)
@@ -120,14 +122,18 @@ def quantize_to_int8(low, high, record):
 
 @compiled
 def quantize_to_int16(low, high, record):
-    """Write one "int16" record of 32 numbers: codes -32512..32512 around zero, as 256 * byte + low byte, both signed."""
+    """Write one "int16" record of 32 numbers: codes -32512..32512 around zero, as 256 * byte + low byte, both signed, or whole."""
     largest = simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high)))
     scale = largest / simd.to_float(127 * 256)
     inverse = simd.splat_f32(simd.inverse_or_zero(scale))
     low_codes = simd.nearest_i32(low * inverse)
     high_codes = simd.nearest_i32(high * inverse)
-    _split_bytes(low_codes, record)
-    _split_bytes(high_codes, record + 16)
+    if _IN_PAIRS:
+        simd.store_i16(record, simd.swap_middles(low_codes))
+        simd.store_i16(record + LOW_BYTES, simd.swap_middles(high_codes))
+    else:
+        _split_bytes(low_codes, record)
+        _split_bytes(high_codes, record + 16)
     _write_sums(record, scale, simd.to_float(0), simd.sum_lanes_i32(low_codes), simd.sum_lanes_i32(high_codes))
 
 

@@ -8,7 +8,9 @@ Activations come in one of these orders, in blocks of up to ROWS rows:
   "bf16"   [group][row] records of 32 numbers rounded to bf16, for bf16 weights on processors that multiply them in tile registers.
   "rounded"  [input][row] the same numbers, in f32, for processors that do not.
 The last two are padded with zeros to whole groups. A record of integers holds 32 signed bytes, then at the offsets below the scale,
-the shift and what formats with a zero point or a minimum need of the sums; then in "int16" order the 32 low bytes.
+the shift and what formats with a zero point or a minimum need of the sums; then in "int16" order the 32 low bytes. On processors
+that multiply with AVX2 alone an "int16" record has numbers of 16 bits in the place of both, those of the first 16 inputs and of the
+last, the second and third of each four swapped.
 """
 
 from collections.abc import Mapping
@@ -57,6 +59,11 @@ def sum_of_weights(o: Ops, group: Group) -> Any:
     if len(group.minima) == 2:
         weights = o.fma(o.b.fadd(*group.minima), simd.constant(o.b, 16.0, f32x16), weights)
     return weights
+
+
+def start_field(zero: int, part: int) -> int:
+    """Where a record has what the sum for one of the scales starts from."""
+    return _STARTS[zero][part]
 
 
 def add_group(o: Ops, group: Group, shifted: Any, record: Any, total: Any) -> Any:

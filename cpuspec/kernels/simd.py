@@ -198,6 +198,7 @@ call_3 = _operation((_a, _a, _a, _a), types.int8, _call_address)  # a C function
 load_f32 = _operation((_a,), f32x16, lambda b, at: load(b, at, F32X16))
 store_f32 = _operation((_a, f32x16), types.int8, store)
 store_i32 = _operation((_a, i32x16), types.int8, store)
+store_i16 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, b.trunc(v, vector_of(I16))))
 store_i8 = _operation((_a, i32x16), types.int8, lambda b, at, v: store(b, at, b.trunc(v, vector_of(I8))))
 broadcast_f32 = _operation((_a,), f32x16, lambda b, at: splat(b, load(b, at, F32)))
 
@@ -250,6 +251,13 @@ def _first_lanes(builder: Any, values: Any, count: Any, other: Any) -> Any:
     return builder.select(builder.icmp_signed("<", index, splat(builder, count)), values, other)
 
 
+swap_middles = _operation(  # of each four lanes
+    (i32x16,),
+    i32x16,
+    lambda b, v: b.shuffle_vector(
+        v, ir.Constant(I32X16, ir.Undefined), ir.Constant(I32X16, [4 * (n // 4) + (0, 2, 1, 3)[n % 4] for n in range(LANES)])
+    ),
+)
 first_lanes = _operation((f32x16, _i, f32x16), f32x16, _first_lanes)  # lanes below `count` from the first, others from the last
 
 
@@ -308,26 +316,26 @@ sum_lanes_i32 = _operation((i32x16,), types.int32, _fold(lambda b, x, y: b.add(x
 
 
 def dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
-    """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic."""
+    """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic; with AVX2 alone, as long as two
+    neighbouring products together fit 16 bits.
+    """
     if dot_isa() == "avx512_vnni":
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, total, unsigned, signed)
-    if dot_isa() == "avx_vnni":
-        return _dot_bytes_in_halves(builder, total, unsigned, signed)
-    for byte in range(4):
-        shift = constant(builder, 8 * byte, i32x16)
-        u = builder.and_(builder.lshr(unsigned, shift), constant(builder, 255, i32x16))
-        s = builder.ashr(builder.shl(signed, constant(builder, 24 - 8 * byte, i32x16)), constant(builder, 24, i32x16))
-        total = builder.add(total, builder.mul(u, s))
-    return total
+    return _dot_bytes_in_halves(builder, total, unsigned, signed)
 
 
 def _dot_bytes_in_halves(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
-    half = ir.VectorType(I32, 8)
+    half, words = ir.VectorType(I32, 8), ir.VectorType(I16, 16)
     parts = []
     for start in (0, 8):
         lanes = ir.Constant(half, list(range(start, start + 8)))
         operands = [builder.shuffle_vector(v, ir.Constant(I32X16, ir.Undefined), lanes) for v in (total, unsigned, signed)]
-        parts.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", half, *operands))
+        if dot_isa() == "avx_vnni":
+            parts.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", half, *operands))
+            continue
+        both = [builder.bitcast(operand, ir.VectorType(I8, 32)) for operand in operands[1:]]
+        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", words, *both)
+        parts.append(builder.add(operands[0], call(builder, "llvm.x86.avx2.pmadd.wd", half, pairs, ir.Constant(words, [1] * 16))))
     return builder.shuffle_vector(*parts, ir.Constant(I32X16, list(range(LANES))))
 
 

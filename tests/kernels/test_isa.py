@@ -21,7 +21,7 @@ from tools.make_tiny_model import make_tiny_gguf
 
 _V3 = ("avx", "avx2", "fma", "f16c", "sse3", "ssse3", "sse4.1", "sse4.2")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni")
-LESSER = {"generic": _V3} | ({"avx_vnni": (*_V3, "avxvnni")} if "avxvnni" in isa.features() else {})
+LESSER = {"avx2": _V3} | ({"avx_vnni": (*_V3, "avxvnni")} if "avxvnni" in isa.features() else {})
 LESSER |= {"avx512_vnni": _V4} if isa.has_tiles() else {}
 
 

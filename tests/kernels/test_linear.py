@@ -13,7 +13,7 @@ from cpuspec.formats.mx import MXFP4_LAYOUT
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import simd
 from cpuspec.kernels.alone import activations, multiply
-from cpuspec.kernels.isa import features, lookup_isa
+from cpuspec.kernels.isa import dot_isa, features, lookup_isa
 from cpuspec.kernels.linear import ORDERS, activation_order
 
 CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
@@ -43,7 +43,10 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
         records = activations(x[row : row + 1], order)[: features // 32 * ORDERS[order]].reshape(-1, ORDERS[order])
         scale, shift = np.ascontiguousarray(records[:, 32:40]).view(np.float32).astype(np.float64).T
         codes = records[:, :32].view(np.int8).astype(np.float64)
-        if order == "int16":
+        if order == "int16" and dot_isa() == "avx2":
+            codes = np.concatenate([records[:, :32], records[:, 64:96]], axis=1).view("<i2").astype(np.float64)
+            codes = codes.reshape(-1, 8, 4)[:, :, [0, 2, 1, 3]].reshape(-1, 32)
+        elif order == "int16":
             codes = codes * 256 + records[:, 64:96].view(np.int8)
         out.append((codes * scale[:, None] + shift[:, None]).ravel())
     return np.array(out)
