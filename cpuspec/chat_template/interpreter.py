@@ -1,6 +1,8 @@
 """Walks through the syntax tree that jinja parsed. What is not listed here at the end does not run.
 
 Scopes are those of jinja: loops, macros, `with`, blocks of `set`, `call` and `filter` have their own, `if` has not.
+One thing differs: where a scope sets a variable of the caller, scopes inside of it see the caller's value until then.
+jinja has the variable undefined there.
 """
 
 import itertools

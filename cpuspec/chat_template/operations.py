@@ -573,8 +573,8 @@ class Operations:
         return self._number(value, lambda: float(value), default)
 
     def _indent(self, s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:
-        text = self._string(s)
-        lines = self._call_str(text + "\n", "splitlines")
+        text = self.calculate("+", s, "\n")
+        lines = self._call_str(text, "splitlines")
         if not isinstance(width, str | int):
             raise TypeError(f"wanted a width to indent by, got {type(width).__name__}")
         margin_length = len(width) if isinstance(width, str) else max(width, 0)
