@@ -34,11 +34,11 @@ class Budget:
 
     def scan(self, chars: int) -> None:
         """Pay for looking at characters, before it is done."""
-        self.spend(chars // _CHARS_PER_STEP)
+        self.spend(1 + chars // _CHARS_PER_STEP)
 
     def make(self, room: int) -> None:
         """Pay for the memory of a new value and for filling it, before it is made."""
         self._room -= room
         if self._room < 0:
             raise TokenizerError(f"the chat template builds over {self._chars} characters; it is broken or hostile, use --raw")
-        self.spend(room // _CHARS_PER_STEP)
+        self.spend(1 + room // _CHARS_PER_STEP)
