@@ -358,6 +358,7 @@ ESCAPES = {
     "many keyword arguments": rounds("{{ loop.cycle(*p) }}", "{% set p = [0] * 100000 %}"),
     "much text in a body": rounds("{{1}}" * 9999, ""),
     "many names in a body": rounds("{% set a=b %}" * 5000, ""),
+    "times, kept": rounds("{% set ns.l = [ns.l, strftime_now('%c' * 100)] %}", ""),
     "a wide time": "{{ strftime_now('%999999999d') }}",
     "long chains of attributes": "{{ messages" + ".a" * 60000 + " }}",
     "long sums": "{{ 1" + "+1" * 60000 + " }}",

@@ -34,6 +34,7 @@ _ESCAPED = 12  # characters that one can become in JSON, or inside a list that i
 _UPPERCASED = 3  # characters that one can become in capitals
 _MARKED_UP = 5  # characters that one can become when it meets markup
 _FORMATTED = 1400  # characters that one %-conversion of three digits can add
+_TIMED = 50  # characters that one can become in a time
 _LONG_NEEDLE = 100  # searching for longer texts takes linear time in CPython
 
 _KEYS: type[Any] = type({}.keys())
@@ -524,6 +525,7 @@ class Operations:
     def _strftime_now(self, form: str) -> str:
         if _WIDE_TIME.search(form[:_MAX_STRFTIME]) or len(form) > _MAX_STRFTIME:
             raise TokenizerError("the chat template prints a time with a width, or with too long a format")
+        self._budget.make(PER_VALUE + _TIMED * len(form))
         return datetime.now().strftime(form)
 
     # Filters
