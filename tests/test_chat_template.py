@@ -1,11 +1,34 @@
+import inspect
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import nodes
+from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_NAMESPACE, DEFAULT_TESTS
+from jinja2.runtime import Undefined
+from markupsafe import Markup
 
+from cpuspec import chat_template
+from cpuspec.chat_template import ChatTemplate
+from cpuspec.chat_template.budget import Budget
+from cpuspec.chat_template.interpreter import KNOWN_NODES, Interpreter, parse
+from cpuspec.chat_template.operations import (
+    DICT_METHODS,
+    FILTERS,
+    SEQUENCE_METHODS,
+    STR_METHODS,
+    TESTS,
+    Function,
+    Loop,
+    Namespace,
+    Operations,
+    Stream,
+)
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.errors import TokenizerError
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
@@ -248,7 +271,8 @@ NEST = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(99
         pytest.param("{{ 'a' | no_such_filter }}", id="unknown filter"),
     ],
 )
-def test_a_hostile_or_broken_template_is_a_tokenizer_error(template: str) -> None:
+def test_a_hostile_or_broken_template_is_a_tokenizer_error(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_STEPS_AT_LEAST", 1 << 15)
     with pytest.raises(TokenizerError, match="template"):
         make(template).encode_chat(chat("hello", "there"))
 
@@ -257,3 +281,346 @@ def test_a_long_honest_conversation_stays_within_the_budget() -> None:
     contents = ["a long message, said again and again. " * 400] * 400
     for name in ("chatml", "headers"):
         assert len(MADE[name].apply_chat_template(chat(*contents))) > 6_000_000
+
+
+KEEP = "{% set ns = namespace(x='a', l=[1], m=[1]) %}"
+ROUNDS = "{% for i in range(9999) %}{% for j in range(9999) %}STEP{% endfor %}{% endfor %}"
+DAG = KEEP + "{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% set ns.m = [ns.m, ns.m] %}{% endfor %}"
+LONG = "{% set x = 'a' * 1000000 %}"
+
+
+def rounds(step: str, start: str = LONG) -> str:
+    return KEEP + start + ROUNDS.replace("STEP", step)
+
+
+ESCAPES = {
+    "% with long arguments, kept": rounds("{% set ns.l = [ns.l, '%s%s%s' % (x, x, x)] %}"),
+    "% with a name": "{{ ('%(a)s' * 9999) % {'a': 'a' * 1000000} }}",
+    "% with a precision": "{{ '%.999999999f' % 1 }}",
+    "% with a star": "{{ '%*d' % (999999999, 1) }}",
+    "% in a test": "{{ '%999999999d' is odd }}",
+    "% of markup": "{{ (('%s' * 100) | safe) % (('&' * 900000,) * 100) }}",
+    "format, the same field again": "{{ ('{0}' * 9999).format('a' * 1000000) }}",
+    "format with a nested width": "{{ '{:{}}'.format(1, 999999999) }}",
+    "format to an attribute": "{{ '{0.__class__}'.format(1) }}",
+    "join by a long text": "{{ range(9999) | join('a' * 1000000) }}",
+    "str.join by a long text": "{{ ('a' * 1000000).join('b' * 9999) }}",
+    "indent by a long text": "{{ ('b\n' * 9999) | indent('a' * 1000000) }}",
+    "indent by a large width": "{{ 'b' | indent(10**10, true) }}",
+    "slices of a text, kept": rounds("{% set ns.l = [ns.l, x[1:]] %}"),
+    "slices of a list, kept": rounds("{% set ns.l = [ns.l, x[1:]] %}", "{% set x = [0] * 100000 %}"),
+    "set blocks, kept": rounds("{% set y %}{{ x }}{% endset %}{% set ns.l = [ns.l, y] %}"),
+    "macro results, kept": rounds("{% set ns.l = [ns.l, m()] %}", LONG + "{% macro m() %}{{ x }}{% endmacro %}"),
+    "split, kept": rounds("{% set ns.l = [ns.l, x.split('a')] %}"),
+    "splitlines, kept": rounds("{% set ns.l = [ns.l, x.splitlines()] %}", "{% set x = 'a\n' * 300000 %}"),
+    "characters, kept": rounds("{% set ns.l = [ns.l, x | list] %}"),
+    "namespaces, kept": rounds("{% set ns.x = namespace(a=ns.x) %}"),
+    "loops and macros, kept": rounds("{% macro m() %}{% endmacro %}{% set ns.l = [ns.l, loop, m, m.x] %}", ""),
+    "replacing nothing": "{{ ('a' * 900000) | replace('', 'b' * 900000) }}",
+    "escapes of escapes": KEEP + "{% for i in range(60) %}{% set ns.x = (ns.x ~ '&') | e | string ~ ns.x %}{% endfor %}",
+    "markup joins": "{{ ('&' | safe).join(['&' * 100000] * 9999) }}",
+    "round to a billion digits": "{{ 1 | round(1000000000) }}",
+    "round to minus a billion digits": "{{ 1 | round(-1000000000) }}",
+    "round up to a billion digits": "{{ 1 | round(1000000000, 'ceil') }}",
+    "==": rounds("{% if x == y %}{% endif %}", LONG + "{% set y = 'a' * 1000000 %}"),
+    "in": rounds("{% if y in x %}{% endif %}", LONG + "{% set y = 'a' * 99 + 'b' %}"),
+    "in a list": rounds("{% if 1 in x %}{% endif %}", "{% set x = [0] * 100000 %}"),
+    "// of long numbers": rounds("{% set y = x // 3 %}", "{% set x = ('9' * 4000) | int %}"),
+    "slices": rounds("{% set y = x[1:] %}"),
+    "long numbers by products": KEEP + "{% set ns.x = 3 %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "long numbers by sums": KEEP + "{% set ns.x = 3 %}{% for i in range(9999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "long numbers of digits": "{{ ('f' * 100000) | int(0, 16) }}",
+    "a long number": "{{ 0x" + "f" * 1000 + " }}",
+    "powers of powers": "{{ 10**10**10 }}",
+    "complex numbers": "{{ (-8) ** 0.5 }}",
+    "texts folded by the compiler": "{{ 'a' * 10**9 }}",
+    "lists folded by the compiler": "{{ [0] * 10**9 }}",
+    "shared lists, printed": DAG + "{{ ns.l }}",
+    "shared lists as JSON": DAG + "{{ ns.l | tojson }}",
+    "shared lists, compared": DAG + "{{ ns.l == ns.m }}",
+    "shared lists, ordered": DAG + "{{ [ns.l, ns.m] | sort }}",
+    "shared lists in a message about them": DAG + "{{ messages[ns.l].x }}",
+    "shared lists as the name of a filter": DAG + "{{ messages | map(ns.l) | list }}",
+    "shared tuples, hashed": DAG.replace("[ns.l, ns.l]", "(ns.l, ns.l)") + "{{ {ns.l: 1} }}",
+    "deep tuples, hashed": rounds("{% set ns.l = (ns.l,) %}{% if j == 9998 %}{{ {ns.l: 1} }}{% endif %}", ""),
+    "JSON with long separators": "{{ range(9999) | list | tojson(separators=('a' * 1000000, ':')) }}",
+    "rfind": "{{ ('a' * 400000).rfind('b' + 'a' * 200000) }}",
+    "rsplit": "{{ ('a' * 400000).rsplit('b' + 'a' * 200000) }}",
+    "strip": "{{ ('a' * 900000).strip('b' * 900000 + 'a') }}",
+    "trim": "{{ ('a' * 900000) | trim('b' * 900000 + 'a') }}",
+    "colliding keys": "{{ {" + ",".join(f"{i * (2**61 - 1)}: 1" for i in range(1, 4000)) + "} }}",
+    "colliding numbers": KEEP
+    + "{% set ns.l = [] %}{% for i in range(9999) %}{% set ns.l = ns.l + [i * 2305843009213693951] %}{% endfor %}"
+    "{{ ns.l | unique | list }}",
+    "sorting texts that begin alike": rounds("{% set y = z | sort %}", LONG + "{% set z = [x ~ 1, x ~ 2, x ~ 3] %}"),
+    "long paths of attributes": rounds("{% set y = [x] | map(attribute=p) | list %}", LONG + "{% set p = '0' ~ '.0' * 100000 %}"),
+    "many arguments": rounds("{% set y = ['a'] | map('map', *p) | list %}", "{% set p = ['map'] * 100000 %}"),
+    "many keyword arguments": rounds("{{ loop.cycle(*p) }}", "{% set p = [0] * 100000 %}"),
+    "much text in a body": rounds("{{1}}" * 9999, ""),
+    "many names in a body": rounds("{% set a=b %}" * 5000, ""),
+    "times, kept": rounds("{% set ns.l = [ns.l, strftime_now('%c' * 100)] %}", ""),
+    "a wide time": "{{ strftime_now('%999999999d') }}",
+    "long chains of attributes": "{{ messages" + ".a" * 60000 + " }}",
+    "long sums": "{{ 1" + "+1" * 60000 + " }}",
+    "long negations": "{{ " + "not " * 30000 + "1 }}",
+    "long choices": "{{ " + "1 if 0 else " * 10000 + "2 }}",
+    "deep lists": "{{ " + "[" * 60000 + "]" * 60000 + " }}",
+    "macros in macros": "{% macro m(n) %}{{ caller() }}{% call m(n) %}{{ caller() }}{% endcall %}{% endmacro %}"
+    "{% call m(1) %}{% endcall %}",
+    "filters in filters": KEEP + "{% set ns.l = 'a' %}{{ [[['a']]] | map('map', *(['map'] * 9999)) | list }}",
+    "an assignment to a dict": "{% set d = {} %}{% set d.x = 1 %}{{ d }}",
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_no_template_escapes_its_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Less of it than in use, for speed: what must not happen takes minutes or gigabytes at any budget.
+    monkeypatch.setattr(chat_template, "_STEPS_AT_LEAST", 1 << 15)
+    with pytest.raises(TokenizerError, match="the chat template"):
+        ChatTemplate(ESCAPES[name], {}).render(chat("hello", "there"), True)
+
+
+def test_a_budget_counts_the_time_of_the_processor() -> None:
+    budget = Budget(steps=1 << 60, room=1 << 60, seconds=0.0)
+    with pytest.raises(TokenizerError, match="runs too long"):
+        budget.spend(1 << 20)
+
+
+# What jinja has and templates are not given. A new version of jinja may bring more: that is refused, and this test shows it.
+REFUSED_NODES = {"Block", "ContextReference", "DerivedContextReference", "EnvironmentAttribute", "EvalContextModifier", "ExprStmt"}
+REFUSED_NODES |= {"Extends", "ExtensionAttribute", "FromImport", "Import", "ImportedName", "Include", "InternalName", "MarkSafe"}
+REFUSED_NODES |= {"MarkSafeIfAutoescape", "OverlayScope", "ScopedEvalContextModifier"}
+REFUSED_FILTERS = {
+    "batch",
+    "center",
+    "filesizeformat",
+    "forceescape",
+    "format",
+    "groupby",
+    "pprint",
+    "random",
+    "slice",
+    "striptags",
+}
+REFUSED_FILTERS |= {"sum", "truncate", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"}
+REFUSED_GLOBALS = {"cycler", "joiner", "lipsum"}
+
+
+def test_everything_in_jinja_is_offered_or_refused() -> None:
+    classes = {value for value in vars(nodes).values() if inspect.isclass(value) and issubclass(value, nodes.Node)}
+    assert {node.__name__ for node in classes - KNOWN_NODES if not node.abstract} == REFUSED_NODES
+    assert set(DEFAULT_FILTERS) - set(FILTERS) == REFUSED_FILTERS
+    assert set(DEFAULT_TESTS) == set(TESTS)
+    assert set(DEFAULT_NAMESPACE) - set(Operations(Budget(1, 1, 1.0)).globals) == REFUSED_GLOBALS
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(f"{{{{ 'a' | {name} }}}}", f"No filter named '{name}'") for name in sorted(REFUSED_FILTERS)]
+    + [(f"{{{{ {name}() }}}}", f"'{name}' is undefined") for name in sorted(REFUSED_GLOBALS)]
+    + [
+        ("{{ 'a' is no_such_test }}", "No test named 'no_such_test'"),
+        ("{% block a %}{% endblock %}", "line 1 of the chat template holds Block, which is not offered"),
+        ("\n{% include 'a' %}", "line 2 of the chat template holds Include"),
+        ("{% import 'a' as b %}", "holds Import"),
+        ("{% from 'a' import b %}", "holds FromImport"),
+        ("{% extends 'a' %}", "holds Extends"),
+        ("{% autoescape true %}{% endautoescape %}", "holds ScopedEvalContextModifier"),
+        ("{{ 'a'.ljust(3) }}", "str.ljust is not offered"),
+        ("{{ messages.append(1) }}", "list.append is not offered"),
+        ("{% break %}", "outside of a loop"),
+    ],
+)
+def test_what_is_not_offered_says_so(template: str, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        ChatTemplate(template, {}).render(chat("a"), True)
+
+
+LOOP_ATTRIBUTES = {"changed", "cycle", "depth", "depth0", "first", "index", "index0", "last", "length", "nextitem", "previtem"}
+LOOP = Loop(iter("abc"), 3, 0, None)
+LOOP_ROUNDS = iter(LOOP)
+assert [next(LOOP_ROUNDS), next(LOOP_ROUNDS)] == ["a", "b"], "only a loop that goes on has items before and after"
+OFFERED: list[tuple[Any, set[str] | frozenset[str]]] = [
+    ("text", STR_METHODS),
+    (Markup("text"), STR_METHODS),
+    ([1], SEQUENCE_METHODS),
+    ((1,), SEQUENCE_METHODS),
+    ({"k": 1}, DICT_METHODS),
+    *((value, set()) for value in (1, 1.0, True, None, range(2), {}.keys(), {}.values(), {}.items())),
+    *((value, set()) for value in (Function(print), Namespace({}), Stream(()))),
+    (LOOP, LOOP_ATTRIBUTES | {"revindex", "revindex0"}),
+]
+
+
+@pytest.mark.parametrize(("value", "offered"), OFFERED, ids=lambda each: type(each).__name__)
+def test_no_attribute_of_a_python_object_is_reached_but_those_offered(value: Any, offered: set[str]) -> None:
+    operations = Operations(Budget(1 << 30, 1 << 30, 60.0))
+    for name in {*dir(value), *offered, "__class__", "__globals__", "__init__"}:
+        for found in (
+            operations.attribute(value, name),
+            operations.item(value, name),
+            operations.filter("attr", value, [name], {}),
+        ):
+            assert isinstance(found, Undefined) is (name not in offered), name
+    with pytest.raises(jinja2.UndefinedError):
+        operations.attribute(Undefined(name="x"), "__class__")
+
+
+# An expression of each thing that is offered, over a long text `t` or a long list `l`.
+FILTERED = {
+    name: f"t | {name}" for name in ("capitalize", "e", "escape", "indent", "list", "lower", "reverse", "safe", "title", "trim")
+}
+FILTERED |= {name: f"t | {name}" for name in ("float", "int", "tojson", "upper", "max", "min", "unique", "sort")}
+FILTERED |= {name: f"l | {name}('odd')" for name in ("select", "reject")}
+FILTERED |= {name: f"t | {name}('x', 'undefined')" for name in ("selectattr", "rejectattr")}
+FILTERED |= {"dictsort": "dict(a=t, b=t) | dictsort(by='value')", "join": "l | join", "map": "l | map('string')"}
+FILTERED |= {"replace": "t | replace('a', 'b')", "string": "l | string"}
+SAME_COST = {
+    "abs": "n | abs",
+    "round": "n | round",
+    "attr": "t | attr('x')",
+    "items": "{} | items",
+    "default": "t | default",
+    "d": "t | d",
+}
+SAME_COST |= {name: f"l | {name}" for name in ("count", "first", "last", "length")}
+TESTED = {name: f"t is {name}" for name in ("lower", "upper")} | {"in": "'b' is in t"}
+TESTED |= {name: f"t is {name}(t ~ '')" for name in ("eq", "equalto", "ne", "lt", "lessthan", "le", "gt", "greaterthan", "ge")}
+TESTED |= {name: f"[t] | select('{name}', t ~ '')" for name in ("==", "!=", "<", "<=", ">", ">=")}
+SAME_TEST = {name: f"t is {name}" for name in TESTS if name.isidentifier() and name not in TESTED}
+SAME_TEST |= {"odd": "n is odd", "even": "n is even", "divisibleby": "n is divisibleby(2)", "sameas": "t is sameas(t)"}
+ARGUMENTS = dict.fromkeys(
+    ("endswith", "find", "index", "removeprefix", "removesuffix", "rfind", "rindex", "startswith", "count"), "'a'"
+)
+ARGUMENTS |= {"partition": "'x'", "rpartition": "'x'", "replace": "'a', 'b'", "join": "['a', 'b']"}
+OPERATED = [
+    "t + t",
+    "t ~ t",
+    "t * 2",
+    "2 * t",
+    "l + l",
+    "l * 2",
+    "'%s' % t",
+    "t % ()",
+    "t == t ~ ''",
+    "t < t ~ ''",
+    "'b' in t",
+    "2 in l",
+]
+OPERATED += [
+    "t[1:]",
+    "l[1:]",
+    "t[::-1]",
+    "l == l[:]",
+    "l < l[:]",
+    "dict(l2)",
+    "'a'.join(t)",
+    "'{}'.format(l)",
+    "l.count(2)",
+    "n in l",
+]
+METERED = {
+    **{f"filter {name}": expression for name, expression in FILTERED.items()},
+    **{f"test {name}": expression for name, expression in TESTED.items()},
+    **{f"method {name}": f"t.{name}({ARGUMENTS.get(name, '')})" for name in STR_METHODS},
+    **{f"operator {expression}": expression for expression in OPERATED},
+    "set block": "t",
+}
+
+
+def cost(expression: str, size: int) -> int:
+    """Steps that evaluating and keeping it takes."""
+    budget = Budget(1 << 60, 1 << 60, 600.0)
+    variables = {"t": "a" * size, "l": [1] * size, "l2": [("a", 1)] * size, "n": 7}
+    statement = "{% set y %}{{ t }}{% endset %}" if expression == "t" else "{% set y = " + expression + " %}"
+    Interpreter(budget).render(parse(statement), variables)
+    return (1 << 60) - budget._steps
+
+
+def test_every_filter_test_and_method_is_probed() -> None:
+    assert {*FILTERED, *SAME_COST} == set(FILTERS)
+    assert {*TESTED, *SAME_TEST} == set(TESTS)
+
+
+@pytest.mark.parametrize("name", METERED)
+def test_what_takes_longer_with_more_costs_more(name: str) -> None:
+    small, large = cost(METERED[name], 1), cost(METERED[name], 100_000)
+    assert large - small >= 100_000 // 256 - 1
+
+
+@pytest.mark.parametrize("expression", [*SAME_COST.values(), *SAME_TEST.values(), "t", "l", "t[5]", "l[-1]", "t.x", "loop"])
+def test_what_takes_the_same_costs_the_same(expression: str) -> None:
+    small, large = (cost(f"({expression},)", size) for size in (10, 100_000))
+    assert small == large
+
+
+def test_an_error_in_the_words_of_a_template_can_be_shown() -> None:
+    for template in ("{{ raise_exception(x) }}", "{{ y[x].z }}", "{{ messages | map(x) | list }}", "{{ x | int + [] }}"):
+        hostile = "{% set y = {} %}{% set x = '\x1b[2J\u202e\r\n\x00' * 100000 %}" + template
+        with pytest.raises(TokenizerError) as caught:
+            ChatTemplate(hostile, {}).render(chat("a"), True)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 4000
+        assert caught.value.__cause__ is None, "a traceback would show what it holds"
+        assert caught.value.__suppress_context__
+    with pytest.raises(TokenizerError) as caught:
+        ChatTemplate("{{ '\x1b" + "a" * 100_000, {})
+    assert str(caught.value).isprintable()
+
+
+def test_templates_render_nested_values_and_leave_them_alone() -> None:
+    call = {"function": {"name": "f", "arguments": {"city": "Köln", "days": [1, 2.5, None, True]}}}
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    template = (
+        "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.name }} {{ call.function.arguments | tojson }}"
+        "{% for k, v in call.function.arguments | items %} {{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}"
+        "{% generation %}{{ messages[0].content is none }}{% endgeneration %}"
+    )
+    text = ChatTemplate(template, {}).render(messages, False)
+    assert text == 'f {"city": "Köln", "days": [1, 2.5, null, true]} city=Köln days=[1, 2.5, None, True]True'
+    assert messages == [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (object(), "of object; wanted what JSON can say"),
+        (1 << 63, "of int"),
+        ({1.5: 1}, "key '1.5'"),
+        (b"a", "of bytes"),
+    ],
+)
+def test_messages_that_json_cannot_say_are_clear_errors(value: Any, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        ChatTemplate("", {}).render([{"role": "user", "content": value}], True)
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(TokenizerError, match="nested deeper"):
+        ChatTemplate("", {}).render([{"role": "user", "content": deep}], True)
+
+
+def test_threads_share_a_template_without_sharing_a_budget() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% set x %}{{ m.content }}{% endset %}{{ x }}{% endfor %}"
+        "{% if messages[0].content == 'hostile' %}"
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{% endif %}",
+        {},
+    )
+    results: dict[str, str] = {}
+
+    def render(content: str) -> None:
+        for _ in range(50):
+            results[content] = template.render(chat(content, content), True)
+
+    def attack() -> None:
+        with pytest.raises(TokenizerError, match="runs too long"):
+            template.render(chat("hostile"), True)
+        results["hostile"] = "refused"
+
+    threads = [threading.Thread(target=render, args=(str(i),)) for i in range(4)] + [threading.Thread(target=attack)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {str(i): str(i) * 2 for i in range(4)} | {"hostile": "refused"}
