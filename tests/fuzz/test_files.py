@@ -12,7 +12,7 @@ import numpy as np
 
 from cpuspec.checkpoints import packed
 from cpuspec.checkpoints.download import fetch
-from cpuspec.checkpoints.recipes import find_recipe, load_chains, load_recipes, model_and_spec, read_recipe
+from cpuspec.checkpoints.recipes import find_recipe, load_all, read_recipe
 from cpuspec.cli.parity import describe_parity
 from cpuspec.evaluate.parity import Answer, ModelIdentity, Question, Row, Run, compare
 from cpuspec.evaluate.parity_file import read_run, write_run
@@ -20,7 +20,7 @@ from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import pack
 from cpuspec.metrics import LevelCounters
 from cpuspec.spec import costs
-from cpuspec.spec.levels import check_spec
+from cpuspec.spec.levels import check_spec, model_and_spec
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
 from tests.fuzz.test_models import both
 
@@ -158,8 +158,7 @@ licence = "Apache-2.0"
 
 [[sources]]
 kind = "huggingface"
-repository = "some/one"
-file = "m.gguf"
+name = "hf:some/one/m.gguf"
 
 [[golden]]
 prompt = "a"
@@ -179,15 +178,14 @@ levels = ["ngram@8", { drafter = "self:mxfp4", num_tokens = 4, min_confidence = 
 def recipe_or_chain(rng: random.Random, directory: Path) -> None:
     os.environ["CPUSPEC_CACHE"] = str(directory)
     is_recipe = rng.random() < 0.5
-    path = directory / "recipes" / "fuzzed.toml"
+    path = directory / "recipes" / ("fuzzed.toml" if is_recipe else "fuzzed-fast.toml")
     path.parent.mkdir()
     path.write_bytes(mutate_text((RECIPE.replace("SHA256", "0" * 64) if is_recipe else CHAIN), rng))
     _, spec = model_and_spec(str(path), None)
     check_spec(spec)
     if is_recipe:
         read_recipe(path)
-    load_recipes()
-    load_chains()
+    load_all()
 
 
 def test_a_damaged_recipe_or_chain_is_refused_or_read() -> None:

@@ -1,20 +1,12 @@
 """Templates that a grammar makes, in a child process with a limit of memory and a deadline.
 
-Hostile ones are rendered or refused; ordinary ones render as jinja renders them. CPUSPEC_FUZZ=10000 raises the number of templates.
-One template again, printed: python tests/fuzz/test_fuzz_template.py hostile 17
+Hostile ones are rendered or refused; ordinary ones render as jinja renders them. See `drive`.
 """
 
-import faulthandler
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -24,10 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 import cpuspec.chat_template
 from cpuspec.chat_template.operations import FILTERS, STR_METHODS, TESTS
 from cpuspec.errors import TokenizerError
+from tests.fuzz.drive import Case, check
 
-NUM_CASES = int(os.environ.get("CPUSPEC_FUZZ") or 300)
-DEADLINE_S = 120  # for one template, far above what the slowest takes on a loaded machine
-MEMORY = 1 << 30  # above what the process holds before
 STEPS = 1 << 16  # a smaller budget than in use: the time of a run, not what it can find, depends on it
 MESSAGES = [
     {"role": "system", "content": "Be brief.\n"},
@@ -294,7 +284,7 @@ def make_hostile(rng: random.Random) -> str:
     return template
 
 
-# The child
+# The cases
 
 
 def reference(template: str) -> str:
@@ -304,87 +294,38 @@ def reference(template: str) -> str:
     return environment.from_string(template).render(messages=MESSAGES, add_generation_prompt=True, bos="<s>")
 
 
-def outcome_of_ordinary(template: str) -> str:
+def render(template: str) -> str:
+    return cpuspec.chat_template.ChatTemplate(template, {"bos": "<s>"}).render(MESSAGES, True)
+
+
+def ordinary(rng: random.Random, directory: Path) -> None:
+    """A template renders as jinja renders it, and is refused where jinja fails."""
+    template = make_ordinary(rng)
     try:
         wanted = reference(template)
     except Exception as error:
-        wanted = None
-        reason = f"{type(error).__name__}: {error}"
+        with pytest.raises(TokenizerError):
+            render(template)
+        raise TokenizerError("as jinja") from error
     try:
-        got = cpuspec.chat_template.ChatTemplate(template, {"bos": "<s>"}).render(MESSAGES, True)
+        got = render(template)
     except TokenizerError as error:
-        return "refused, as by jinja" if wanted is None else f"FAULT: {error}; jinja renders {wanted!r}"
-    if wanted is None:
-        return f"FAULT: rendered {got!r}; jinja fails with {reason}"
-    return "rendered" if got == wanted else f"FAULT: rendered {got!r}; jinja renders {wanted!r}"
+        raise AssertionError(f"{error}; jinja renders {wanted!r} of {template!r}") from error
+    assert got == wanted, template
 
 
-def outcome_of_hostile(template: str) -> str:
+def hostile(rng: random.Random, directory: Path) -> None:
+    """A template renders, or is refused before it takes too much."""
+    cpuspec.chat_template._STEPS_AT_LEAST = STEPS
     try:
-        cpuspec.chat_template.ChatTemplate(template, {"bos": "<s>"}).render(MESSAGES, True)
-        return "rendered"
+        render(make_hostile(rng))
     except TokenizerError as error:
         if "MemoryError" in str(error):
-            return "FAULT: out of memory"
-        return "over budget" if re.search("runs too long|builds over", str(error)) else "refused"
+            raise AssertionError(str(error)) from error
+        raise
 
 
-KINDS: dict[str, tuple[Callable[[random.Random], str], Callable[[str], str]]] = {
-    "ordinary": (make_ordinary, outcome_of_ordinary),
-    "hostile": (make_hostile, outcome_of_hostile),
-}
-
-
-def main(kind: str, first: int, last: int) -> None:
-    """Print a line of JSON for each case: its seed, then its outcome."""
-    if sys.platform == "linux":
-        import resource
-
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
-    cpuspec.chat_template._STEPS_AT_LEAST = STEPS
-    make, outcome = KINDS[kind]
-    for seed in range(first, last):
-        print(json.dumps(seed), flush=True)
-        faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
-        template = make(random.Random(f"{kind} {seed}"))
-        if last - first == 1:
-            print(json.dumps(template))
-        try:
-            print(json.dumps(outcome(template)), flush=True)
-        except Exception as error:
-            print(json.dumps(f"FAULT: {type(error).__name__}: {error}"), flush=True)
-
-
-def run(kind: str) -> Counter[str]:
-    """The outcomes of all cases. Fails with the seed of what hung, died or went wrong."""
-    outcomes: Counter[str] = Counter()
-    faults: dict[Any, str] = {}
-    first = 0
-    while first < NUM_CASES and len(faults) < 20:
-        command = [sys.executable, __file__, kind, str(first), str(NUM_CASES)]
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONPATH": "."}, capture_output=True, check=False
-        )
-        lines = [json.loads(line) for line in done.stdout.decode().splitlines()]
-        for seed, outcome in zip(lines[::2], lines[1::2], strict=False):
-            outcomes[outcome.partition(":")[0]] += 1
-            if outcome.startswith("FAULT"):
-                faults[seed] = outcome
-        first = lines[-1] + 1 if len(lines) % 2 else NUM_CASES
-        if len(lines) % 2 or done.returncode:
-            faults[lines[-1] if lines else None] = f"exit status {done.returncode}\n{done.stderr.decode()[-2000:]}"
-    assert not faults, "\n".join(f"{kind} {seed}: {fault[:2000]}" for seed, fault in faults.items())
-    return outcomes
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_templates_render_as_jinja_does_or_are_refused_within_limits(kind: str) -> None:
-    outcomes = run(kind)
-    print(kind, dict(outcomes))
-    assert outcomes["rendered"] > NUM_CASES // 20
-    assert kind == "ordinary" or outcomes["over budget"] > NUM_CASES // 20
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else int(sys.argv[2]) + 1)
+@pytest.mark.parametrize("case", [ordinary, hostile])
+def test_templates_render_as_jinja_does_or_are_refused_within_limits(case: Case) -> None:
+    outcomes = check(case, 300)
+    assert min(outcomes["answered"], outcomes["refused"]) > outcomes.total() // 20
