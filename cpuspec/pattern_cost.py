@@ -23,10 +23,10 @@ _TOKEN = re.compile(
     r"|(?P<open>\((?:(?!\?)|\?[im]*:|\?>|\?<[A-Za-z_]\w*>))"
     r"|(?P<close>\))"
     r"|(?P<bar>\|)"
-    r"|(?P<count>\{(?:(?P<exact>\d{1,4})|(?P<least>\d{0,4}),(?P<most>\d{0,4}))\})"
+    r"|(?P<count>\{(?!,\})(?:(?P<exact>\d{1,9})|(?P<least>\d{0,9}),(?P<most>\d{0,9}))\})"
     r"|(?P<repeat>[*+?])"
     r"|(?P<anchor>[$^]|\\[AbBzZ])"
-    r"|(?P<char>\\(?:[pP]\{\^?\w+\}|x\{[0-9A-Fa-f]{1,6}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[dDsSwWhHntrfvaeR]|[^\w])|[^\\()|*+?^$\[])",
+    r"|(?P<char>\\(?:[pP]\{\^?\w+\}|x\{[0-9A-Fa-f]{1,6}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[dDsSwWhHntrfvaeR]|[^\w])|\{(?![\d,])|[^\\()|*+?^$\[{])",
     re.DOTALL,
 )
 _WHOLE_FLAGS = re.compile(r"\(\?[im]+\)")
@@ -50,6 +50,7 @@ class _Anchor:
 class _Group:
     branches: "list[list[_Item]]" = field(default_factory=lambda: [[]])
     looks: bool = False
+    behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _parse(pattern: str) -> _Group:
             _refuse(pattern, at)
         at = token.end()
         if token["look"] or token["open"]:
-            group = _Group(looks=bool(token["look"]))
+            group = _Group(looks=bool(token["look"]), behind="<" in (token["look"] or ""))
             branch.append(group)
             open_groups.append(group)
             if len(open_groups) > _DEEPEST:
@@ -118,28 +119,31 @@ def _parse(pattern: str) -> _Group:
             branch.append(_Anchor())
         elif token["char"]:
             branch.append(_Char(token["char"]))
-        elif not branch or (isinstance(branch[-1], _Repeat) and isinstance(branch[-1].item, _Repeat)):
-            _refuse(pattern, at - 1)
-        elif token["repeat"]:
-            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[token["repeat"]]
-            branch.append(_Repeat(branch.pop(), least, most))
-            # Reluctant and possessive repetitions match no more than the greedy one tries.
-            at += pattern[at : at + 1] in ("?", "+")
         else:
-            if token["exact"]:
-                least = most = int(token["exact"])
-            else:
-                least, most = int(token["least"] or 0), int(token["most"]) if token["most"] else None
-            if (token["least"], token["most"]) == ("", "") or (most is not None and most < least):
-                _refuse(pattern, at - 1)
+            least, most = _bounds(token)
+            stacked = branch and isinstance(branch[-1], _Repeat) and isinstance(branch[-1].item, _Repeat)
+            # Behind a place, a repetition is tried from every place before it.
+            behind = most is None and any(group.behind for group in open_groups)
+            if not branch or stacked or behind or (most is not None and most < least):
+                _refuse(pattern, token.start())
             branch.append(_Repeat(branch.pop(), least, most))
-            at += pattern[at : at + 1] == "?"
-            counted += most or least
+            counted += (most or least) if token["count"] else 0
             if counted > _MOST_COUNTED or _min_length(branch[-1]) > _MOST_COUNTED:
                 raise TokenizerError(f"the pattern counts beyond {_MOST_COUNTED} characters")
+            # Reluctant and possessive repetitions match no more than the greedy one tries; a + behind a count repeats once more.
+            at += pattern[at : at + 1] in (("?",) if token["count"] else ("?", "+"))
     if len(open_groups) > 1:
         _refuse(pattern, at)
     return top
+
+
+def _bounds(token: re.Match[str]) -> tuple[int, int | None]:
+    """How often a repetition matches at least and at most; None for no limit."""
+    if token["repeat"]:
+        return {"*": (0, None), "+": (1, None), "?": (0, 1)}[token["repeat"]]
+    if token["exact"]:
+        return int(token["exact"]), int(token["exact"])
+    return int(token["least"] or 0), int(token["most"]) if token["most"] else None
 
 
 def _class_end(pattern: str, start: int) -> int:
@@ -170,7 +174,7 @@ def _refuse(pattern: str, at: int) -> NoReturn:
 def _steps_of(item: _Item, fails_behind: bool) -> int:
     """Ways to match `item` from one place. fails_behind: what follows may fail, so that every way is tried."""
     match item:
-        case _Group(branches, looks):
+        case _Group(branches, looks, _):
             steps = 0
             for branch in branches:
                 steps_of_branch, fails = 1, fails_behind or looks
@@ -195,7 +199,7 @@ def _steps_of(item: _Item, fails_behind: bool) -> int:
 
 def _can_fail(item: _Item) -> bool:
     match item:
-        case _Group(branches, False):
+        case _Group(branches, False, _):
             return all(any(map(_can_fail, branch)) for branch in branches)
         case _Repeat(inner, least, _):
             return least > 0 and _can_fail(inner)
@@ -207,7 +211,7 @@ def _min_length(item: _Item) -> int:
     match item:
         case _Char():
             return 1
-        case _Group(branches, False):
+        case _Group(branches, False, _):
             return min(sum(map(_min_length, branch)) for branch in branches)
         case _Repeat(inner, least, _):
             return least * _min_length(inner)
@@ -231,7 +235,7 @@ def _sources(item: _Item) -> Sequence[str]:
     match item:
         case _Char(source):
             return [source]
-        case _Group(branches, _):
+        case _Group(branches, _, _):
             return [source for branch in branches for part in branch for source in _sources(part)]
         case _Repeat(inner, _, _):
             return _sources(inner)
