@@ -12,7 +12,7 @@ import numpy as np
 
 from cpuspec.checkpoints import packed
 from cpuspec.checkpoints.download import fetch
-from cpuspec.checkpoints.recipes import find_recipe, load_chains, load_recipes, model_and_spec, read_recipe
+from cpuspec.checkpoints.recipes import find_recipe, load_recipes, model_and_spec, read_recipe
 from cpuspec.cli.parity import describe_parity
 from cpuspec.evaluate.parity import Answer, ModelIdentity, Question, Row, Run, compare
 from cpuspec.evaluate.parity_file import read_run, write_run
@@ -187,7 +187,6 @@ def recipe_or_chain(rng: random.Random, directory: Path) -> None:
     if is_recipe:
         read_recipe(path)
     load_recipes()
-    load_chains()
 
 
 def test_a_damaged_recipe_or_chain_is_refused_or_read() -> None:
