@@ -655,30 +655,32 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
             byte_fallback=read.byte_fallback,
             ignore_merges=read.ignore_merges,
         )
-        cores: list[Core] = []
+        whole = [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=False,
+            )
+            for token in literal
+        ]
+        cores: dict[str, Core] = {}  # by their steps, which most files have the same for all three
+        steps = []
         for normalizer, pre_tokenizer in ((read.normalizer, first), (read.normalizer, later), (no_prefix, middle)):
-            steps = {
+            parts = {
                 "normalizer": {"type": "Sequence", "normalizers": normalizer},
                 "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizer},
                 "model": {"type": "BPE", "vocab": {}, "merges": []},
             }
-            library = LibraryTokenizer.from_str(json.dumps(steps))
-            library.model = model
-            library.add_tokens(
-                [
-                    AddedToken(
-                        token.content,
-                        single_word=token.single_word,
-                        lstrip=token.lstrip,
-                        rstrip=token.rstrip,
-                        normalized=token.normalized,
-                        special=False,
-                    )
-                    for token in literal
-                ]
-            )
-            cores.append(_library_core(library))
-    return cores[0], cores[1], cores[2]
+            steps.append(json.dumps(parts))
+            if steps[-1] not in cores:
+                library = LibraryTokenizer.from_str(steps[-1])
+                library.model = model
+                library.add_tokens(whole)
+                cores[steps[-1]] = _library_core(library)
+    return cores[steps[0]], cores[steps[1]], cores[steps[2]]
 
 
 def _library_core(library: "tokenizers.Tokenizer") -> Core:

@@ -25,7 +25,7 @@ _MOST_STEPS = 64  # of a normalizer, a pre-tokenizer, a decoder or a post-proces
 _MOST_AROUND = 1024  # tokens before and behind a text
 _MOST_GROWTH = 64  # characters that all normalizers may make of one
 _LONGEST_ADDED = 1024  # characters of an added token
-_MOST_ADDED = 1 << 22  # characters of all of them
+_MOST_ADDED = 1 << 21  # characters of all of them
 _SPACE = "▁"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
