@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jinja2 import nodes
 from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_NAMESPACE, DEFAULT_TESTS
 from jinja2.runtime import Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import Markup
 
 from cpuspec import chat_template
@@ -598,6 +599,33 @@ def test_messages_that_json_cannot_say_are_clear_errors(value: Any, message: str
         deep = [deep]
     with pytest.raises(TokenizerError, match="nested deeper"):
         ChatTemplate("", {}).render([{"role": "user", "content": deep}], True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'yes' if [] | select('odd') }}{{ 'no' if not [] | map('upper') }}",
+        "{% set s = [1, 3] | select('odd') %}{{ s | list }}{{ s | list }}",
+        "{% for x in [1, 2] %}{% continue %}{% else %}else{% endfor %}{% for x in [1] %}{% break %}{% else %}else{% endfor %}",
+        "{% for x in [1, 2, 3] if x != 2 %}{{ loop.index }}/{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}",
+        "{% set ns = namespace(seen=false) %}{% for x in 'abc' if not ns.seen %}{{ x }}{% set ns.seen = x == 'b' %}{% endfor %}",
+        "{% for x in [[1, [2]], [3]] recursive %}{{ x if x is number else loop(x) }}{{ loop.depth }}{% endfor %}",
+        "{% set x = 1 %}{% for y in [1, 2] %}{{ x }}{% set x = y + 5 %}{{ x }}{% endfor %}{{ x }}",
+        "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{{ caller is defined }}{% endmacro %}{{ m(1, 3, 4, c=5) }}",
+        "{% macro m() %}{{ x }}{% endmacro %}{% set x = 1 %}{{ m() }}{% set x = 2 %}{{ m() }}",
+        "{{ ('a\n\nb\n' | e | indent(2, true)) ~ '&' }}{{ '<' + ('a' | safe) + '>' }}{{ '<' ~ ('a' | safe) }}",
+        "{{ {'items': 1}.items() | list }}{{ {'items': 1}['items'] }}{{ {'k': 1}['items']() | list }}{{ {'a': {'b': 1}}.a.b }}",
+        "{{ 1 < 2 < 3 }}{{ 3 in [1, 3] }}{{ 7 // 2 }}{{ -7 % 3 }}{{ 2 ** -1 }}{{ 1 == 1.0 == true }}{{ '42.9' | int }}",
+        "{{ 'b,A,c'.split(',') | sort }}{{ {'b': 1, 'A': 2} | dictsort }}{{ ['a', 'A', 'b'] | unique | join }}",
+        "{% set a, b = 'xy' %}{{ b }}{{ a }}{% with c = a %}{{ c }}{% endwith %}{{ c }}",
+        "{{ messages | map(attribute='role') | join('-') }}",
+        "{{ messages | selectattr('role', '==', 'user') | map(attribute='n') | list }}",
+    ],
+)
+def test_the_odd_corners_of_jinja_render_as_in_jinja(template: str) -> None:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    messages = [{"role": "user", "content": "a", "n": 1}, {"role": "assistant", "content": "b"}]
+    assert ChatTemplate(template, {}).render(messages, True) == environment.from_string(template).render(messages=messages)
 
 
 def test_threads_share_a_template_without_sharing_a_budget() -> None:

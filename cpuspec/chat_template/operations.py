@@ -581,9 +581,10 @@ class Operations:
             raise TypeError(f"wanted a width to indent by, got {type(width).__name__}")
         margin_length = len(width) if isinstance(width, str) else max(width, 0)
         self._budget.make(PER_VALUE + len(text) + (margin_length + 1) * (len(lines) + 1))
-        margin = width if isinstance(width, str) else " " * width
+        kind = type(text)  # markup stays markup
+        margin = kind(width if isinstance(width, str) else " " * width)
         rest = [margin + line if line or blank else line for line in lines[1:]]
-        return (margin if first else "") + "\n".join([lines[0], *rest])
+        return (margin if first else kind()) + kind("\n").join([lines[0], *rest])
 
     def _int(self, value: Any, default: Any = 0, base: Any = 10) -> Any:
         number = self._number(value, lambda: int(value, base) if isinstance(value, str) else int(value), None)
