@@ -9,6 +9,7 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend
+from cpuspec.checkpoints.recipes import load_chains, load_recipes
 from cpuspec.config import ACTIVATIONS, DTYPES, EngineConfig, SamplingParams, SpecConfig
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import KV_FORMATS, get_kv_format
@@ -56,7 +57,18 @@ def _known_setting(name: str, value: str) -> str:
 MODEL_HELP = "A model's or chain's name (see `cpuspec models`), a GGUF file, or a Hugging Face directory."
 _SAMPLING, _RUNNING = "Sampling", "Running"
 
-Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models and chains for a shell to complete with; it adds files by itself."""
+    try:
+        known = [*load_recipes(), *load_chains()]
+    except ConfigError:  # a recipe that cannot be read is told when it is used
+        return []
+    return [name for name in known if name.startswith(incomplete)]
+
+
+Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
 Draft = Annotated[
     str | None,
     typer.Option(
