@@ -1,15 +1,18 @@
 """The command line as a user and a script meet it, with a small random model."""
 
 import csv
+import ctypes
 import hashlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,7 +31,7 @@ from cpuspec.cli import machine, reports
 from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import app
 from cpuspec.cli.chat import Chat, converse
-from cpuspec.cli.console import size
+from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
 from cpuspec.config import EngineConfig, SamplingDefaults
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
@@ -37,7 +40,7 @@ from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampl
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
 from cpuspec.spec.levels import MODELS, SOURCES
-from tests.processes import started, wait_for
+from tests.processes import HANG_S, interruptible_children, started, wait_for
 from tests.stand_in_hub import COMMIT, Repository, StandInHub, running
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
@@ -595,6 +598,85 @@ def test_a_full_disk_is_an_error(model: str) -> None:
     assert b"Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("models",), ("models", "--json"), ("--help",), ("--version",), ("generate", "--help"), ("--show-completion", "bash"), ()],
+)
+def test_output_that_cannot_be_written_is_one_line_whatever_is_printed(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as full, started(*arguments, stdout=full) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert re.fullmatch(rb"error: the output cannot be written: No space left on device\n", errors)
+    with started(*arguments, stdout=None, preexec_fn=lambda: os.close(1)) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors == b"error: the output cannot be written: stdout is closed\n"
+
+
+@pytest.mark.parametrize(("arguments", "exit_code"), [(("models",), 0), (("nonsense",), 2), (("bench", "no-such-model"), 1)])
+def test_a_stderr_that_is_gone_changes_no_exit_code(arguments: tuple[str, ...], exit_code: int) -> None:
+    with Path("/dev/full").open("wb") as full, started(*arguments, stderr=full) as process:
+        process.communicate()
+    assert process.returncode == exit_code
+    with started(*arguments, stderr=None, preexec_fn=lambda: os.close(2)) as process:
+        process.communicate()
+    assert process.returncode == exit_code
+
+
+@pytest.mark.parametrize("module", ["cpuspec.errors", "cpuspec.cli.options", "rich.console", "cpuspec.engine.llm", "numba.core"])
+def test_ctrl_c_during_the_start_is_quiet(model: str, module: str) -> None:
+    with started(
+        "generate", "hello", "-m", model, "--max-tokens", "30000", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    ) as process:
+        wait_for(process.stderr, module.encode())
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert errors.endswith(b"interrupted\n")
+
+
+def test_ctrl_c_that_a_callback_swallows_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def call_and_wait() -> None:
+        ctypes.CFUNCTYPE(None)(interrupted)()
+        threading.Event().wait(HANG_S)
+
+    monkeypatch.setattr(sys, "unraisablehook", deliver_again)
+    with interruptible_children(), pytest.raises(KeyboardInterrupt):
+        call_and_wait()
+
+
+# What a terminal obeys, and how it is written out.
+HOSTILE, HARMLESS = "a\x1b[31mb\x9bc\r\u202ed\n\te", r"a\x1b[31mb\x9bc\r\u202ed" + "\n\te"
+
+
+def test_what_strangers_wrote_does_not_reach_a_terminal_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    note(HOSTILE)
+    assert capsys.readouterr().err == HARMLESS + "\n"
+    print_table(["name"], [["a\x1b[31mb\u202e"]])
+    assert capsys.readouterr().out == "name\n" + r"a\x1b[31mb\u202e" + "\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_generated_text_is_written_out_on_a_terminal_and_left_alone_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    emit_generated(HOSTILE)
+    # Right-to-left marks are a part of what some languages write.
+    assert capsys.readouterr().out == (HARMLESS.replace(r"\u202e", "\u202e") if terminal else HOSTILE)
+
+
+def test_a_shell_completes_names_of_models() -> None:
+    environment = {**os.environ, "_CPUSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "cpuspec generate -m smol", "COMP_CWORD": "3"}
+    with started(env=environment) as process:
+        shown, _ = process.communicate()
+    assert shown == b"smollm2-135m-instruct\n"
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_chat(model: str, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     options = ("chat", "-m", model, "--backend", "numpy", "--max-tokens", "30000", "--logit-bias", "377=-inf")
@@ -694,6 +776,8 @@ def test_answers_go_to_stdout_and_stay_in_the_conversation(model: str, tmp_path:
         ("\n   \nhello", ["hello"]),
         ("//help", ["/help"]),
         ("one\n/undo\ntwo", ["two"]),
+        ("one\ntwo\n/drop", ["two"]),
+        ("one\ntwo\nthree\n/drop 2", ["three"]),
         ("one\n/reset\ntwo", ["two"]),
         ("one\n/clear", []),
         ("one\ntwo\n/undo\n/undo\n/undo", []),
@@ -751,6 +835,8 @@ def test_commands_say_what_they_did(model: str, lines: str, wanted: str) -> None
         ("/set logit_bias 42", "not ID=BIAS"),
         ("/set logit_bias 1=1 1=2", "twice"),
         ("/save", "file name"),
+        ("/drop", "there are 0 exchanges"),
+        ("one\n/drop many", "takes a number"),
         ("/save no/such/directory/x", "cannot be written"),
         ("hello " * 30, "context"),
     ],
@@ -793,6 +879,8 @@ class Scripted:
 
     aborted_stats = None
     sampling_defaults = SamplingDefaults()
+    context_length = 100
+    tokenizer = SimpleNamespace(encode_chat=lambda messages: [])
 
     def __init__(self, *answers: str | type[BaseException]) -> None:
         self.answers = list(answers)
@@ -829,6 +917,59 @@ def test_a_message_that_was_stopped_before_a_word_leaves_no_trace(monkeypatch: p
 def test_a_failed_retry_keeps_the_old_answer(monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]) -> None:
     assert at_terminal(monkeypatch, ("yes", failure), "one\n", "/retry\n") == (["one", "yes"], 0)
     assert at_terminal(monkeypatch, ("yes", "no"), "one\n", "/retry\n") == (["one", "no"], 0)
+
+
+LONG = "hello " * 12
+
+
+def full_context(model: str, monkeypatch: pytest.MonkeyPatch, *events: str) -> Chat:
+    """A conversation at a terminal, in a context that has no room for two long messages, after these events."""
+    monkeypatch.setattr(sys, "stdin", Terminal(*events))
+    with LLM(model, "none", "numpy", context_length=120) as llm:
+        talk = Chat(llm, "tiny", {"max_tokens": 2, "logit_bias": dict.fromkeys((376, 377, 378), -math.inf)})
+        converse(talk)
+    return talk
+
+
+@pytest.mark.parametrize("agreed", ["y\n", "n\n", ""])
+def test_at_a_terminal_a_full_context_asks_whether_the_oldest_may_go(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], agreed: str
+) -> None:
+    talk = full_context(model, monkeypatch, f"one {LONG}\n", f"two {LONG}\n", agreed)
+    assert [turn["content"][:3] for turn in talk.turns[::2]] == (["two"] if agreed == "y\n" else ["one"])
+    assert len(talk.turns) == 2
+    said = capsys.readouterr().err
+    assert "the context holds 120" in said
+    assert "Forget the oldest exchange to make room?" in said
+    assert ("forgot the oldest exchange; 0 remain" in said) == (agreed == "y\n")
+    assert ("/drop 1 forgets" in said) == (agreed != "y\n")
+
+
+def test_a_retry_may_make_room_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = full_context(model, monkeypatch, f"one {LONG}\n", f"two {LONG}\n", "n\n", "/drop\n", f"two {LONG}\n", "/retry\n")
+    assert [turn["content"][:3] for turn in talk.turns[::2]] == ["two"]
+
+
+def test_in_a_script_a_full_context_is_an_error_that_names_what_helps(model: str) -> None:
+    options = (
+        "chat",
+        "-m",
+        model,
+        "--backend",
+        "numpy",
+        "--context-length",
+        "120",
+        "--max-tokens",
+        "2",
+        "--logit-bias",
+        "377=-inf",
+    )
+    result = run(*options, stdin=f"one {LONG}\ntwo {LONG}\n")
+    assert result.exit_code == 1
+    assert all(wanted in result.stderr for wanted in ("the context holds 120", "/drop 1", "/undo", "/reset", "--context-length"))
+    assert run(*options, stdin=f"one {LONG}\n/drop\ntwo {LONG}\n").exit_code == 0
+    result = run(*options, stdin=f"one {LONG * 9}\n")
+    assert (result.exit_code, "this message is too long" in result.stderr) == (1, True)
 
 
 def test_ctrl_c_twice_at_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

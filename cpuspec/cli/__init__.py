@@ -1,8 +1,27 @@
-"""The command line: thin, and the only package that prints. Results go to stdout, everything else to stderr."""
+"""The command line: thin, and the only package that prints. Results go to stdout, everything else to stderr.
+
+Here is what must be ready before the first slow import: an end for those who press Ctrl-C during it.
+"""
+
+import os
+import signal
+from types import FrameType
+
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the `cpuspec` command with this process's arguments, and exit."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores Ctrl-C, and still does
+        signal.signal(signal.SIGINT, end_at_once)
     from cpuspec.cli.app import run
 
     run()
+
+
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """Handle SIGINT where nothing is half done: while modules are imported, and once a command has tidied up."""
+    try:
+        os.write(2, b"interrupted\n")
+    finally:
+        os._exit(INTERRUPTED)

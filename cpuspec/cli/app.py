@@ -1,6 +1,7 @@
 """The commands. Each reads its options, asks the package, and prints; what they mean is decided elsewhere."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,10 +17,23 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import fetch, find_fetched, find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, revision_of
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
-from cpuspec.cli import options
+from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.bench import OUTPUTS, describe_run
 from cpuspec.cli.certificate import describe_certificate, show_certificate
-from cpuspec.cli.console import ERROR, INTERRUPTED, FetchProgress, StepProgress, busy, emit, exit_codes, note, show_log, size
+from cpuspec.cli.console import (
+    ERROR,
+    FetchProgress,
+    StepProgress,
+    busy,
+    deliver_again,
+    emit,
+    emit_generated,
+    exit_codes,
+    guarded_streams,
+    note,
+    show_log,
+    size,
+)
 from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.parity import (
     check_record,
@@ -57,7 +71,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Quantized language models on x86 CPUs, with speculative decoding that is exact to the bit.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -65,13 +78,22 @@ app = typer.Typer(
 
 def run() -> None:
     """Run the command line of this process and exit."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks must not end an answer
+    sys.unraisablehook = deliver_again
+    code: str | int | None = None
     try:
-        app(prog_name="cpuspec")
-    except KeyboardInterrupt:
-        note("interrupted")
-        sys.exit(INTERRUPTED)
+        with guarded_streams():
+            try:
+                app(prog_name="cpuspec")
+            except SystemExit as ending:
+                code = ending.code
+            except KeyboardInterrupt:
+                note("interrupted")
+                code = INTERRUPTED
+    except typer.Exit as ending:
+        code = ending.exit_code
+    if code == INTERRUPTED:
+        os._exit(INTERRUPTED)  # everything is tidied up: Python's own end would take a while, and another Ctrl-C
+    sys.exit(code)
 
 
 def _print_version(wanted: bool) -> None:
@@ -200,7 +222,7 @@ def generate(
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
         defaults = _sampling_defaults(llm)
         params = with_seed(defaults.under(given))
-        answer = collect(llm, question, params, keep_quiet if as_json else emit)
+        answer = collect(llm, question, params, keep_quiet if as_json else emit_generated)
         shown = {
             "model": model,
             "revision": _revision(model),
@@ -398,7 +420,7 @@ def inspect(
 @app.command()
 @exit_codes()
 def bench(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
+    model: options.ModelArgument,
     *,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", "-p", metavar="N", min=0, help="Prefill this many tokens at once; 0 does not.")
@@ -465,7 +487,7 @@ def bench(
 @app.command()
 @exit_codes()
 def certify(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
+    model: options.ModelArgument,
     *,
     draft: options.Draft = None,
     prompts: Annotated[
@@ -628,7 +650,7 @@ def parity(
 @app.command()
 @exit_codes()
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
+    model: options.ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write; weights go to OUT.onnx.data beside it.")],
     *,
     activations: options.Activations = EngineConfig.activations,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuspec.cli.answer import Answer, collect, cut_off_by, describe_sampling, figures, memory, with_seed
-from cpuspec.cli.console import emit, note
+from cpuspec.cli.console import emit, emit_generated, note
 from cpuspec.cli.options import CHAT_TOKENS, read_logit_bias
 from cpuspec.config import SAMPLING_FIELDS, SamplingParams
 from cpuspec.engine.llm import LLM, Message
@@ -37,6 +37,7 @@ class Chat:
     turns: list[Message] = field(default_factory=list)
     last: Answer | None = None
     saved: Path | None = None
+    at_terminal: bool = False
     ended: bool = False
 
     @property
@@ -51,7 +52,12 @@ class Chat:
     @property
     def messages(self) -> list[Message]:
         """What the chat template gets."""
-        return ([{"role": "system", "content": self.system}] if self.system is not None else []) + self.turns
+        return self.messages_after(0)
+
+    def messages_after(self, num_exchanges: int) -> list[Message]:
+        """The same without so many of the oldest exchanges."""
+        first = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return first + self.turns[2 * num_exchanges :]
 
 
 def converse(chat: Chat) -> None:
@@ -59,7 +65,7 @@ def converse(chat: Chat) -> None:
 
     At a terminal, errors are reported and the conversation goes on; elsewhere the first one ends it.
     """
-    at_terminal = sys.stdin is not None and sys.stdin.isatty()
+    at_terminal = chat.at_terminal = sys.stdin is not None and sys.stdin.isatty()
     if at_terminal:
         _enable_editing()
         chosen = describe_sampling(chat.params, chat.llm.sampling_defaults)
@@ -149,11 +155,20 @@ def _act(chat: Chat, message: str) -> None:
         command.run(chat, argument.strip())
 
 
-def _answer(chat: Chat, text: str) -> None:
-    """Let the model answer `text`. A message that cannot be answered, or was interrupted before a word, leaves no trace."""
+def _answer(chat: Chat, text: str) -> bool:
+    """Let the model answer `text`, and tell whether it did.
+
+    A message that cannot be answered, or was interrupted before a word, leaves no trace.
+    """
     chat.turns.append({"role": "user", "content": text})
+    params = with_seed(chat.params)
     try:
-        answer = collect(chat.llm, chat.messages, with_seed(chat.params), emit)
+        try:
+            answer = collect(chat.llm, chat.messages, params, emit_generated)
+        except ConfigError:
+            if not _make_room(chat):
+                raise
+            answer = collect(chat.llm, chat.messages, params, emit_generated)
     except BaseException:
         chat.turns.pop()
         raise
@@ -162,12 +177,55 @@ def _answer(chat: Chat, text: str) -> None:
     if answer.finish_reason == "aborted" and not answer.text:
         chat.turns.pop()
         note("(stopped before the first word; the message is forgotten)")
-        return
+        return False
     chat.turns.append({"role": "assistant", "content": answer.text})
     if answer.finish_reason == "aborted":
         note("(stopped; what was said stays in the conversation)")
     elif reason := cut_off_by(answer):
-        note(f"(cut off by {reason})")
+        full = "" if len(answer.token_ids) == answer.params.max_tokens else "; /drop forgets the oldest exchange and makes room"
+        note(f"(cut off by {reason}{full})")
+    return True
+
+
+def _make_room(chat: Chat) -> bool:
+    """Where the messages do not fit into the context, forget the oldest if whoever is at the terminal agrees; False where they fit.
+
+    Raises ConfigError, with what can be done, where they do not fit and stay.
+    """
+    room, num_tokens = chat.llm.context_length, _num_tokens(chat, 0)
+    if num_tokens < room:
+        return False
+    full = f"the conversation has {num_tokens} tokens and the context holds {room}, at least one of them generated"
+    num_old = len(chat.turns) // 2
+    num_dropped = next((count for count in range(1, num_old + 1) if _num_tokens(chat, count) < room), None)
+    if num_dropped is None:
+        raise ConfigError(f"{full}; this message is too long for it: shorten it, or start with a larger --context-length")
+    if not (chat.at_terminal and _agreed(f"{full}. Forget the {_exchanges(num_dropped)} to make room? [y/N] ")):
+        raise ConfigError(
+            f"{full}; /drop {num_dropped} forgets the {_exchanges(num_dropped)} and makes room, /undo the last one, /reset all "
+            "(/save FILE keeps them); or start with a larger --context-length"
+        )
+    _forget(chat, num_dropped)
+    return True
+
+
+def _num_tokens(chat: Chat, num_dropped: int) -> int:
+    """Of the prompt that the messages make, without so many of the oldest exchanges."""
+    return len(chat.llm.tokenizer.encode_chat(chat.messages_after(num_dropped)))
+
+
+def _agreed(question: str) -> bool:
+    answer = _read_line(True, question)
+    return answer is not None and answer.strip().lower() in ("y", "yes")
+
+
+def _exchanges(count: int) -> str:
+    return "oldest exchange" if count == 1 else f"{count} oldest exchanges"
+
+
+def _forget(chat: Chat, count: int) -> None:
+    del chat.turns[: 2 * count]
+    note(f"(forgot the {_exchanges(count)}; {len(chat.turns) // 2} remain)")
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -197,17 +255,23 @@ def _undo(chat: Chat, argument: str) -> None:
     note(f"(the last exchange is forgotten; {len(chat.turns) // 2} remain)")
 
 
+def _drop(chat: Chat, argument: str) -> None:
+    count = _number(int)("drop", argument or "1")
+    if not 1 <= count <= len(chat.turns) // 2:
+        raise ConfigError(f"there are {len(chat.turns) // 2} exchanges; /drop takes how many of the oldest to forget, got {count}")
+    _forget(chat, count)
+
+
 def _retry(chat: Chat, argument: str) -> None:
     if not chat.turns:
         note("(there is nothing to answer again)")
         return
-    exchange = chat.turns[-2:]
+    exchange, answered = chat.turns[-2:], False
     del chat.turns[-2:]
-    length = len(chat.turns)
     try:
-        _answer(chat, exchange[0]["content"])
+        answered = _answer(chat, exchange[0]["content"])
     finally:
-        if len(chat.turns) == length:  # no answer came: keep the old one
+        if not answered:
             chat.turns += exchange
 
 
@@ -333,6 +397,7 @@ _COMMANDS: Mapping[str, _Command] = {
     "clear": _Command(_reset, "", "the same as /reset"),
     "system": _Command(_system, "TEXT", "set the system message; none removes it, no text shows it"),
     "undo": _Command(_undo, "", "forget the last message and its answer"),
+    "drop": _Command(_drop, "N", "forget the N oldest exchanges, by default one, to make room in the context"),
     "retry": _Command(_retry, "", "answer the last message again"),
     "stats": _Command(_stats, "", "figures of the last answer"),
     "set": _Command(

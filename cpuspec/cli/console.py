@@ -4,11 +4,17 @@ Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrup
 """
 
 import errno
+import io
 import logging
+import os
+import re
+import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -24,31 +30,124 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
+from cpuspec.cli import INTERRUPTED, end_at_once
 from cpuspec.errors import CpuspecError
 
-ERROR, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
+ERROR, BROKEN_PIPE = 1, 141
+
+# What a terminal may obey: C0 without tab and newline, DEL, C1 (ECMA-48).
+_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f"
+_OBEYED = re.compile(f"[{_CONTROL}]")
+# What changes the order of the text around it, besides (Unicode Standard Annex 9, explicit embeddings, overrides and isolates).
+_OBEYED_OR_REORDERED = re.compile(f"[{_CONTROL}\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey written out, as \\x1b: names in files and the network's words are strangers'."""
+    return _OBEYED_OR_REORDERED.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 def emit(text: str) -> None:
-    """Write to stdout and flush. Exits the command where nobody reads on, or where the output cannot be stored."""
-    if sys.stdout is None:
-        note("error: the output cannot be written: stdout is closed")
-        raise typer.Exit(ERROR)
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno in (errno.EPIPE, errno.EINVAL):
-            raise typer.Exit(BROKEN_PIPE) from None
-        note(f"error: the output cannot be written: {error.strerror or error}")
-        raise typer.Exit(ERROR) from None
+    """Write to stdout and flush."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def emit_generated(text: str) -> None:
+    """Write what a model generated: as it is, but on a terminal with control characters written out, lest it be obeyed."""
+    emit(_OBEYED.sub(_escaped, text) if sys.stdout.isatty() else text)
 
 
 def note(text: str) -> None:
-    """A line on stderr. Where stderr is gone, nothing: what matters is on stdout."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+    """A line on stderr."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+class _Stream:
+    """A standard stream that, once a write has failed, answers each with what `lost` made of that: an exception, or None."""
+
+    def __init__(self, stream: TextIO | None, descriptor: int, lost: Callable[[OSError], Exception | None]) -> None:
+        # One that was closed before the start is None. This stands for it, and takes its number, lest a file get it.
+        self._stream = stream or open(os.devnull, encoding="utf-8")  # noqa: SIM115
+        self._descriptor, self._lost = descriptor, lost
+        self._failure: Exception | None = None
+
+    def write(self, text: str) -> int:
+        """Write the text, as TextIO does."""
+        self._do(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._do(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _do(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._descriptor)  # what is still buffered goes there when Python ends
+            os.close(null)
+            self._failure = self._failure or self._lost(error)
+        # Again and again: libraries try a stream with an empty text, and take what is raised for a property of it.
+        if self._failure:
+            raise self._failure
+
+
+@contextmanager
+def guarded_streams() -> Iterator[None]:
+    """Within, output that cannot be written ends the command with an exit code, and notes that cannot be are dropped."""
+    before = sys.stdout, sys.stderr
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks must not end an answer
+    sys.stdout = cast(TextIO, _Stream(sys.stdout, 1, _end_without_output))
+    sys.stderr = cast(TextIO, _Stream(sys.stderr, 2, lambda error: None))
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _end_without_output(error: OSError) -> Exception:
+    if error.errno in (errno.EPIPE, errno.EINVAL):
+        return typer.Exit(BROKEN_PIPE)
+    why = "stdout is closed" if isinstance(error, io.UnsupportedOperation) else error.strerror or error
+    note(f"error: the output cannot be written: {why}")
+    return typer.Exit(ERROR)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, for what must then be tidied up; before and after, it ends the process at once.
+
+    Changes nothing where `main` has not arranged that: in tests, and in a background job, which ignores Ctrl-C.
+    """
+    if signal.getsignal(signal.SIGINT) is not end_at_once:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, end_at_once)
+
+
+def deliver_again(lost: Any) -> None:
+    """A `sys.unraisablehook`: Ctrl-C that a callback of a library has swallowed comes again a moment later."""
+    if lost.exc_type is KeyboardInterrupt:
+        # Not at once, lest it be swallowed, too; and to that thread, which may be waiting.
+        main = threading.main_thread().ident
+        threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 class _Notes(logging.Handler):
@@ -72,7 +171,8 @@ def show_log() -> None:
 def exit_codes() -> Iterator[None]:
     """Turn what goes wrong in a command into one line on stderr and an exit code, never a traceback."""
     try:
-        yield
+        with interruptible():
+            yield
     except CpuspecError as error:
         note(f"error: {error}")
         raise typer.Exit(ERROR) from None
@@ -95,7 +195,7 @@ def busy(what: str) -> Iterator[None]:
     console = stderr_console()
     with ExitStack() as stack:
         if _is_live(console):
-            stack.enter_context(console.status(what))
+            stack.enter_context(console.status(printable(what)))
         yield
 
 
@@ -103,7 +203,7 @@ class FetchProgress:
     """Tells how far a download is: a bar on a terminal, a line for each new thing elsewhere. Nothing if nothing is fetched."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name = printable(name)
         self._console = stderr_console()
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -118,6 +218,7 @@ class FetchProgress:
 
     def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
         """What `cpuspec.checkpoints.download.Progress` asks for."""
+        what = printable(what)
         if not _is_live(self._console):
             if what != self._last:
                 note(f"fetching {self._name}: {what} ({size(done_bytes)} of {size(total_bytes)})")
@@ -181,13 +282,13 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         right = name.endswith(">")
         table.add_column(name.rstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=1000)
-    with console.capture() as captured:
-        console.print(table)
-    emit("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
+        table.add_row(*map(printable, row))
+    terminal = Console()
+    # Into a text first: what cannot be written is for `emit` to tell.
+    out = io.StringIO()
+    console = Console(file=out, highlight=False, markup=False, width=terminal.width if terminal.is_terminal else 1000)
+    console.print(table)
+    emit("".join(line.rstrip() + "\n" for line in out.getvalue().splitlines()))
 
 
 def size(num_bytes: float) -> str:

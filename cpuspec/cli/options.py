@@ -9,6 +9,7 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend
+from cpuspec.checkpoints.recipes import known_names
 from cpuspec.config import ACTIVATIONS, DTYPES, EngineConfig, SamplingParams, SpecConfig
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import KV_FORMATS, get_kv_format
@@ -59,7 +60,18 @@ MODEL_HELP = (
 )
 _SAMPLING, _RUNNING = "Sampling", "Running"
 
-Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP)]
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models and chains for a shell to complete with; it adds files by itself."""
+    try:
+        known = known_names()
+    except ConfigError:  # a recipe that cannot be read is told when it is used
+        return []
+    return [name for name in known if name.startswith(incomplete)]
+
+
+Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
 Draft = Annotated[
     str | None,
     typer.Option(
