@@ -1,7 +1,7 @@
 """What every file in `results/` begins with: what was run, when, on what, how busy that was. Then come a benchmark's own figures.
 
 A benchmark that compares engines has them as `figures`: {figure with its unit: {engine: spread}}. `tools/make_readme_tables.py`
-makes README's table from these files. No path of a machine gets into them, and no name of one.
+makes the table in `benchmarks/README.md` from these files. No path of a machine gets into them, and no name of one.
 """
 
 import json

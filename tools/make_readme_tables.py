@@ -1,7 +1,7 @@
-"""README's table of measurements, made from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
+"""Make the table in `benchmarks/README.md` from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
 
-    python tools/make_readme_tables.py            rewrite what stands between README's markers
-    python tools/make_readme_tables.py --check    exit 1 if README is not what the results say
+    python tools/make_readme_tables.py            rewrite the text between the markers
+    python tools/make_readme_tables.py --check    exit 1 if that text is not what the results say
 
 What every file holds is told in `benchmarks/record.py`. Where two files have one figure of a model, the newer one counts.
 """
@@ -18,6 +18,7 @@ from cpuspec.evaluate.statistics import mean_ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "benchmarks" / "README.md"
 START, END = "<!-- made by tools/make_readme_tables.py -->", "<!-- end of what is made -->"
 
 OWN = "cpuspec"
@@ -29,17 +30,18 @@ Cell = Callable[[Result], str | None]  # what a file says in a row of the table;
 
 def main() -> int:
     """The command line described at the top of this file; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make README's table of measurements from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="only say whether README is what the results say")
+    parser = argparse.ArgumentParser(description="Make the table in benchmarks/README.md from benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="only say whether the table is what the results say")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    before = readme.read_text("utf-8")
+    before = README.read_text("utf-8")
     after = with_tables(before, read_results(RESULTS))
     if arguments.check:
         if before != after:
-            print("README.md is not what benchmarks/results says: run python tools/make_readme_tables.py", file=sys.stderr)
+            print(
+                "benchmarks/README.md is not what benchmarks/results says: run python tools/make_readme_tables.py", file=sys.stderr
+            )
         return before != after
-    readme.write_text(after, "utf-8")
+    README.write_text(after, "utf-8")
     return 0
 
 
@@ -50,7 +52,7 @@ def read_results(directory: Path) -> dict[str, Result]:
 
 
 def with_tables(readme: str, results: Mapping[str, Result]) -> str:
-    """README with what the results say between its markers. Raises ValueError unless it has both, once."""
+    """The text of a README with what the results say between its markers. Raises ValueError unless it has both, once."""
     if (readme.count(START), readme.count(END)) != (1, 1):
         raise ValueError(f"README needs one line {START} and, after it, one line {END}")
     before, _, rest = readme.partition(START)

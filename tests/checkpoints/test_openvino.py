@@ -242,8 +242,8 @@ WANTED = {
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("quantization", OPTIMUM)
 def test_an_exported_model_means_what_optimum_intel_computes(tmp_path: Path, architecture: str, quantization: str) -> None:
-    pytest.importorskip("openvino", reason="OpenVINO has an environment of its own, see README")
-    intel = pytest.importorskip("optimum.intel", reason="optimum-intel has an environment of its own, see README")
+    pytest.importorskip("openvino", reason="OpenVINO has its own environment, see cpuspec/backends/README.md")
+    intel = pytest.importorskip("optimum.intel", reason="optimum-intel has its own environment, see cpuspec/backends/README.md")
     import torch
 
     source = make_tiny_hf(tmp_path / "source", architecture=architecture, dtype="f16", tied=architecture == "llama", num_layers=1)

@@ -13,7 +13,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.spec.user import UserProposer, is_import_path
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 
-README = (Path(cpuspec.__file__).parents[1] / "README.md").read_text("utf-8")
+README = (Path(cpuspec.__file__).parent / "spec" / "README.md").read_text("utf-8")
 (GOOD,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Echo" in code)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 

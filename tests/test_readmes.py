@@ -1,0 +1,84 @@
+"""The README files tell the truth where a test can see it: links, commands, options, draft specs, headline figures."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+import cpuspec
+from cpuspec.cli.app import app
+from cpuspec.config import SpecConfig
+from cpuspec.spec.levels import check_spec
+
+ROOT = Path(cpuspec.__file__).parents[1]
+DIRECTORIES = (".", "benchmarks", "models", "cpuspec", "cpuspec/backends", "cpuspec/kernels", "cpuspec/spec")
+READMES = tuple(Path(directory, "README.md") for directory in DIRECTORIES)
+TEXTS = {str(path): (ROOT / path).read_text("utf-8") for path in READMES}
+
+
+def fenced(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def section(text: str, title: str) -> str:
+    return text.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def commands() -> Iterator[list[str]]:
+    """The cpuspec commands of all examples, without the name."""
+    for text in TEXTS.values():
+        for line in "\n".join(fenced(text, "sh")).splitlines():
+            words = shlex.split(line, comments=True)
+            for at, word in enumerate(words):
+                if word in ("cpuspec", ".venv/bin/cpuspec"):
+                    yield words[at + 1 :]
+
+
+def draft_specs() -> Iterator[str]:
+    """The specs of all examples; words in capitals are places to fill in."""
+    for text in TEXTS.values():
+        for spec in re.findall(r"--draft ([^\s`]+)", text):
+            if not re.search(r"[A-Z]{2}", spec) and ".py:" not in spec:
+                yield spec
+    for text, title in ((TEXTS["README.md"], "Drafts in a minute"), (TEXTS["cpuspec/spec/README.md"], "Specs")):
+        for line in section(text, title).splitlines():
+            if line.startswith("| `"):
+                yield from re.findall(r"`([a-z][^`]*)`", line.split(" | ")[0])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_to_files_and_headings(name: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", TEXTS[name]):
+        path, _, heading = target.partition("#")
+        found = (ROOT / name).parent / path
+        assert found.exists(), f"{name} links to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", found.read_text("utf-8"), re.MULTILINE)
+            assert heading in {one.lower().replace(" ", "-") for one in headings}, f"{name} links to {target}"
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_commands_have_the_options_that_examples_use(words: list[str]) -> None:
+    group = typer.main.get_command(app)
+    command = group.commands[words[0]]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    used = {word.partition("=")[0] for word in words[1:] if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
+    assert used <= known
+
+
+@pytest.mark.parametrize("spec", sorted(set(draft_specs())))
+def test_draft_specs_of_examples_are_understood(spec: str) -> None:
+    check_spec(SpecConfig.parse(spec))
+
+
+def test_headline_figures_are_those_of_the_measurements() -> None:
+    figures = re.findall(r"\*\*([^*]*\d[^*]*)\*\*", TEXTS["README.md"].split("\n## ", 1)[0])
+    assert len(figures) >= 5
+    assert [figure for figure in figures if f" {figure} " not in TEXTS["benchmarks/README.md"]] == []
+
+
+def test_the_first_page_takes_five_minutes() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 150, "depth belongs into the README files of the packages and of benchmarks"
