@@ -82,6 +82,8 @@ _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")  # what "surrogateescape" makes 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONGEST_PIECE = 1024
 _MOST_TOKENS = 1 << 24
+_ORDINARY_GROWTH = 4  # bytes of a character; where steps of a file make more of it, a text may become _MOST_GROWN characters
+_MOST_GROWN = 1 << 22
 _SPACE = "▁"
 
 
@@ -679,12 +681,19 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
                 library = LibraryTokenizer.from_str(steps[-1])
                 library.model = model
                 library.add_tokens(whole)
-                cores[steps[-1]] = _library_core(library)
+                cores[steps[-1]] = _library_core(library, read.growth)
     return cores[steps[0]], cores[steps[1]], cores[steps[2]]
 
 
-def _library_core(library: "tokenizers.Tokenizer") -> Core:
-    return lambda text: library.encode(text, add_special_tokens=False).ids
+def _library_core(library: "tokenizers.Tokenizer", growth: float) -> Core:
+    def encode(text: str) -> list[int]:
+        if growth > _ORDINARY_GROWTH and len(text) * growth > _MOST_GROWN:
+            raise TokenizerError(
+                f"it has {len(text)} characters, and the tokenizer's file may make {growth:.0f} of each; shorten it"
+            )
+        return library.encode(text, add_special_tokens=False).ids
+
+    return encode
 
 
 def _special_texts(files: HfTokenizerFiles, config: dict[str, Any]) -> dict[str, str]:

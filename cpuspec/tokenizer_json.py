@@ -72,6 +72,7 @@ class TokenizerJson:
     ignore_merges: bool
     normalizer: list[dict[str, Any]]
     pre_tokenizer: list[dict[str, Any]]
+    growth: float  # characters that these steps may make of one
     byte_level: bool  # pieces spell bytes in GPT-2's alphabet; else words with ▁ for a space
     strips_first_space: bool
     prefix: tuple[int, ...]
@@ -164,7 +165,7 @@ def _read(data: dict[str, Any]) -> TokenizerJson:
         raise TokenizerError(f"unk_token is {quoted(unk_token)}; wanted a text")
     normalizer = _steps(data, "normalizer", "normalizers")
     pre_tokenizer = [_without_legacy(step) for step in _steps(data, "pre_tokenizer", "pretokenizers")]
-    _check_growth(normalizer, pre_tokenizer)
+    growth = _growth(normalizer, pre_tokenizer)
     byte_level, strips = _read_decoder(data)
     prefix, suffix = _read_around(data, len(tokens))
     return TokenizerJson(
@@ -178,6 +179,7 @@ def _read(data: dict[str, Any]) -> TokenizerJson:
         ignore_merges=_flag(model, "ignore_merges"),
         normalizer=normalizer,
         pre_tokenizer=pre_tokenizer,
+        growth=growth,
         byte_level=byte_level,
         strips_first_space=strips,
         prefix=prefix,
@@ -283,8 +285,8 @@ def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Metaspace", "replacement": step.get("replacement"), "prepend_scheme": scheme, "split": split}
 
 
-def _check_growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]]) -> None:
-    """Refuse steps that together may make too long a text of a short one, or search it too long."""
+def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]]) -> float:
+    """How many characters steps together may make of one. Refuses too many, and steps that may search a text too long."""
     growth = 1.0
     for name, known, steps in (("normalizer", _NORMALIZERS, normalizer), ("pre_tokenizer", _PRE_TOKENIZERS, pre_tokenizer)):
         for step in steps:
@@ -305,6 +307,7 @@ def _check_growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str
                 raise TokenizerError(f"a FixedLength step has the length {quoted(step.get('length'))}; wanted at least 1")
     if growth > _MOST_GROWTH:
         raise TokenizerError(f"its steps may make {growth:.0f} characters of one; at most {_MOST_GROWTH} are made")
+    return growth
 
 
 def _min_match(step: dict[str, Any], name: str) -> int:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpuspec import byte_pairs
+from cpuspec import tokenizer as tokenizer_module
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
@@ -796,6 +797,17 @@ def test_a_hostile_tokenizer_json_is_refused_before_it_meets_a_text(tmp_path: Pa
         make(make_hf(tmp_path, **changes))
 
 
+def test_a_text_grows_into_so_many_characters_at_most(tmp_path: Path, monkeypatch) -> None:
+    """And an ordinary file's text may have any length."""
+    monkeypatch.setattr(tokenizer_module, "_MOST_GROWN", 10_000)
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 15}
+    tokenizer = make(make_hf(tmp_path, normalizer=grow))
+    assert tokenizer.encode("a" * 100) == slow_encode("b" * 1500, "qwen2")
+    with pytest.raises(TokenizerError, match="may make 60 of each"):
+        tokenizer.encode("a" * 1000)
+    assert len(make(make_hf(tmp_path)).encode("1" * 20_000)) == 20_000
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -882,7 +894,7 @@ def test_a_message_quotes_little_of_a_gguf_file_and_no_control_characters(change
         {"model": {"type": "BPE", "vocab": {SHOUT: 0, SHOUT + "y": 0}}},
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [[SHOUT, "a"]]}, "added_tokens": []},
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [SHOUT]}, "added_tokens": []},
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": {SHOUT: [[[SHOUT] * 9] * 9] * 9}}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": {SHOUT: [[[SHOUT[:1000]] * 9] * 9] * 9}}},
         {"added_tokens": [{"id": 1, "content": SHOUT[:1000]}]},
         {"added_tokens": [{"id": SHOUT, "content": "x"}]},
         {"normalizer": {"type": SHOUT}},
