@@ -184,8 +184,12 @@ def _chains(step: Callable[[Any, Any], Any], typ: Any) -> Any:
             with cgutils.for_range(builder, arguments[0]):
                 for total in totals:
                     builder.store(step(builder, builder.load(total)), total)
-            for total in totals:  # used, so not removed
-                builder.asm(ir.FunctionType(ir.VoidType(), [typ]), "", "v", [builder.load(total)], True)
+            for total in totals:  # used, so not removed; in halves, which every processor has registers for
+                value = builder.load(total)
+                for first in (0, simd.LANES // 2):
+                    lanes = ir.Constant(ir.VectorType(ir.IntType(32), simd.LANES // 2), list(range(first, first + simd.LANES // 2)))
+                    half = builder.shuffle_vector(value, ir.Constant(typ, ir.Undefined), lanes)
+                    builder.asm(ir.FunctionType(ir.VoidType(), [half.type]), "", "x", [half], True)
             return context.get_dummy_value()
 
         return types.void(times), codegen
