@@ -1,8 +1,8 @@
-"""How far a regular expression of somebody's file may backtrack, told from the pattern before it meets a text.
+"""Bounds how far a file's regular expression may backtrack, from the pattern alone, before it meets a text.
 
-Oniguruma, which the `tokenizers` library splits text with, backtracks without a limit: `(a+)+b` takes 2**n steps on n letters, and
-`.*b` n**2 on a text without a b. Patterns of real tokenizers do neither; this module refuses the others. Knows nothing of tokens.
-Syntax: Oniguruma's doc/RE.
+The `tokenizers` library splits text with Oniguruma, which backtracks without a limit: `(a+)+b` takes 2**n steps on n letters, and
+`.*b` takes n**2 on a text without a b. Patterns of real tokenizers do neither; this module refuses those that may. Knows nothing of
+tokens. The syntax is that of Oniguruma's doc/RE.
 """
 
 import re

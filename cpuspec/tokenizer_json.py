@@ -1,8 +1,8 @@
-"""Reads a Hugging Face tokenizer.json, and the files beside it, as a stranger's: what is obeyed is taken out by name and by type.
+"""Reads a Hugging Face tokenizer.json, and the files beside it, and trusts nothing in them: every field is read by name and type.
 
-What would change a text's ids from call to call or cut them (`truncation`, `padding`, `dropout`) is left behind, as `transformers`
-does. What could make a text grow without bound, or a pattern backtrack without end, is refused. Knows files and their fields, makes
-no tokenizer.
+Fields that serve training are ignored: `truncation` and `padding`, which `transformers` resets too, and `dropout`, which would make
+ids random. Steps that could make a text grow without bound, and patterns that could backtrack without end, are refused. Knows files
+and their fields, makes no tokenizer.
 """
 
 import base64
@@ -85,18 +85,18 @@ _short.maxlevel = 2
 
 
 def quoted(value: Any) -> str:
-    """Some 80 characters of a value out of a file, control characters escaped, for a message."""
+    """A value of a file, for a message: cut to some 80 characters, with control characters escaped."""
     text = _short.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
 
 def said(error: BaseException) -> str:
-    """What another library says of a file, which it may quote: at most 200 characters, control characters escaped."""
+    """Another library's message, which may quote a file: cut to 200 characters, with control characters escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(error)[:200])
 
 
 def read_text(path: Path) -> str:
-    """What a file holds. Raises TokenizerError for anything but a regular file of UTF-8, 64 MiB at most; it is not opened then."""
+    """The text of a regular file of UTF-8, 64 MiB at most. Raises TokenizerError for any other, without opening it."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -113,7 +113,7 @@ def read_text(path: Path) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Whether anything is there, though it be no file. Raises TokenizerError where that cannot be told."""
+    """Whether the path exists, be it a file, a pipe or a link to nothing. Raises TokenizerError where that cannot be told."""
     try:
         path.lstat()
     except FileNotFoundError:
