@@ -20,6 +20,8 @@ I64 = NDArray[np.int64]
 
 _GROUPS = 2048  # of a vocabulary, where the largest of each is found first
 _NOTHING = 1e-9  # of the weight of the best token: what all tokens together may have that top-p does not look at
+_SMALLEST = 5e-324  # above zero
+_LOWEST = -3e38  # nearly: what float32 still has
 _BLOCK = 256  # values of which the sum is taken before they are looked at one by one
 
 
@@ -96,6 +98,7 @@ class TokenHistory:
         return np.concatenate([self._prompt_ids, ids]), ids, counts
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> NDArray[Any]:
     """Logits [V] after bias and penalties: in float64, or as they are where nothing changes them.
 
@@ -103,41 +106,52 @@ def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead:
     multiplies negative logits of every token seen (arXiv 1909.05858, section 4.1); frequency and presence subtract for
     generated tokens only. Raises BackendError for NaN or infinite logits and ConfigError where bias and penalties leave no token.
     """
-    if not np.isfinite(logits.max()):
+    return _processed(logits, params, history, ahead)[0]
+
+
+def _processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int]) -> tuple[NDArray[Any], Any]:
+    """The same, and its largest."""
+    best = logits.max()
+    if not math.isfinite(best):
         raise _not_finite(logits)
     if params.keeps_order:
-        return logits
-    x, bias = logits.astype(np.float64), params.logit_bias
-    x[np.fromiter(bias.keys(), np.int64, len(bias))] += np.fromiter(bias.values(), np.float64, len(bias))
+        return logits, best
+    x, bias, penalty = logits.astype(np.float64), params.logit_bias, params.repetition_penalty
+    if bias:
+        x[np.fromiter(bias.keys(), np.int64, len(bias))] += np.fromiter(bias.values(), np.float64, len(bias))
     seen, generated, counts = history.counts(ahead)
-    with np.errstate(over="ignore", invalid="ignore"):
-        x[seen] = np.where(x[seen] > 0, x[seen] / params.repetition_penalty, x[seen] * params.repetition_penalty)
+    if penalty != 1:
+        had = x[seen]
+        x[seen] = np.where(had > 0, had / penalty, had * penalty)
+    if params.frequency_penalty or params.presence_penalty:
         x[generated] -= params.frequency_penalty * counts + params.presence_penalty
-    if not np.isfinite(x.max()):
+    best = x.max()
+    if not math.isfinite(best):
         raise ConfigError("logit_bias and penalties leave no token with a finite logit; forbid fewer tokens or use smaller numbers")
-    return x
+    return x, best
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def distribution(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> Row:
     """Probabilities [V] of the next token; greedy is a point mass on the argmax. Arguments and errors as in `processed`.
 
     Ties at the edge of top-k and top-p go to the lower id. Top-p looks at the renormalised distribution that top-k leaves
     and keeps the fewest tokens that reach it. Probabilities are float64, and computed for those tokens only that may be kept.
     """
-    x = processed(logits, params, history, ahead)
-    size, best = len(x), x.max()
+    x, best = _processed(logits, params, history, ahead)
+    size = len(x)
     if params.greedy:
         return SparseRow(np.array([argmax(x)]), np.ones(1), size)
     if 0 < params.top_k < size:
         kept = _largest(x, params.top_k)
     elif params.min_p or params.top_p < 1:
-        kept = np.flatnonzero(x >= _bound(best, params.temperature, params.min_p or _NOTHING / size))
+        kept = (x >= _bound(best, params.temperature, params.min_p or _NOTHING / size)).nonzero()[0]
     else:
         weights = _weights(x, best, params.temperature, None if x is logits else x)
         weights /= weights.sum()
         return weights
     weights = _weights(x[kept], best, params.temperature)
-    inside = np.flatnonzero((weights > 0) & (weights >= params.min_p))
+    inside = (weights >= (params.min_p or _SMALLEST)).nonzero()[0]
     kept, weights = kept[inside], weights[inside]
     if params.top_p < 1:
         inside = _nucleus(weights, params.top_p)
@@ -225,16 +239,14 @@ def logprobs(logits: F32, token: int, num_top: int) -> TokenLogprobs:
 def _weights(x: NDArray[Any], best: Any, temperature: float, out: F64 | None = None) -> F64:
     """exp((x - best) / temperature): the best token's weight is 1. out: where they may be written, x itself for one."""
     weights: F64 = np.subtract(x, best, out=out, dtype=np.float64)
-    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, which is what it asks for
-        weights /= temperature
+    weights /= temperature  # a tiny temperature sends all but the best to -inf, which is what it asks for
     return np.exp(weights, out=weights)
 
 
-def _bound(best: Any, temperature: float, weight: float) -> Any:
-    """A logit below which no token has this weight, and few above lack it."""
-    with np.errstate(over="ignore"):
-        bound = best.dtype.type(float(best) + temperature * (math.log(weight) - 1e-6))
-    return np.nextafter(bound, bound.dtype.type(-np.inf))
+def _bound(best: Any, temperature: float, weight: float) -> float:
+    """A logit below which no token has this weight, and few above lack it: lower by more than what float32 rounds."""
+    best, below = float(best), temperature * math.log(weight)
+    return max(best + below - 1e-6 * (1 + abs(best) - below), _LOWEST)
 
 
 def _largest(x: NDArray[Any], k: int) -> I64:
@@ -245,20 +257,28 @@ def _largest(x: NDArray[Any], k: int) -> I64:
         groups = x[: len(x) // _GROUPS * _GROUPS].reshape(-1, _GROUPS).max(axis=0)
         likely = np.flatnonzero(x >= np.partition(groups, _GROUPS - k)[_GROUPS - k])
         x = x[likely]
-    edge = np.partition(x, len(x) - k)[len(x) - k]
-    above = np.flatnonzero(x > edge)
-    largest = np.sort(np.concatenate([above, np.flatnonzero(x == edge)[: k - len(above)]]))
+    largest = _down_to(np.partition(x, len(x) - k)[len(x) - k], x, k)
     return largest if likely is None else likely[largest]
+
+
+def _down_to(edge: Any, x: NDArray[Any], k: int) -> I64:
+    """Ids of the k largest, the smallest of which is `edge`, rising; ties at the edge go to the lower id."""
+    largest: I64 = (x >= edge).nonzero()[0]
+    surplus = len(largest) - k
+    if surplus:
+        largest = np.delete(largest, (x[largest] == edge).nonzero()[0][-surplus:])
+    return largest
 
 
 def _nucleus(weights: F64, top_p: float) -> I64:
     """Indices of the fewest largest weights whose share reaches `top_p`, rising; ties at the edge go to the lower one."""
     total = weights.sum()
     # All weights under this bound together hold less than 1 - top_p, so the nucleus is among the others: no full sort.
-    likely = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
-    falling = np.sort(weights[likely])[::-1]
-    size = int(np.searchsorted(np.cumsum(falling), top_p * total, side="left")) + 1
-    return likely[_largest(weights[likely], min(size, len(likely)))]
+    likely = (weights >= (1 - top_p) * total / len(weights)).nonzero()[0]
+    weights = weights[likely]
+    falling = np.sort(weights)[::-1]
+    size = min(int(falling.cumsum().searchsorted(top_p * total)) + 1, len(likely))
+    return likely[_down_to(falling[size - 1], weights, size)]
 
 
 def _probs_of(row: Row, ids: I64) -> NDArray[Any]:
