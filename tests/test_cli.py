@@ -671,10 +671,11 @@ def test_generated_text_is_written_out_on_a_terminal_and_left_alone_in_a_pipe(
 
 
 def test_a_shell_completes_names_of_models() -> None:
-    environment = {**os.environ, "_CPUSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "cpuspec generate -m smol", "COMP_CWORD": "3"}
+    typed = {"COMP_WORDS": "cpuspec generate -m smollm2-1", "COMP_CWORD": "3"}
+    environment = {**os.environ, "_CPUSPEC_COMPLETE": "complete_bash", **typed}
     with started(env=environment) as process:
         shown, _ = process.communicate()
-    assert shown == b"smollm2-135m-instruct\n"
+    assert shown.split() == [b"smollm2-1.7b-fast", b"smollm2-1.7b-instruct", b"smollm2-135m-instruct"]
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(model: str, tmp_path: Path) -> None:

@@ -63,11 +63,7 @@ _SAMPLING, _RUNNING = "Sampling", "Running"
 
 def complete_model(incomplete: str) -> list[str]:
     """Names of models and chains for a shell to complete with; it adds files by itself."""
-    try:
-        known = known_names()
-    except ConfigError:  # a recipe that cannot be read is told when it is used
-        return []
-    return [name for name in known if name.startswith(incomplete)]
+    return [name for name in known_names() if name.startswith(incomplete)]
 
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
