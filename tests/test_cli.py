@@ -261,6 +261,7 @@ def test_a_sampled_answer_says_how_it_can_be_repeated(opinionated: str) -> None:
     assert "sampled at temperature 0.9, top-p 0.8 (model's own), seed 7" in said
     assert "temperature 0.5, top-p 0.8 (model's own top-p), seed" in run(*options, "--temperature", "0.5").stderr
     assert "| greedy | cut off" in run(*options, "--temperature", "0").stderr
+    assert "| greedy, presence penalty 0.5 | cut off" in run(*options, "--temperature", "0", "--presence-penalty", "0.5").stderr
     assert run(*options).stderr.count("warning: ") == run(*options, "--verify-exact").stderr.count("warning: ") == 1
 
 
@@ -529,6 +530,7 @@ def test_an_endless_prompt_is_refused(model: str) -> None:
         (("chat", "-m", "smollm2-135m-instrct"), "did you mean smollm2-135m-instruct?"),
         (("generate", "hello", "-m", "smolm2"), "did you mean smollm2-135m-instruct or "),
         (("generate", "hello", "-m", "some/one:Q4_K_M"), "some/one:Q4_K_M is not in huggingface_hub's cache and CPUSPEC_OFFLINE"),
+        (("generate", "hello", "-m", "x" * 5000), "no model is called"),
         (("inspect", "no-such-model"), "no model is called"),
         (("bench", "no-such-model"), "no model is called"),
         (("pull", "no-such-model"), "no model is called"),

@@ -100,10 +100,10 @@ def describe_params(params: SamplingParams) -> dict[str, Any]:
 
 def describe_sampling(params: SamplingParams, defaults: SamplingDefaults) -> str:
     """How tokens were chosen, and which of the settings are the model's own, as `sampled at temperature 0.2 (model's own)`."""
-    names = [name for name in SAMPLING_FIELDS if not params.greedy or name == "repetition_penalty"]
+    names = [name for name in (*SAMPLING_FIELDS, "presence_penalty", "frequency_penalty") if not params.greedy or "penalty" in name]
     used = [name for name in names if getattr(params, name) != getattr(SamplingParams, name)]
-    own = [name for name in used if getattr(params, name) == getattr(defaults, name)]
-    shown = [f"{_spoken(name)} {getattr(params, name):g}" for name in used]
+    own = [name for name in used if getattr(params, name) == defaults.fields().get(name)]
+    shown = [f"{_spoken(name)} {getattr(params, name)}" for name in used]
     text = ", ".join(["greedy", *shown]) if params.greedy else f"sampled at {', '.join(shown)}"
     if own:
         which = [] if own == used else [", ".join(map(_spoken, own))]

@@ -176,6 +176,10 @@ def exit_codes() -> Iterator[None]:
     except CpuspecError as error:
         note(f"error: {error}")
         raise typer.Exit(ERROR) from None
+    except OSError as error:  # a name that no file can have, a disk that fails
+        name = f"{str(error.filename)[:200]}: " if error.filename else ""
+        note(f"error: {name}{error.strerror or error}")
+        raise typer.Exit(ERROR) from None
     except MemoryError:
         note("error: not enough memory; use a smaller model or a smaller --context-length")
         raise typer.Exit(ERROR) from None
