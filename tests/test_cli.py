@@ -605,11 +605,13 @@ def test_a_full_disk_is_an_error(model: str) -> None:
     [("models",), ("models", "--json"), ("--help",), ("--version",), ("generate", "--help"), ("--show-completion", "bash"), ()],
 )
 def test_output_that_cannot_be_written_is_one_line_whatever_is_printed(arguments: tuple[str, ...]) -> None:
-    with Path("/dev/full").open("wb") as full, started(*arguments, stdout=full) as process:
+    # Typer asks which shell it was started by, which may be one that it does not know.
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    with Path("/dev/full").open("wb") as full, started(*arguments, stdout=full, env=environment) as process:
         _, errors = process.communicate()
     assert process.returncode == 1
     assert re.fullmatch(rb"error: the output cannot be written: No space left on device\n", errors)
-    with started(*arguments, stdout=None, preexec_fn=lambda: os.close(1)) as process:
+    with started(*arguments, stdout=None, env=environment, preexec_fn=lambda: os.close(1)) as process:
         _, errors = process.communicate()
     assert process.returncode == 1
     assert errors == b"error: the output cannot be written: stdout is closed\n"
