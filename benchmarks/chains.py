@@ -39,6 +39,7 @@ from record import Rounds, record, save, say
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import SamplingParams, SpecConfig
+from cpuspec.engine.assemble import check_spec
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
@@ -47,7 +48,6 @@ from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
 from cpuspec.formats import get_format
 from cpuspec.metrics import LevelCounters
 from cpuspec.quantize.cast import cast
-from cpuspec.spec.levels import check_spec
 from cpuspec.tokenizer import make_tokenizer
 
 _NO_REPEATS, _MORE_THAN_ANY_LOGIT = "no repeats", 1e4

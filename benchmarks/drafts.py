@@ -23,10 +23,10 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
+from cpuspec.engine.own_weights import make_self_draft, make_skip_draft
 from cpuspec.evaluate.quality import top_tokens
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
-from cpuspec.spec.own_weights import make_self_draft, make_skip_draft
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 DEPTH = 256  # tokens of context when forwards are timed

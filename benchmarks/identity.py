@@ -20,10 +20,10 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.engine.assemble import MODELS
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.prompts import prompt_ids, read_prompts
-from cpuspec.spec.levels import MODELS
-from cpuspec.spec.vocab import same_tokens
+from cpuspec.speculation.drafters.vocab import same_tokens
 from cpuspec.tokenizer import make_tokenizer
 
 # Every kind of drafter, and chains of them; OTHER is the draft model that is given, whose vocabulary is not the target's.

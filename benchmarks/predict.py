@@ -4,7 +4,7 @@
 
 What depends on the machine is measured: the seconds of a forward by its rows, of every model. What depends on the texts is given:
 how often a drafted token is accepted, at every level alike. So weights may be random ones of the right shape. Lengths and speed-ups
-over plain decoding are the best of the closed form in `cpuspec/spec/planner.py`, level by level from the cheapest.
+over plain decoding are the best of the closed form in `cpuspec/speculation/planner/planner.py`, level by level from the cheapest.
 """
 
 from contextlib import closing
@@ -20,8 +20,8 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
-from cpuspec.spec.costs import Costs, measure_costs
-from cpuspec.spec.planner import best_chain
+from cpuspec.speculation.planner.costs import Costs, measure_costs
+from cpuspec.speculation.planner.planner import best_chain
 
 ACCEPTANCES = [0.6, 0.7, 0.75, 0.8, 0.9]
 

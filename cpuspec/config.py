@@ -398,7 +398,7 @@ class SpecConfig:
     def parse(text: str) -> "SpecConfig":
         """Read what `--draft` takes, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`.
 
-        Names are checked where drafters are known (`cpuspec.spec.levels`). Raises ConfigError on bad grammar.
+        Names are checked where drafters are known (`cpuspec.engine.assemble`). Raises ConfigError on bad grammar.
         """
         return SpecConfig() if text.strip() in ("", "none") else SpecConfig.read(text.split(","))
 

@@ -16,7 +16,7 @@ from cpuspec.config import ModelConfig, SamplingParams
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.sampling import TokenHistory, dense, distribution, sample
-from cpuspec.spec.draft import Draft
+from cpuspec.speculation.draft import Draft
 
 
 class ToyBackend:

@@ -33,13 +33,13 @@ from cpuspec.cli.app import app
 from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
 from cpuspec.config import EngineConfig, SamplingDefaults
+from cpuspec.engine.assemble import MODELS, SOURCES
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
 from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
-from cpuspec.spec.levels import MODELS, SOURCES
 from tests.processes import HANG_S, interruptible_children, started, wait_for
 from tests.stand_in_hub import COMMIT, Repository, StandInHub, running
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf

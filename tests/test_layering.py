@@ -28,7 +28,7 @@ LAYERS = (
     ("sampling",),
     ("sequence",),
     ("metrics",),
-    ("spec",),
+    ("speculation",),
     ("engine",),
     ("evaluate",),
     ("",),

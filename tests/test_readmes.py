@@ -11,10 +11,10 @@ import typer
 import cpuspec
 from cpuspec.cli.app import app
 from cpuspec.config import SpecConfig
-from cpuspec.spec.levels import check_spec
+from cpuspec.engine.assemble import check_spec
 
 ROOT = Path(cpuspec.__file__).parents[1]
-DIRECTORIES = (".", "benchmarks", "models", "cpuspec", "cpuspec/backends", "cpuspec/kernels", "cpuspec/spec")
+DIRECTORIES = (".", "benchmarks", "models", "cpuspec", "cpuspec/backends", "cpuspec/kernels", "cpuspec/speculation")
 READMES = tuple(Path(directory, "README.md") for directory in DIRECTORIES)
 TEXTS = {str(path): (ROOT / path).read_text("utf-8") for path in READMES}
 
@@ -43,7 +43,7 @@ def draft_specs() -> Iterator[str]:
         for spec in re.findall(r"--draft ([^\s`]+)", text):
             if not re.search(r"[A-Z]{2}", spec) and ".py:" not in spec:
                 yield spec
-    for text, title in ((TEXTS["README.md"], "Drafts in a minute"), (TEXTS["cpuspec/spec/README.md"], "Specs")):
+    for text, title in ((TEXTS["README.md"], "Drafts in a minute"), (TEXTS["cpuspec/speculation/README.md"], "Specs")):
         for line in section(text, title).splitlines():
             if line.startswith("| `"):
                 yield from re.findall(r"`([a-z][^`]*)`", line.split(" | ")[0])

@@ -21,9 +21,9 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
+from cpuspec.engine.own_weights import skip_layers
 from cpuspec.evaluate.quality import top_tokens
 from cpuspec.model.batch import ForwardBatch
-from cpuspec.spec.own_weights import skip_layers
 from cpuspec.tokenizer import make_tokenizer
 
 Layers = tuple[int, ...]

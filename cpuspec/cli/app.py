@@ -56,6 +56,7 @@ from cpuspec.cli.reports import (
     verify_model,
 )
 from cpuspec.config import AUTO, EngineConfig, SamplingDefaults, SpecConfig
+from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS
@@ -63,7 +64,6 @@ from cpuspec.evaluate.certify import certify as certify_drafts
 from cpuspec.evaluate.parity import NUM_TOKENS, TOP, WHOLE_ROWS, Limits, ModelIdentity, Run
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.evaluate.speed import Plan, measure_speed
-from cpuspec.spec.levels import draft_models, model_and_spec
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM

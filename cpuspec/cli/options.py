@@ -11,9 +11,9 @@ import typer
 from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend
 from cpuspec.checkpoints.recipes import known_names
 from cpuspec.config import ACTIVATIONS, DTYPES, EngineConfig, SamplingParams, SpecConfig
+from cpuspec.engine.assemble import SOURCES, check_spec
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import KV_FORMATS, get_kv_format
-from cpuspec.spec.levels import SOURCES, check_spec
 
 MAX_PROMPT_BYTES = 64 << 20
 # Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.

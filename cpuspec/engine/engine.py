@@ -16,9 +16,9 @@ from cpuspec.errors import ConfigError
 from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
-from cpuspec.spec.context import Context
-from cpuspec.spec.proposer import Proposer, levels_of
-from cpuspec.spec.round import Round, speculate
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.round import Round, speculate
 from cpuspec.tokenizer import Tokenizer
 
 

@@ -14,16 +14,16 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.recipes import recipe_of
 from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig
+from cpuspec.engine.assemble import Host, check_spec, model_and_spec, prepare
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.engine.shared import SharedEngine
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelMemory, RequestStats
 from cpuspec.sampling import TokenLogprobs
-from cpuspec.spec.context import Context
-from cpuspec.spec.levels import Host, check_spec, model_and_spec, prepare
-from cpuspec.spec.planner import PlannedDrafter, Planner
-from cpuspec.spec.proposer import Proposer, levels_of
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
+from cpuspec.speculation.proposer import Proposer, levels_of
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Message = dict[str, str]

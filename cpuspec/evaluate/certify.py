@@ -31,9 +31,9 @@ from cpuspec.model.batch import F32
 from cpuspec.sampling import TokenHistory, dense, distribution
 from cpuspec.sequence import Sequence as Tokens
 from cpuspec.sequence import shared_prefix
-from cpuspec.spec.context import Context
-from cpuspec.spec.draft import Draft
-from cpuspec.spec.proposer import NullProposer
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.proposer import NullProposer
 from cpuspec.tokenizer import make_tokenizer
 
 PROMPTS: tuple[Prompt, ...] = (

@@ -20,10 +20,10 @@ from cpuspec.formats import FORMATS
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.rope import rope_table
 from cpuspec.sequence import Sequence
-from cpuspec.spec.chain import ChainProposer
-from cpuspec.spec.context import Context
-from cpuspec.spec.proposer import NullProposer, Proposer
-from cpuspec.spec.round import speculate
+from cpuspec.speculation.chain import ChainProposer
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.proposer import NullProposer, Proposer
+from cpuspec.speculation.round import speculate
 from tests.backends.models import every_backend, forward, tiny
 from tests.backends.test_forward import DEPTHS, FAMILIES, PARENTS, TOKENS, TREE, _kl
 

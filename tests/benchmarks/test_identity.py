@@ -9,8 +9,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from cpuspec.config import SpecConfig
+from cpuspec.engine.assemble import MODELS, SOURCES, check_spec
 from cpuspec.engine.llm import LLM
-from cpuspec.spec.levels import MODELS, SOURCES, check_spec
 from tools.make_tiny_model import make_tiny_gguf
 
 

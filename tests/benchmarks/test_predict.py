@@ -8,7 +8,7 @@ import record
 from typer import Typer
 from typer.testing import CliRunner
 
-from cpuspec.spec.costs import Costs
+from cpuspec.speculation.planner.costs import Costs
 from tools.make_tiny_model import make_tiny_gguf
 
 TARGET, DRAFT, CHEAPER = Costs([1, 2], [1.0, 1.1]), Costs([1, 2], [0.2, 0.3]), Costs([1], [0.01])

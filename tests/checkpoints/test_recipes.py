@@ -17,9 +17,9 @@ from cpuspec.checkpoints.recipes import (
     recipe_of,
 )
 from cpuspec.config import ARCHITECTURES, LevelSpec, SpecConfig
+from cpuspec.engine.assemble import check_spec, draft_models, model_and_spec
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
-from cpuspec.spec.levels import check_spec, draft_models, model_and_spec
 
 GOOD = f"""
 name = "tiny"

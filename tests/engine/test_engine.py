@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from cpuspec.config import SamplingParams, SpecConfig
+from cpuspec.engine.assemble import SOURCES
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.statistics import chi_square
 from cpuspec.sampling import argmax
 from cpuspec.sequence import Sequence
-from cpuspec.spec.chain import ChainProposer
-from cpuspec.spec.combine import Combined, first_hit, one_after_another
-from cpuspec.spec.context import Context
-from cpuspec.spec.costs import Costs
-from cpuspec.spec.draft import Draft
-from cpuspec.spec.levels import SOURCES
-from cpuspec.spec.ngram import NgramProposer
-from cpuspec.spec.planner import Planner
-from cpuspec.spec.proposer import NullProposer, Proposer, levels_of
+from cpuspec.speculation.chain import ChainProposer
+from cpuspec.speculation.combine import Combined, first_hit, one_after_another
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.planner.costs import Costs
+from cpuspec.speculation.planner.planner import Planner
+from cpuspec.speculation.proposer import NullProposer, Proposer, levels_of
 from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, plain_greedy, string_probs
 
 VOCAB = 8

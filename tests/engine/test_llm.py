@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
+from cpuspec.engine.assemble import SOURCES
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.spec.levels import SOURCES
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

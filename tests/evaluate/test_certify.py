@@ -14,8 +14,8 @@ from cpuspec.engine.engine import Engine
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import certify as module
 from cpuspec.evaluate.certify import TEMPERATURES, certify, check_greedy, check_sampled, file_identity, plain_rows
-from cpuspec.spec.context import Context
-from cpuspec.spec.proposer import NullProposer
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.proposer import NullProposer
 from cpuspec.tokenizer import make_tokenizer
 from tests.oracles import SampledProposer
 from tools.make_tiny_model import make_tiny_gguf

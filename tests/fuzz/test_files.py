@@ -14,13 +14,13 @@ from cpuspec.checkpoints import packed
 from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.recipes import find_recipe, load_all, read_recipe
 from cpuspec.cli.parity import describe_parity
+from cpuspec.engine.assemble import check_spec, model_and_spec
 from cpuspec.evaluate.parity import Answer, ModelIdentity, Question, Row, Run, compare
 from cpuspec.evaluate.parity_file import read_run, write_run
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import pack
 from cpuspec.metrics import LevelCounters
-from cpuspec.spec import costs
-from cpuspec.spec.levels import check_spec, model_and_spec
+from cpuspec.speculation.planner import costs
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
 from tests.fuzz.test_models import both
 

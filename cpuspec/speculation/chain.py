@@ -1,0 +1,117 @@
+"""A verified pair is a proposer: inner drafts, the context's model verifies, and what stands is distributed as that model.
+
+Nesting makes chains of any depth, after ML-SpecQD (arXiv 2503.13565); over `NullProposer` it is a plain draft model. The pair
+runs the same `speculate()` as the engine, on the sequences themselves, and rewinds them before it hands its draft up.
+"""
+
+from cpuspec.model.batch import F32
+from cpuspec.sampling import Row, confidence
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Cycle, Draft
+from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.round import Round, speculate
+from cpuspec.speculation.verify import Verdict
+
+DEFAULT_NUM_TOKENS = 4
+
+
+class ChainProposer:
+    """Drafts up to `num_tokens` tokens of the context's model, sped up by `inner`.
+
+    The declared rows are the model's own, of the whole path; for greedy requests the tokens are point masses.
+    min_confidence: a draft ends with the first token before which the model gives no token this probability (at temperature 1).
+    That looks at the row and never at the token drawn from it, as exactness demands; after DISCO (arXiv 2405.04304). Inner may
+    have run on from there, and how far is nothing that a seed knows: such a pass draws from numbers of its own.
+    """
+
+    def __init__(
+        self,
+        inner: Proposer,
+        context: Context,
+        name: str = "draft",
+        num_tokens: int = DEFAULT_NUM_TOKENS,
+        min_confidence: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.hidden_layers: tuple[int, ...] = ()
+        self.inner = inner
+        self.context = context
+        self.levels = (*levels_of(inner), self)
+        self.num_tokens = num_tokens
+        self.min_confidence = min_confidence
+
+    def begin(self, seq: Sequence) -> None:
+        """Reserve a slot of the context; the prompt is fed with the first draft."""
+        self.context.acquire(seq)
+        self.inner.begin(seq)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """What the pair generates for each sequence. All advance together; those that have enough drop out."""
+        paths = [
+            _Path(seq, min(limit, self.num_tokens, self._room(seq)), self.min_confidence)
+            for seq, limit in zip(seqs, limits, strict=True)
+        ]
+        while drafting := [path for path in paths if path.num_missing > 0]:
+            # A round yields up to one token more than inner drafted.
+            limits = [path.num_missing - 1 for path in drafting]
+            rounds = speculate(self.context, self.inner, [path.seq for path in drafting], limits)
+            for path, done in zip(drafting, rounds, strict=True):
+                path.cycles += done.cycles
+                path.probs += done.verdict.probs or ()
+                path.cut_where_unsure(done)
+        return [path.retracted(self.name) for path in paths]
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Nothing to do: context and inner follow the sequence's tokens at the next draft."""
+
+    def end(self, seq: Sequence) -> None:
+        """Free the slot."""
+        self.inner.end(seq)
+        self.context.release(seq)
+
+    def _room(self, seq: Sequence) -> int:
+        """How many tokens the context can draft: none once the sequence holds a token that the model has no row for."""
+        num_known = self.context.backend.config.vocab_size
+        if num_known < self.context.vocab_size and max(seq.tokens) >= num_known:
+            return 0
+        return self.context.capacity - len(seq.tokens) + 1  # the last token drafted is never fed
+
+
+class _Path:
+    """A sequence while it runs ahead, and what is needed to declare how it got there."""
+
+    def __init__(self, seq: Sequence, limit: int, min_confidence: float) -> None:
+        self.seq = seq
+        self._min_confidence = min_confidence
+        self._rng = seq.rng
+        if min_confidence and not seq.params.greedy:
+            [seq.rng] = seq.rng.spawn(1)  # takes no draw, and as many children as passes
+        self.probs: list[Row] = []
+        self.cycles: list[Cycle] = []
+        self._start = len(seq.tokens)
+        self._end = self._start + max(limit, 0)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that are still to be drafted."""
+        return self._end - len(self.seq.tokens)
+
+    def cut_where_unsure(self, done: Round) -> None:
+        """End the draft with the first of the newest tokens whose row is unsure."""
+        if not self._min_confidence:
+            return
+        num_new = len(done.verdict.tokens)
+        first = len(self.seq.tokens) - num_new
+        for i in range(num_new):
+            if confidence(done.logits(i)) < self._min_confidence:
+                self._end = first + i + 1
+                return
+
+    def retracted(self, name: str) -> Draft:
+        """Take the tokens back and hand them up as a draft."""
+        tokens = self.seq.tokens[self._start : self._end]
+        self.seq.rewind(self._start)
+        self.seq.rng = self._rng
+        probs = None if self.seq.params.greedy else tuple(self.probs[: len(tokens)])
+        return Draft.chain(tokens, name, probs, tuple(self.cycles))

@@ -1,0 +1,103 @@
+"""Several drafters for one verification: the first that finds something, or each after the other's tokens."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from cpuspec.model.batch import F32
+from cpuspec.sampling import Row, SparseRow
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft, Probs
+from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.verify import Verdict
+
+Rule = Callable[[tuple[Proposer, ...], list[Sequence], list[int]], list[Draft]]
+
+
+class Combined:
+    """Proposers that work for the same verifier. `rule` makes their one draft."""
+
+    def __init__(self, proposers: tuple[Proposer, ...], rule: Rule, name: str) -> None:
+        self.name = name
+        self.hidden_layers = tuple(sorted({layer for proposer in proposers for layer in proposer.hidden_layers}))
+        self.proposers = proposers
+        self.levels = tuple(level for proposer in proposers for level in levels_of(proposer))
+        self._rule = rule
+
+    def begin(self, seq: Sequence) -> None:
+        """Tell all."""
+        for proposer in self.proposers:
+            proposer.begin(seq)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """One draft for each sequence, by the rule."""
+        return self._rule(self.proposers, seqs, limits)
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Tell all, each with the layers that it asked for."""
+        layers = dict(zip(self.hidden_layers, hidden, strict=True))
+        for proposer in self.proposers:
+            proposer.accept(seq, verdict, tuple(layers[layer] for layer in proposer.hidden_layers))
+
+    def end(self, seq: Sequence) -> None:
+        """Tell all."""
+        for proposer in self.proposers:
+            proposer.end(seq)
+
+
+def first_hit(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+    """The draft of the first proposer that has one. Later ones are asked for the remaining sequences only."""
+    drafts = proposers[0].propose(seqs, limits)
+    for proposer in proposers[1:]:
+        empty = [i for i, draft in enumerate(drafts) if not len(draft) and limits[i]]
+        if empty:
+            for i, draft in zip(empty, proposer.propose([seqs[i] for i in empty], [limits[i] for i in empty]), strict=True):
+                drafts[i] = draft
+    return drafts
+
+
+def one_after_another(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+    """Each proposer continues what those before drafted, as if it were committed. Nothing continues a tree."""
+    drafts = proposers[0].propose(seqs, limits)
+    for proposer in proposers[1:]:
+        open_ = [i for i, draft in enumerate(drafts) if draft.is_chain and len(draft) < limits[i]]
+        for i in open_:
+            seqs[i].extend(drafts[i].tokens.tolist())
+        more = proposer.propose([seqs[i] for i in open_], [limits[i] - len(drafts[i]) for i in open_]) if open_ else []
+        for i, draft in zip(open_, more, strict=True):
+            seqs[i].rewind(len(seqs[i].tokens) - len(drafts[i]))
+            drafts[i] = _joined(drafts[i], draft)
+    return drafts
+
+
+def _joined(first: Draft, second: Draft) -> Draft:
+    """`second` after the last token of the chain `first`."""
+    cycles = first.cycles + second.cycles
+    if not len(first) or not len(second):
+        return replace(first if len(first) else second, cycles=cycles)
+    sure = first.confidence is not None and second.confidence is not None
+    return Draft(
+        np.concatenate([first.tokens, second.tokens]),
+        np.concatenate([first.parents, second.parents + np.int32(len(first))]),
+        _joined_probs(first, second),
+        f"{first.source}+{second.source}",
+        cycles,
+        np.concatenate([first.confidence, second.confidence]) if sure else None,
+    )
+
+
+def _joined_probs(first: Draft, second: Draft) -> Probs | None:
+    """The rows of both; point masses are written out where the other has rows."""
+    rows = first.probs or second.probs
+    if not rows:
+        return None
+    return tuple(
+        row
+        for draft in (first, second)
+        for row in (draft.probs if draft.probs is not None else (_point_mass(int(t), rows[0]) for t in draft.tokens))
+    )
+
+
+def _point_mass(token: int, like: Row) -> Row:
+    return SparseRow(np.array([token]), np.ones(1, np.int64), *like.shape)

@@ -1,0 +1,297 @@
+"""What followed the latest tokens wherever they occurred before, and how likely it is to follow again.
+
+Of each run of one, two and four tokens it is noted where it occurred last, and of each occurrence where the one before is: what
+the latest tokens followed before is found, and a token that is taken back undone, in a few steps, without a numpy array, which
+would take longer to make. Shared by the proposers that draft from text alone; knows no models and draws nothing.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+from functools import cache
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from cpuspec.config import LevelSpec
+from cpuspec.errors import ConfigError
+from cpuspec.sequence import Mark, Sequence
+from cpuspec.speculation.draft import Draft
+
+MAX_MATCH = 24  # tokens that a match looks back
+RUNS = (4, 2, 1)  # tokens of the runs that are looked up, one after the other
+MAX_OCCURRENCES = 128  # of each that are looked at: most have a few, but in tables and indentation there may be thousands
+NUM_MATCHES = 8  # in a text, where several continuations are weighed; beyond these nothing changes (benchmarks/LOG.md)
+MIN_PROB = 0.1  # worth a row of a forward, with text that is drafted well and with text that is not (benchmarks/LOG.md)
+STRENGTH = 4.0
+END = -1  # stands after each text where several follow one another
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of the latest tokens: how many of them agree, and what followed."""
+
+    length: int
+    ahead: list[int]
+
+
+Source = tuple[list[Match], float]  # matches, the longest first, and the strength of what they are smoothed by
+
+
+class _Runs:
+    """Where each run of `size` tokens of a text ended last. Told apart by a hash, so what is found may be another one."""
+
+    def __init__(self, size: int, tokens: list[int]) -> None:
+        self.size = size
+        self.before: list[int] = []  # for each place, where the run that ends there ended before, or -1
+        self._latest: dict[int, int] = {}
+        self.extend(tokens)
+
+    def latest(self, tokens: list[int]) -> int:
+        """Where the run that ends `tokens` ended last, or -1."""
+        return self._latest.get(self._run(tokens, len(tokens) - 1), -1)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Take in what is new of the text's tokens."""
+        latest, before = self._latest, self.before
+        for end in range(len(before), len(tokens)):
+            run = self._run(tokens, end)
+            before.append(latest.get(run, -1))
+            latest[run] = end
+
+    def retract(self, tokens: list[int], num_tokens: int) -> None:
+        """Only the first `num_tokens` of those that were taken in remain."""
+        for end in range(len(self.before) - 1, num_tokens - 1, -1):
+            run, before = self._run(tokens, end), self.before.pop()
+            if before < 0:
+                del self._latest[run]
+            else:
+                self._latest[run] = before
+
+    def _run(self, tokens: list[int], end: int) -> int:
+        return tokens[end] if self.size == 1 else hash(tuple(tokens[max(end + 1 - self.size, 0) : end + 1]))
+
+
+class Text:
+    """Token ids that grow at the end."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._num_forgotten = 0  # of them, the first ones
+        self._runs = [_Runs(size, self.tokens) for size in RUNS]
+        self._mark = Mark()  # state of the sequence that it follows
+
+    def __len__(self) -> int:
+        return len(self.tokens) - self._num_forgotten
+
+    def follow(self, seq: Sequence) -> None:
+        """Hold exactly the sequence's tokens, by looking at those alone that changed since the last call."""
+        unchanged = seq.unchanged(self._mark)
+        if unchanged < len(self.tokens):
+            for runs in self._runs:
+                runs.retract(self.tokens, unchanged)
+            del self.tokens[unchanged:]
+        self.extend(seq.tokens[unchanged:])
+        self._mark = seq.mark()
+
+    def extend(self, tokens: Tokens[int]) -> None:
+        """Add tokens."""
+        self.tokens.extend(tokens)
+        for runs in self._runs:
+            runs.extend(self.tokens)
+
+    def forget(self, num_tokens: int) -> None:
+        """Forget that many of the first tokens. They are given up in large portions: it takes reading in all that remain."""
+        self._num_forgotten += num_tokens
+        if 4 * self._num_forgotten > len(self.tokens):
+            self.tokens, self._num_forgotten = self.tokens[self._num_forgotten :], 0
+            self._runs = [_Runs(size, self.tokens) for size in RUNS]
+
+    @property
+    def latest(self) -> list[int]:
+        """The last tokens, at most MAX_MATCH."""
+        return self.tokens[-MAX_MATCH:]
+
+    def matches(self, latest: list[int], num_matches: int, num_ahead: int) -> list[Match]:
+        """The `num_matches` longest occurrences of the end of `latest`, the longest first, then the most recent.
+
+        Each comes with `num_ahead` tokens that followed, or those before an END. One that reaches the end of the text reads on in
+        what it predicts, which carries a repetition on. Of each of the latest RUNS only the most recent `MAX_OCCURRENCES` are
+        looked at.
+        """
+        return self._matches(latest, num_matches, num_ahead, self._runs, 0)
+
+    def matches_before_a_change(self, num_matches: int, num_ahead: int) -> list[Match]:
+        """The same for the text's latest tokens without the last one, which took the place of the one that followed there.
+
+        What follows that one may follow again: who quotes and changes a word goes on quoting. Only runs of the longest kind are
+        looked up, and however much agrees says no more than they: the next change may be near.
+        """
+        found = self._matches(self.tokens[-MAX_MATCH:-1], num_matches, num_ahead, self._runs[:1], 1)
+        return [Match(RUNS[0], match.ahead) for match in found]
+
+    def _matches(self, latest: list[int], num_matches: int, num_ahead: int, looked_up: list[_Runs], skipped: int) -> list[Match]:
+        """skipped: tokens that followed each match and are left out."""
+        tokens, first = self.tokens, self._num_forgotten
+        last = len(tokens) - 1 - skipped  # what ends here is `latest` itself; nothing follows it, or what ends later
+        found: dict[int, int] = {}  # lengths, by where they end
+        longest = MAX_MATCH  # that a match not found yet may be
+        for runs in looked_up:
+            end, num_seen = runs.latest(latest), 0
+            num_longest = len(found)
+            while end >= first and num_longest < num_matches and num_seen < MAX_OCCURRENCES:
+                if end < last and end not in found:
+                    length, most = 0, min(len(latest), end + 1 - first)
+                    while length < most and tokens[end - length] == latest[-1 - length]:
+                        length += 1
+                    if length >= runs.size:
+                        found[end] = length
+                        num_longest += length >= longest
+                end = runs.before[end]
+                num_seen += 1
+            if len(found) >= num_matches:
+                break
+            longest = runs.size - 1
+        ranked = sorted([(length, end) for end, length in found.items()], reverse=True)[:num_matches]
+        return [Match(length, self._ahead(end + 1 + skipped, num_ahead)) for length, end in ranked]
+
+    def _ahead(self, position: int, num_tokens: int) -> list[int]:
+        ahead = self.tokens[position : position + num_tokens]
+        if END in ahead:
+            return ahead[: ahead.index(END)]
+        while len(ahead) < num_tokens:
+            ahead += ahead[: num_tokens - len(ahead)]
+        return ahead
+
+
+def next_probs(sources: Iterable[Source], depth: int) -> dict[int, float]:
+    """For each token that followed a match `depth` tokens on: how likely it is to follow again. They sum to less than one.
+
+    Frequencies after the longest context are smoothed by those after the next shorter one, and so on: with c occurrences of a
+    context, c / (c + strength) of the probability is theirs (the Dirichlet prior of MacKay and Peto, "A hierarchical Dirichlet
+    language model", 1995). What one source leaves, the next one divides; what the last one leaves belongs to no token.
+    """
+    probs: dict[int, float] = {}
+    mass = 1.0
+    for matches, strength in sources:
+        live = [match for match in matches if len(match.ahead) > depth]
+        counts: dict[int, int] = {}
+        for num, match in enumerate(live, 1):
+            token = match.ahead[depth]
+            counts[token] = counts.get(token, 0) + 1
+            num_contexts = match.length - (live[num].length if num < len(live) else -depth)  # that occurred just `num` times
+            if num_contexts:
+                left = mass * (strength / (strength + num)) ** num_contexts
+                for token, times in counts.items():
+                    probs[token] = probs.get(token, 0.0) + (mass - left) * times / num
+                mass = left
+    return probs
+
+
+def draft_likely(sources: list[Source], num_tokens: int, min_prob: float, name: str, tree: bool = False) -> Draft:
+    """The likeliest tokens ahead, at most `num_tokens`, as long as the path to a token has a probability of `min_prob`.
+
+    A chain of the best next tokens, or a tree of the likeliest paths (arXiv 2411.04975, section 3). Point masses, with confidence.
+    """
+    nodes = (_likely_tree if tree else _likely_chain)(sources, num_tokens, min_prob)
+    if not nodes:
+        return _nothing(name)
+    tokens, parents, confidence = zip(*nodes, strict=True)
+    ids, hang, sure = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32)
+    return Draft(ids, hang, None, name, confidence=sure)
+
+
+_Node = tuple[int, int, float]  # token, parent, probability after its parent
+
+
+def _likely_chain(sources: list[Source], num_tokens: int, min_prob: float) -> list[_Node]:
+    nodes: list[_Node] = []
+    path_prob = 1.0
+    while (depth := len(nodes)) < num_tokens:
+        probs = next_probs(sources, depth)
+        token = max(probs, key=probs.__getitem__, default=END)
+        sources = _narrowed(sources, depth, token)
+        going_on = [(token, probs.get(token, 0.0))]
+        if len(probs) == 1:
+            going_on += _alike(sources, depth + 1, probs[token])
+        for token, prob in going_on[: num_tokens - depth]:
+            path_prob *= prob
+            if not prob or path_prob < min_prob:
+                return nodes
+            nodes.append((token, len(nodes) - 1, prob))
+    return nodes
+
+
+def _alike(sources: list[Source], depth: int, prob: float) -> list[tuple[int, float]]:
+    """The tokens from `depth` on in which all matches agree, with what `next_probs` has for them. prob: of the one before.
+
+    Each token is one context more, in which all of them went on alike.
+    """
+    left = math.prod(strength / (strength + len(matches)) for matches, strength in sources)
+    found = []
+    for token, *others in zip(*(match.ahead[depth:] for matches, _ in sources for match in matches), strict=False):
+        if others.count(token) < len(others):
+            break
+        prob = 1 - (1 - prob) * left
+        found.append((token, prob))
+    return found
+
+
+class _Leaf(NamedTuple):
+    """Tokens that could be drafted next, one after the other, and where they would hang.
+
+    going_on: each with its probability. depth: of the first. sources: the matches that it left, which all have the others.
+    """
+
+    going_on: list[tuple[int, float]]
+    parent: int
+    depth: int
+    sources: list[Source]
+
+
+def _likely_tree(sources: list[Source], num_tokens: int, min_prob: float) -> list[_Node]:
+    nodes: list[_Node] = []
+    leaves: list[tuple[float, int, _Leaf]] = []  # a heap, the likeliest path first
+    order = count()
+
+    def add(leaf: _Leaf, path_prob: float) -> None:
+        path_prob *= leaf.going_on[0][1]
+        if path_prob >= min_prob:
+            heapq.heappush(leaves, (-path_prob, next(order), leaf))
+
+    def branch(sources: list[Source], depth: int, parent: int, path_prob: float) -> None:
+        probs = next_probs(sources, depth)
+        for token, prob in probs.items():
+            if path_prob * prob >= min_prob:
+                left = _narrowed(sources, depth, token)
+                alone = _alike(left, depth + 1, prob) if len(probs) == 1 else []
+                add(_Leaf([(token, prob), *alone], parent, depth, left), path_prob)
+
+    branch(sources, 0, -1, 1.0)
+    while leaves and len(nodes) < num_tokens:
+        negative, _, leaf = heapq.heappop(leaves)
+        (token, prob), *rest = leaf.going_on
+        nodes.append((token, leaf.parent, prob))
+        if rest:
+            add(leaf._replace(going_on=rest, parent=len(nodes) - 1, depth=leaf.depth + 1), -negative)
+        else:
+            branch(leaf.sources, leaf.depth + 1, len(nodes) - 1, -negative)
+    return nodes
+
+
+def _narrowed(sources: list[Source], depth: int, token: int) -> list[Source]:
+    """The matches that a token follows, `depth` tokens on."""
+    return [([m for m in matches if len(m.ahead) > depth and m.ahead[depth] == token], strength) for matches, strength in sources]
+
+
+@cache
+def _nothing(name: str) -> Draft:
+    return Draft(np.zeros(0, np.int32), np.zeros(0, np.int32), None, name, confidence=np.zeros(0, np.float32))
+
+
+def wants_tree(level: LevelSpec) -> bool:
+    """Whether a level of a draft spec asks for trees, its only argument. Raises ConfigError for another one."""
+    if level.argument not in ("", "tree"):
+        raise ConfigError(f"{level.name} takes no argument or tree, got {level.argument!r}; {level.name}@8 drafts at most 8 tokens")
+    return bool(level.argument)

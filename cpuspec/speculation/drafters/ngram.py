@@ -1,0 +1,56 @@
+"""Prompt lookup: what followed the last occurrence of the latest tokens (github.com/apoorvumang/prompt-lookup-decoding)."""
+
+from cpuspec.config import LevelSpec
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.lookup import MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, wants_tree
+from cpuspec.speculation.verify import Verdict
+
+DEFAULT_NUM_TOKENS = 7
+
+
+class NgramProposer:
+    """Drafts what followed the longest suffix of prompt and output that occurred before, where it occurred last.
+
+    As a tree: what followed the longest ones, merged, the likeliest paths. Each token that agrees makes the next one likelier
+    (`next_probs`); it drafts while all on a path are accepted with a probability of `min_prob`. Chooses without a draw, so its
+    drafts are point masses.
+    """
+
+    name = "ngram"
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, num_tokens: int = DEFAULT_NUM_TOKENS, min_prob: float = MIN_PROB, *, tree: bool = False) -> None:
+        self.num_tokens = num_tokens
+        self.min_prob = min_prob
+        self.tree = tree
+        self._texts: dict[int, Text] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        """Take in the prompt."""
+        self._texts[seq.id] = Text()
+        self._texts[seq.id].follow(seq)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """A chain or a tree for each sequence."""
+        drafts = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            text, num_tokens = self._texts[seq.id], min(self.num_tokens, limit)
+            text.follow(seq)
+            matches = text.matches(text.latest, NUM_MATCHES if self.tree else 1, num_tokens)
+            drafts.append(draft_likely([(matches, STRENGTH)], num_tokens, self.min_prob, self.name, self.tree))
+        return drafts
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Nothing to do: `propose` takes in what is new."""
+
+    def end(self, seq: Sequence) -> None:
+        """Forget the sequence."""
+        self._texts.pop(seq.id, None)
+
+
+def make_ngram(level: LevelSpec) -> NgramProposer:
+    """As a draft spec has it: `ngram`, `ngram@8`, `ngram:tree@8:0.2`."""
+    num_tokens, min_prob = level.num_tokens or DEFAULT_NUM_TOKENS, level.min_confidence or MIN_PROB
+    return NgramProposer(num_tokens, min_prob, tree=wants_tree(level))

@@ -1,0 +1,77 @@
+"""Suffix decoding: what most often followed the latest tokens, in the request and in past answers (arXiv 2411.04975)."""
+
+from cpuspec.config import LevelSpec
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.lookup import END, MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, wants_tree
+from cpuspec.speculation.verify import Verdict
+
+DEFAULT_NUM_TOKENS = 15
+PAST_STRENGTH = 2 * STRENGTH  # another request's text says less
+MAX_PAST_TOKENS = 1 << 16
+SHORT_MATCH = 2  # tokens; where the request has none longer, one before a change is looked for
+
+
+class SuffixProposer:
+    """Drafts what most often followed the latest tokens: in the request first, in past answers where that leaves doubt.
+
+    Where the latest token is a change to what the request has elsewhere, it goes on behind that, as if nothing were changed.
+
+    It drafts while the path is accepted with a probability of `min_prob`: the longer the matches and the more they agree, the
+    longer the draft, a chain or a tree of the likeliest paths. Chooses without a draw, so its drafts are point masses. Answers
+    are remembered when they end, the latest `max_past_tokens` tokens of them.
+    """
+
+    name = "suffix"
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        num_tokens: int = DEFAULT_NUM_TOKENS,
+        min_prob: float = MIN_PROB,
+        *,
+        tree: bool = False,
+        max_past_tokens: int = MAX_PAST_TOKENS,
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.min_prob = min_prob
+        self.tree = tree
+        self.max_past_tokens = max_past_tokens
+        self._texts: dict[int, Text] = {}
+        self._past = Text()
+
+    def begin(self, seq: Sequence) -> None:
+        """Take in the prompt."""
+        self._texts[seq.id] = Text()
+        self._texts[seq.id].follow(seq)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """A chain or a tree for each sequence."""
+        drafts = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            text, num_tokens = self._texts[seq.id], min(self.num_tokens, limit)
+            text.follow(seq)
+            latest = text.latest
+            own = text.matches(latest, NUM_MATCHES, num_tokens)
+            past = self._past.matches(latest, NUM_MATCHES, num_tokens)
+            sources = [(own, STRENGTH), (past, PAST_STRENGTH)]
+            if not own or own[0].length <= SHORT_MATCH:
+                sources.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
+            drafts.append(draft_likely(sources, num_tokens, self.min_prob, self.name, self.tree))
+        return drafts
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Nothing to do: `propose` takes in what is new."""
+
+    def end(self, seq: Sequence) -> None:
+        """Remember the answer and forget the sequence."""
+        if self._texts.pop(seq.id, None) is not None:
+            self._past.extend([*seq.output, END])
+            self._past.forget(max(0, len(self._past) - self.max_past_tokens))
+
+
+def make_suffix(level: LevelSpec) -> SuffixProposer:
+    """As a draft spec has it: `suffix`, `suffix@16`, `suffix:tree@16:0.2`."""
+    num_tokens, min_prob = level.num_tokens or DEFAULT_NUM_TOKENS, level.min_confidence or MIN_PROB
+    return SuffixProposer(num_tokens, min_prob, tree=wants_tree(level))

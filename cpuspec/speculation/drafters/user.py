@@ -1,0 +1,112 @@
+"""A user's own proposer, named by where its class is: `module:Class` or `path/to/file.py:Class`.
+
+It is bad input like any other: whatever it lacks, returns or raises becomes an error that names it.
+"""
+
+import re
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cpuspec.config import LevelSpec
+from cpuspec.errors import ConfigError
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.verify import Verdict
+
+_IMPORT_PATH = re.compile(r"(?P<home>.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)", re.DOTALL)
+_T = TypeVar("_T")
+
+
+def is_import_path(drafter: str) -> bool:
+    """Whether the text names a class in a module or in a Python file."""
+    return _IMPORT_PATH.fullmatch(drafter) is not None
+
+
+class UserProposer:
+    """Stands between the engine and an object of the user's class, which is made without arguments."""
+
+    def __init__(self, level: LevelSpec) -> None:
+        if level.min_confidence:
+            raise ConfigError(f"{level.drafter} decides itself when it is unsure; leave out :{level.min_confidence:g}")
+        self._num_tokens = level.num_tokens
+        self._failed = False
+        self.name = level.drafter
+        proposer = self._call("making it", _find(level.drafter))
+        missing = [name for name in ("begin", "propose", "accept", "end") if not callable(getattr(proposer, name, None))]
+        if missing:
+            raise ConfigError(f"{level.drafter} has no method {missing[0]}; a proposer has begin, propose, accept and end")
+        name, layers = getattr(proposer, "name", None), getattr(proposer, "hidden_layers", None)
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"name of {level.drafter} must be a text that is not empty, got {name!r}")
+        if not isinstance(layers, tuple) or not all(isinstance(layer, int) for layer in layers):
+            raise ConfigError(f"hidden_layers of {level.drafter} must be a tuple of layer numbers, as (), got {layers!r}")
+        self.name, self.hidden_layers = name, layers
+        self._proposer = proposer
+
+    def begin(self, seq: Sequence) -> None:
+        """As the user's."""
+        self._call("begin", self._proposer.begin, seq)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """As the user's, its drafts checked."""
+        capped = limits if self._num_tokens is None else [min(limit, self._num_tokens) for limit in limits]
+        drafts = self._call("propose", self._proposer.propose, seqs, capped)
+        if not isinstance(drafts, list) or not all(isinstance(draft, Draft) for draft in drafts):
+            raise ConfigError(f"propose of {self.name} must return a list of Draft, got {repr(drafts)[:100]}")
+        if len(drafts) != len(seqs):
+            raise ConfigError(f"propose of {self.name} returned {len(drafts)} drafts for {len(seqs)} sequences; wanted one each")
+        for draft in drafts:
+            for what, array in (("tokens", draft.tokens), ("parents", draft.parents)):
+                if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1:
+                    raise ConfigError(f"{what} of a draft by {self.name} must be a vector of int32, got {repr(array)[:100]}")
+        return drafts
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """As the user's."""
+        self._call("accept", self._proposer.accept, seq, verdict, hidden)
+
+    def end(self, seq: Sequence) -> None:
+        """As the user's, unless it has failed: the requests that are aborted then end without it."""
+        if not self._failed:
+            self._call("end", self._proposer.end, seq)
+
+    def _call(self, what: str, function: Callable[..., _T], *arguments: Any) -> _T:
+        self._failed = True
+        try:
+            result = function(*arguments)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{what} of {self.name} failed with {type(error).__name__}: {error}") from error
+        self._failed = False
+        return result
+
+
+def _find(drafter: str) -> Callable[[], Any]:
+    """The class at an import path. Raises ConfigError where there is none, or its module cannot be imported."""
+    found = _IMPORT_PATH.fullmatch(drafter)
+    assert found is not None, "an import path has a module and a name"
+    home, name = found["home"], found["name"]
+    try:
+        if home.endswith(".py"):
+            path = Path(home).expanduser()
+            if not path.is_file():
+                raise ConfigError(f"there is no file {home!r} to take {name} from")
+            spec = spec_from_file_location(f"cpuspec_user_{path.stem}", path)
+            assert spec is not None, "a .py file has a loader"
+            assert spec.loader is not None, "a .py file has a loader"
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = import_module(home)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{home} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise ConfigError(f"{home} has no class {name}")
+    return getattr(module, name)

@@ -1,0 +1,1 @@
+"""Which drafter drafts, and how many tokens: measured costs, learned acceptance, and the choice between them."""

@@ -1,0 +1,11 @@
+import pytest
+
+from cpuspec.speculation import chain as chain_module
+from cpuspec.speculation import round as round_module
+
+
+@pytest.fixture
+def exact_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are distributions already."""
+    monkeypatch.setattr(round_module, "distribution", lambda row, *_: row)
+    monkeypatch.setattr(chain_module, "confidence", max)

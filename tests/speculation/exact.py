@@ -1,0 +1,96 @@
+"""Models and sources whose rows are fractions, and how far what rounds over them yield is from the target's own strings."""
+
+from fractions import Fraction
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cpuspec.config import SamplingParams
+from cpuspec.model.batch import ForwardOutput
+from cpuspec.sampling import sample
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.proposer import NullProposer, Proposer
+from cpuspec.speculation.round import speculate
+from tests.oracles import enumerate_exactly, total_variation
+
+TARGET, SOURCE = 77, 78  # seeds; a chain's models are 0, 1, 2
+
+
+@cache
+def rational_row(seed: int, vocab: int, path: tuple[int, ...]) -> np.ndarray:
+    weights = np.random.default_rng([seed, vocab, len(path), *path]).integers(1, 8, vocab)
+    return np.array([Fraction(int(w), int(weights.sum())) for w in weights], object)
+
+
+class ExactContext:
+    """A model whose rows are fractions, which stand for the logits and for the distributions that are made of them."""
+
+    capacity = 99
+
+    def __init__(self, seed: int, vocab: int, possible: np.ndarray | None = None) -> None:
+        """possible: [vocab] the only tokens that its rows give a probability."""
+        self.seed, self.vocab_size = seed, vocab
+        self.possible = np.ones(vocab, np.bool_) if possible is None else possible
+        self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), max_rows=99)
+
+    def acquire(self, seq: Sequence) -> None:
+        pass
+
+    def release(self, seq: Sequence) -> None:
+        pass
+
+    def score(self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = ()) -> list[ForwardOutput]:
+        outputs = []
+        for seq, draft in zip(seqs, drafts, strict=True):
+            path = (*seq.output, *draft.tokens.tolist())
+            lengths = range(seq.num_output_tokens, len(path) + 1)
+            rows = [rational_row(self.seed, self.vocab_size, path[:n]) * self.possible for n in lengths]
+            outputs.append(ForwardOutput(np.stack([row / row.sum() for row in rows])))
+        return outputs
+
+
+class ExactSource(NullProposer):
+    """Draws from rational rows of its own."""
+
+    name = "source"
+
+    def __init__(self, vocab: int, stops: bool = False) -> None:
+        self.vocab, self.stops = vocab, stops
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        drafts = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            path, probs = seq.output, []
+            for _ in range(limit):
+                if self.stops and sum(path) % 2:  # by what was drawn before, never by what it would draw
+                    break
+                probs.append(rational_row(SOURCE, self.vocab, tuple(path)))
+                path.append(sample(probs[-1], seq.rng))
+            drafts.append(Draft.chain(path[seq.num_output_tokens :], self.name, tuple(probs)))
+        return drafts
+
+
+def distance(proposer: Proposer, vocab: int, limit: int, length: int) -> Fraction:
+    """Total variation between strings of `length` tokens that rounds over the target yield, and the target's own strings."""
+    target = ExactContext(TARGET, vocab)
+
+    def program(rng: Any) -> tuple[int, ...]:
+        seq = Sequence.new(0, [0], SamplingParams(temperature=1.0))
+        seq.rng = rng
+        proposer.begin(seq)
+        while seq.num_output_tokens < length:
+            limits = [min(limit, length - seq.num_output_tokens - 1)]
+            speculate(target, proposer, [seq], limits)  # type: ignore[arg-type]
+        proposer.end(seq)
+        return tuple(seq.output)
+
+    exact = {}
+    for string in product(range(vocab), repeat=length):
+        exact[string] = Fraction(1)
+        for i, token in enumerate(string):
+            exact[string] *= rational_row(TARGET, vocab, string[:i])[token]
+    return total_variation(enumerate_exactly(program), exact)

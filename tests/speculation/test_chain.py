@@ -1,0 +1,253 @@
+"""Chains against the target's own distribution, enumerated exactly, and what a chain does with limits, batches and retractions."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpuspec.config import SamplingParams
+from cpuspec.sampling import TokenHistory, argmax, confidence, dense, distribution, sample
+from cpuspec.sequence import Sequence
+from cpuspec.speculation import round as round_module
+from cpuspec.speculation.chain import ChainProposer
+from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.proposer import NullProposer, Proposer, levels_of
+from cpuspec.speculation.verify import Verdict, verify_block
+from tests.oracles import ToyBackend
+from tests.speculation.exact import SOURCE, ExactContext, ExactSource, distance, rational_row
+
+
+class DeclaresTheLowestRows(ChainProposer):
+    """The mistake of handing up the rows that the lowest level drew from."""
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        vocab, drafts = self.context.vocab_size, []
+        for seq, draft in zip(seqs, super().propose(seqs, limits), strict=True):
+            path = [*seq.output, *draft.tokens.tolist()]
+            rows = [rational_row(SOURCE, vocab, tuple(path[:i])) for i in range(seq.num_output_tokens, len(path))]
+            drafts.append(Draft.chain(draft.tokens.tolist(), self.name, tuple(rows)))
+        return drafts
+
+
+class DropsAnUnlikelyToken(ChainProposer):
+    """The mistake of dropping a token after it was drawn because it was unlikely."""
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        drafts = []
+        for draft in super().propose(seqs, limits):
+            assert draft.probs is not None
+            unlikely = [i for i, token in enumerate(draft.tokens) if draft.probs[i][token] < Fraction(1, 2)]
+            length = min(unlikely, default=len(draft))
+            drafts.append(Draft.chain(draft.tokens[:length].tolist(), self.name, draft.probs[:length]))
+        return drafts
+
+
+def verify_the_source_from_the_row(draft: Draft, target_probs: Callable[[int], np.ndarray], rng: Any) -> Verdict:
+    """The mistake of drawing from the row itself after a rejection, made by the lowest model and by no other."""
+    if draft.source != ExactSource.name:
+        return verify_block(draft, target_probs, rng)
+    assert draft.probs is not None
+    for i, token in enumerate(draft.tokens.tolist()):
+        row = target_probs(i)
+        if not rng.random() * draft.probs[i][token] < row[token]:
+            return Verdict([*draft.tokens[:i].tolist(), sample(row, rng)], list(range(i)))
+    return Verdict([*draft.tokens.tolist(), sample(target_probs(len(draft)), rng)], list(range(len(draft))))
+
+
+def exact_chain(
+    depth: int, vocab: int, with_source: bool = True, top: type[ChainProposer] = ChainProposer, min_confidence: float = 0
+) -> Proposer:
+    """`depth` models, each verified by the next, the lowest over a source or alone; limits decide how long drafts are."""
+    proposer: Proposer = ExactSource(vocab) if with_source else NullProposer()
+    for level in range(depth):
+        kind = top if level == depth - 1 else ChainProposer
+        proposer = kind(proposer, ExactContext(level, vocab), f"level{level}", 9, min_confidence)  # type: ignore[arg-type]
+    return proposer
+
+
+# models, vocabulary, limit, length: each level has a token less to draft than the one above, and all of these draft at every level
+CASES = ((1, 3, 2, 3), (2, 2, 3, 4), (3, 2, 3, 4))
+every_case = pytest.mark.parametrize(("depth", "vocab", "limit", "length"), CASES)
+
+
+@pytest.mark.usefixtures("exact_rows")
+@every_case
+@pytest.mark.parametrize("min_confidence", [0, 0.6])
+@pytest.mark.parametrize("with_source", [True, False])
+def test_a_chain_of_any_depth_yields_exactly_the_targets_distribution(
+    with_source: bool, min_confidence: float, depth: int, vocab: int, limit: int, length: int
+) -> None:
+    chain = exact_chain(depth, vocab, with_source and depth < 3, min_confidence=min_confidence)
+    assert distance(chain, vocab, limit, length) == 0
+
+
+@pytest.mark.usefixtures("exact_rows")
+@pytest.mark.parametrize("rule", [first_hit, one_after_another])
+def test_drafters_that_share_a_verification_yield_exactly_the_targets_distribution(rule: Rule) -> None:
+    """A source whose drafts end by themselves, sometimes at once, and a model: alone, and verified by another model."""
+    drafters = (ExactSource(2, stops=True), exact_chain(1, 2, with_source=False))
+    combined = Combined(drafters, rule, "both")
+    assert distance(combined, 2, 2, 4) == 0
+    assert distance(ChainProposer(combined, ExactContext(1, 2), "level1", 9), 2, 3, 4) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("exact_rows")
+@pytest.mark.parametrize(("depth", "vocab", "limit", "length"), [(1, 3, 2, 3), (2, 2, 2, 3), (3, 2, 2, 3)])
+@pytest.mark.parametrize("top", [DeclaresTheLowestRows, DropsAnUnlikelyToken])
+def test_the_enumeration_catches_a_chain_that_lies_about_its_rows(
+    top: type[ChainProposer], depth: int, vocab: int, limit: int, length: int
+) -> None:
+    assert distance(exact_chain(depth, vocab, depth < 3, top), vocab, limit, length) > Fraction(1, 100)
+
+
+@pytest.mark.usefixtures("exact_rows")
+@pytest.mark.parametrize(("depth", "vocab", "limit", "length"), CASES[:2])
+def test_the_enumeration_catches_a_middle_model_that_draws_from_its_row(
+    depth: int, vocab: int, limit: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_module, "verify_block", verify_the_source_from_the_row)
+    assert distance(exact_chain(depth, vocab), vocab, limit, length) > Fraction(1, 100)
+
+
+def drafting(
+    inner: Proposer,
+    params: list[SamplingParams],
+    draft_vocab: int = 8,
+    vocab: int = 8,
+    capacity: int = 64,
+    **settings: Any,
+) -> tuple[ChainProposer, list[Sequence], ToyBackend]:
+    """A draft model over `inner` that has begun with one sequence for each of `params`, and has seen some of their output."""
+    model = ToyBackend(3, draft_vocab, memory=0.4, max_rows=64)
+    chain = ChainProposer(inner, Context(model, len(params), capacity, vocab), "toy", **settings)
+    seqs = [Sequence.new(id, [0, 4, 5, 4, 5][: 3 + id], one) for id, one in enumerate(params)]
+    for seq in seqs:
+        chain.begin(seq)
+        seq.extend([4, 5])
+    return chain, seqs, model
+
+
+INNER = {"none": NullProposer, "ngram": NgramProposer}
+every_inner = pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+PENALISED = SamplingParams(temperature=0.9, top_k=6, frequency_penalty=0.6, repetition_penalty=1.2, logit_bias={3: 1.5}, seed=5)
+
+
+@every_inner
+def test_a_greedy_draft_is_the_models_own_greedy_continuation(inner: Callable[[], Proposer]) -> None:
+    chain, (seq,), model = drafting(inner(), [SamplingParams()], num_tokens=6)
+    expected = list(seq.tokens)
+    for limit in (6, 0, 1, 3, 99):
+        (draft,) = chain.propose([seq], [limit])
+        while len(expected) < len(seq.tokens) + 6:
+            expected.append(int(argmax(model.row(expected))))
+        assert draft.tokens.tolist() == expected[len(seq.tokens) :][:limit]
+        assert draft.probs is None
+
+
+@every_inner
+def test_a_sampled_draft_declares_the_models_rows_with_the_paths_own_history(inner: Callable[[], Proposer]) -> None:
+    chain, (seq,), model = drafting(inner(), [PENALISED], num_tokens=5)
+    committed, num_prompt = list(seq.tokens), seq.num_prompt_tokens
+    for _ in range(5):
+        (draft,) = chain.propose([seq], [5])
+        assert draft.probs is not None
+        assert len(draft) == len(draft.probs) == 5
+        for i, row in enumerate(draft.probs):
+            path, history = [*committed, *draft.tokens[:i].tolist()], TokenHistory(committed[:num_prompt])
+            history.extend(path[num_prompt:])
+            np.testing.assert_allclose(dense(row), dense(distribution(model.row(path), PENALISED, history)), rtol=1e-12)
+            assert row[draft.tokens[i]] > 0
+
+
+@every_inner
+@pytest.mark.parametrize("params", [SamplingParams(), PENALISED], ids=["greedy", "sampled"])
+def test_a_sequence_is_as_it_was_after_running_ahead(inner: Callable[[], Proposer], params: SamplingParams) -> None:
+    chain, (seq,), _ = drafting(inner(), [params], num_tokens=9)
+    tokens, counts = list(seq.tokens), [array.tolist() for array in seq.history.counts([])]
+    for limit in (9, 4):
+        assert len(chain.propose([seq], [limit])[0]) == limit
+        assert seq.tokens == tokens
+        assert [array.tolist() for array in seq.history.counts([])] == counts
+
+
+def test_sequences_advance_together_and_drop_out_when_they_have_enough() -> None:
+    chain, seqs, model = drafting(NullProposer(), [SamplingParams()] * 3, num_tokens=9)
+    drafts = chain.propose(seqs, [1, 5, 0])
+    assert [len(draft) for draft in drafts] == [1, 5, 0]
+    assert model.num_forwards == 5
+    alone = [drafting(NullProposer(), [SamplingParams()] * 3, num_tokens=9) for _ in seqs]
+    for i, limit in enumerate((1, 5)):
+        chain, seqs, _ = alone[i]
+        assert chain.propose([seqs[i]], [limit])[0].tokens.tolist() == drafts[i].tokens.tolist()
+
+
+def test_inner_drafts_save_forwards_and_their_verifications_are_handed_up_for_metrics() -> None:
+    plain, (seq,), model = drafting(NullProposer(), [SamplingParams()], num_tokens=20)
+    (expected,) = plain.propose([seq], [20])
+    chain, (seq,), fewer = drafting(NgramProposer(), [SamplingParams()], num_tokens=20)
+    (draft,) = chain.propose([seq], [20])
+    assert draft.tokens.tolist() == expected.tokens.tolist()
+    assert len(draft.cycles) == fewer.num_forwards < model.num_forwards == 20
+    assert {cycle.source for cycle in draft.cycles} == {"ngram"}
+    assert sum(cycle.num_accepted_tokens + 1 for cycle in draft.cycles) == 20
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), PENALISED], ids=["greedy", "sampled"])
+@every_inner
+def test_an_unsure_draft_ends_with_the_token_drawn_from_the_first_unsure_row(
+    inner: Callable[[], Proposer], params: SamplingParams
+) -> None:
+    lengths = set()
+    for tail in range(8):
+        chain, (seq,), model = drafting(inner(), [params], num_tokens=9, min_confidence=0.3)
+        seq.extend([tail])
+        (draft,) = chain.propose([seq], [9])
+        path = [*seq.tokens, *draft.tokens.tolist()]
+        unsure = [confidence(model.row(path[:i])) < 0.3 for i in range(len(seq.tokens), len(path))]
+        assert unsure == [False] * (len(draft) - 1) + [len(draft) < 9 or unsure[-1]]
+        assert draft.probs is None or len(draft.probs) == len(draft)
+        lengths.add(len(draft))
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("draft_vocab", [6, 11])
+def test_a_padded_vocabulary_is_cut_or_padded_before_anything_is_drawn(draft_vocab: int) -> None:
+    chain, (seq,), model = drafting(NullProposer(), [PENALISED], draft_vocab, num_tokens=6)
+    for _ in range(5):
+        (draft,) = chain.propose([seq], [6])
+        assert draft.probs is not None
+        for i, row in enumerate(draft.probs):
+            path, history = [*seq.tokens, *draft.tokens[:i].tolist()], TokenHistory(seq.tokens[: seq.num_prompt_tokens])
+            history.extend(path[seq.num_prompt_tokens :])
+            expected = dense(distribution(model.row(path)[:8], PENALISED, history))
+            np.testing.assert_allclose(dense(row)[:draft_vocab], expected, rtol=1e-12)
+            assert row.shape == (8,)
+            assert not dense(row)[draft_vocab:].any()
+
+
+def test_a_token_that_the_draft_model_does_not_know_ends_drafting_for_its_sequence_alone() -> None:
+    chain, seqs, _ = drafting(NullProposer(), [SamplingParams()] * 2, draft_vocab=6)
+    seqs[0].extend([7])
+    assert [len(draft) for draft in chain.propose(seqs, [3, 3])] == [0, 3]
+
+
+def test_drafts_end_where_the_draft_models_context_does() -> None:
+    chain, (seq,), _ = drafting(NullProposer(), [SamplingParams()], capacity=9, num_tokens=9)
+    lengths = []
+    while len(seq.tokens) < 14:
+        (draft,) = chain.propose([seq], [6])
+        lengths.append(len(draft))
+        seq.extend([4])
+    assert lengths == [5, 4, 3, 2, 1, 0, 0, 0, 0]
+
+
+def test_levels_are_known_from_the_cheapest_on() -> None:
+    first, _, _ = drafting(NgramProposer(), [SamplingParams()])
+    second = ChainProposer(first, Context(ToyBackend(1), 1, 64))
+    assert levels_of(second) == (first, second)
+    assert levels_of(NgramProposer()) == ()

@@ -1,0 +1,198 @@
+"""Matches, frequencies and drafts against definitions written out: every occurrence compared, every order of context counted."""
+
+from fractions import Fraction
+from itertools import cycle, islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpuspec.config import SamplingParams
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.lookup import END, MAX_MATCH, MAX_OCCURRENCES, RUNS, Match, Source, Text, draft_likely, next_probs
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
+NUM_AHEAD = 5
+
+
+def text_of(tokens: list[int]) -> Text:
+    text = Text()
+    text.extend(tokens)
+    return text
+
+
+def agreement(first: list[int], second: list[int]) -> int:
+    """How many last tokens two lists share, of those that a match looks at."""
+    length = 0
+    while length < min(len(first), len(second), MAX_MATCH) and first[-1 - length] == second[-1 - length]:
+        length += 1
+    return length
+
+
+def all_matches(text: list[int], latest: list[int], num_ahead: int) -> list[Match]:
+    """Every occurrence, the longest first, then the most recent; what follows reads on in itself or ends with END."""
+    found = []
+    for position in range(1, len(text)):
+        path = list(text)
+        while len(path) < position + num_ahead:
+            path.append(path[position + len(path) - len(text)])
+        ahead = path[position : position + num_ahead]
+        ahead = ahead[: ahead.index(END)] if END in ahead else ahead
+        found.append((agreement(text[:position], latest), position, ahead))
+    return [Match(length, ahead) for length, _, ahead in sorted(found, reverse=True) if length]
+
+
+def exact_probs(sources: list[Source], depth: int) -> dict[int, Fraction]:
+    """`next_probs` by its definition, one order of context after the other, from the last source's shortest up."""
+    probs: dict[int, Fraction] = {}
+    for matches, strength in reversed(sources):
+        live = [(match.length + depth, match.ahead[depth]) for match in matches if depth < len(match.ahead)]
+        for order in range(1, max((length for length, _ in live), default=0) + 1):
+            followers = [token for length, token in live if length >= order]
+            total = len(followers) + Fraction(strength)
+            probs = {
+                token: (followers.count(token) + Fraction(strength) * probs.get(token, 0)) / total for token in {*probs, *followers}
+            }
+    return probs
+
+
+def narrowed(sources: list[Source], path: list[int]) -> list[Source]:
+    return [([match for match in matches if match.ahead[: len(path)] == path], strength) for matches, strength in sources]
+
+
+def path_to(draft: Draft, node: int) -> list[int]:
+    return [] if node < 0 else [*path_to(draft, int(draft.parents[node])), int(draft.tokens[node])]
+
+
+@st.composite
+def some_sources(draw: st.DrawFn) -> list[Source]:
+    own, past = draw(TOKENS), draw(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5))
+    num_matches = draw(st.integers(1, 9))
+    remembered = text_of([token for answer in past for token in [*answer, END]])
+    text = text_of(own)
+    return [(t.matches(text.latest, num_matches, NUM_AHEAD), strength) for t, strength in ((text, 4.0), (remembered, 8.0))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(TOKENS, st.lists(st.lists(st.integers(0, 2), max_size=40), max_size=4), st.integers(1, 9), st.integers(0, 40))
+def test_matches_are_the_longest_and_latest_of_all_occurrences(
+    own: list[int], past: list[list[int]], num_matches: int, num_forgotten: int
+) -> None:
+    text = text_of(own)
+    assert text.matches(text.latest, num_matches, 4) == all_matches(own, own, 4)[:num_matches]
+    answers = [token for answer in past for token in [*answer, END]]
+    remembered = text_of(answers)
+    remembered.forget(min(num_forgotten, len(answers)))
+    assert remembered.matches(text.latest, num_matches, 4) == all_matches(answers[num_forgotten:], own, 4)[:num_matches]
+
+
+@settings(max_examples=100, deadline=None)
+@given(TOKENS, st.lists(st.tuples(st.integers(0, 60), TOKENS), max_size=8))
+def test_a_text_that_was_rewound_and_extended_equals_a_fresh_one(prompt: list[int], rounds: list[tuple[int, list[int]]]) -> None:
+    seq, text = Sequence.new(0, prompt, SamplingParams()), Text()
+    for num_back, new in rounds:
+        text.follow(seq)
+        seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
+        seq.extend(new * 3)
+    text.follow(seq)
+    fresh = text_of(seq.tokens)
+    assert text.tokens == seq.tokens
+    assert text.latest == fresh.latest
+    assert text.matches(text.latest, 5, 4) == fresh.matches(fresh.latest, 5, 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 9))
+def test_a_match_before_a_change_goes_on_behind_what_was_changed(own: list[int], num_matches: int) -> None:
+    before = own[-MAX_MATCH:-1]
+    lengths = {end: agreement(own[:end], before) for end in range(1, len(own) - 1)}
+    best = sorted((end for end in lengths if lengths[end] >= RUNS[0]), key=lambda end: (lengths[end], end), reverse=True)
+    expected = [Match(RUNS[0], list(islice(cycle(own[end + 1 :]), NUM_AHEAD))) for end in best[:num_matches]]
+    assert text_of(own).matches_before_a_change(num_matches, NUM_AHEAD) == expected
+
+
+@pytest.mark.parametrize("size", RUNS)
+def test_of_a_run_only_the_most_recent_occurrences_are_looked_at(size: int) -> None:
+    run = list(range(1, size + 1))
+    start = [0, *run]  # the longest match of all, and the oldest
+    # The last occurrence is the one that is looked for. A run of one token more is found by itself where that is looked up, too.
+    for num_others, length in ((MAX_OCCURRENCES - 2, size + 1), (MAX_OCCURRENCES, size if size + 1 not in RUNS else size + 1)):
+        text = text_of([*start, *[9, *run] * num_others, *start])
+        assert text.matches(text.latest, 1, 1)[0].length == length
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), TOKENS), max_size=12))
+def test_what_is_forgotten_bit_by_bit_is_forgotten(changes: list[tuple[int, list[int]]]) -> None:
+    text, tokens = text_of([]), list[int]()
+    for num_forgotten, new in changes:
+        text.extend(new)
+        tokens += new
+        text.forget(min(num_forgotten, len(tokens)))
+        del tokens[:num_forgotten]
+        assert len(text) == len(tokens)
+        for latest in (new, tokens[-MAX_MATCH:]):
+            if latest:
+                assert text.matches(latest, 4, 3) == all_matches(tokens, latest, 3)[:4]
+
+
+@settings(max_examples=300, deadline=None)
+@given(some_sources(), st.integers(0, NUM_AHEAD))
+def test_probabilities_are_frequencies_smoothed_order_by_order(sources: list[Source], depth: int) -> None:
+    probs = next_probs(sources, depth)
+    assert probs == pytest.approx({token: float(prob) for token, prob in exact_probs(sources, depth).items()}, abs=1e-12)
+    assert sum(probs.values()) < 1
+
+
+def test_more_and_longer_matches_that_agree_are_likelier_and_dissent_counts() -> None:
+    def prob(*matches: Match) -> float:
+        return next_probs([(list(matches), 4.0)], 0)[1]
+
+    assert prob(Match(1, [1])) == pytest.approx(1 / 5)
+    assert prob(Match(2, [1])) == pytest.approx(1 - (4 / 5) ** 2)
+    assert prob(Match(1, [1]), Match(1, [1])) == pytest.approx(2 / 6)
+    assert prob(Match(1, [1]), Match(1, [2])) == pytest.approx(1 / 6)
+    assert next_probs([([Match(1, [1])], 4.0), ([Match(1, [2])], 8.0)], 0) == pytest.approx({1: 1 / 5, 2: 4 / 5 * 1 / 9})
+
+
+@settings(max_examples=300, deadline=None)
+@given(some_sources(), st.integers(0, NUM_AHEAD), st.sampled_from([0.0, 0.0517, 0.2113, 0.5031]))
+def test_a_chain_takes_the_likeliest_tokens_while_they_are_likely(sources: list[Source], num_tokens: int, min_prob: float) -> None:
+    draft = draft_likely(sources, num_tokens, min_prob, "test")
+    assert draft.is_chain
+    assert draft.probs is None
+    assert draft.confidence is not None
+    path: list[int] = []
+    path_prob = 1.0
+    for token, confidence in zip(draft.tokens.tolist(), draft.confidence.tolist(), strict=True):
+        probs = exact_probs(narrowed(sources, path), len(path))
+        assert float(probs[token]) == pytest.approx(float(max(probs.values())))
+        assert confidence == pytest.approx(float(probs[token]), rel=1e-6)
+        path_prob *= confidence
+        assert path_prob >= min_prob
+        path.append(token)
+    if len(path) < num_tokens:
+        rest = exact_probs(narrowed(sources, path), len(path))
+        assert not rest or path_prob * float(max(rest.values())) < min_prob
+
+
+@settings(max_examples=200, deadline=None)
+@given(some_sources(), st.integers(1, 12), st.sampled_from([0.0217, 0.1013, 0.3071]))
+def test_a_tree_is_made_of_the_likeliest_paths(sources: list[Source], num_tokens: int, min_prob: float) -> None:
+    def paths(path: list[int], path_prob: float) -> dict[tuple[int, ...], float]:
+        found: dict[tuple[int, ...], float] = {}
+        if len(path) < NUM_AHEAD:
+            for token, prob in exact_probs(narrowed(sources, path), len(path)).items():
+                if path_prob * float(prob) >= min_prob:
+                    found[(*path, token)] = path_prob * float(prob)
+                    found |= paths([*path, token], path_prob * float(prob))
+        return found
+
+    draft = draft_likely(sources, num_tokens, min_prob, "test", tree=True)
+    expected, drafted = paths([], 1.0), [tuple(path_to(draft, node)) for node in range(len(draft))]
+    assert (draft.parents < np.arange(len(draft))).all()
+    assert len(set(drafted)) == len(drafted)
+    # Ties may go either way, so probabilities are compared, the likeliest first.
+    assert [expected[path] for path in drafted] == pytest.approx(sorted(expected.values(), reverse=True)[:num_tokens])

@@ -1,0 +1,139 @@
+"""What a suffix proposer keeps of requests: the running ones followed exactly, past answers within a bound."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpuspec.config import SamplingParams, SpecConfig
+from cpuspec.errors import ConfigError
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.drafters.lookup import MIN_PROB
+from cpuspec.speculation.drafters.suffix import DEFAULT_NUM_TOKENS, SuffixProposer, make_suffix
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+
+
+def request(id: int, prompt: list[int], answer: list[int] | None = None) -> Sequence:
+    seq = Sequence.new(id, prompt, SamplingParams())
+    seq.extend(answer or [])
+    return seq
+
+
+def remembering(answers: list[list[int]], **settings: int | bool) -> SuffixProposer:
+    proposer = SuffixProposer(min_prob=0.0, **settings)  # type: ignore[arg-type]
+    for id, answer in enumerate(answers):
+        seq = request(1000 + id, [9])
+        proposer.begin(seq)
+        seq.extend(answer)
+        proposer.end(seq)
+    return proposer
+
+
+def drafted(proposer: SuffixProposer, prompt: list[int], limit: int = 64) -> list[int]:
+    seq = request(0, prompt)
+    proposer.begin(seq)
+    (draft,) = proposer.propose([seq], [limit])
+    proposer._texts.clear()  # this one leaves no answer
+    return draft.tokens.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(TOKENS, st.lists(st.tuples(st.integers(0, 12), TOKENS), max_size=6), st.lists(TOKENS, max_size=3), st.booleans())
+def test_a_sequence_that_was_rewound_and_extended_is_drafted_for_like_a_fresh_one(
+    prompt: list[int], rounds: list[tuple[int, list[int]]], past: list[list[int]], tree: bool
+) -> None:
+    proposer, seq = remembering(past, tree=tree), request(7, prompt)
+    proposer.begin(seq)
+    for num_back, new in rounds:
+        seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
+        seq.extend(new)
+        fresh = remembering(past, tree=tree)
+        fresh.begin(request(7, seq.tokens))
+        (got,), (expected,) = proposer.propose([seq], [6]), fresh.propose([request(7, seq.tokens)], [6])
+        assert (got.tokens.tolist(), got.parents.tolist()) == (expected.tokens.tolist(), expected.parents.tolist())
+        np.testing.assert_array_equal(np.array(got.confidence), np.array(expected.confidence))
+
+
+def test_past_answers_are_drafted_from_and_end_where_they_ended() -> None:
+    assert drafted(remembering([]), [4, 5]) == []
+    proposer = remembering([[4, 5, 6, 7], [8, 8]])
+    assert drafted(proposer, [4, 5]) == [6, 7]
+    assert drafted(proposer, [4, 5], limit=1) == [6]
+    assert drafted(proposer, [6, 7]) == []
+
+
+def test_only_an_answer_is_remembered_and_only_once_it_ended() -> None:
+    proposer, seq = SuffixProposer(min_prob=0.0), request(1, [4, 5, 6])
+    proposer.begin(seq)
+    seq.extend([7, 8])
+    proposer.propose([seq], [4])
+    seq.rewind(4)
+    seq.extend([3])
+    assert drafted(proposer, [7]) == []
+    proposer.begin(seq)
+    proposer.end(seq)
+    assert drafted(proposer, [7]) == [3]
+    assert drafted(proposer, [5]) == []
+
+
+def test_what_the_request_holds_comes_before_what_others_answered() -> None:
+    assert drafted(remembering([[4, 5, 6]]), [4, 5, 7, 4, 5], limit=1) == [7]
+
+
+def test_a_quotation_goes_on_behind_a_word_that_was_changed() -> None:
+    passage = list(range(10, 20))
+    assert drafted(remembering([]), [*passage, 1, *passage[:5], 2], limit=4) == passage[6:]
+    assert drafted(remembering([]), [*passage, 1, *passage[:3], 2], limit=4) == []  # too little agrees
+    assert drafted(remembering([]), [*passage, 3, 2, 5, 1, *passage[:5], 3, 2], limit=1) == [5]  # no change: this came before
+
+
+def test_more_of_an_answer_agreeing_means_a_longer_draft() -> None:
+    answer = list(range(4, 30))
+    proposer = SuffixProposer()
+    seq = request(1, [0])
+    proposer.begin(seq)
+    seq.extend(answer)
+    proposer.end(seq)
+    lengths = [len(drafted(proposer, answer[:size])) for size in range(1, 12)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] <= 1
+    assert lengths[-1] == DEFAULT_NUM_TOKENS
+
+
+def test_past_answers_stay_within_their_bound_and_the_oldest_go_first() -> None:
+    proposer = remembering([[4, 5], *([[6, token] for token in range(10, 40)])], max_past_tokens=50)
+    assert len(proposer._past) == 50
+    assert drafted(proposer, [4]) == []
+    assert drafted(proposer, [6], limit=1) == [39]
+    assert remembering([[4, 5]], max_past_tokens=0)._past.tokens == []
+    assert drafted(remembering([[4, 5, 6, 7]], max_past_tokens=3), [6]) == [7]
+
+
+def test_running_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() -> None:
+    proposer = SuffixProposer()
+    seqs = [request(0, [4, 5, 4]), request(1, [5, 4])]
+    for seq in seqs:
+        proposer.begin(seq)
+    assert [draft.tokens.tolist()[:1] for draft in proposer.propose(seqs, [2, 2])] == [[5], []]
+    for seq in seqs:
+        proposer.end(seq)
+    proposer.end(request(2, [4]))  # aborted in the queue: it never began
+    assert not proposer._texts
+
+
+def test_specs_say_how_many_tokens_how_sure_and_whether_a_tree() -> None:
+    for spec, tree, num_tokens, min_prob in (
+        ("suffix", False, DEFAULT_NUM_TOKENS, MIN_PROB),
+        ("suffix@8", False, 8, MIN_PROB),
+        ("suffix:tree", True, DEFAULT_NUM_TOKENS, MIN_PROB),
+        ("suffix:tree@16:0.3", True, 16, 0.3),
+    ):
+        proposer = make_suffix(SpecConfig.parse(spec).levels[0])
+        assert (proposer.tree, proposer.num_tokens, proposer.min_prob) == (tree, num_tokens, min_prob)
+
+
+@pytest.mark.parametrize("argument", ["8", "trees", "tree8", "tree:8"])
+def test_a_bad_suffix_argument_is_a_clear_error(argument: str) -> None:
+    with pytest.raises(ConfigError, match="suffix takes no argument or tree"):
+        make_suffix(SpecConfig.parse(f"suffix:{argument}").levels[0])

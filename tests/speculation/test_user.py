@@ -1,0 +1,114 @@
+"""A user's own proposer: found by where it is, trusted with nothing, and as exact as any other."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cpuspec
+from cpuspec.config import LevelSpec, SamplingParams
+from cpuspec.engine.llm import LLM
+from cpuspec.errors import ConfigError
+from cpuspec.speculation.drafters.user import UserProposer, is_import_path
+from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
+
+README = (Path(cpuspec.__file__).parent / "speculation" / "README.md").read_text("utf-8")
+(GOOD,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Echo" in code)
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def toy_llm(spec: str) -> LLM:
+    return LLM.from_backend(ToyBackend(2, memory=0.3), ToyTokenizer(8), spec)  # type: ignore[arg-type]
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("module:Class", True),
+        ("some.module:Class_2", True),
+        ("path/to/file.py:Class", True),
+        ("/a b/c,d.py:C", True),
+        ("module", False),
+        ("module:", False),
+        ("path/to/model:Class", False),
+        ("mod-ule:Class", False),
+        ("a:b:c", False),
+    ],
+)
+def test_an_import_path_is_a_module_or_a_file_and_a_class(text: str, wanted: bool) -> None:
+    assert is_import_path(text) == wanted
+
+
+def test_a_class_of_a_file_or_of_a_module_drafts_and_changes_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, GOOD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    expected = plain_greedy(ToyBackend(2, memory=0.3), ToyTokenizer(8), [0, 4, 5, 6, 7, 4], PARAMS)["token_ids"]
+    for spec in (f"{path}:Echo", "mine:Echo@2", f"{path}:Echo+ngram@1,ngram"):
+        (answer,) = toy_llm(spec).generate([[0, 4, 5, 6, 7, 4]], PARAMS)
+        assert answer.token_ids == expected
+        assert any("echo" in name for name in answer.stats.levels)
+    assert max(len(level.num_accepted_tokens_per_pos) for level in toy_stats("mine:Echo@2").values()) == 2
+
+
+def toy_stats(spec: str) -> dict[str, Any]:
+    return toy_llm(spec).generate([[0, 4, 5, 6, 7, 4]], PARAMS)[0].stats.levels
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "has no class Echo"),
+        ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("class Echo", "cannot be imported: SyntaxError"),
+        ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
+        (GOOD.replace("def propose", "def __init__(self, n): ...\n    def propose"), "making it of .*Echo failed with TypeError"),
+        (GOOD.replace("def accept", "def learn"), "has no method accept"),
+        (GOOD.replace('"echo", ()', "None, ()"), "must be a text that is not empty, got None"),
+        (GOOD.replace('"echo", ()', '"echo", 3'), "must be a tuple of layer numbers, as .., got 3"),
+    ],
+)
+def test_what_is_no_proposer_is_a_clear_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        UserProposer(LevelSpec(f"{write(tmp_path, text)}:Echo"))
+
+
+def test_a_missing_file_or_module_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"there is no file 'nowhere\.py' to take Echo from"):
+        UserProposer(LevelSpec("nowhere.py:Echo"))
+    with pytest.raises(ConfigError, match="no_such_module cannot be imported: ModuleNotFoundError"):
+        UserProposer(LevelSpec("no_such_module:Echo"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("begin(self, seq): ...", "begin(self, seq): 1 / 0", "begin of echo failed with ZeroDivisionError: division by zero"),
+        ("return drafts", "1 / 0", "propose of echo failed with ZeroDivisionError"),
+        ("return drafts", "import sys; sys.exit(3)", "propose of echo failed with SystemExit: 3"),
+        ("hidden): ...", "hidden): 1 / 0", "accept of echo failed with ZeroDivisionError"),
+        ("end(self, seq): ...", "end(self, seq): 1 / 0", "end of echo failed with ZeroDivisionError"),
+        ("return drafts", "return None", "must return a list of Draft, got None"),
+        ("return drafts", "return [7]", r"must return a list of Draft, got \[7\]"),
+        ("return drafts", "return []", "returned 0 drafts for 3 sequences"),
+        ("return drafts", "return [Draft([4], [-1], None, 'x')] * 3", r"tokens .* must be a vector of int32, got \[4\]"),
+        ("after[:limit]", "after[:limit] + [4] * limit", "where at most"),
+        ("after[:limit]", "[99][:limit]", r"ids must be in \[0, 8\)"),
+    ],
+)
+def test_what_goes_wrong_in_a_users_proposer_names_it_and_leaves_the_model_usable(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    assert old in GOOD
+    llm = toy_llm(f"{write(tmp_path, GOOD.replace(old, new, 1))}:Echo")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            llm.generate([[0, 4, 5, 6, 7, 4]] * 3, PARAMS)
+        assert llm._engine._context.num_free_slots == 16
+        assert not llm._engine._requests
