@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from cpuspec.errors import ConfigError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma2", "gemma3")
 _LONGEST_CONTEXT = 1 << 26
 
 
@@ -104,8 +104,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """One set of rotary positions: the base of their frequencies, and how these are scaled."""
+
+    base: float = 10000.0
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shape and flags of one decoder-only transformer: everything `forward` needs besides the weights."""
+    """Shape and flags of one decoder-only transformer: everything that a forward needs besides the weights.
+
+    norms: where a branch (attention, MLP) has RMS norms: "before", "after" (of its output) or "both".
+    activation: of the gate in the MLP, "silu" or "gelu_tanh".
+    embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
+    attention_softcap, logit_softcap: c in c * tanh(x / c) for attention scores and for logits; 0 for none.
+    layer_windows: for each layer how many last positions a row sees, its own included, 0 for all; empty for all in every layer.
+    layer_ropes: for each layer "global" (`rope_base`, `rope_scaling`), "local" (`local_rope_base`) or "none", which rotates
+    nothing; empty for "global" in every layer.
+    """
 
     architecture: str
     vocab_size: int
@@ -123,10 +140,21 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
+    norms: str = "before"
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    layer_windows: tuple[int, ...] = ()
+    layer_ropes: tuple[str, ...] = ()
+    local_rope_base: float = 10000.0
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise ConfigError(f"architecture {self.architecture!r} is not supported; wanted one of {', '.join(ARCHITECTURES)}")
+        choices = {"architecture": ARCHITECTURES, "norms": ("before", "after", "both"), "activation": ("silu", "gelu_tanh")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not supported; wanted one of {', '.join(known)}")
         limits = {
             "vocab_size": 1 << 24,
             "hidden_size": 1 << 17,
@@ -147,11 +175,24 @@ class ModelConfig:
             raise ConfigError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if not _fits(partial(number, low=0, below=1), self.norm_eps):
             raise ConfigError(f"norm_eps must be in [0, 1), got {_shown(self.norm_eps)}")
-        if not _fits(partial(number, above=1, high=1e15), self.rope_base):
-            raise ConfigError(f"rope_base is {_shown(self.rope_base)}, wanted a number above 1, at most 1e15")
+        for name in ("rope_base", "local_rope_base"):
+            if not _fits(partial(number, above=1, high=1e15), getattr(self, name)):
+                raise ConfigError(f"{name} is {_shown(getattr(self, name))}, wanted a number above 1, at most 1e15")
+        for name, lowest in (("embedding_scale", 1e-6), ("query_scale", 1e-6), ("attention_softcap", 0), ("logit_softcap", 0)):
+            value = getattr(self, name)
+            if not (value is None and name == "query_scale") and not _fits(partial(number, low=lowest, high=1e6), value):
+                raise ConfigError(f"{name} is {_shown(value)}, wanted a number from {lowest} to 1e6")
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
             raise ConfigError(f"rope factors must be head_dim / 2 = {self.head_dim // 2} numbers, got {len(scaling.factors)}")
+        for name, per_layer in (("layer_windows", self.layer_windows), ("layer_ropes", self.layer_ropes)):
+            if len(per_layer) not in (0, self.num_layers):
+                raise ConfigError(f"{name} must have an entry for each of the {self.num_layers} layers, got {len(per_layer)}")
+        for window in self.layer_windows:
+            if not _fits(partial(whole, low=0, high=_LONGEST_CONTEXT), window):
+                raise ConfigError(f"layer_windows must be integers from 0 to {_LONGEST_CONTEXT}, got {_shown(window)}")
+        if unknown := set(self.layer_ropes) - {"global", "local", "none"}:
+            raise ConfigError(f"layer_ropes are global, local or none, got {_shown(min(unknown))}")
 
 
 _T = TypeVar("_T")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.packed import Matrix, packed_matrices
-from cpuspec.config import EngineConfig
+from cpuspec.config import EngineConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
@@ -223,7 +223,9 @@ class NumbaBackend:
 
     def _provide_rotations(self, last: int) -> None:
         """Cosines and sines of positions up to `last`, in a table that grows by doubling."""
-        cosines, sines = self._rotations = rope_table(self.config, np.arange(2 * last))
+        cosines, sines = self._rotations = rope_table(
+            Rope(self.config.rope_base, self.config.rope_scaling), self.config.head_dim, np.arange(2 * last)
+        )
         self._program.state[step.COSINES], self._program.state[step.SINES] = _at(cosines), _at(sines)
 
     def _write_program(self) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ It keeps every weight as f32 (or f64 on request), so it needs several times the 
 products are the BLAS library's: exact meaning, but a row's last bits may depend on its batch.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,13 +14,14 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
+from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.codings import CODINGS
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
+from cpuspec.model.transformer import Layer, decode, query_scale
 
 Array = NDArray[np.floating]
 
@@ -28,6 +30,16 @@ Array = NDArray[np.floating]
 class _Storage:
     keys: Array  # [L, S, G, D]
     values: Array  # [L, S, G, D]
+
+
+@dataclass(frozen=True)
+class _Model:
+    config: ModelConfig
+    dtype: np.dtype
+    kv_format: Format
+    embedding: QuantTensor
+    weights: Mapping[str, Array]
+    rounded_inputs: frozenset[str]  # matrices whose inputs are rounded to int8
 
 
 class NumpyBackend:
@@ -42,6 +54,7 @@ class NumpyBackend:
     name = "numpy"
     row_invariant = False
     survives_fork = False  # the threads of a BLAS do not
+    _model: _Model
 
     def __init__(
         self,
@@ -54,95 +67,124 @@ class NumpyBackend:
         self.config = checkpoint.config
         self.max_rows = engine.max_rows
         self.threads = 1
-        self._dtype = np.dtype(dtype)
-        self._kv_format = get_kv_format(engine.kv_format)
-        self._int8 = engine.activations == "int8"
-        self._embed = checkpoint.tensors["embed"]
         tensors = {name: t for name, t in checkpoint.tensors.items() if name != "embed"}
         if self.config.tied_embeddings:
-            tensors["output"] = self._embed
-        weights = {name: Cast(t, casts[name]) if name in casts else t for name, t in tensors.items()}
-        self._in_codes = {name for name, t in weights.items() if t.format.name in CODINGS}
-        shared = share._values if share and share._dtype == self._dtype else {}
-        self._weights = {
-            name: shared[t] if t in shared else t.dequantize().astype(self._dtype, copy=False) for name, t in weights.items()
-        }
+            tensors["output"] = checkpoint.tensors["embed"]
+        sources = {name: Cast(t, casts[name]) if name in casts else t for name, t in tensors.items()}
+        in_codes = frozenset(name for name, t in sources.items() if t.format.name in CODINGS)
+        shared = share._values if share and share._model.dtype == np.dtype(dtype) else {}
+        weights = {name: shared[t] if t in shared else t.dequantize().astype(dtype, copy=False) for name, t in sources.items()}
         self._values: WeakKeyDictionary[QuantTensor | Cast, Array] = WeakKeyDictionary()  # while somebody holds the tensor
-        self._values.update({t: self._weights[name] for name, t in weights.items()})
-        self.weight_bytes = sum(w.nbytes for w in self._weights.values())
-        self.shared_bytes = sum(self._weights[name].nbytes for name, t in weights.items() if t in shared)
+        self._values.update({t: weights[name] for name, t in sources.items()})
+        self.weight_bytes = sum(w.nbytes for w in weights.values())
+        self.shared_bytes = sum(weights[name].nbytes for name, t in sources.items() if t in shared)
+        self._model = _Model(
+            self.config,
+            np.dtype(dtype),
+            get_kv_format(engine.kv_format),
+            checkpoint.tensors["embed"],
+            weights,
+            in_codes if engine.activations == "int8" else frozenset(),
+        )
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model: decoded keys and values, rounded as the KV format rounds them."""
-        c = self.config
+        c, dtype = self.config, self._model.dtype
         shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
-        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * self._dtype.itemsize
-        return KVCache(
-            num_slots, capacity, lambda: _Storage(np.zeros(shape, self._dtype), np.zeros(shape, self._dtype)), _copy_rows, per_token
-        )
+        per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
+        return KVCache(num_slots, capacity, lambda: _Storage(np.zeros(shape, dtype), np.zeros(shape, dtype)), _copy_rows, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
-        c = self.config
-        batch.check(c, cache, self.max_rows)
-        cos, sin = (table.astype(self._dtype)[:, None, :] for table in rope_table(c, batch.positions))  # [T, 1, D/2]
-        x = self._embed.rows(batch.tokens).astype(self._dtype)  # [T, C]
-        hidden = {}
-        for i in range(c.num_layers):
-            layer = f"layers.{i}."
-            h = self._norm(x, layer + "attn_norm")
-            q = self._linear(h, layer + "q").reshape(-1, c.num_heads, c.head_dim)
-            k = self._linear(h, layer + "k").reshape(-1, c.num_kv_heads, c.head_dim)
-            v = self._linear(h, layer + "v").reshape(-1, c.num_kv_heads, c.head_dim)
-            if c.qk_norm:
-                q, k = self._norm(q, layer + "q_norm"), self._norm(k, layer + "k_norm")
-            attended = self._attention(i, _rotate(q, cos, sin), _rotate(k, cos, sin), v, batch, cache)
-            x = x + self._linear(attended, layer + "o")
-            h = self._norm(x, layer + "mlp_norm")
-            gate, up = self._linear(h, layer + "gate"), self._linear(h, layer + "up")
-            x = x + self._linear(_silu(gate) * up, layer + "down")
-            if i in batch.hidden_layers:
-                hidden[i] = x.astype(np.float32)
-        rows = x if batch.logit_rows is None else x[batch.logit_rows]
-        logits = self._linear(self._norm(rows, "norm"), "output")
+        batch.check(self.config, cache, self.max_rows)
+        forward = _Forward(self._model, batch, cache)
+        logits = decode(self.config, forward)
         cache.advance(batch)
-        return ForwardOutput(logits.astype(np.float32, copy=False), tuple(hidden[i] for i in batch.hidden_layers))
+        return ForwardOutput(logits.astype(np.float32, copy=False), tuple(forward.hidden[i] for i in batch.hidden_layers))
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _number(self, value: float) -> Array:
-        return np.asarray(value, self._dtype)
 
-    def _norm(self, x: Array, name: str) -> Array:
-        """RMS norm over the last axis (arXiv 1910.07467)."""
-        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(self.config.norm_eps))
-        return x * scale * self._weights[name]
+class _Forward:
+    """The operations of one forward, each as it is defined (`Operations` in `model.transformer`)."""
 
-    def _linear(self, x: Array, name: str) -> Array:
-        if self._int8 and name in self._in_codes:
-            x = _in_int8(x)
-        y = x @ self._weights[name].T
-        bias = self._weights.get(name + "_bias")
-        return y if bias is None else y + bias
+    def __init__(self, model: _Model, batch: ForwardBatch, cache: KVCache) -> None:
+        self.hidden: dict[int, NDArray[np.float32]] = {}
+        self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
 
-    def _attention(self, layer: int, q: Array, k: Array, v: Array, batch: ForwardBatch, cache: KVCache) -> Array:
-        """Append keys and values, then softmax(q k^T / sqrt(D)) v over the cached prefix and the row's own ancestors."""
-        c = self.config
-        out = np.empty((len(q), c.num_heads * c.head_dim), self._dtype)
+    def embed(self) -> Array:
+        return self._model.embedding.rows(self._batch.tokens).astype(self._model.dtype) * self._number(self._config.embedding_scale)
+
+    def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
+        normed = self._norm(x, norm)
+        return tuple(self._linear(normed, name) for name in names)
+
+    def rotate(self, layer: Layer, q: Array, k: Array) -> tuple[Array, Array]:
+        """Queries [T, H, D] and keys [T, G, D]. Pairs (i, i + D/2) turn by the row's position (arXiv 2104.09864)."""
+        heads = [x.reshape(len(x), -1, self._config.head_dim) for x in (q, k)]
+        if self._config.qk_norm:
+            heads = [self._norm(x, layer.weight(name)) for x, name in zip(heads, ("q_norm", "k_norm"), strict=True)]
+        if layer.rope is not None:
+            table = rope_table(layer.rope, self._config.head_dim, self._batch.positions)
+            cos, sin = (values.astype(self._model.dtype)[:, None, :] for values in table)  # [T, 1, D/2]
+            heads = [_turned(x, cos, sin) for x in heads]
+        return heads[0], heads[1]
+
+    def attention(self, layer: Layer, q: Array, k: Array, v: Array) -> Array:
+        """Scores are q k^T times the query scale, under the softcap if the model has one."""
+        c, batch = self._config, self._batch
+        v = v.reshape(len(v), -1, c.head_dim)
+        out = np.empty((len(q), c.num_heads * c.head_dim), self._model.dtype)
         for b, slot in enumerate(batch.slots):
-            rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), cache.lengths[slot]
-            storage, end = cache.storage(slot), prefix + rows.stop - rows.start
+            rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), self._cache.lengths[slot]
+            storage, end = self._cache.storage(slot), prefix + rows.stop - rows.start
             for held, new in ((storage.keys, k), (storage.values, v)):
-                held[layer, prefix:end] = rounded(self._kv_format, new[rows].astype(np.float32, copy=False))
-            keys = storage.keys[layer, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
-            values = storage.values[layer, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)
-            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) / self._number(np.sqrt(c.head_dim))  # [H, T, S]
-            scores[:, ~visible(batch, b, prefix)] = -np.inf
+                held[layer.index, prefix:end] = rounded(self._model.kv_format, new[rows].astype(np.float32, copy=False))
+            keys = storage.keys[layer.index, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
+            values = storage.values[layer.index, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)
+            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(query_scale(c))  # [H, T, S]
+            scores = self._softcapped(scores, c.attention_softcap)
+            scores[:, ~visible(batch, b, prefix, layer.window)] = -np.inf
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             out[rows] = np.matmul(weights, values.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(-1, out.shape[1])
         return out
+
+    def gate(self, gate: Array, up: Array) -> Array:
+        if self._config.activation == "silu":
+            return gate / (1 + np.exp(-gate)) * up
+        inner = self._number(math.sqrt(2 / math.pi)) * (gate + self._number(0.044715) * gate**3)
+        return self._number(0.5) * gate * (1 + np.tanh(inner)) * up
+
+    def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
+        return x + self._norm(self._linear(branch, name), norm)
+
+    def keep(self, layer: Layer, x: Array) -> None:
+        if layer.index in self._batch.hidden_layers:
+            self.hidden[layer.index] = x.astype(np.float32)
+
+    def logits(self, x: Array, name: str, norm: str) -> Array:
+        rows = x if self._batch.logit_rows is None else x[self._batch.logit_rows]
+        return self._softcapped(self._linear(self._norm(rows, norm), name), self._config.logit_softcap)
+
+    def _number(self, value: float) -> Array:
+        return np.asarray(value, self._model.dtype)
+
+    def _norm(self, x: Array, name: str | None) -> Array:
+        """RMS norm over the last axis (arXiv 1910.07467)."""
+        if name is None:
+            return x
+        scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(self._config.norm_eps))
+        return x * scale * self._model.weights[name]
+
+    def _linear(self, x: Array, name: str) -> Array:
+        y = (_in_int8(x) if name in self._model.rounded_inputs else x) @ self._model.weights[name].T
+        bias = self._model.weights.get(name + "_bias")
+        return y if bias is None else y + bias
+
+    def _softcapped(self, x: Array, cap: float) -> Array:
+        return np.tanh(x / self._number(cap)) * self._number(cap) if cap else x
 
 
 def _copy_rows(storage: _Storage, rows: I32, first: int) -> None:
@@ -150,8 +192,7 @@ def _copy_rows(storage: _Storage, rows: I32, first: int) -> None:
         kind[:, first : first + len(rows)] = kind[:, rows]
 
 
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Turn pairs (i, i + D/2) of every head by the row's position (arXiv 2104.09864, rotate-half layout)."""
+def _turned(x: Array, cos: Array, sin: Array) -> Array:
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -162,7 +203,3 @@ def _in_int8(x: Array) -> Array:
     scales = np.abs(groups).max(axis=2, keepdims=True) / groups.dtype.type(127)
     steps = np.rint(groups / np.where(scales > 0, scales, groups.dtype.type(1)))
     return (steps * scales).reshape(x.shape)
-
-
-def _silu(x: Array) -> Array:
-    return x / (1 + np.exp(-x))

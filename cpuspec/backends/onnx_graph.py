@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import ModelConfig
+from cpuspec.config import ModelConfig, Rope
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.grouped import GroupedIntegers, group_integers
@@ -219,7 +219,8 @@ class _Writer:
 
         The sines of first halves are negative: a rotated head is x * cos + (second half, first half) * sin.
         """
-        inverse, factor = inverse_frequencies(self._config), attention_factor(self._config)
+        rope = Rope(self._config.rope_base, self._config.rope_scaling)
+        inverse, factor = inverse_frequencies(rope, self._config.head_dim), attention_factor(rope.scaling)
         angles = self._node(
             "Mul",
             self._node("Unsqueeze", self._node("Cast", positions, to=self._types.DOUBLE), self._integers(1, 2)),

@@ -20,7 +20,7 @@ from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
 from cpuspec.backends.torch_weights import Codes, Matrix, Values, few_rows_kernel
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig
+from cpuspec.config import EngineConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -173,7 +173,7 @@ class TorchBackend:
 
     def _step(self, batch: ForwardBatch, cache: KVCache, for_recording: bool) -> _Step:
         """Everything that a forward needs to know, in the host's memory."""
-        cos, sin = rope_table(self.config, batch.positions)
+        cos, sin = rope_table(Rope(self.config.rope_base, self.config.rope_scaling), self.config.head_dim, batch.positions)
         rows = np.arange(len(batch.tokens)) if batch.logit_rows is None else batch.logit_rows
         return _Step(
             torch.from_numpy(self._embed.rows(batch.tokens)),

@@ -153,8 +153,11 @@ class ForwardOutput:
     best: list[int] | None = None  # [len(logit_rows)] `sampling.argmax`, -1 for what it refuses; None: the backend did not look
 
 
-def visible(batch: ForwardBatch, sequence: int, prefix: int) -> NDArray[np.bool_]:
-    """Which cache indices each row of a sequence attends to: the prefix, its ancestors and itself, [rows, prefix + rows]."""
+def visible(batch: ForwardBatch, sequence: int, prefix: int, window: int | None = None) -> NDArray[np.bool_]:
+    """Which cache indices each row of a sequence attends to, [rows, prefix + rows].
+
+    A row's path is the prefix, its ancestors and the row itself; it sees the last `window` tokens of that, None for all.
+    """
     start, end = batch.q_start[sequence], batch.q_start[sequence + 1]
     mask = np.zeros((end - start, prefix + end - start), np.bool_)
     mask[:, :prefix] = True
@@ -163,4 +166,7 @@ def visible(batch: ForwardBatch, sequence: int, prefix: int) -> NDArray[np.bool_
         if parent >= 0:
             mask[row, prefix:] = mask[parent, prefix:]
         mask[row, prefix + row] = True
+    if window is not None:
+        num_after = mask[:, ::-1].cumsum(axis=1)[:, ::-1]  # tokens of the path from each one on
+        mask &= num_after <= window
     return mask

@@ -9,17 +9,17 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.config import ModelConfig, RopeScaling
+from cpuspec.config import Rope, RopeScaling
 from cpuspec.model.batch import F32
 
 F64 = NDArray[np.float64]
 
 
-def inverse_frequencies(config: ModelConfig) -> F64:
+def inverse_frequencies(rope: Rope, head_dim: int) -> F64:
     """Radians per position of each pair of dimensions, [D/2]. Pair i is dimensions (i, i + D/2)."""
-    half = config.head_dim // 2
-    inverse = config.rope_base ** (-np.arange(half, dtype=np.float64) / half)
-    scaling = config.rope_scaling
+    half = head_dim // 2
+    inverse = rope.base ** (-np.arange(half, dtype=np.float64) / half)
+    scaling = rope.scaling
     if scaling is None:
         return inverse
     if scaling.kind == "linear":
@@ -28,7 +28,7 @@ def inverse_frequencies(config: ModelConfig) -> F64:
         return inverse / np.array(scaling.factors)
     if scaling.kind == "llama3":
         return _llama3(inverse, scaling)
-    return _yarn(inverse, scaling, config)
+    return _yarn(inverse, scaling, rope.base)
 
 
 def _llama3(inverse: F64, scaling: RopeScaling) -> F64:
@@ -39,23 +39,22 @@ def _llama3(inverse: F64, scaling: RopeScaling) -> F64:
     return keep * inverse + (1 - keep) * inverse / scaling.factor
 
 
-def _yarn(inverse: F64, scaling: RopeScaling, config: ModelConfig) -> F64:
+def _yarn(inverse: F64, scaling: RopeScaling, base: float) -> F64:
     """NTK-by-parts: pairs that turn more than `beta_fast` times in the trained context are kept, under `beta_slow` divided."""
 
     def pair_of(turns: float) -> float:
         wavelength = scaling.original_context_length / (turns * 2 * math.pi)
-        return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_base))
+        return half * math.log(wavelength) / math.log(base)
 
-    half = config.head_dim // 2
+    half = len(inverse)
     low = max(math.floor(pair_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_of(scaling.beta_slow)), config.head_dim - 1)
+    high = min(math.ceil(pair_of(scaling.beta_slow)), 2 * half - 1)
     divide = np.clip((np.arange(half) - low) / max(high - low, 1e-3), 0.0, 1.0)
     return divide * inverse / scaling.factor + (1 - divide) * inverse
 
 
-def attention_factor(config: ModelConfig) -> float:
-    """What cosines and sines are multiplied by: 1 except for YaRN, which sharpens attention by 0.1 ln(factor) + 1."""
-    scaling = config.rope_scaling
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """The factor of cosines and sines: 1 except for YaRN, which sharpens attention by 0.1 ln(factor) + 1."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -63,8 +62,8 @@ def attention_factor(config: ModelConfig) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-def rope_table(config: ModelConfig, positions: NDArray[np.integer]) -> tuple[F32, F32]:
+def rope_table(rope: Rope, head_dim: int, positions: NDArray[np.integer]) -> tuple[F32, F32]:
     """Cosines and sines of `positions`, each [len(positions), D/2], computed in f64 and rounded once."""
-    angles = positions.astype(np.float64)[:, None] * inverse_frequencies(config)
-    factor = attention_factor(config)
+    angles = positions.astype(np.float64)[:, None] * inverse_frequencies(rope, head_dim)
+    factor = attention_factor(rope.scaling)
     return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpuspec.config import ModelConfig, RopeScaling
+from cpuspec.config import ModelConfig, Rope, RopeScaling
 from cpuspec.errors import ConfigError
 from cpuspec.model.rope import rope_table
 from tools.make_tiny_model import tiny_config
@@ -66,7 +66,7 @@ def test_a_norms_epsilon_must_be_a_small_number(value: object) -> None:
 
 def table(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     with np.errstate(all="raise", under="ignore"):
-        return rope_table(config, np.array([0, 1, 17, 4096, (1 << 26) - 1]))
+        return rope_table(Rope(config.rope_base, config.rope_scaling), config.head_dim, np.array([0, 1, 17, 4096, (1 << 26) - 1]))
 
 
 @pytest.mark.parametrize("kind", VALID)
