@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.checkpoints import Checkpoint
+from cpuspec.backends.weights import WeightTensor
 from cpuspec.config import ModelConfig
 from cpuspec.errors import BackendError
-from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.formats import Cast, QuantTensor
 from cpuspec.formats.grouped import GroupedIntegers, group_integers
 from cpuspec.model.rope import attention_factor, inverse_frequencies
 
@@ -45,7 +45,7 @@ KV_FORMATS = ("f32", "f16", "bf16")  # that a cast and a cast back make
 
 
 def build_graph(
-    config: ModelConfig, tensors: Mapping[str, QuantTensor | Cast], store: Store, activations: str, kv_format: str
+    config: ModelConfig, tensors: Mapping[str, WeightTensor], store: Store, activations: str, kv_format: str
 ) -> "onnx.ModelProto":
     """The model, its large initializers given to `store` one by one.
 
@@ -53,14 +53,6 @@ def build_graph(
     Raises BackendError for what a graph cannot do.
     """
     return _Writer(config, tensors, store, activations, kv_format).model()
-
-
-def graph_tensors(checkpoint: Checkpoint, casts: Mapping[str, Format]) -> dict[str, QuantTensor | Cast]:
-    """The checkpoint's tensors with an output matrix, cast where `casts` says so."""
-    tensors = dict(checkpoint.tensors)
-    if checkpoint.config.tied_embeddings:
-        tensors["output"] = tensors["embed"]
-    return {name: Cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
 
 
 def external_tensor(name: str, shape: tuple[int, ...], type: int, location: str, **place: int) -> "onnx.TensorProto":
@@ -92,7 +84,7 @@ class _Writer:
     def __init__(
         self,
         config: ModelConfig,
-        tensors: Mapping[str, QuantTensor | Cast],
+        tensors: Mapping[str, WeightTensor],
         store: Store,
         activations: str,
         kv_format: str,

@@ -292,7 +292,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _num_bytes(weight: Matrix | Tensor) -> int:
-    return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
+    return weight.nbytes
 
 
 def _gigabytes(tensors: Iterable[QuantTensor]) -> str:
