@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeVar
 
 from cpuspec.errors import ConfigError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma2", "gemma3")
 _LONGEST_CONTEXT = 1 << 26
 
 
@@ -115,6 +114,7 @@ class Rope:
 class ModelConfig:
     """Shape and flags of one decoder-only transformer: everything that a forward needs besides the weights.
 
+    architecture: the name of its family; nothing is computed by it.
     norms: where a branch (attention, MLP) has RMS norms: "before", "after" (of its output) or "both".
     activation: of the gate in the MLP, "silu" or "gelu_tanh".
     embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
@@ -151,7 +151,7 @@ class ModelConfig:
     local_rope_base: float = 10000.0
 
     def __post_init__(self) -> None:
-        choices = {"architecture": ARCHITECTURES, "norms": ("before", "after", "both"), "activation": ("silu", "gelu_tanh")}
+        choices = {"norms": ("before", "after", "both"), "activation": ("silu", "gelu_tanh")}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not supported; wanted one of {', '.join(known)}")

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.hub import HubModel
 from cpuspec.checkpoints.recipes import (
     DEFAULT_RECIPE,
@@ -16,7 +17,7 @@ from cpuspec.checkpoints.recipes import (
     read_recipe,
     recipe_of,
 )
-from cpuspec.config import ARCHITECTURES, LevelSpec, SpecConfig
+from cpuspec.config import LevelSpec, SpecConfig
 from cpuspec.engine.assemble import check_spec, draft_models, model_and_spec
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
@@ -70,7 +71,7 @@ def test_every_shipped_recipe_reads_and_the_default_is_among_them() -> None:
     assert load_all()[2] == []
     for name, recipe in recipes.items():
         assert recipe.name == name
-        assert recipe.architecture in ARCHITECTURES
+        assert recipe.architecture in FAMILIES
         # The public hub comes first, an index of packages is the second way.
         assert [type(source) for source in recipe.sources] in ([HubModel, PackageSource], [HubModel])
 
