@@ -26,7 +26,7 @@ FEW_ROWS = 32  # beyond, unpacking a matrix once and a library's product over it
 class Matrix(Protocol):
     """A matrix [N, K] on a device."""
 
-    num_bytes: int  # that a product reads
+    nbytes: int  # that a product reads
 
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]: every row times the matrix's rows, in the matrix's dtype."""
@@ -38,7 +38,7 @@ class Values:
 
     def __init__(self, tensor: QuantTensor | Cast, dtype: torch.dtype, device: torch.device) -> None:
         self._values = torch.from_numpy(tensor.dequantize()).to(device, dtype)
-        self.num_bytes = self._values.nbytes
+        self.nbytes = self._values.nbytes
 
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]."""
@@ -79,7 +79,7 @@ class Codes:
         gathered = [None if each[0] is None else torch.cat(each).to(device) for each in factors]
         self.scales = Scales(*gathered)
         self._kernel = few_rows_kernel(device)
-        self.num_bytes = self.codes.nbytes + sum(each.nbytes for each in self.scales if each is not None)
+        self.nbytes = self.codes.nbytes + sum(each.nbytes for each in self.scales if each is not None)
 
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]."""

@@ -68,6 +68,11 @@ class PackedTensor:
         """From one tile to the next."""
         return self.data.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tiles, padding included."""
+        return self.data.nbytes
+
 
 def stretch_bytes(format: Format, inputs: int = STRETCH) -> int:
     """Bytes of a stretch of a tile, rounded up to whole cache lines."""

@@ -81,7 +81,7 @@ def test_codes_take_the_bits_of_the_format_and_those_that_fill_a_byte(name: str)
         "int3_g64_asym": 1,
     }
     tensor = _matrix(name)
-    taken = 8 * Codes(tensor, torch.float32, CPU).num_bytes / tensor.num_values
+    taken = 8 * Codes(tensor, torch.float32, CPU).nbytes / tensor.num_values
     assert tensor.format.bits + more.get(name, 0) <= taken <= 1.03 * (tensor.format.bits + more.get(name, 0))
 
 
