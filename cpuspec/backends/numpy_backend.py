@@ -15,7 +15,6 @@ from numpy.typing import DTypeLike, NDArray
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.formats import Cast, Format, QuantTensor
-from cpuspec.formats.codings import CODINGS
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
@@ -62,7 +61,7 @@ class NumpyBackend:
         if self.config.tied_embeddings:
             tensors["output"] = self._embed
         weights = {name: Cast(t, casts[name]) if name in casts else t for name, t in tensors.items()}
-        self._in_codes = {name for name, t in weights.items() if t.format.name in CODINGS}
+        self._in_codes = {name for name, t in weights.items() if t.format.affine}
         shared = share._values if share and share._dtype == self._dtype else {}
         self._weights = {
             name: shared[t] if t in shared else t.dequantize().astype(self._dtype, copy=False) for name, t in weights.items()
