@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py smollm2-135m-instruct --threads 1 --threads 2 --draft none --draft auto
 
-Times each `next` of `LLM.stream` and, within it, `kernels.step.Team.run`; what is left is overhead, and the median over the steps
+Times each `next` of `LLM.stream` and, within it, `kernels.team.Team.run`; what is left is overhead, and the median over the steps
 is quoted, by the clock and in processor time of the calling thread, which a busy machine disturbs less. Between two steps the
 weights of a real model pass through the processor's caches and put the interpreter's data out of them: a tiny model shows a
 fraction of the same overhead.
@@ -20,7 +20,7 @@ from record import Rounds, record, save, spread
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.kernels.step import Team
+from cpuspec.kernels.team import Team
 
 PROMPT = "Write a story about a lighthouse."
 CLOCKS = {"time": perf_counter, "processor time": thread_time}

@@ -1,7 +1,7 @@
 """The product: the transformer as a program of compiled kernels over packed weights, one compiled call per forward.
 
-Writes the program once, when the model is loaded: this is the file that knows the order of a layer's operations. Everything a
-kernel is told has been checked here or by `ForwardBatch.check`; the kernels themselves check nothing.
+The program is written once, when the model is loaded, from `model.transformer`. Everything a kernel is told has been checked here
+or by `ForwardBatch.check`; the kernels themselves check nothing.
 """
 
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from ctypes import addressof, c_int32
 from dataclasses import dataclass
 from sys import getrefcount
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,15 +18,30 @@ from numpy.typing import NDArray
 from cpuspec.backends.packed import packed_matrices
 from cpuspec.backends.weights import WeightTensor
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, Rope
+from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes
-from cpuspec.kernels import attention, embed, encode, isa, linear, pointwise, products, simd, step
+from cpuspec.kernels import (
+    attention,
+    attention_plan,
+    embed,
+    encode,
+    isa,
+    layout,
+    linear,
+    pointwise,
+    products,
+    program,
+    sharing,
+    simd,
+)  # fmt: skip
+from cpuspec.kernels.team import Team
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
+from cpuspec.model.transformer import Layer, decode, query_scale
 
 _SMALL = 768  # hidden size under which a model is small
 
@@ -63,9 +79,7 @@ class NumbaBackend:
         self.max_rows = engine.max_rows
         self.threads: int = share.threads if share else engine.threads or usable_cores()
         self._embed = checkpoint.tensors["embed"]
-        self._decoder = embed.row_decoder(self._embed.format.name)
         self._num_logits = _round_up(c.vocab_size, TILE)  # of a row, padded
-        self._logit_stride = 4 * self._num_logits
         tensors = dict(checkpoint.tensors)
         if c.tied_embeddings:
             tensors["output"] = self._embed
@@ -83,37 +97,33 @@ class NumbaBackend:
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())
         self.shared_bytes = self.weight_bytes - sum(self._matrices[name].data.nbytes for name in new)
-        rows, heads, kv_heads = self.max_rows, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self._x = self._rows(c.hidden_size)
-        self._q, self._k, self._v = self._rows(heads), self._rows(kv_heads), self._rows(kv_heads)
-        self._attended, self._gate, self._up = self._rows(heads), self._rows(c.intermediate_size), self._rows(c.intermediate_size)
-        widest = max(m.shape[1] for m in self._matrices.values())
-        # Whole blocks of rows, and whole vectors of the last block.
-        groups = _round_up(rows, linear.ROWS) * _round_up(widest, GROUP) // GROUP + 1
-        self._inputs = {order: aligned_bytes((groups * size,)) for order, size in linear.ORDERS.items()}
-        self._placed = np.empty((4, rows), np.int64)
+        group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
+        self._kv_format = kv_format
+        self._partial_bytes = attention.partial_bytes(kv_format.name, c.head_dim)
+        partials_at = attention.partials_offset(kv_format.name, c.head_dim)
+        queries = attention.QUERIES + max(attention_plan.TASK_QUERIES, group)
+        self._scratch = aligned_bytes((self.threads, partials_at + queries * self._partial_bytes))
+        self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
         self._unheld = getrefcount(self._logits)
-        self._peaks = np.empty(linear.ROWS * step.CHUNKS * self.threads, np.float32)
-        self._picked = (c_int32 * linear.ROWS)()  # of which a part is a list
+        self._peaks = np.empty(products.BLOCK_ROWS * sharing.PIECES * self.threads, np.float32)
+        self._picked = (c_int32 * products.BLOCK_ROWS)()  # of which a part is a list
         self._paths = np.empty(0, np.int64)
-        self._kv_format = get_kv_format(engine.kv_format)
-        self._record_bytes = attention.record_bytes(self._kv_format.name, c.head_dim)
-        self._records_at = attention.records_offset(self._kv_format.name, c.head_dim)
-        queries = attention.QUERIES + max(step.BLOCK_QUERIES, c.num_heads // c.num_kv_heads)
-        self._scratch = aligned_bytes((self.threads, self._records_at + queries * self._record_bytes))
-        self._records = aligned_bytes((0,))
-        self._blocks = np.empty((rows, step.BLOCK_COLUMNS), np.int64)
-        self._walked = np.zeros((rows, c.num_kv_heads), np.int64)
-        self._program = step.Program(self._write_program(), self.threads)
-        state = self._program.state
-        state[[step.STORAGE, step.CACHE_INDEX, step.LENGTH, step.STRAIGHT]] = [_at(row) for row in self._placed]
-        state[step.PEAKS], state[step.PICKED] = _at(self._peaks), addressof(self._picked)
-        state[step.HEADS], state[step.KV_HEADS], state[step.THREADS] = c.num_heads, c.num_kv_heads, self.threads
-        state[step.BLOCKS], state[step.WALKED] = _at(self._blocks), _at(self._walked)
-        state[step.SCRATCH], state[step.SCRATCH_BYTES] = _at(self._scratch), self._scratch.strides[0]
+        self._partials = aligned_bytes((0,))
+        self._tasks = np.empty(self.max_rows, layout.TASK)
+        self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
+        self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, self._embed, kv_format.name)
+        decode(c, self._writer)
+        self._x = self._writer.x
+        self._program = program.Program(layout.program(self._writer.operations), self.threads)
+        for field, value in {
+            "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
+            "tasks": _at(self._tasks), "walked": _at(self._walked), "scratch": _at(self._scratch),
+            "scratch_bytes": self._scratch.strides[0], "heads": c.num_heads, "kv_heads": c.num_kv_heads, "threads": self.threads,
+        }.items():  # fmt: skip
+            self._program.state[field] = value
         self._provide_rotations(255)
-        self._team: step.Team = share._team if share else step.Team(self.threads)
+        self._team: Team = share._team if share else Team(self.threads)
         self._owns_team = share is None
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
@@ -146,10 +156,10 @@ class NumbaBackend:
         num_rows, logit_rows = len(lists.tokens), lists.logit_rows
         if lists.parents:
             self._provide_paths(num_rows)
-        if (last := max(lists.positions)) >= len(self._rotations[0]):
+        if (last := max(lists.positions)) >= self._num_positions:
             self._provide_rotations(last)
-        if self._decoder is None:
-            self._x[:num_rows, : c.hidden_size] = self._embed.rows(batch.tokens)
+        if not self._writer.embeds:
+            self._x[:num_rows, : c.hidden_size] = self._embed.rows(batch.tokens) * np.float32(c.embedding_scale)
             self._x[:num_rows, c.hidden_size :] = 0
         num_logits = num_rows if logit_rows is None else len(logit_rows)
         logits = self._room_for_logits(num_logits)
@@ -176,10 +186,10 @@ class NumbaBackend:
             kept,
             logits,
         )
-        while num_records := self._team.run(self._program):
-            self._provide_records(num_records)
+        while num_partials := self._team.run(self._program):
+            self._provide_partials(num_partials)
         cache.advance(batch)
-        if num_logits <= linear.ROWS:
+        if num_logits <= products.BLOCK_ROWS:
             output.best = self._picked[:num_logits]
         return output
 
@@ -188,15 +198,9 @@ class NumbaBackend:
         if self._owns_team:
             self._team.close()
 
-    def _rows(self, features: int) -> F32:
-        """Room for `max_rows` rows, zeroed, each padded to whole groups."""
-        room = aligned_bytes((self.max_rows, 4 * _round_up(features, GROUP))).view(np.float32)
-        room[:] = 0
-        return room
-
     def _room_for_logits(self, num_rows: int) -> F32:
         """Rows of logits to write into: those of the last forward again, if nobody holds them, or a part of them, any more."""
-        if num_rows > linear.ROWS:
+        if num_rows > products.BLOCK_ROWS:
             return np.empty((num_rows, self._num_logits), np.float32)
         if len(self._logits) != num_rows or getrefcount(self._logits) != self._unheld:
             self._logits = np.empty((num_rows, self._num_logits), np.float32)
@@ -210,185 +214,173 @@ class NumbaBackend:
         kept[list(rows)] = [_at(one) for one in rows.values()]
         return kept, tuple(rows[layer] for layer in layers)
 
-    def _provide_records(self, number: int) -> None:
-        """Room for the records of attention that several threads make."""
-        self._records = aligned_bytes((2 * number * self._record_bytes,))
-        self._program.state[step.RECORDS], self._program.state[step.MOST_RECORDS] = _at(self._records), 2 * number
+    def _provide_partials(self, number: int) -> None:
+        """Room for the partials of attention that several threads make."""
+        self._partials = aligned_bytes((2 * number * self._partial_bytes,))
+        self._program.state["partials"], self._program.state["max_partials"] = _at(self._partials), 2 * number
 
     def _provide_paths(self, rows: int) -> None:
         """Room for the paths of tree rows: what is left of the prefix after whole vectors, and up to all rows."""
         length = simd.LANES + rows
         if rows * length > len(self._paths):
             self._paths = np.empty(rows * length, np.int64)
-        self._program.state[step.PATHS], self._program.state[step.PATH_LENGTH] = _at(self._paths), length
+        self._program.state["paths"], self._program.state["path_length"] = _at(self._paths), length
 
     def _provide_rotations(self, last: int) -> None:
-        """Cosines and sines of positions up to `last`, in a table that grows by doubling."""
-        cosines, sines = self._rotations = rope_table(
-            Rope(self.config.rope_base, self.config.rope_scaling), self.config.head_dim, np.arange(2 * last)
-        )
-        self._program.state[step.COSINES], self._program.state[step.SINES] = _at(cosines), _at(sines)
+        """Cosines and sines of positions up to `last`, in tables that grow by doubling."""
+        self._num_positions = 2 * last
+        self._rotations = [rope_table(rope, self.config.head_dim, np.arange(2 * last)) for rope in self._writer.ropes]
+        for n, (cosines, sines) in enumerate(self._rotations):
+            self._program.state["rotations"][n] = _at(cosines), _at(sines)
 
-    def _write_program(self) -> NDArray[np.int64]:
-        """The operations of one forward, in order."""
-        c = self.config
-        ops = self._embedding()
-        for i in range(c.num_layers):
-            layer = f"layers.{i}."
-            ops += [
-                *self._linears(
-                    [(layer + "q", self._q), (layer + "k", self._k), (layer + "v", self._v)], self._x, norm=layer + "attn_norm"
-                ),
-                self._rotate(i),
-                self._attend(i),
-                *self._linears([(layer + "o", self._x)], self._attended, residual=True),
-                *self._linears([(layer + "gate", self._gate), (layer + "up", self._up)], self._x, norm=layer + "mlp_norm"),
-                *self._linears([(layer + "down", self._x)], self._gate, silu_times=self._up, residual=True),
-                _row(
-                    step.KEEP,
-                    {
-                        step.K_ROWS: _at(self._x),
-                        step.K_STRIDE: self._x.strides[0],
-                        step.K_LAYER: i,
-                        step.K_BYTES: 4 * c.hidden_size,
-                    },
-                ),
-            ]
-        ops += self._linears([("output", None)], self._x, norm="norm")
-        ops.append(_row(step.FINISH, {step.F_TILES: len(self._matrices["output"].data), step.F_STRIDE: self._logit_stride}))
-        return np.array(ops)
 
-    def _embedding(self) -> list[NDArray[np.int64]]:
-        """The rows of tokens, if there is a compiled decoder for their format."""
-        if self._decoder is None:
-            return []
-        format, features = self._embed.format, self.config.hidden_size
-        return [
-            _row(
-                step.EMBED,
-                {
-                    step.E_DECODER: self._decoder,
-                    step.E_DATA: _at(self._embed.data),
-                    step.E_ROW_BYTES: format.row_bytes(features),
-                    step.E_BLOCKS: features // format.block_size,
-                    step.E_FEATURES: features,
-                    step.E_OUT: _at(self._x),
-                    step.E_STRIDE: self._x.strides[0],
-                },
-            )
-        ]
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Room for rows of numbers, f32 [max_rows, features padded to whole groups]; with `up`, activation(numbers) * up."""
 
-    def _linears(
-        self,
-        outputs: list[tuple[str, F32 | None]],
-        source: F32,
-        *,
-        norm: str | None = None,
-        silu_times: F32 | None = None,
-        residual: bool = False,
-    ) -> list[NDArray[np.int64]]:
-        """Prepare the rows of `source` once, then multiply them with up to three matrices. No output: the logits."""
-        matrices = [self._matrices[name] for name, _ in outputs]
-        features = matrices[0].shape[1]
-        logits = outputs[0][1] is None
-        orders = [
-            linear.activation_order(m.format.name, self._is_precise(name)) for m, (name, _) in zip(matrices, outputs, strict=True)
-        ]
+    numbers: F32
+    up: F32 | None = None
+
+
+class _Writer:
+    """Writes the operations of `model.transformer` down as those of a program, with the room that their results need.
+
+    A gate is written with the matrix that reads it, and the rotation with the attention, which appends to the cache.
+    """
+
+    def __init__(
+        self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor], vectors: Mapping[str, F32],
+        embedding: QuantTensor, kv_format: str,
+    ) -> None:  # fmt: skip
+        self.operations: list[tuple[str, dict[str, Any]]] = []
+        self.ropes: list[Rope] = []
+        decoder = embed.row_decoder(embedding.format.name)
+        self.embeds = decoder is not None  # else the rows of `x` are written before a forward
+        self._decoder = decoder or 0
+        self._config, self._max_rows, self._kv_format = config, max_rows, kv_format
+        self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
+        self._room: dict[str, F32] = {}  # by the part of a layer whose result it holds
+        self.x = self._rows("embed", config.hidden_size)
+        widest = max(m.shape[1] for m in matrices.values())
+        # Whole blocks of rows, and whole vectors of the last block.
+        groups = _round_up(max_rows, products.BLOCK_ROWS) * _round_up(widest, GROUP) // GROUP + 1
+        self._inputs = {order: aligned_bytes((groups * size,)) for order, size in products.ORDERS.items()}
+
+    def embed(self) -> _Rows:
+        if self.embeds:
+            format, features = self._embedding.format, self._config.hidden_size
+            operands = {
+                "decoder": self._decoder, "data": _at(self._embedding.data), "row_bytes": format.row_bytes(features),
+                "blocks": features // format.block_size, "features": features, "out": _at(self.x), "stride": self.x.strides[0],
+                "scale": self._config.embedding_scale,
+            }  # fmt: skip
+            self.operations.append(("embed", operands))
+        return _Rows(self.x)
+
+    def linears(self, x: _Rows, names: tuple[str, ...], norm: str | None) -> tuple[_Rows, ...]:
+        outputs = {name: self._rows(name.rsplit(".", 1)[-1], self._matrices[name].shape[0]) for name in names}
+        self._write_linears(x, outputs, norm)
+        return tuple(map(_Rows, outputs.values()))
+
+    def rotate(self, layer: Layer, q: _Rows, k: _Rows) -> tuple[_Rows, _Rows]:
+        return q, k
+
+    def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows) -> _Rows:
+        c = self._config
+        out = self._rows("attention", c.num_heads * c.head_dim)
+        if layer.rope is not None and layer.rope not in self.ropes:
+            self.ropes.append(layer.rope)
+        shape = {"heads": c.num_heads, "kv_heads": c.num_kv_heads, "dims": c.head_dim, "layer": layer.index}
+        rotate = {
+            "queries": _at(q.numbers), "q_stride": q.numbers.strides[0], "q_norm": _at(self._vectors.get(layer.weight("q_norm"))),
+            "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(self._vectors.get(layer.weight("k_norm"))),
+            "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": c.norm_eps, "scale": query_scale(c),
+            "rotation": layout.NO_ROTATION if layer.rope is None else self.ropes.index(layer.rope),
+            "append": attention.append_kernel(self._kv_format),
+        }  # fmt: skip
+        attend = {
+            "queries": _at(q.numbers), "stride": q.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
+            "kernel": attention.attend_kernel(self._kv_format, layer.window is not None, c.attention_softcap > 0),
+            "partials_at": attention.partials_offset(self._kv_format, c.head_dim),
+            "partial_bytes": attention.partial_bytes(self._kv_format, c.head_dim),
+            "window": layer.window or 0, "cap": c.attention_softcap,
+        }  # fmt: skip
+        self.operations += [("rotate", shape | rotate), ("attend", shape | attend)]
+        return _Rows(out)
+
+    def gate(self, gate: _Rows, up: _Rows) -> _Rows:
+        return _Rows(gate.numbers, up.numbers)
+
+    def add(self, x: _Rows, branch: _Rows, name: str, norm: str | None) -> _Rows:
+        if norm is None:
+            self._write_linears(branch, {name: x.numbers}, residual=True)
+            return x
+        out = self._rows("branch", self._config.hidden_size)
+        self._write_linears(branch, {name: out})
+        operands = {
+            "rows": _at(x.numbers), "branch": _at(out), "stride": out.strides[0], "weight": _at(self._vectors[norm]),
+            "features": self._config.hidden_size, "eps": self._config.norm_eps,
+        }  # fmt: skip
+        self.operations.append(("add", operands))
+        return x
+
+    def keep(self, layer: Layer, x: _Rows) -> None:
+        operands = {"rows": _at(x.numbers), "stride": x.numbers.strides[0], "layer": layer.index}
+        self.operations.append(("keep", operands | {"row_bytes": 4 * self._config.hidden_size}))
+
+    def logits(self, x: _Rows, name: str, norm: str) -> _Rows:
+        self._write_linears(x, {name: None}, norm)
+        tiles = len(self._matrices[name].data)
+        self.operations.append(("pick", {"tiles": tiles, "stride": 4 * TILE * tiles}))
+        return x
+
+    def _write_linears(self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None = None, residual: bool = False) -> None:
+        """Prepare rows once, then multiply them with up to three matrices. No output: the logits. residual: add to the output."""
+        c = self._config
+        matrices = {name: self._matrices[name] for name in outputs}
+        orders = {name: linear.activation_order(m.format.name, _is_precise(c, name)) for name, m in matrices.items()}
+        features, logits = next(iter(matrices.values())).shape[1], any(out is None for out in outputs.values())
+        kind = pointwise.PLAIN if norm is None else pointwise.NORM
+        if x.up is not None:
+            kind = {"silu": pointwise.SILU, "gelu_tanh": pointwise.GELU}[c.activation]
         prepare = {
-            step.P_KIND: pointwise.NORM if norm else pointwise.SILU if silu_times is not None else pointwise.PLAIN,
-            step.P_ROWS: _at(source),
-            step.P_OTHER: _at(silu_times),
-            step.P_STRIDE: source.strides[0],
-            step.P_WEIGHT: _at(self._vectors[norm]) if norm else 0,
-            step.P_EPS_BITS: _bits(self.config.norm_eps),
-            step.P_FEATURES: features,
-            step.P_INT8: _at(self._inputs["int8"]) if "int8" in orders else 0,
-            step.P_INT16: _at(self._inputs["int16"]) if "int16" in orders else 0,
-            step.P_F32: _at(self._inputs["f32"]) if "f32" in orders else 0,
-            step.P_BF16: _at(self._inputs["bf16"]) if "bf16" in orders else 0,
-            step.P_ROUNDED: _at(self._inputs["rounded"]) if "rounded" in orders else 0,
-            step.P_SELECT: logits,
-        }
-        product = {step.L_TENSORS: len(matrices), step.L_VOCAB: self.config.vocab_size if logits else 0, step.L_FEATURES: features}
-        for n, ((name, out), matrix, order) in enumerate(zip(outputs, matrices, orders, strict=True)):
-            tensor = {
-                step.T_KERNEL: linear.linear_kernel(matrix.format.name, order),
-                step.T_TILES: _at(matrix.data),
-                step.T_TILE_BYTES: matrix.tile_bytes,
-                step.T_NUM_TILES: len(matrix.data),
-                step.T_INPUTS: _at(self._inputs[order]),
-                step.T_ROW_BYTES: products.row_bytes(order, features),
-                step.T_BIAS: _at(self._vectors.get(name + "_bias")),
-                step.T_RESIDUAL: _at(out) if residual else 0,
-                step.T_OUT: _at(out),
-                step.T_STRIDE: out.strides[0] if out is not None else self._logit_stride,
+            "kind": kind, "rows": _at(x.numbers), "other": _at(x.up), "stride": x.numbers.strides[0], "eps": c.norm_eps,
+            "weight": 0 if norm is None else _at(self._vectors[norm]), "features": features, "select": logits,
+            **{order: _at(self._inputs[order]) for order in orders.values()},
+        }  # fmt: skip
+        tensors = [
+            {
+                "kernel": linear.linear_kernel(matrix.format.name, orders[name]), "tiles": _at(matrix.data),
+                "tile_bytes": matrix.tile_bytes, "num_tiles": len(matrix.data), "inputs": _at(self._inputs[orders[name]]),
+                "row_bytes": products.row_bytes(orders[name], features), "bias": _at(self._vectors.get(name + "_bias")),
+                "residual": _at(out) if residual else 0, "out": _at(out),
+                "stride": 4 * TILE * len(matrix.data) if out is None else out.strides[0],
             }
-            product |= {step.L_FIRST + n * step.TENSOR_COLUMNS + column: value for column, value in tensor.items()}
-        return [_row(step.PREPARE, prepare), _row(step.LINEAR, product)]
+            for (name, out), matrix in zip(outputs.items(), matrices.values(), strict=True)
+        ]  # fmt: skip
+        product = {"num_tensors": len(tensors), "features": features, "tensors": tensors}
+        if logits:
+            product |= {"vocab": c.vocab_size, "cap": c.logit_softcap}
+        self.operations += [("prepare", prepare), ("linear", product)]
 
-    def _is_precise(self, name: str) -> bool:
-        """Whether a matrix reads 16-bit activations: the logits', and in small models the values' and the MLP's last, where
-        8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3 without, 0.52e-3 with them; a larger model needs neither).
-        """
-        return name == "output" or (self.config.hidden_size < _SMALL and name.endswith((".v", ".down")))
-
-    def _rotate(self, i: int) -> NDArray[np.int64]:
-        c = self.config
-        return _row(
-            step.ROTATE,
-            {
-                step.R_QUERIES: _at(self._q),
-                step.R_KEYS: _at(self._k),
-                step.R_VALUES: _at(self._v),
-                step.R_Q_STRIDE: self._q.strides[0],
-                step.R_K_STRIDE: self._k.strides[0],
-                step.R_V_STRIDE: self._v.strides[0],
-                step.R_Q_NORM: _at(self._vectors.get(f"layers.{i}.q_norm")),
-                step.R_K_NORM: _at(self._vectors.get(f"layers.{i}.k_norm")),
-                step.R_EPS_BITS: _bits(c.norm_eps),
-                step.R_SCALE_BITS: _bits(1 / np.sqrt(c.head_dim)),
-                step.R_HEADS: c.num_heads,
-                step.R_KV_HEADS: c.num_kv_heads,
-                step.R_DIMS: c.head_dim,
-                step.R_LAYER: i,
-                step.R_APPEND: attention.append_kernel(self._kv_format.name),
-            },
-        )
-
-    def _attend(self, i: int) -> NDArray[np.int64]:
-        c = self.config
-        return _row(
-            step.ATTEND,
-            {
-                step.A_QUERIES: _at(self._q),
-                step.A_STRIDE: self._q.strides[0],
-                step.A_OUT: _at(self._attended),
-                step.A_OUT_STRIDE: self._attended.strides[0],
-                step.A_HEADS: c.num_heads,
-                step.A_KV_HEADS: c.num_kv_heads,
-                step.A_DIMS: c.head_dim,
-                step.A_LAYER: i,
-                step.A_KERNEL: attention.attend_kernel(self._kv_format.name),
-                step.A_RECORDS_AT: self._records_at,
-                step.A_RECORD_BYTES: self._record_bytes,
-            },
-        )
+    def _rows(self, part: str, features: int) -> F32:
+        """Room for `max_rows` rows of a part of a layer, zeroed, each padded to whole groups. Layers share it."""
+        if part not in self._room:
+            room = aligned_bytes((self._max_rows, 4 * _round_up(features, GROUP))).view(np.float32)
+            room[:] = 0
+            self._room[part] = room
+        return self._room[part]
 
 
-def _row(operation: int, operands: dict[int, int]) -> NDArray[np.int64]:
-    row = np.zeros(step.COLUMNS, np.int64)
-    row[0] = operation
-    for column, value in operands.items():
-        row[column] = value
-    return row
+def _is_precise(config: ModelConfig, name: str) -> bool:
+    """Whether a matrix reads 16-bit activations: the logits', and in small models the values' and the MLP's last, where
+    8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3 without, 0.52e-3 with them; a larger model needs neither).
+    """
+    return name == "output" or (config.hidden_size < _SMALL and name.endswith((".v", ".down")))
 
 
 def _at(array: NDArray[np.generic] | None) -> int:
     return 0 if array is None else array.ctypes.data
-
-
-def _bits(value: float) -> int:
-    return int(np.float32(value).view(np.int32))
 
 
 def _round_up(value: int, to: int) -> int:

@@ -16,7 +16,6 @@ from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.formats import Format, QuantTensor
-from cpuspec.formats.codings import CODINGS
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
@@ -69,7 +68,7 @@ class NumpyBackend:
         self.threads = 1
         tensors = weight_tensors(checkpoint, casts)
         del tensors["embed"]  # stays where the file is: a forward wants a few rows of it
-        in_codes = frozenset(name for name, tensor in tensors.items() if tensor.format.name in CODINGS)
+        in_codes = frozenset(name for name, tensor in tensors.items() if tensor.format.affine)
         made = np.dtype(dtype)
 
         def load(tensors: Mapping[str, WeightTensor]) -> dict[str, Array]:

@@ -6,16 +6,16 @@ from cpuspec.formats.packing import TILE, PackedTensor
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.kernels import machine_code, pointwise
 from cpuspec.kernels.linear import linear_kernel
-from cpuspec.kernels.products import ORDERS, ROWS, row_bytes
+from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, row_bytes
 
 
 def activations(x: F32, order: str) -> U8:
     """Rows [T, K] in a kernel's order, one of ORDERS, as bytes."""
     rows, features = x.shape
     x = np.ascontiguousarray(np.pad(x, ((0, 0), (0, -features % 32))))
-    out = np.zeros((-(-rows // ROWS) * ROWS + 1) * row_bytes(order, features), np.uint8)
+    out = np.zeros((-(-rows // BLOCK_ROWS) * BLOCK_ROWS + 1) * row_bytes(order, features), np.uint8)
     for row in range(rows):
-        block, place = row // ROWS * ROWS, row % ROWS
+        block, place = row // BLOCK_ROWS * BLOCK_ROWS, row % BLOCK_ROWS
         base = out.ctypes.data + block * row_bytes(order, features)
         to = {name: base if name == order else 0 for name in ORDERS}
         pointwise.prepare_row(

@@ -1,9 +1,12 @@
 """Attention of a few queries over a chunk of one head's cache: decode, verify, tree and prefill rows are the same call.
 
-A query's positions are taken in chunks of CHUNK, counted from its sequence's start. Each chunk gives a record: its largest score,
-the sum of its weights exp(score - largest), and the values' sum under these weights. Records are folded together in the order of
+A query's positions are taken in chunks of CHUNK, counted from its sequence's start. Each chunk gives a partial result: its largest
+score, the sum of its weights exp(score - largest), and the values' sum under these weights. Partials are merged in the order of
 the chunks. So the order of every sum depends on the query's own positions alone, while chunks may go to several threads, and
 up to QUERIES queries (rows of one sequence, and the query heads that share a key head) walk over a chunk together.
+
+A layer with a window shows a query its last positions only; they are counted along its path. Chunks before them are not walked
+over, and in the first one that is, earlier positions have no weight.
 
 A head's cache is a row of chunks: all keys of a chunk, then all its values. Keys lie in blocks of 16 positions, [group of
 dimensions][16 scales, 16 shifts][dimension][16 positions], so that 16 scores are sixteen lanes and no sum crosses lanes. Values lie
@@ -12,7 +15,7 @@ as rows [group of dimensions][scale, shift][dimension]. Only int8 has groups wit
 Tree rows see the cached prefix and then their ancestors, which lie anywhere after it. `path` lists the cache index of logical
 positions from `straight` on (a multiple of 16, at or below the prefix). A chain has straight = its length.
 
-What a call is told about its queries lies in a table in the thread's scratch: addresses of queries and of records, lengths.
+What a call is told about its queries is a `layout.WALK` at the start of the thread's scratch.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,22 +34,24 @@ from numpy.typing import NDArray
 from cpuspec.formats.kv import GROUP, get_kv_format, stored_bytes, stored_dims
 from cpuspec.formats.tensor import U8
 from cpuspec.kernels import isa, machine_code, simd
+from cpuspec.kernels.layout import MAX_QUERIES, WALK, walk_at
 from cpuspec.kernels.options import compiled
-from cpuspec.kernels.pointwise import exp_f32
+from cpuspec.kernels.pointwise import cap_numbers, exp_f32
 from cpuspec.kernels.readers import Ops
 
 LANES = simd.LANES
-CHUNK = 256  # positions of a record
+CHUNK = 256  # positions of a partial
 
 # Vectors of sums that stay in registers beside what they are made of, and queries that share one walk over a chunk.
-_SUMS, QUERIES = (16, 8) if "avx512f" in isa.features() else (4, 4)
+_SUMS, QUERIES = (16, MAX_QUERIES) if "avx512f" in isa.features() else (4, 4)
 
 # Positions whose values are read once for all dimensions, before the next: they stay in the nearest cache. What is next, of values
 # and of keys, is asked for meanwhile.
 _POSITIONS = 32
 
-# The scratch of a thread: the table, scores of each query, a gathered chunk, records.
-_RECORDS, _LENGTHS, _SCORES = 64, 128, 192
+# The scratch of a thread: a WALK, scores of each query, a gathered chunk, partials.
+_QUERIES_AT, _PARTIALS_AT = (WALK.fields[name][1] for name in ("queries", "partials"))  # type: ignore[index]
+_SCORES = WALK.itemsize
 _SCORES_STRIDE = 4 * CHUNK
 _GATHERED = _SCORES + QUERIES * _SCORES_STRIDE
 
@@ -89,41 +94,54 @@ def head_bytes(format_name: str, dims: int, capacity: int) -> int:
     return -(-capacity // CHUNK) * 2 * CHUNK * stored_bytes(get_kv_format(format_name), dims)
 
 
-def record_bytes(format_name: str, dims: int) -> int:
-    """Bytes of a record: the sum of each dimension, then sixteen times the sum of weights, then sixteen times the largest score."""
+def partial_bytes(format_name: str, dims: int) -> int:
+    """Bytes of a partial: the sum of each dimension, sixteen times the sum of weights, sixteen times the largest score."""
     return 4 * stored_dims(get_kv_format(format_name), dims) + 2 * 64
 
 
-def records_offset(format_name: str, dims: int) -> int:
-    """Where in a thread's scratch its records begin: QUERIES of a walk, then those of a block of queries."""
+def partials_offset(format_name: str, dims: int) -> int:
+    """Where in a thread's scratch its partials begin: QUERIES of a walk, then those of a task."""
     return _GATHERED + head_bytes(format_name, dims, CHUNK)
 
 
 @compiled
-def put_query(scratch, number, query, record, length):
-    """Enter one query in a call's table: where it is, where its record goes, and how many positions it sees."""
-    simd.poke_i64(scratch + 8 * number, query)
-    simd.poke_i64(scratch + _RECORDS + 8 * number, record)
-    simd.poke_i64(scratch + _LENGTHS + 8 * number, length)
+def first_chunk(length, window):
+    """The first chunk that a query of `length` positions sees; window: 0 for none."""
+    return 0 if window == 0 else max(0, length - window) // CHUNK
 
 
 @compiled
-def fold(record, later, size):
-    """Fold the record of a later chunk into that of all earlier ones."""
-    largest, other = simd.load_f32(record + size - 64), simd.load_f32(later + size - 64)
+def sees(length, start, window):
+    """Whether a query sees a position of the chunk that starts at `start`."""
+    return length > start and (window == 0 or length - window < start + CHUNK)
+
+
+@compiled
+def put_query(walk, number, query, partial, start, length):
+    """Enter one query in a walk: where it is, where its partial goes, and which positions it sees, from `start` to `length`."""
+    walk.queries[number] = query
+    walk.partials[number] = partial
+    walk.starts[number] = start
+    walk.lengths[number] = length
+
+
+@compiled
+def merge(partial, later, size):
+    """Merge the partial of a later chunk into that of all earlier ones."""
+    largest, other = simd.load_f32(partial + size - 64), simd.load_f32(later + size - 64)
     both = simd.max_f32(largest, other)
     largest, other = exp_f32(largest - both), exp_f32(other - both)
     for at in range(0, size - 64, 64):
-        simd.store_f32(record + at, simd.fma(simd.load_f32(later + at), other, simd.load_f32(record + at) * largest))
-    simd.store_f32(record + size - 64, both)
+        simd.store_f32(partial + at, simd.fma(simd.load_f32(later + at), other, simd.load_f32(partial + at) * largest))
+    simd.store_f32(partial + size - 64, both)
 
 
 @compiled
-def finish(record, size, dims, out):
-    """out[dims] = the record's sums over its sum of weights."""
-    scale = simd.splat_f32(1.0) / simd.load_f32(record + size - 128)
+def finish(partial, size, dims, out):
+    """out[dims] = the partial's sums over its sum of weights."""
+    scale = simd.splat_f32(1.0) / simd.load_f32(partial + size - 128)
     for dim in range(0, dims, LANES):
-        value = simd.load_f32(record + 4 * dim) * scale
+        value = simd.load_f32(partial + 4 * dim) * scale
         if dims - dim >= LANES:
             simd.store_f32(out + 4 * dim, value)
         else:
@@ -137,13 +155,15 @@ def append_kernel(format_name: str) -> int:
 
 
 @cache
-def attend_kernel(format_name: str) -> int:
-    """Address of (count, head's cache, dims, first position, straight, path, scratch): records of a chunk for `count` queries of
-    the table, whose positions from `first position` (a multiple of CHUNK, below every length) on the chunk holds.
+def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False) -> int:
+    """Address of (count, head's cache, dims, first position, straight, path, scratch): partials of a chunk for the first `count`
+    queries of the walk, each of which sees some of the positions that the chunk holds, from `first position` (a multiple of CHUNK).
 
-    Queries carry their 1/sqrt(D). With tree rows (straight below a length) all queries are of one row.
+    Queries carry their scale. With tree rows (straight below a length) all queries are of one row. windowed: queries may start
+    behind position 0; capped: scores are soft-capped.
     """
-    return machine_code.address(f"attend-{format_name}", 7, lambda: _attend(format_name, *_shape(format_name)))
+    name = f"attend-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
+    return machine_code.address(name, 7, lambda: _attend(format_name, *_shape(format_name), windowed, capped))
 
 
 def copy_rows(format_name: str, dims: int, heads: U8, rows: NDArray[np.int32], first: int) -> None:
@@ -263,35 +283,49 @@ def _copy(typingctx, to, source, size):
     return types.void(_a, _a, _a), codegen
 
 
-def _attend(name: str, size: int, header: int, unit: int) -> Callable[..., None]:
+def _attend(name: str, size: int, header: int, unit: int, windowed: bool, capped: bool) -> Callable[..., None]:
     def attend(count, head, dims, first, straight, path, scratch):
+        walk = walk_at(scratch)
         stored, row_bytes = _stored(unit, dims), _row_bytes(size, header, unit, dims)
         chunk, gathered, scores = head + first * (2 * row_bytes), scratch + _GATHERED, scratch + _SCORES
-        shortest = longest = _seen(scratch, 0, first)
-        for number in range(count):
-            length = _seen(scratch, number, first)
-            shortest, longest = min(shortest, length), max(longest, length)
+        shortest = longest = _end(walk, 0, first)
+        earliest = latest = _start(walk, 0, first, windowed)
+        for number in range(1, count):
+            end, start = _end(walk, number, first), _start(walk, number, first, windowed)
+            shortest, longest = min(shortest, end), max(longest, end)
+            earliest, latest = min(earliest, start), max(latest, start)
+        earliest = earliest // LANES * LANES
         inside = max(0, min(straight - first, longest))
         tree = inside < longest
         if tree:
-            for place in range(inside, longest):
+            for place in range(max(inside, earliest), longest):
                 index = simd.peek_i64(path + 8 * (first + place - straight))
                 _copy_position(size, header, row_bytes, stored, gathered, place, head, index)
         for piece in range(1 + tree):
             keys, begin, end = (gathered, inside, longest) if piece else (chunk, 0, inside)
-            blocks = (end - begin + LANES - 1) // LANES
+            begin = max(begin, earliest)
+            blocks = max(0, end - begin + LANES - 1) // LANES
             _score(name, count, scratch, keys + begin * row_bytes, row_bytes, dims, blocks, scores + 4 * begin)
         for number in range(count):
-            record = simd.peek_i64(scratch + _RECORDS + 8 * number)
-            _weights(scores + number * _SCORES_STRIDE, _seen(scratch, number, first), record, stored)
-        # First the positions that all queries see. Then the ancestors of a tree row, or what each query of a chain sees more.
-        together = min(shortest, inside)
-        for piece in range(2 if tree else 1 + count):
-            number, many, values, begin, end = 0, count, chunk, 0, together
-            if piece and tree:
-                values, begin, end = gathered, inside, longest
-            elif piece:
-                number, many, begin, end = piece - 1, 1, together, _seen(scratch, piece - 1, first)
+            own, start, end = scores + number * _SCORES_STRIDE, _start(walk, number, first, windowed), _end(walk, number, first)
+            if capped:
+                cap_numbers(own + 4 * (start // LANES * LANES), end - start // LANES * LANES, walk.caps[0])
+            _weights(own, start, end, walk.partials[number], stored)
+        # In the order of the positions: what each query of a window sees before the others do, what all of them see, and then the
+        # ancestors of a tree row, or what each query of a chain sees more.
+        heads = count if windowed and not tree else 0
+        together = max(latest, min(shortest, inside))
+        for piece in range(2 if tree else heads + 1 + count):
+            number, many, values, begin, end = 0, count, chunk, latest, together
+            if tree:
+                if piece:
+                    values, begin, end = gathered, max(inside, latest), longest
+            elif piece < heads:
+                number, many, begin = piece, 1, _start(walk, piece, first, windowed)
+                end = min(latest, _end(walk, number, first))
+            elif piece > heads:
+                number, many = piece - heads - 1, 1
+                begin, end = together, _end(walk, number, first)
             for start in range(begin, end, _POSITIONS):
                 row = values + (CHUNK + start) * row_bytes
                 weights = scores + number * _SCORES_STRIDE + 4 * start
@@ -301,9 +335,15 @@ def _attend(name: str, size: int, header: int, unit: int) -> Callable[..., None]
 
 
 @compiled
-def _seen(scratch, number, first):
-    """How many positions of the chunk a query sees."""
-    return min(CHUNK, simd.peek_i64(scratch + _LENGTHS + 8 * number) - first)
+def _end(walk, number, first):
+    """Where the positions of the chunk that a query sees end."""
+    return min(CHUNK, walk.lengths[number] - first)
+
+
+@compiled
+def _start(walk, number, first, windowed):
+    """Where they begin."""
+    return max(0, walk.starts[number] - first) if windowed else 0
 
 
 @compiled
@@ -324,30 +364,44 @@ def _copy_position(size, header, row_bytes, stored, to, index, source, source_in
 
 
 @compiled
-def _weights(scores, length, record, stored):
-    """Scores 0..length to exp(score - largest) in place, zeros after them; begins the record: no sums yet, the rest complete."""
-    whole, rest = length // LANES * LANES, simd.int32(length % LANES)
+def _weights(scores, start, end, partial, stored):
+    """Scores start..end to exp(score - largest) in place, zeros up to whole vectors; begins the partial: no sums yet, the rest
+    complete.
+    """
+    first, whole = (start + LANES - 1) // LANES * LANES, end // LANES * LANES
+    before, rest = simd.int32(start % LANES), simd.int32(end % LANES)
+    zero = total = simd.splat_f32(0.0)
     largest = lowest = simd.splat_f32(-3.4028234e38)
-    for start in range(0, whole, LANES):
-        score = simd.load_f32(scores + 4 * start)
+    if start < first:
+        score = simd.first_lanes(lowest, before, simd.load_f32(scores + 4 * first - 64))
+        if first > end:
+            score = simd.first_lanes(score, rest, lowest)
         largest = simd.where_less(largest, score, score, largest)
-    if whole < length:
+    for at in range(first, whole, LANES):
+        score = simd.load_f32(scores + 4 * at)
+        largest = simd.where_less(largest, score, score, largest)
+    if first <= whole < end:
         score = simd.first_lanes(simd.load_f32(scores + 4 * whole), rest, lowest)
         largest = simd.where_less(largest, score, score, largest)
     top = simd.splat_f32(simd.max_lanes(largest))
-    zero = total = simd.splat_f32(0.0)
-    for start in range(0, whole, LANES):
-        weight = exp_f32(simd.load_f32(scores + 4 * start) - top)
+    if start < first:
+        weight = simd.first_lanes(zero, before, exp_f32(simd.load_f32(scores + 4 * first - 64) - top))
+        if first > end:
+            weight = simd.first_lanes(weight, rest, zero)
         total = total + weight
-        simd.store_f32(scores + 4 * start, weight)
-    if whole < length:
+        simd.store_f32(scores + 4 * first - 64, weight)
+    for at in range(first, whole, LANES):
+        weight = exp_f32(simd.load_f32(scores + 4 * at) - top)
+        total = total + weight
+        simd.store_f32(scores + 4 * at, weight)
+    if first <= whole < end:
         weight = simd.first_lanes(exp_f32(simd.load_f32(scores + 4 * whole) - top), rest, zero)
         total = total + weight
         simd.store_f32(scores + 4 * whole, weight)
     for dim in range(0, stored, LANES):
-        simd.store_f32(record + 4 * dim, zero)
-    simd.store_f32(record + 4 * stored, simd.splat_f32(simd.sum_lanes(total)))
-    simd.store_f32(record + 4 * stored + 64, top)
+        simd.store_f32(partial + 4 * dim, zero)
+    simd.store_f32(partial + 4 * stored, simd.splat_f32(simd.sum_lanes(total)))
+    simd.store_f32(partial + 4 * stored + 64, top)
 
 
 @intrinsic(prefer_literal=True)
@@ -400,7 +454,7 @@ def _score(typingctx, name, count, table, keys, row_bytes, dims, blocks, to):
                     simd.store(builder, o.at(row, 64 * n), builder.load(total))
 
         def body(number: int) -> None:
-            queries = [simd.load(builder, o.at(table, 8 * r), simd.I64) for r in range(number)]
+            queries = [simd.load(builder, o.at(table, _QUERIES_AT + 8 * r), simd.I64) for r in range(number)]
             _in_steps(builder, blocks, number, lambda first, n: some(queries, first, n))
 
         _for_count(builder, count, body)
@@ -411,21 +465,21 @@ def _score(typingctx, name, count, table, keys, row_bytes, dims, blocks, to):
 
 @intrinsic(prefer_literal=True)
 def _weigh(typingctx, name, count, table, weights, rows, row_bytes, stored, positions):
-    """Add weight * value over `positions` positions to the records of `count` queries, in the order of the positions."""
+    """Add weight * value over `positions` positions to the partials of `count` queries, in the order of the positions."""
     coding = _CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
         _, count, table, weights, rows, row_bytes, stored, positions = args
         o = Ops(builder)
 
-        def some(records: list[Any], first: Any, width: int) -> None:
+        def some(partials: list[Any], first: Any, width: int) -> None:
             """For `width` vectors of dimensions from `first` on."""
             group = builder.udiv(first, ir.Constant(simd.I64, GROUP)) if coding.scaled else ir.Constant(simd.I64, 0)
             scales = builder.add(rows, o.times(group, 4 + GROUP * coding.size))
             numbers = builder.add(builder.add(rows, o.times(first, coding.size)), o.times(o.at(group, 1), 4 * coding.scaled))
             sums = []
-            for record in records:
-                here = builder.add(record, o.times(first, 4))
+            for partial in partials:
+                here = builder.add(partial, o.times(first, 4))
                 sums.append([cgutils.alloca_once_value(builder, o.f32(o.at(here, 64 * w))) for w in range(width)])
             with cgutils.for_range(builder, positions) as loop:
                 row = builder.mul(loop.index, row_bytes)
@@ -436,15 +490,15 @@ def _weigh(typingctx, name, count, table, weights, rows, row_bytes, stored, posi
                     weight = o.every(o.at(builder.add(weights, o.times(loop.index, 4)), r * _SCORES_STRIDE), simd.F32)
                     for value, total in zip(values, totals, strict=True):
                         builder.store(o.fma(weight, value, builder.load(total)), total)
-            for record, totals in zip(records, sums, strict=True):
-                here = builder.add(record, o.times(first, 4))
+            for partial, totals in zip(partials, sums, strict=True):
+                here = builder.add(partial, o.times(first, 4))
                 for w, total in enumerate(totals):
                     simd.store(builder, o.at(here, 64 * w), builder.load(total))
 
         def body(number: int) -> None:
-            records = [simd.load(builder, o.at(table, _RECORDS + 8 * r), simd.I64) for r in range(number)]
+            partials = [simd.load(builder, o.at(table, _PARTIALS_AT + 8 * r), simd.I64) for r in range(number)]
             vectors = builder.udiv(stored, ir.Constant(simd.I64, LANES))
-            _in_steps(builder, vectors, number, lambda first, n: some(records, o.times(first, LANES), n))
+            _in_steps(builder, vectors, number, lambda first, n: some(partials, o.times(first, LANES), n))
 
         _for_count(builder, count, body)
         return context.get_dummy_value()

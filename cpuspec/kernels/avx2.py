@@ -16,15 +16,15 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
+from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import simd
-from cpuspec.kernels.products import LOW_BYTES, ORDERS, ROWS, add_dots, start_field, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, start_field, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, READERS, Group, Ops
 
-MANY = 8 * ROWS  # rows that one pass serves at most
+MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 
 _TOGETHER = 4  # rows that are multiplied at once: eight registers of sums
-_GROUPS = STRETCH // GROUP
+_GROUPS = PANEL // GROUP
 _HALVES = 2  # registers of a tile's 16 outputs
 
 _BYTES, _WORDS, _SUMS = (ir.VectorType(simd.I8, 32), ir.VectorType(simd.I16, 16), ir.VectorType(simd.I32, 8))
@@ -186,20 +186,20 @@ def rows_pass(
     o: Ops, name: str, order: str, rows: Any, tile: Any, strands: Any, apart: Any, in_features: Any, acts: Any, row_bytes: Any,
     finish: Callable[..., None],
 ) -> None:  # fmt: skip
-    """The outputs of one tile of weights for up to MANY rows from the start of a block on; or, for up to ROWS rows, those of a tile
-    of each strand, `apart` bytes apart.
+    """The outputs of one tile of weights for up to MANY rows from the start of a block on; or, for up to BLOCK_ROWS rows, those of a
+    tile of each strand, `apart` bytes apart.
 
     Few rows take one group at a time, of each strand in turn; many a stretch. finish(strand, row, values): what to do with a row's
     16 outputs.
     """
-    stretch, record_bytes = stretch_bytes(FORMATS[name]), ORDERS[order]
+    stretch, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
     share = stretch // _GROUPS
     groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
-    unpacked, sums = _Unpacked(o, name, order), o.room(64 * MANY)  # or of ROWS for each strand
-    num_blocks = o.rounded_up(rows, ROWS)
-    few = o.b.icmp_unsigned("<=", rows, ir.Constant(simd.I64, ROWS))
+    unpacked, sums = _Unpacked(o, name, order), o.room(64 * MANY)  # or of BLOCK_ROWS for each strand
+    num_blocks = o.rounded_up(rows, BLOCK_ROWS)
+    few = o.b.icmp_unsigned("<=", rows, ir.Constant(simd.I64, BLOCK_ROWS))
     most = o.b.select(few, ir.Constant(simd.I64, 1), ir.Constant(simd.I64, _GROUPS))
-    with cgutils.for_range(o.b, o.b.mul(strands, o.times(num_blocks, ROWS))) as loop:
+    with cgutils.for_range(o.b, o.b.mul(strands, o.times(num_blocks, BLOCK_ROWS))) as loop:
         simd.store(o.b, o.b.add(sums, o.times(loop.index, 64)), simd.constant(o.b, 0.0, simd.f32x16))
     with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches:
         first = o.times(stretches.index, _GROUPS)
@@ -208,14 +208,14 @@ def rows_pass(
         with cgutils.for_range(o.b, batches) as batch, cgutils.for_range(o.b, strands) as strand:
             count = o.smaller(inside, most)
             here = o.b.add(o.b.add(tile, o.b.mul(strand.index, apart)), o.times(stretches.index, stretch))
-            own_sums = o.b.add(sums, o.times(strand.index, 64 * ROWS))
+            own_sums = o.b.add(sums, o.times(strand.index, 64 * BLOCK_ROWS))
             with cgutils.for_range(o.b, count) as loop:
                 index = o.b.add(batch.index, loop.index)
                 o.fetch(o.b.add(here, o.times(index, share)), AHEAD, share)
                 unpacked.put(loop.index, READERS[name](o, here, inside, index))
             with cgutils.for_range(o.b, num_blocks) as blocks:
-                block = o.times(blocks.index, ROWS)
-                block_rows = o.smaller(o.b.sub(rows, block), ir.Constant(simd.I64, ROWS))
+                block = o.times(blocks.index, BLOCK_ROWS)
+                block_rows = o.smaller(o.b.sub(rows, block), ir.Constant(simd.I64, BLOCK_ROWS))
                 stride = o.times(block_rows, record_bytes)
                 records = o.b.add(o.b.add(acts, o.b.mul(block, row_bytes)), o.b.mul(o.b.add(first, batch.index), stride))
                 own = o.b.add(own_sums, o.times(block, 64))
@@ -243,4 +243,4 @@ def rows_pass(
                     o.b.branch(done)
                 o.b.position_at_end(done)
     with cgutils.for_range(o.b, strands) as strand, cgutils.for_range(o.b, rows) as loop:
-        finish(strand.index, loop.index, o.f32(o.b.add(sums, o.times(o.b.add(o.times(strand.index, ROWS), loop.index), 64))))
+        finish(strand.index, loop.index, o.f32(o.b.add(sums, o.times(o.b.add(o.times(strand.index, BLOCK_ROWS), loop.index), 64))))

@@ -16,9 +16,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
+from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import avx2, isa, machine_code, simd, tiles
-from cpuspec.kernels.products import ORDERS, ROWS, add_group, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS, Ops
 from cpuspec.kernels.simd import f32x16
 
@@ -35,7 +35,7 @@ _STRANDS = 4
 _STRANDED_ROWS = 8
 _LONG = 128 << 10  # bytes of a strand from which on tile registers gain by it
 
-_GROUPS = STRETCH // GROUP
+_GROUPS = PANEL // GROUP
 
 # Bytes of activations that are multiplied with some tiles before the next ones are: what stays near a core with the tiles.
 _NEAR = 640 << 10
@@ -52,7 +52,7 @@ def _quantized_pass(
     o: Ops, name: str, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any, strands: Any, apart: Any
 ) -> Callable[[Any, int], Any]:
     """The 16 outputs of a strand's tile for a row, by their numbers, from activations in records. apart: bytes between tiles."""
-    stretch = stretch_bytes(FORMATS[name])
+    stretch = panel_bytes(FORMATS[name])
     share = stretch // _GROUPS
     groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
     stride = o.times(block_rows, ORDERS[order])
@@ -182,7 +182,7 @@ def _pass(typingctx, format_name, order, rows, tile, apart, tile_bytes, in_featu
 def _many_rows(
     typingctx, format_name, order, rows, tile, apart, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
 ):
-    """`_pass` in tile registers, or with AVX2 alone, for up to MANY rows from the start of a block, or up to ROWS with strands."""
+    """`_pass` in tile registers, or with AVX2 alone: up to MANY rows from the start of a block, or up to BLOCK_ROWS with strands."""
     signature = types.void(format_name, order, *[types.int64] * 11)
     name, order_name = format_name.literal_value, order.literal_value
 
@@ -264,25 +264,25 @@ def _bf16_linear() -> Callable[..., None]:
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         tiles.shape(PAIRED)
-        span = max(2 * ROWS, near // row_bytes // (2 * ROWS) * (2 * ROWS))
+        span = max(2 * BLOCK_ROWS, near // row_bytes // (2 * BLOCK_ROWS) * (2 * BLOCK_ROWS))
         for top in range(0, rows, span):
             bottom = min(rows, top + span)
             tile = first
             while tile < end:
                 weights = matrix + tile * tile_bytes
                 tile_bias = bias + 64 * tile if bias != 0 else bias
-                width = 4 if rows <= ROWS and end - tile >= 4 else 2 if end - tile >= 2 else 1
-                for row in range(top, bottom, 2 * ROWS):
-                    count = min(2 * ROWS, bottom - row)
+                width = 4 if rows <= BLOCK_ROWS and end - tile >= 4 else 2 if end - tile >= 2 else 1
+                for row in range(top, bottom, 2 * BLOCK_ROWS):
+                    count = min(2 * BLOCK_ROWS, bottom - row)
                     here, to = acts + row * row_bytes, out + row * stride + 64 * tile
                     add = residual + row * stride + 64 * tile if residual != 0 else residual
                     if width == 4:
                         _bf16_rows(4, 1, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
-                    elif width == 2 and count > ROWS:
+                    elif width == 2 and count > BLOCK_ROWS:
                         _bf16_rows(2, 2, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
                     elif width == 2:
                         _bf16_rows(2, 1, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
-                    elif count > ROWS:
+                    elif count > BLOCK_ROWS:
                         _bf16_rows(1, 2, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
                     else:
                         _bf16_rows(1, 1, count, weights, tile_bytes, in_features, here, row_bytes, tile_bias, add, to, stride)
@@ -297,11 +297,11 @@ def _avx2_linear(name: str, order: str) -> Callable[..., None]:
     strands, many, near = _STRANDS, avx2.MANY, _NEAR
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
-        span = max(ROWS, min(many, near // row_bytes // ROWS * ROWS))
+        span = max(BLOCK_ROWS, min(many, near // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
         for top in range(0, rows, span):
             count = min(span, rows - top)
             here, to, add = acts + top * row_bytes, out + top * stride, residual + top * stride if residual != 0 else residual
-            length = (end - first) // strands if count <= ROWS else 0
+            length = (end - first) // strands if count <= BLOCK_ROWS else 0
             for turn in range(end - first - (strands - 1) * length):
                 tile, apart = (first + turn, length) if turn < length else (first + turn + (strands - 1) * length, 0)
                 weights = matrix + tile * tile_bytes
@@ -326,15 +326,15 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     """The kernel of a format, to be compiled. step: bytes from a row of activations to the next in a block."""
     in_tiles = isa.has_tiles() and name in READERS
     most = _MOST_ROWS if name in READERS and not in_tiles else _MOST_OF_NUMBERS
-    few = ROWS if in_tiles else ROWS - 1  # whose passes have strands
+    few = BLOCK_ROWS if in_tiles else BLOCK_ROWS - 1  # whose passes have strands
     strands, stranded_rows = _STRANDS, few if name in READERS else 0
     least, many, near, long = tiles.least(name), tiles.MANY, _NEAR, _LONG
-    shortest = -(-least // ROWS) * ROWS if in_tiles else ROWS
+    shortest = -(-least // BLOCK_ROWS) * BLOCK_ROWS if in_tiles else BLOCK_ROWS
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         if in_tiles and rows >= least:
             tiles.shape(name)
-        span = max(shortest, min(many, near // row_bytes // ROWS * ROWS))
+        span = max(shortest, min(many, near // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
         for top in range(0, rows, span):
             bottom = min(rows, top + span)
             use_tiles = in_tiles and bottom - top >= least
@@ -347,8 +347,8 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
                 plus = bias + 64 * tile if bias != 0 else bias
                 row = top
                 while row < bottom:
-                    inside = row % ROWS
-                    block_rows = min(ROWS, rows - row + inside)
+                    inside = row % BLOCK_ROWS
+                    block_rows = min(BLOCK_ROWS, rows - row + inside)
                     left = block_rows - inside
                     here = acts + (row - inside) * row_bytes + inside * step
                     to = out + row * stride + 64 * tile

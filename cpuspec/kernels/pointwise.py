@@ -6,6 +6,7 @@ Everything works on one row (or one head) by addresses. Row buffers are padded w
 from cpuspec.kernels import isa, simd
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.products import (
+    BLOCK_ROWS,
     LOW_BYTES,
     MINUS_8_SUMS,
     MINUS_16_SUMS,
@@ -13,7 +14,6 @@ from cpuspec.kernels.products import (
     MINUS_32_LOW,
     MINUS_128_SUMS,
     ORDERS,
-    ROWS,
     SCALE,
     SHIFT,
     VALUE_SUM,
@@ -24,7 +24,7 @@ _INT8_RECORD, _INT16_RECORD, _BF16_RECORD = ORDERS["int8"], ORDERS["int16"], ORD
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
 
 # What `prepare_row` does before it writes activations.
-PLAIN, NORM, SILU = range(3)
+PLAIN, NORM, SILU, GELU = range(4)
 
 
 @compiled
@@ -50,6 +50,36 @@ def exp_f32(x):
 
 
 @compiled
+def tanh_f32(x):
+    """tanh of sixteen numbers: a polynomial below 0.625 (Cephes' tanhf), 1 - 2 / (exp(2x) + 1) above."""
+    square = x * x
+    p = simd.splat_f32(-5.70498872745e-3)
+    p = simd.fma(p, square, simd.splat_f32(2.06390887954e-2))
+    p = simd.fma(p, square, simd.splat_f32(-5.37397155531e-2))
+    p = simd.fma(p, square, simd.splat_f32(1.33314422036e-1))
+    p = simd.fma(p, square, simd.splat_f32(-3.33332819422e-1))
+    one, two = simd.splat_f32(1.0), simd.splat_f32(2.0)
+    far = one - two / (exp_f32(x * two) + one)
+    return simd.where_less(simd.abs_f32(x), simd.splat_f32(0.625), simd.fma(p * square, x, x), far)
+
+
+@compiled
+def cap_numbers(numbers, count, cap):
+    """In place: cap * tanh(x / cap) of `count` numbers, and of those that fill up the last whole vector."""
+    limit = simd.splat_f32(cap)
+    for at in range(numbers, numbers + 4 * count, 64):
+        simd.store_f32(at, limit * tanh_f32(simd.load_f32(at) / limit))
+
+
+@compiled
+def scale_numbers(numbers, count, scale):
+    """In place: x * scale of `count` numbers, and of those that fill up the last whole vector."""
+    factor = simd.splat_f32(scale)
+    for at in range(numbers, numbers + 4 * count, 64):
+        simd.store_f32(at, simd.load_f32(at) * factor)
+
+
+@compiled
 def sum_of_squares(row, features):
     """Sum of x * x over a padded row, in one fixed order."""
     total = simd.splat_f32(0.0)
@@ -60,6 +90,29 @@ def sum_of_squares(row, features):
 
 
 @compiled
+def _norm_factor(row, features, eps):
+    """1 / rms of a padded row, in every lane."""
+    mean = sum_of_squares(row, features) / simd.to_float(features)
+    return simd.splat_f32(simd.to_float(1) / simd.sqrt_f32(mean + eps))
+
+
+@compiled
+def add_normed(row, branch, weight, eps, features):
+    """In place: row + branch / rms(branch) * weight. All are padded with zeros to whole vectors."""
+    scale = _norm_factor(branch, features, eps)
+    for at in range(0, features * 4, 64):
+        normed = simd.load_f32(branch + at) * scale * simd.load_f32(weight + at)
+        simd.store_f32(row + at, simd.load_f32(row + at) + normed)
+
+
+@compiled
+def _gelu(x):
+    """The tanh form: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    inner = simd.fma(x * x * x, simd.splat_f32(0.044715), x) * simd.splat_f32(0.7978845608028654)
+    return simd.splat_f32(0.5) * x * (simd.splat_f32(1.0) + tanh_f32(inner))
+
+
+@compiled
 def _prepared(kind, row, other, weight, scale, at):
     """Sixteen prepared numbers at byte offset `at` of the row."""
     x = simd.load_f32(row + at)
@@ -67,6 +120,8 @@ def _prepared(kind, row, other, weight, scale, at):
         return x * scale * simd.load_f32(weight + at)
     if kind == SILU:
         return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x)) * simd.load_f32(other + at)
+    if kind == GELU:
+        return _gelu(x) * simd.load_f32(other + at)
     return x
 
 
@@ -74,13 +129,12 @@ def _prepared(kind, row, other, weight, scale, at):
 def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16, f32, bf16, rounded, place, block_rows):
     """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
 
-    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other. int8 to rounded: the row's block in that order, 0 where not
-    wanted; place: the row's place in its block of block_rows. Rows, others and weights are padded with zeros to whole groups.
+    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other. int8 to rounded: address of the row's block
+    in that order, 0 where it is not wanted; place: the row's place in its block of block_rows. Rows, others and weights are padded with zeros to whole groups.
     """
     scale = simd.splat_f32(1.0)
     if kind == NORM:
-        mean = sum_of_squares(row, features) / simd.to_float(features)
-        scale = simd.splat_f32(simd.to_float(1) / simd.sqrt_f32(mean + eps))
+        scale = _norm_factor(row, features, eps)
     if int8 != 0 or int16 != 0:
         for group in range(first // 32, end // 32):
             low = _prepared(kind, row, other, weight, scale, group * 128)
@@ -158,7 +212,9 @@ def _write_sums(record, scale, shift, low_sum, high_sum):
 
 @compiled
 def rotate_head(head, dims, cosines, sines, weight, eps, scale):
-    """In place: RMS norm of the head (where weight is not 0), then pairs (i, i + dims / 2) turned, then times scale."""
+    """In place: RMS norm of the head (where weight is not 0), then pairs (i, i + dims / 2) turned (where cosines is not 0), then
+    times scale.
+    """
     half = dims // 2
     factor = simd.to_float(1)
     if weight != 0:
@@ -172,12 +228,14 @@ def rotate_head(head, dims, cosines, sines, weight, eps, scale):
         x, y = simd.peek_f32(first) * factor, simd.peek_f32(second) * factor
         if weight != 0:
             x, y = x * simd.peek_f32(weight + 4 * i), y * simd.peek_f32(weight + 4 * (i + half))
-        c, s = simd.peek_f32(cosines + 4 * i), simd.peek_f32(sines + 4 * i)
-        simd.poke_f32(first, (x * c - y * s) * scale)
-        simd.poke_f32(second, (y * c + x * s) * scale)
+        if cosines != 0:
+            c, s = simd.peek_f32(cosines + 4 * i), simd.peek_f32(sines + 4 * i)
+            x, y = x * c - y * s, y * c + x * s
+        simd.poke_f32(first, x * scale)
+        simd.poke_f32(second, y * scale)
 
 
 @compiled
 def rows_of_block(row, rows):
     """How many rows the block of `row` holds, of a batch of `rows`."""
-    return min(ROWS, rows - row // ROWS * ROWS)
+    return min(BLOCK_ROWS, rows - row // BLOCK_ROWS * BLOCK_ROWS)

@@ -1,6 +1,6 @@
 """A group of weights times the same inputs of a row: the arithmetic that every way to make a linear layer shares.
 
-Activations come in one of these orders, in blocks of up to ROWS rows:
+Activations come in one of these orders, in blocks of up to BLOCK_ROWS rows:
   "int8"   [group][row] records of 64 bytes: x = scale * byte + shift for 32 inputs, shift the middle of their range. Against
            bytes around zero this halves the error, for one more multiply-add a group.
   "int16"  [group][row] records of 128 bytes: x = scale * (256 * byte + low byte), for matrices where errors count most.
@@ -21,7 +21,7 @@ from cpuspec.kernels import simd
 from cpuspec.kernels.readers import Group, Ops
 from cpuspec.kernels.simd import f32x16, i32x16
 
-ROWS = 16  # rows of a block of activations
+BLOCK_ROWS = 16  # rows of a block of activations, which lie together
 SCALE, SHIFT, VALUE_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 64, 4)
 LOW_BYTES = 64
 

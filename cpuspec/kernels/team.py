@@ -1,138 +1,205 @@
-"""Threads that run compiled steps together, one at a time, and meet at barriers.
+"""A team of threads that runs one program after another, each as one compiled call.
 
-Workers are Python threads inside a compiled function without the GIL. Who waits for the others spins for a moment and then
-yields the processor, so that a team larger than its free cores slows down and does not collapse. A thread whose yields take long
-shares its core with somebody who hands it back a time slice later, milliseconds after the others came: for a while it then
-sleeps instead, until the last of the others wakes it, which schedulers do promptly for those that slept. A thread with a core of
-its own never sleeps: to be woken takes longer than most waits. Between steps a worker waits in the same way, and when nothing
-comes for long it returns to Python and sleeps on an event.
+Workers are Python threads inside a compiled function without the GIL. Between forwards a worker waits as at a barrier (`waiting`),
+and when no work comes for long it returns to Python and sleeps on an event.
 """
 
-import sys
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
 
-from numba import types
+import numpy as np
+from numpy.typing import NDArray
 
-from cpuspec.kernels import simd
+from cpuspec.errors import BackendError
+from cpuspec.formats.packing import aligned_bytes
+from cpuspec.kernels import layout, machine_code, simd
+from cpuspec.kernels.layout import job_at, team_at
+from cpuspec.kernels.operations import run
 from cpuspec.kernels.options import compiled
+from cpuspec.kernels.pointers import address
+from cpuspec.kernels.program import Program, enter
+from cpuspec.kernels.waiting import await_work, wake
 
-# Slots of the control block, cache lines of their own (in bytes); PARKED is the first of as many as there are threads.
-GENERATION, ROUND, ARRIVED, QUIT, JOB, PARKED = 0, 128, 256, 320, 384, 448
-
-# On the line behind GENERATION and ROUND, which others look at all the time: how many sleep until the number changes, are about to
-# or just woke up. Each takes itself off: were it who wakes them, one that comes to sleep on the next number meanwhile would sleep
-# unseen, and for ever.
-SLEEPING = 64
-
-# Behind PARKED: until when, in cycles of the time stamp counter, a thread sleeps where it would yield.
-CROWDED = 8
-
-# What is run, as int64 from JOB on.
-OPERATIONS, NUM_OPERATIONS, STATE, COUNTERS = (JOB + 8 * i for i in range(4))
-JOB_BYTES = 32
-
-_SPINS = 200  # pauses before a waiting thread gives its core away: some microseconds
-_YIELDS = 20000  # yields without work before a worker parks: some tens of milliseconds on a quiet machine
-
-# Cycles of the time stamp counter, of which a nanosecond has one to four.
-_LONG_WAIT = 2_000_000  # to wait less is no matter
-_SLOW_YIELD = 50_000  # a yield with a core of one's own takes a thousand: somebody else used the core
-_CROWDED = 200_000_000  # until one yields again, which may cost a time slice
-
-# The operating system's "let another thread run", found by name among the symbols of the process.
-give_way = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
-
-if sys.platform == "linux":
-    _FUTEX, _WAIT, _WAKE = 202, 128, 129  # futex(2) on x86-64, among the threads of one process
-    _ALL = 0x7FFFFFFF
-    _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
-
-    @compiled
-    def sleep_while(at, seen):
-        """Sleep until somebody changes the number at `at`, or not at all if it is no longer `seen`; may wake up for nothing."""
-        simd.fetch_add(at + SLEEPING, 1)
-        _system_call(_FUTEX, at, _WAIT, seen & 0xFFFFFFFF, 0, 0, 0)
-        simd.fetch_add(at + SLEEPING, -1)
-
-    @compiled
-    def wake(at):
-        """Wake who sleeps until the number at `at` changes: to be called after changing it."""
-        if simd.acquire(at + SLEEPING) != 0:
-            _system_call(_FUTEX, at, _WAKE, _ALL, 0, 0, 0)
-
-else:
-
-    @compiled
-    def sleep_while(at, seen):
-        """Yield: there is no sleeping on a number here."""
-        give_way()
-
-    @compiled
-    def wake(at):
-        """Nobody sleeps."""
+_Array = NDArray[Any]
 
 
 @compiled
-def linger(at, seen, crowded):
-    """Return when the number at `at` is no longer `seen`, or after a long while. crowded: address of the thread's CROWDED."""
-    for _ in range(_SPINS):
-        if simd.acquire(at) != seen:
-            return
-        simd.pause()
-    start, turns = simd.cycles(), 0
-    if start < simd.peek_i64(crowded):
-        sleep_while(at, seen)
-        return
-    while simd.acquire(at) == seen and turns < _YIELDS:
-        give_way()
-        turns += 1
-    passed = simd.cycles() - start
-    if passed > _LONG_WAIT and passed > turns * _SLOW_YIELD:
-        simd.poke_i64(crowded, start + _CROWDED)
-
-
-@compiled
-def barrier(control, threads, thread):
-    """Return when all threads have come here."""
-    if threads == 1:
-        return
-    here = simd.acquire(control + ROUND)
-    if simd.fetch_add(control + ARRIVED, 1) == threads - 1:
-        simd.exchange(control + ARRIVED, 0)
-        simd.fetch_add(control + ROUND, 1)
-        wake(control + ROUND)
-        return
-    while simd.acquire(control + ROUND) == here:
-        linger(control + ROUND, here, control + PARKED + 64 * thread + CROWDED)
-
-
-@compiled
-def await_work(control, seen, thread):
-    """The next generation after `seen`; `seen` itself if none came and the worker should park; -1 to end."""
-    parked = control + PARKED + 64 * thread
-    linger(control + GENERATION, seen, parked + CROWDED)
-    if simd.acquire(control + GENERATION) == seen:
-        simd.exchange(parked, 1)
-        # Work published between the last look and the flag would find nobody to wake.
-        if simd.acquire(control + GENERATION) == seen:
-            return seen
-        simd.exchange(parked, 0)
-    return -1 if simd.acquire(control + QUIT) != 0 else simd.acquire(control + GENERATION)
-
-
-@compiled
-def publish(control, job, threads):
-    """Reset the work counters, of each thread one for each operation, start a generation, and say how many workers are parked.
-
-    job: address of what is run, as it lies from JOB on.
+def _publish(team, job, threads):
+    """Reset the counters of the work, of each thread one for each operation, and start a generation. Returns how many workers are
+    parked.
     """
-    for at in range(0, JOB_BYTES, 8):
-        simd.poke_i64(control + JOB + at, simd.peek_i64(job + at))
-    counters = simd.peek_i64(control + COUNTERS)
-    for i in range(threads * simd.peek_i64(control + NUM_OPERATIONS)):
-        simd.poke_i64(counters + 8 * i, 0)
-    simd.fetch_add(control + GENERATION, 1)
-    wake(control + GENERATION)
+    own = team.job
+    own.operations, own.num_operations, own.state, own.counters = job.operations, job.num_operations, job.state, job.counters
+    for i in range(threads * job.num_operations):
+        simd.poke_i64(job.counters + 8 * i, 0)
+    generation = address(team.generation)
+    simd.fetch_add(generation, 1)
+    wake(generation)
     asleep = 0
     for worker in range(1, threads):
-        asleep += simd.exchange(control + PARKED + 64 * worker, 0)
+        asleep += simd.exchange(address(team.workers[worker]), 0)
     return asleep
+
+
+def _publish_only(at, job, threads):
+    """`_publish` for Python: addresses of the team and of the job."""
+    return _publish(team_at(at), job_at(job), threads)
+
+
+def _lead(at, job, threads, run, numbers):
+    """Enter a forward, publish it and run the caller's part of it. run: address of the compiled `operations.run`.
+
+    Returns how many workers sleep; if any does, the forward is only published. A negative number: how many partials of attention
+    must have room first.
+    """
+    state = job_at(job).state
+    partials = enter(state, numbers)
+    if partials > state.max_partials:
+        return -partials
+    asleep = _publish(team_at(at), job_at(job), threads)
+    if asleep == 0:
+        simd.call_3(run, at, threads, 0)
+    return asleep
+
+
+def _work(at, threads, thread, seen, run):
+    """Run every published forward until told to end (-1) or until it is time to sleep (the last generation seen)."""
+    while True:
+        now = await_work(team_at(at), seen, thread)
+        if now < 0 or now == seen:
+            return now
+        simd.call_3(run, at, threads, thread)
+        seen = now
+
+
+# By name: the Python function, its number of arguments, whether it returns something.
+_ENTRIES: Mapping[str, tuple[Callable[..., Any], int, bool]] = MappingProxyType(
+    {"run": (run, 3, False), "lead": (_lead, 5, True), "work": (_work, 5, True), "publish": (_publish_only, 3, True)}
+)
+
+
+@cache
+def _entry(name: str) -> int:
+    """Address of one of _ENTRIES."""
+    python, num_arguments, returns = _ENTRIES[name]
+    return machine_code.address(name, num_arguments, lambda: python, returns)
+
+
+@cache
+def _function(name: str) -> Callable[..., Any]:
+    """One of _ENTRIES, for Python."""
+    _, num_arguments, returns = _ENTRIES[name]
+    return machine_code.function(_entry(name), num_arguments, returns)
+
+
+class Team:
+    """`threads` threads, the caller's among them, that run one program after another. Models that take turns share one.
+
+    lock: held while a forward runs, by a thread that may hold it already. The workers know the team's memory and not the team, so
+    that they end with it. In a forked child, which has none of the parent's threads, the next run gathers new ones.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        # All of it is compiled before a thread waits for another.
+        self._lead, self._run, self._publish = map(_function, ("lead", "run", "publish"))
+        _function("work")
+        self._run_address = _entry("run")
+        self._gather()
+        _teams.add(self)
+
+    def _gather(self) -> None:
+        self._forked = False
+        self.lock = threading.RLock()
+        memory = aligned_bytes((layout.TEAM.itemsize + layout.WORKER.itemsize * self.threads,))
+        memory[:] = 0
+        self.workers: _Array = memory[layout.TEAM.itemsize :].view(layout.WORKER)
+        self._quit, self._address = _quit(memory), memory.ctypes.data
+        self._wake = [threading.Event() for _ in range(self.threads)]
+        workers = [
+            threading.Thread(target=_serve, args=(memory, self.threads, i, self._wake[i]), daemon=True, name=f"cpuspec-{i}")
+            for i in range(1, self.threads)
+        ]
+        for worker in workers:
+            worker.start()
+        # Also as the process exits, where a thread may still be running a forward: it must not outlive the memory that it reads.
+        self._dismiss = weakref.finalize(self, _dismiss, memory, self.lock, self._wake, workers)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers have ended, so that nothing can run."""
+        return bool(self._quit[0])
+
+    def run(self, program: Program) -> int:
+        """Run a program on all threads as it was entered, and return 0 when it is done. The caller holds the lock.
+
+        Where attention makes more partials than have room, nothing is run, and their number is returned.
+        Raises BackendError if the team was closed.
+        """
+        if self.closed:
+            raise BackendError("this backend, or the one that it shares threads with, is closed; make a new one")
+        if self._forked:
+            self._gather()
+        # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
+        asleep = self._lead(self._address, program.job, self.threads, self._run_address, program.numbers)
+        if asleep < 0:
+            return -asleep
+        if asleep:
+            for event in self._wake:
+                event.set()
+            self._run(self._address, self.threads, 0)
+        return 0
+
+    def close(self) -> None:
+        """End the workers, once no forward runs. Closing twice does nothing."""
+        self._dismiss()
+        self._quit[0] = 1
+
+    def after_fork(self) -> None:
+        """In a forked child: the parent's threads do not exist here, and what they held is not held."""
+        self._forked, self.lock = True, threading.RLock()
+        self._dismiss.detach()
+
+
+def _quit(memory: _Array) -> _Array:
+    """The number [1] in a team's memory that tells workers to end."""
+    quit: _Array = memory[: layout.TEAM.itemsize].view(layout.TEAM)[0]["quit"]
+    return quit
+
+
+def _serve(memory: _Array, threads: int, thread: int, wake: threading.Event) -> None:
+    """What a worker does, from its start to its end."""
+    work, run, seen = _function("work"), _entry("run"), 0
+    while (seen := work(memory.ctypes.data, threads, thread, seen, run)) >= 0:
+        wake.wait()
+        wake.clear()
+
+
+def _dismiss(memory: _Array, lock: threading.RLock, wake: list[threading.Event], workers: list[threading.Thread]) -> None:
+    """End the workers of a team that is closed or gone."""
+    with lock:
+        _quit(memory)[0] = 1
+        nothing = Program(np.zeros(0, layout.OPERATION), len(wake))
+        _function("publish")(memory.ctypes.data, nothing.job, len(wake))
+        for event in wake:
+            event.set()
+    for worker in workers:
+        if worker is not threading.current_thread():  # the garbage collector may run in any
+            worker.join()
+
+
+_teams: weakref.WeakSet[Team] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for team in list(_teams):
+        team.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

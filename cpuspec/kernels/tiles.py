@@ -14,17 +14,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.packing import GROUP, STRETCH, TILE, stretch_bytes
+from cpuspec.formats.packing import GROUP, PANEL, TILE, panel_bytes
 from cpuspec.kernels import isa, simd
-from cpuspec.kernels.products import LOW_BYTES, ORDERS, ROWS, add_dots, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group, Ops
 
-MANY = 8 * ROWS  # rows that one pass serves at most
+MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 _LEAST, _LEAST_OF_HALVES = 13, 17  # fewer rows are quicker without; the latter where each half of a group has a scale
 _TOGETHER = 8  # rows that are summed at once
-_TURNS = 2 + ROWS // _TOGETHER  # through the groups of a batch: to unpack them, for their dots, for the sums of each 8 rows
+_TURNS = 2 + BLOCK_ROWS // _TOGETHER  # through the groups of a batch: to unpack them, for their dots, for the sums of each 8 rows
 
-_GROUPS = STRETCH // GROUP
+_GROUPS = PANEL // GROUP
 
 # Tile registers: totals, rows of activations, codes.
 _TOTALS, _ACTS, _CODES = (0, 1, 2, 3), 4, 5
@@ -45,7 +45,7 @@ class _Stack:
         self._halves = (0,) if order == "int8" else (0, LOW_BYTES)
         self._dots = self._scales * len(self._halves)  # of a group and row
         self.groups = min(_GROUPS, 16 // self._dots)  # whose dots stay in the nearest cache
-        self._code_bytes, self._factor_bytes, self._dot_bytes = GROUP * TILE, 64 * (self._scales + 3), 64 * ROWS * self._dots
+        self._code_bytes, self._factor_bytes, self._dot_bytes = GROUP * TILE, 64 * (self._scales + 3), 64 * BLOCK_ROWS * self._dots
         self._codes, self._factors, self._found = (
             o.room(size * self.groups) for size in (self._code_bytes, self._factor_bytes, self._dot_bytes)
         )
@@ -73,7 +73,7 @@ class _Stack:
             simd.tile_load(o.b, _CODES, o.at(codes, self._code_bytes // self._scales * part), line)
             simd.tile_load(o.b, _ACTS, o.at(records, half + GROUP // self._scales * part), record_bytes)
             simd.tile_dot_signed(o.b, _TOTALS[number], _ACTS, _CODES)
-            simd.tile_store(o.b, _TOTALS[number], o.at(to, 64 * ROWS * number), line)
+            simd.tile_store(o.b, _TOTALS[number], o.at(to, 64 * BLOCK_ROWS * number), line)
 
     def add(self, place: Any, records: Any, row: Any, totals: list[Any]) -> None:
         """Add a group's products with as many rows as there are totals. records: of the first, which is the block's `row`th."""
@@ -83,7 +83,7 @@ class _Stack:
         scales, shifted, minima = factors[: self._scales], factors[self._scales], tuple(factors[self._scales + 1 :])
         found = o.b.add(self._at(self._found, place, self._dot_bytes), o.times(row, 64))
         for n, total in enumerate(totals):
-            dots = [o.i32(o.at(found, 64 * (ROWS * number + n))) for number in range(self._dots)]
+            dots = [o.i32(o.at(found, 64 * (BLOCK_ROWS * number + n))) for number in range(self._dots)]
             if self._order == "int16":
                 dots = [o.b.add(o.left(high, 8), low) for high, low in zip(dots[::2], dots[1::2], strict=True)]
             record = o.at(records, n * ORDERS[self._order])
@@ -97,24 +97,24 @@ def many_rows_pass(
     o: Ops, name: str, order: str, rows: Any, tile: Any, strands: Any, apart: Any, in_features: Any, acts: Any, row_bytes: Any,
     finish: Callable[..., None],
 ) -> None:  # fmt: skip
-    """The outputs of one tile of weights for up to MANY rows from the start of a block on; or, for up to ROWS rows, those of a tile
-    of each strand, `apart` bytes apart.
+    """The outputs of one tile of weights for up to MANY rows from the start of a block on; or, for up to BLOCK_ROWS rows, those of a
+    tile of each strand, `apart` bytes apart.
 
     For some groups at a time: weights go to the stack; then for each block of rows their dots do; then these are scaled and
     summed, in the order of the groups. Sums of rows that a block does not have are made of whatever follows it, and nobody
     reads them. finish(strand, row, values): what to do with a row's 16 outputs.
     """
-    stretch, record_bytes = stretch_bytes(FORMATS[name]), ORDERS[order]
+    stretch, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
     groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
-    stack, sums = _Stack(o, name, order), o.room(64 * MANY)  # or of ROWS for each strand
-    num_blocks = o.rounded_up(rows, ROWS)
-    with cgutils.for_range(o.b, o.b.mul(strands, o.times(num_blocks, ROWS))) as loop:
+    stack, sums = _Stack(o, name, order), o.room(64 * MANY)  # or of BLOCK_ROWS for each strand
+    num_blocks = o.rounded_up(rows, BLOCK_ROWS)
+    with cgutils.for_range(o.b, o.b.mul(strands, o.times(num_blocks, BLOCK_ROWS))) as loop:
         simd.store(o.b, o.b.add(sums, o.times(loop.index, 64)), simd.constant(o.b, 0.0, simd.f32x16))
     with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches, cgutils.for_range(o.b, strands) as strand:
         first = o.times(stretches.index, _GROUPS)
         inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd.I64, _GROUPS))
         here = o.b.add(o.b.add(tile, o.b.mul(strand.index, apart)), o.times(stretches.index, stretch))
-        own_sums = o.b.add(sums, o.times(strand.index, 64 * ROWS))
+        own_sums = o.b.add(sums, o.times(strand.index, 64 * BLOCK_ROWS))
         with cgutils.for_range(o.b, o.rounded_up(inside, stack.groups)) as batches:
             begin = o.times(batches.index, stack.groups)
             count = o.smaller(o.b.sub(inside, begin), ir.Constant(simd.I64, stack.groups))
@@ -123,8 +123,8 @@ def many_rows_pass(
                 _ask(o, here, index, stretch, 0)
                 stack.put(loop.index, READERS[name](o, here, inside, index))
             with cgutils.for_range(o.b, num_blocks) as blocks:
-                block = o.times(blocks.index, ROWS)
-                block_rows = o.smaller(o.b.sub(rows, block), ir.Constant(simd.I64, ROWS))
+                block = o.times(blocks.index, BLOCK_ROWS)
+                block_rows = o.smaller(o.b.sub(rows, block), ir.Constant(simd.I64, BLOCK_ROWS))
                 stride = o.times(block_rows, record_bytes)
                 records = o.b.add(o.b.add(acts, o.b.mul(block, row_bytes)), o.b.mul(o.b.add(first, begin), stride))
                 with cgutils.for_range(o.b, count) as loop:
@@ -141,7 +141,7 @@ def many_rows_pass(
                     for place, total in zip(places, totals, strict=True):
                         simd.store(o.b, place, o.b.load(total))
     with cgutils.for_range(o.b, strands) as strand, cgutils.for_range(o.b, rows) as loop:
-        finish(strand.index, loop.index, o.f32(o.b.add(sums, o.times(o.b.add(o.times(strand.index, ROWS), loop.index), 64))))
+        finish(strand.index, loop.index, o.f32(o.b.add(sums, o.times(o.b.add(o.times(strand.index, BLOCK_ROWS), loop.index), 64))))
 
 
 def _ask(o: Ops, stretch: Any, group: Any, size: int, turn: int) -> None:
@@ -167,8 +167,8 @@ def bf16_pass(
     group_bytes, line = ORDERS["bf16"] * TILE, ir.Constant(simd.I64, ORDERS["bf16"])
     parts: list[tuple[Any, Any]] = []  # of each block: where it begins, and the bytes from a group to the next
     for block in range(blocks):
-        first = ir.Constant(simd.I64, ROWS * block)
-        left = o.smaller(o.b.sub(rows, first), ir.Constant(simd.I64, ROWS))
+        first = ir.Constant(simd.I64, BLOCK_ROWS * block)
+        left = o.smaller(o.b.sub(rows, first), ir.Constant(simd.I64, BLOCK_ROWS))
         parts.append((o.b.add(acts, o.b.mul(first, row_bytes)), o.times(left, ORDERS["bf16"])))
     places = [o.b.add(tile, o.times(tile_bytes, number)) for number in range(width)]
     totals = {(number, block): _TOTALS[number * blocks + block] for number in range(width) for block in range(blocks)}
@@ -184,12 +184,12 @@ def bf16_pass(
                 if not number:
                     simd.tile_load(o.b, _PAIRED_ACTS[block], o.b.add(start, o.b.mul(loop.index, stride)), line)
                 simd.tile_dot_bf16(o.b, totals[number, block], _PAIRED_ACTS[block], weights)
-    sums = o.room(64 * ROWS * len(_TOTALS))
+    sums = o.room(64 * BLOCK_ROWS * len(_TOTALS))
     for (number, block), total in totals.items():
-        simd.tile_store(o.b, total, o.at(sums, 64 * ROWS * (number * blocks + block)), line)
+        simd.tile_store(o.b, total, o.at(sums, 64 * BLOCK_ROWS * (number * blocks + block)), line)
     with cgutils.for_range(o.b, rows) as loop:
         for number in range(width):
-            own = o.at(sums, 64 * ROWS * blocks * number)
+            own = o.at(sums, 64 * BLOCK_ROWS * blocks * number)
             finish(number, loop.index, o.f32(o.b.add(own, o.times(loop.index, 64))))
 
 
@@ -201,9 +201,9 @@ def shape(typingctx, format_name):
 
     def codegen(context, builder, sig, args):
         if pairs:
-            simd.tile_shapes(builder, dict.fromkeys(range(8), (ROWS, 64)))
+            simd.tile_shapes(builder, dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
         elif isa.has_tiles():
-            shapes = dict.fromkeys(_TOTALS, (ROWS, 64)) | {_ACTS: (ROWS, inputs), _CODES: (inputs // 4, 64)}
+            shapes = dict.fromkeys(_TOTALS, (BLOCK_ROWS, 64)) | {_ACTS: (BLOCK_ROWS, inputs), _CODES: (inputs // 4, 64)}
             simd.tile_shapes(builder, shapes)
         return context.get_dummy_value()
 

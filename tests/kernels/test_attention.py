@@ -9,6 +9,7 @@ import pytest
 from cpuspec.formats.kv import GROUP, KV_FORMATS, encode_rows, rounded
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import attention, pointwise
+from cpuspec.kernels.layout import WALK
 
 CAPACITY = 2 * attention.CHUNK + 88
 
@@ -28,8 +29,8 @@ class _Head:
         # Whatever was in memory before must not show.
         self.cache = aligned_bytes((attention.head_bytes(name, dims, CAPACITY),))
         self.cache[:] = 255
-        self.size, self.records = attention.record_bytes(name, dims), attention.records_offset(name, dims)
-        self.scratch = aligned_bytes((self.records + 2 * attention.QUERIES * self.size,))
+        self.size, self.partials = attention.partial_bytes(name, dims), attention.partials_offset(name, dims)
+        self.scratch = aligned_bytes((self.partials + 2 * attention.QUERIES * self.size,))
         self._append = _function(attention.append_kernel(name), 5)
         self._attend = _function(attention.attend_kernel(name), 7)
 
@@ -50,21 +51,23 @@ class _Head:
     ) -> np.ndarray:
         out = np.full((len(queries), self.dims + 1), np.nan, np.float32)
         self.scratch[:] = 255
+        walk = self.scratch[: WALK.itemsize].view(WALK)[0]
         scratch, steps = self.scratch.ctypes.data, np.array(path or [0], np.int64)
-        folded = [scratch + self.records + (attention.QUERIES + number) * self.size for number in range(len(queries))]
+        merged = [scratch + self.partials + (attention.QUERIES + number) * self.size for number in range(len(queries))]
         for first in range(0, max(lengths), attention.CHUNK):
             there = [number for number, length in enumerate(lengths) if length > first]
-            walked = [scratch + self.records + place * self.size for place in range(len(there))]
+            walked = [scratch + self.partials + place * self.size for place in range(len(there))]
             for place, number in enumerate(there):
-                record = walked[place] if first else folded[number]
-                attention.put_query(scratch, place, queries[number].ctypes.data, record, lengths[number])
+                partial = walked[place] if first else merged[number]
+                walk["queries"][place], walk["partials"][place] = queries[number].ctypes.data, partial
+                walk["lengths"][place] = lengths[number]
             straight_here = max(lengths) if straight is None else straight
             self._attend(len(there), self.cache.ctypes.data, self.dims, first, straight_here, steps.ctypes.data, scratch)
             for place, number in enumerate(there):
                 if first:
-                    attention.fold(folded[number], walked[place], self.size)
-        for record, row in zip(folded, out, strict=True):
-            attention.finish(record, self.size, self.dims, row.ctypes.data)
+                    attention.merge(merged[number], walked[place], self.size)
+        for partial, row in zip(merged, out, strict=True):
+            attention.finish(partial, self.size, self.dims, row.ctypes.data)
         assert np.isnan(out[:, -1]).all(), "wrote past the head"
         return out[:, :-1]
 

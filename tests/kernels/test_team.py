@@ -9,7 +9,8 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.config import EngineConfig
-from cpuspec.kernels.team import CROWDED, PARKED, SLEEPING, sleep_while, wake
+from cpuspec.kernels.layout import SLEEPING
+from cpuspec.kernels.waiting import sleep_while, wake
 from tests.backends.models import forward, tiny
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -19,7 +20,7 @@ FOR_EVER, NEVER = 2**62, 0
 @pytest.mark.parametrize("threads", [2, 7])
 def test_threads_that_sleep_while_they_wait_come_to_the_same_as_those_that_yield(threads: int, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     backend = make_backend("numba", tiny(tmp_path_factory), EngineConfig(threads=threads, max_rows=64))
-    crowded = backend._team._control.view(np.int64)[(PARKED + CROWDED) // 8 :: 8]  # type: ignore[attr-defined]
+    crowded = backend._team.workers["crowded"]  # type: ignore[attr-defined]
     logits = {FOR_EVER: [], NEVER: []}
 
     def run() -> None:

@@ -1,0 +1,87 @@
+"""Before a forward: where each of its rows lies in the cache and what it sees, and how its attention is shared out among threads.
+
+A result does not depend on the plan: each chunk gives a partial, and partials are merged in the order of the chunks.
+"""
+
+from cpuspec.kernels import simd
+from cpuspec.kernels.attention import CHUNK
+from cpuspec.kernels.layout import int64s_at
+from cpuspec.kernels.options import compiled
+
+TASK_QUERIES = 64  # of one key head that a task has at most, unless a single row has more
+_LEAST_QUERIES = 32  # that make a read of keys and values from memory worth its time
+_ITEMS_PER_THREAD = 8
+
+
+@compiled
+def place_rows(state, starts, lengths, storages, parents, num_sequences, num_parents):
+    """Write each row's place, and a path where its positions are no chain.
+
+    Pointers to int64s: starts: the first row of each sequence, and the end of the last; lengths: tokens in each sequence's slot;
+    storages: the slots' addresses; parents: as in `ForwardBatch`.
+    """
+    for sequence in range(num_sequences):
+        start, end, prefix = starts[sequence], starts[sequence + 1], lengths[sequence]
+        for row in range(start, end):
+            depth = row - start + 1
+            if num_parents > 0:
+                depth, node = 0, row
+                while node >= 0:
+                    depth, node = depth + 1, parents[node]
+            place = state.places[row]
+            place.storage = storages[sequence]
+            place.cache_index = prefix + row - start
+            place.length = prefix + depth
+            # A row that sees all rows before it is a chain's, also in a tree.
+            place.straight = prefix + depth if depth == row - start + 1 else prefix // simd.LANES * simd.LANES
+            if place.straight < prefix + depth:
+                _write_path(state, row, parents, prefix - start, place.straight, prefix, prefix + depth)
+
+
+@compiled
+def _write_path(state, row, parents, offset, straight, prefix, length):
+    """Cache indices of a tree row's logical positions straight..length: the rest of the prefix, its ancestors by depth, itself."""
+    path = int64s_at(state.paths + 8 * (row * state.path_length - straight))
+    for index in range(straight, prefix):
+        path[index] = index
+    node = row
+    for index in range(length - 1, prefix - 1, -1):
+        path[index] = node + offset
+        node = parents[node]
+
+
+@compiled
+def plan_attention(state):
+    """Write the tasks. Returns how many partials need room."""
+    rows, heads, kv_heads, threads = state.num_rows, state.heads, state.kv_heads, state.threads
+    places, tasks = state.places, state.tasks
+    shares = _ITEMS_PER_THREAD * threads
+    queries = min(TASK_QUERIES, max(_LEAST_QUERIES, (2 * rows * heads + shares - 1) // shares))
+    most_rows = max(1, queries // (heads // kv_heads))
+    row = num_tasks = walks = 0
+    while row < rows:
+        end = row + 1
+        while end < rows and places[end].storage == places[row].storage:
+            end += 1
+        parts = (end - row + most_rows - 1) // most_rows
+        for part in range(parts):
+            task = tasks[num_tasks]
+            task.row, task.end_row = row + (end - row) * part // parts, row + (end - row) * (part + 1) // parts
+            longest = 0
+            for here in range(task.row, task.end_row):
+                longest = max(longest, places[here].length)
+            task.chunks = (longest + CHUNK - 1) // CHUNK
+            walks += task.chunks * kv_heads
+            num_tasks += 1
+        row = end
+    longest_span = (walks + shares - 1) // shares if threads > 1 else walks
+    items = partials = 0
+    for i in range(num_tasks):
+        task = tasks[i]
+        spans = (task.chunks + longest_span - 1) // longest_span
+        task.span, task.item, task.partial = (task.chunks + spans - 1) // spans, items, partials
+        items += spans * kv_heads
+        if spans > 1:
+            partials += task.chunks * (task.end_row - task.row) * heads
+    state.num_tasks, state.num_items = num_tasks, items
+    return partials

@@ -1,0 +1,194 @@
+"""The memory that compiled code and Python share, as numpy records: a forward's state, its operations, attention's plan, the team.
+
+Compiled code reads the fields through `pointers`, Python as fields of arrays. Fields that are addresses of rows or weights are
+plain int64s: their readers know what lies there. Strides and sizes are in bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.kernels.pointers import pointer_to, to
+
+_DType = np.dtype[Any]
+_I64, _I32, _F32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+
+
+def _record(**fields: Any) -> _DType:
+    """A record of these fields in order, aligned; a pair is (type, number of them)."""
+    return np.dtype([(name, *typ) if isinstance(typ, tuple) else (name, typ) for name, typ in fields.items()], align=True)
+
+
+def _words(*names: str) -> _DType:
+    """A record of int64s."""
+    return _record(**dict.fromkeys(names, _I64))
+
+
+# Where a row lies in the cache and what it sees.
+PLACE = _record(
+    storage=_I64,  # address of the sequence's cache slot
+    cache_index=_I64,  # at which the row is appended
+    length=_I64,  # positions that the row attends to
+    straight=_I64,  # first logical position that the row's path places; `length` where the row is a chain's
+)
+
+# Attention of one forward is shared out as tasks: rows of one sequence that go over the cache together. A task's chunks are walked
+# over in spans; a span for one key head is an item of work.
+TASK = _record(
+    row=_I64,
+    end_row=_I64,
+    chunks=_I64,
+    span=_I64,  # chunks of a span
+    item=_I64,  # the first of the task's items
+    partial=_I64,  # the first of the task's partials, where several spans make them
+)
+
+ROTATION = _words("cosines", "sines")  # f32 [positions, D/2] each
+NUM_ROTATIONS, NO_ROTATION = 2, -1
+
+# `forward.enter` writes the first part for each call; addresses are of arrays that stay.
+STATE = _record(
+    num_rows=_I64,
+    num_logit_rows=_I64,
+    num_picked=_I64,  # rows of logits whose largest is looked for: all of a few, or none
+    tokens=to(_I64),  # [rows]
+    positions=to(_I64),  # [rows]
+    logit_rows=to(_I64),  # rows to project
+    logits=_I64,  # where the logits go
+    kept=to(_I64),  # for each layer, where its output rows go, or 0; a null pointer where no layer is kept
+    head_bytes=_I64,  # of one head of one layer in a cache slot
+    places=to(PLACE),  # [rows]
+    paths=_I64,  # int64 [rows, path_length]: cache index of each logical position from a row's `straight` on
+    path_length=_I64,
+    rotations=(ROTATION, NUM_ROTATIONS),
+    scratch=_I64,  # of all threads, one after another
+    scratch_bytes=_I64,  # of one thread
+    heads=_I64,
+    kv_heads=_I64,
+    threads=_I64,
+    tasks=to(TASK),  # [rows]
+    num_tasks=_I64,
+    num_items=_I64,  # of all tasks
+    partials=_I64,  # room for the partials that several threads make
+    max_partials=_I64,  # how many have room there
+    walked=to(_I64),  # [tasks, kv heads], zeros: how many spans of a task are done
+    peaks=_I64,  # f32 [BLOCK_ROWS, threads * PIECES]: the largest logit of each piece of the tiles
+    picked=to(_I32),  # [BLOCK_ROWS]: the lowest id of a row's largest logit; -1 where that is no finite number
+)
+
+# What `Program.enter` notes of a forward begins with this. `logits` and `kept` are addresses of the numpy objects, not of numbers.
+CALL = _words("num_rows", "num_logit_rows", "num_parents", "num_sequences", "head_bytes", "logits", "kept")
+
+# One matrix of a "linear" operation. bias and residual are added where they are not 0.
+TENSOR = _words("kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride")
+MAX_TENSORS = 3
+
+# Operands by operation, in the order of their numbers.
+OPERANDS: Mapping[str, _DType] = MappingProxyType(
+    {
+        "embed": _record(
+            **dict.fromkeys(("decoder", "data", "row_bytes", "blocks", "features", "out", "stride"), _I64), scale=_F32
+        ),
+        "prepare": _record(
+            kind=_I64,  # of `pointwise`
+            rows=_I64,
+            other=_I64,
+            stride=_I64,
+            weight=_I64,
+            eps=_F32,
+            features=_I64,
+            select=_I64,  # not 0: only the rows to project to logits
+            **dict.fromkeys(("int8", "int16", "f32", "bf16", "rounded"), _I64),  # where each order is written, 0 for nowhere
+        ),
+        "linear": _record(
+            num_tensors=_I64,
+            vocab=_I64,  # 0 unless these are the logits
+            features=_I64,
+            cap=_F32,  # of soft-capped logits, 0 for none
+            tensors=(TENSOR, MAX_TENSORS),
+        ),
+        "rotate": _record(
+            **dict.fromkeys(("queries", "keys", "values", "q_stride", "k_stride", "v_stride", "q_norm", "k_norm"), _I64),
+            eps=_F32,
+            scale=_F32,  # of queries
+            **dict.fromkeys(("heads", "kv_heads", "dims", "layer", "append"), _I64),
+            rotation=_I64,  # number of the table, or NO_ROTATION
+        ),
+        "attend": _record(
+            **dict.fromkeys(("queries", "stride", "out", "out_stride", "heads", "kv_heads", "dims", "layer", "kernel"), _I64),
+            partials_at=_I64,  # where in a thread's scratch
+            partial_bytes=_I64,
+            window=_I64,  # positions that a row sees, itself included; 0 for all
+            cap=_F32,  # of soft-capped scores
+        ),
+        # rows += RMS norm of `branch`, times weight
+        "add": _record(**dict.fromkeys(("rows", "branch", "stride", "weight", "features"), _I64), eps=_F32),
+        "keep": _words("rows", "stride", "layer", "row_bytes"),
+        "pick": _words("tiles", "stride"),
+    }
+)
+EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK = range(len(OPERANDS))
+OPERATION: _DType = np.dtype(
+    {
+        "names": ["number", *OPERANDS],
+        "formats": [_I64, *OPERANDS.values()],
+        "offsets": [0, *[8] * len(OPERANDS)],  # operands of one operation lie where those of another would
+    }
+)
+
+# A number that threads wait to see changed. On a cache line of its own, for others look at the number all the time: how many
+# threads sleep until it changes, are about to, or just woke up. Each sleeper subtracts itself. If the waker did, a thread that
+# goes to sleep on the next value meanwhile could be missed and never woken.
+WATCHED: _DType = np.dtype({"names": ["number", "sleeping"], "formats": [_I64, _I64], "offsets": [0, 64], "itemsize": 128})
+SLEEPING = 64
+
+WORKER: _DType = np.dtype(
+    {
+        # crowded: until when, in cycles of the time stamp counter, the thread sleeps where it would yield.
+        "names": ["parked", "crowded"],
+        "formats": [_I64, _I64],
+        "itemsize": 64,
+    }
+)
+JOB = _record(operations=to(OPERATION), num_operations=_I64, state=to(STATE), counters=_I64)
+TEAM: _DType = np.dtype(
+    {
+        "names": ["generation", "round", "arrived", "quit", "job", "workers"],
+        "formats": [WATCHED, WATCHED, (_I64, 1), (_I64, 1), JOB, (WORKER, 0)],  # of workers, one for each thread follows
+        "offsets": [0, 128, 256, 320, 384, 448],
+        "itemsize": 448,
+    }
+)
+
+# What a walk over a chunk is told about its queries, at the start of a thread's scratch.
+MAX_QUERIES = 8
+WALK = _record(
+    queries=(_I64, MAX_QUERIES),  # addresses
+    partials=(_I64, MAX_QUERIES),  # addresses
+    starts=(_I64, MAX_QUERIES),  # first position that a query sees; read where a layer has a window
+    lengths=(_I64, MAX_QUERIES),  # positions up to and including its own
+    caps=(_F32, 2 * MAX_QUERIES),  # the first: of soft-capped scores
+)
+
+call_at, job_at, team_at, walk_at, int64s_at = map(pointer_to, (CALL, JOB, TEAM, WALK, _I64))
+
+
+def program(operations: Sequence[tuple[str, Mapping[str, Any]]]) -> NDArray[Any]:
+    """Records of OPERATION: the operation's name and its operands by field; what is not named is 0."""
+    records = np.zeros(len(operations), OPERATION)
+    for record, (name, operands) in zip(records, operations, strict=True):
+        record["number"] = list(OPERANDS).index(name)
+        _fill(record[name], operands)
+    return records
+
+
+def _fill(record: Any, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if isinstance(value, list):
+            for part, some in zip(record[name], value, strict=False):
+                _fill(part, some)
+        else:
+            record[name] = value

@@ -1,0 +1,87 @@
+"""A forward as a program: records of operations, written once per model, and the state that they read, entered for each forward."""
+
+from collections.abc import Sequence
+from ctypes import addressof, c_int64
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.formats.packing import aligned_bytes
+from cpuspec.kernels import layout, simd
+from cpuspec.kernels.attention_plan import place_rows, plan_attention
+from cpuspec.kernels.layout import call_at, int64s_at
+from cpuspec.kernels.options import compiled
+from cpuspec.kernels.products import BLOCK_ROWS
+
+_Array = NDArray[Any]
+
+_CALL_BYTES = layout.CALL.itemsize
+
+_NUMBERS = np.zeros(1)  # any array
+
+# In an array object of numpy, the address of its numbers: asking for it in Python takes longer than all else about an array.
+_DATA_AT = next(at for at in range(0, 128, 8) if c_int64.from_address(id(_NUMBERS) + at).value == _NUMBERS.ctypes.data)
+
+
+@compiled
+def _data(array):
+    """Where the numbers of a numpy array are, from the address of the array object."""
+    return simd.peek_i64(array + _DATA_AT)
+
+
+@compiled
+def enter(state, numbers):
+    """Write into the state what `Program.enter` noted at address `numbers`. Returns how many partials of attention need room."""
+    call = call_at(numbers)
+    state.num_rows, state.num_logit_rows = call.num_rows, call.num_logit_rows
+    state.num_picked = call.num_logit_rows if call.num_logit_rows <= BLOCK_ROWS else 0
+    state.head_bytes, state.logits = call.head_bytes, _data(call.logits)
+    state.kept = int64s_at(_data(call.kept) if call.kept != 0 else 0)
+    tokens = numbers + _CALL_BYTES
+    positions = tokens + 8 * call.num_rows
+    logit_rows = positions + 8 * call.num_rows
+    lengths = logit_rows + 8 * call.num_logit_rows
+    storages = lengths + 8 * call.num_sequences
+    starts = storages + 8 * call.num_sequences
+    parents = starts + 8 * (call.num_sequences + 1)
+    state.tokens, state.positions, state.logit_rows = int64s_at(tokens), int64s_at(positions), int64s_at(logit_rows)
+    place_rows(
+        state, int64s_at(starts), int64s_at(lengths), int64s_at(storages), int64s_at(parents), call.num_sequences, call.num_parents
+    )
+    return plan_attention(state)
+
+
+class Program:
+    """The operations of a forward, records of `layout.OPERATION`, and their state, for a number of threads."""
+
+    def __init__(self, operations: _Array, threads: int) -> None:
+        assert operations.dtype == layout.OPERATION, "an operation is a record of layout.OPERATION"
+        self.operations = np.ascontiguousarray(operations)
+        self.state = np.zeros((), layout.STATE)
+        self.counters = aligned_bytes((8 * threads * len(operations),))
+        self._job = np.zeros((), layout.JOB)
+        self._job["operations"], self._job["num_operations"] = self.operations.ctypes.data, len(operations)
+        self._job["state"], self._job["counters"] = self.state.ctypes.data, self.counters.ctypes.data
+        self.job: int = self._job.ctypes.data
+        self._numbers = (c_int64 * 0)()
+        self.numbers = 0  # the address of what `enter` notes
+
+    def enter(
+        self, tokens: list[int], positions: list[int], parents: list[int], logit_rows: Sequence[int], q_start: list[int],
+        lengths: list[int], storages: list[int], head_bytes: int, kept: _Array | None, logits: _Array,
+    ) -> None:  # fmt: skip
+        """Note what the next run is about, where its rows go in the cache and what they attend to.
+
+        As in `ForwardBatch`; parents is empty where every sequence is a chain. lengths: tokens that each sequence's slot holds;
+        storages: addresses of the slots; head_bytes: of one head of one layer in them; kept: for each layer, int64 address of where
+        its rows are kept, None for no layer; logits f32 [logit rows, stride]. The arrays must stay until the run is over.
+        """
+        numbers: list[int | c_int64] = [  # first layout.CALL; a slice of ctypes takes both types
+            len(tokens), len(logit_rows), len(parents), len(lengths), head_bytes, id(logits), 0 if kept is None else id(kept),
+            *tokens, *positions, *logit_rows, *lengths, *storages, *q_start, *parents,
+        ]  # fmt: skip
+        if len(numbers) > len(self._numbers):
+            self._numbers = (c_int64 * (2 * len(numbers)))()
+            self.numbers = addressof(self._numbers)
+        self._numbers[: len(numbers)] = numbers
