@@ -10,13 +10,13 @@ import binascii
 import json
 import re
 import reprlib
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cpuspec.errors import TokenizerError
+from cpuspec.files import read_file
 from cpuspec.pattern_cost import pattern_cost
 
 _MOST_BYTES = 1 << 26  # of one file; the largest in use has 33 MB
@@ -98,16 +98,7 @@ def said(error: BaseException) -> str:
 def read_text(path: Path) -> str:
     """The text of a regular file of UTF-8, 64 MiB at most. Raises TokenizerError for any other, without opening it."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise TokenizerError(f"{path} is not a regular file")
-        if status.st_size > _MOST_BYTES:
-            raise TokenizerError(f"{path} has {status.st_size} bytes; at most {_MOST_BYTES} are read")
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        return content.decode("utf-8")
-    except OSError as error:
-        raise TokenizerError(f"{path} cannot be read: {error.strerror or error}") from error
+        return read_file(path, _MOST_BYTES, TokenizerError).decode("utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
 

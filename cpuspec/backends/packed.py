@@ -27,10 +27,12 @@ import numpy as np
 
 from cpuspec import formats
 from cpuspec.backends.weights import WeightTensor
-from cpuspec.checkpoints.jsonfile import JsonFields, parse_json_object
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.jsonfile import parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import boot_id, cache_dir, packed_limit_bytes, sources_digest, who_else_writes
 from cpuspec.errors import CheckpointError
+from cpuspec.files import replacing, write_file
 from cpuspec.formats import Cast
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack, tile_bytes
 from cpuspec.formats.tensor import U8
@@ -165,41 +167,38 @@ class _PackedFile:
         """Pack everything into the file and read it. Raises OSError where that cannot be done, leaving nothing behind."""
         self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         _make_room(self._path.parent, self._num_bytes)
-        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}-{threading.get_ident()}")
         try:
-            # Of no group, whatever the umask: files that others can write are warned of.
-            with open(unfinished, "xb+", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
-                file.write(self._head)
-                writing = threading.Lock()
-
-                def pack_into_file(name: str) -> None:
-                    packed = _pack(self._tensors[name])
-                    with writing:
-                        file.seek(self._start + self._offsets[name])
-                        file.write(packed.data.data)
-
-                for _ in self._pool.map(pack_into_file, self._tensors):
-                    pass
-                file.truncate(self._num_bytes)
-                file.flush()
-                checksums = _checksums(map_all_pages(file.fileno(), self._num_bytes)[self._start :], self._pool)
-                file.seek(len(self._head))
-                file.write(checksums)
-                file.flush()
-                # A name must not survive a crash that the bytes do not.
-                os.fsync(file.fileno())
-            # Closed by now: Windows renames no open file.
-            try:
-                os.replace(unfinished, self._path)
-            except OSError:
-                unfinished.unlink()  # nor does it replace one that another process, which was first, has mapped
-            matrices = self.read()
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
+            with replacing(self._path) as file:
+                self._fill(file)
+        except OSError:
+            # Windows replaces no file that another process, which was first, has mapped: then that one is read.
+            if not self._path.exists():
+                raise
+        matrices = self.read()
         if matrices is None:
             raise OSError("packed weights that were written cannot be read")
         return matrices
+
+    def _fill(self, file: BinaryIO) -> None:
+        file.write(self._head)
+        writing = threading.Lock()
+
+        def pack_into_file(name: str) -> None:
+            packed = _pack(self._tensors[name])
+            with writing:
+                file.seek(self._start + self._offsets[name])
+                file.write(packed.data.data)
+
+        for _ in self._pool.map(pack_into_file, self._tensors):
+            pass
+        file.truncate(self._num_bytes)
+        file.flush()
+        checksums = _checksums(map_all_pages(file.fileno(), self._num_bytes)[self._start :], self._pool)
+        file.seek(len(self._head))
+        file.write(checksums)
+        file.flush()
+        # A name must not survive a crash that the bytes do not.
+        os.fsync(file.fileno())
 
     def _bytes_of(self, file: BinaryIO) -> U8:
         if self._mmap:
@@ -255,7 +254,7 @@ def _is_sound(path: Path, pool: Executor) -> bool:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             line = file.readline(_MAX_HEAD_BYTES)
-            head = JsonFields(path.name, parse_json_object(line, path.name))
+            head = Fields(path.name, parse_json_object(line, path.name))
             num_bytes = head.integer("bytes")
             start = _round_up(len(line), _PAGE) + _checksum_bytes(num_bytes)
             if num_bytes < _PAGE or num_bytes % _PAGE or size != start + num_bytes or path.stem[-32:] != head.text("key", ""):
@@ -297,13 +296,8 @@ def _is_verified(path: Path, status: os.stat_result) -> bool:
 
 def _note_verified(path: Path, status: os.stat_result) -> None:
     """Remember it. In a cache that cannot be written, the file is verified at every start."""
-    unfinished = path.with_suffix(f".verified.{os.getpid()}-{threading.get_ident()}")
     with suppress(OSError):
-        try:
-            unfinished.write_text(json.dumps(_verification(status)))
-            os.replace(unfinished, _marker(path))
-        except OSError:
-            unfinished.unlink(missing_ok=True)
+        write_file(_marker(path), json.dumps(_verification(status)))
 
 
 def _tiles(tensor: WeightTensor) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
-from cpuspec.checkpoints.jsonfile import JsonFields, read_json_object
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.jsonfile import read_json_object
 from cpuspec.checkpoints.safetensors import read_safetensors
 from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
@@ -69,7 +70,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
 def read_config(directory: Path) -> ModelConfig:
     """Shapes and flags of a directory's config.json. Raises CheckpointError on anything damaged or not supported."""
     path = directory / "config.json"
-    fields = JsonFields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
+    fields = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
     try:
         return _read_config(fields)
     except ConfigError as error:
@@ -99,7 +100,7 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
     return replace(found, ignored=(*found.ignored, f"{path}: do_sample must be true or false; it is ignored"))
 
 
-def _read_config(fields: JsonFields) -> ModelConfig:
+def _read_config(fields: Fields) -> ModelConfig:
     """Shapes and flags of config.json. Raises CheckpointError or ConfigError."""
     class_names = fields.items("architectures")
     if len(class_names) != 1 or str(class_names[0]) not in _ARCHITECTURES:
@@ -154,7 +155,7 @@ def _read_config(fields: JsonFields) -> ModelConfig:
     )
 
 
-def _read_rope_scaling(rope: JsonFields, context_length: int) -> RopeScaling | None:
+def _read_rope_scaling(rope: Fields, context_length: int) -> RopeScaling | None:
     """`rope_parameters` (transformers 5) or `rope_scaling` (before); `type` is the oldest spelling of `rope_type`."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
@@ -208,7 +209,7 @@ def _read_tensors(directory: Path, mmap: bool) -> dict[str, QuantTensor]:
             )
         raise CheckpointError(f"{directory} has none of model.safetensors, model.safetensors.index.json and {openvino.MODEL}")
 
-    index = JsonFields(str(index_path), read_json_object(index_path, _MAX_INDEX_BYTES))
+    index = Fields(str(index_path), read_json_object(index_path, _MAX_INDEX_BYTES))
     weight_map = index.object("weight_map")
     if not weight_map.names():
         index.fail("weight_map", "an object from tensor names to file names")

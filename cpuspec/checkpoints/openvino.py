@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
+from cpuspec.files import read_file
 from cpuspec.formats import QuantTensor, get_format, mx
 from cpuspec.formats.tensor import F32, U8
 
@@ -169,13 +170,7 @@ class _Graph:
 
 
 def _read_xml(path: Path) -> ElementTree.Element:
-    try:
-        size = path.stat().st_size
-        if size > _MAX_XML_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; no graph of a language model is larger than {_MAX_XML_BYTES}")
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    text = read_file(path, _MAX_XML_BYTES, CheckpointError)
     if b"<!DOCTYPE" in text or b"<!ENTITY" in text:
         raise CheckpointError(f"{path} declares entities, which no OpenVINO model does")
     try:
