@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpuspec.errors import TokenizerError
+from cpuspec.errors import TokenizerError, in_one_line
 from cpuspec.files import read_file
 from cpuspec.pattern_cost import pattern_cost
 
@@ -90,11 +90,6 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def said(error: BaseException) -> str:
-    """Another library's message, which may quote a file: cut to 200 characters, with control characters escaped."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(error)[:200])
-
-
 def read_text(path: Path) -> str:
     """The text of a regular file of UTF-8, 64 MiB at most. Raises TokenizerError for any other, without opening it."""
     try:
@@ -122,7 +117,7 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not JSON: {said(error)}") from error
+        raise TokenizerError(f"{path} is not JSON: {in_one_line(str(error))}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} holds {type(value).__name__}; wanted an object")
     return value
