@@ -1,8 +1,8 @@
 """Reads a Hugging Face tokenizer.json, and the files beside it, and trusts nothing in them: every field is read by name and type.
 
-Fields that serve training are ignored: `truncation` and `padding`, which `transformers` resets too, and `dropout`, which would make
-ids random. Steps that could make a text grow without bound, and patterns that could backtrack without end, are refused. Knows files
-and their fields, makes no tokenizer.
+Three fields for training are ignored: `truncation` and `padding`, which `transformers` resets too, and `dropout`, which would make
+ids random. Steps that could make a text grow without bound are refused, and so are patterns that could backtrack without end. This
+module knows files and their fields; it makes no tokenizer.
 """
 
 import base64
@@ -29,7 +29,7 @@ _MOST_ADDED = 1 << 21  # characters of all of them
 _SPACE = "▁"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-# How many characters each step may make of one, beyond what Unicode's own forms do. Replace and Precompiled say it themselves.
+# The characters that each step may make of one, besides those of Unicode's own forms. Replace and Precompiled state theirs.
 _NORMALIZERS = {
     **dict.fromkeys(
         ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Nmt", "Strip", "StripAccents", "Prepend", "Replace", "Precompiled"), 1
@@ -85,7 +85,7 @@ _short.maxlevel = 2
 
 
 def quoted(value: Any) -> str:
-    """A value of a file, for a message: cut to some 80 characters, with control characters escaped."""
+    """A value of a file, for a message: cut to 100 characters, with control characters escaped."""
     text = _short.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
@@ -99,7 +99,7 @@ def read_text(path: Path) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Whether the path exists, be it a file, a pipe or a link to nothing. Raises TokenizerError where that cannot be told."""
+    """Whether the path exists, as a file, a pipe or even a broken link. Raises TokenizerError where the system does not tell."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -263,7 +263,7 @@ def _steps(data: dict[str, Any], name: str, inside: str) -> list[dict[str, Any]]
 
 
 def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
-    """A Metaspace step of older files in today's words."""
+    """The step; a Metaspace step of an older file under the field names of today."""
     if step["type"] != "Metaspace":
         return step
     scheme = "never" if step.get("add_prefix_space") is False else step.get("prepend_scheme", "always")
@@ -272,7 +272,7 @@ def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]]) -> float:
-    """How many characters steps together may make of one. Refuses too many, and steps that may search a text too long."""
+    """The characters that all steps together may make of one. Refuses too many, and patterns that may search for too long."""
     growth = 1.0
     for name, known, steps in (("normalizer", _NORMALIZERS, normalizer), ("pre_tokenizer", _PRE_TOKENIZERS, pre_tokenizer)):
         for step in steps:
@@ -297,7 +297,7 @@ def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]
 
 
 def _min_match(step: dict[str, Any], name: str) -> int:
-    """Characters that the step's pattern takes at least."""
+    """The least number of characters that the step's pattern matches."""
     match step.get("pattern"):
         case {"String": str(text)}:
             return len(text)
@@ -321,7 +321,7 @@ def _longest_replacement(charsmap: Any) -> int:
 
 
 def _read_decoder(data: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether pieces are byte-level, and whether the first space of a text is not part of it."""
+    """Whether pieces are byte-level, and whether decoding drops the first space of a text."""
     steps = _steps(data, "decoder", "decoders")
     kinds = {step["type"] for step in steps}
     if kinds == {"ByteLevel"}:
@@ -343,7 +343,7 @@ def _read_decoder(data: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _read_around(data: dict[str, Any], num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the file's post-processor puts before and behind every text."""
+    """The ids that the file's post-processor puts before and behind every text."""
     prefix: list[int] = []
     suffix: list[int] = []
     for step in _steps(data, "post_processor", "processors"):

@@ -23,7 +23,7 @@ class Fields:
         self._prefix = prefix
 
     def fail(self, key: str, wanted: str) -> NoReturn:
-        """Raise CheckpointError: `key` is what it is, wanted `wanted`."""
+        """Raise CheckpointError with the value of `key` and `wanted`."""
         value = self.value(key)
         shown = "absent" if value is None else f"an array of {len(value)}" if isinstance(value, np.ndarray) else repr(value)
         shown = shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."

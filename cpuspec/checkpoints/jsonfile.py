@@ -12,7 +12,7 @@ from cpuspec.files import read_file
 def parse_json_object(text: bytes, what: str) -> dict[str, object]:
     """The object that `text` holds. Raises CheckpointError, naming `what`, if it is not exactly one sound JSON object.
 
-    Refused besides bad syntax: repeated keys, NaN and infinity, nesting too deep to parse, numbers too long to read.
+    Bad syntax is refused, and so are repeated keys, NaN and infinity, nesting too deep to parse, and numbers too long to read.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -37,7 +37,7 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """All of them, by program and name. What cannot be read is left out."""
+    """All of them, sorted by program and name. Files that cannot be read are left out."""
     hub = [LocalModel(str(model), "huggingface", path, num_bytes) for model, path, num_bytes in cached_models()]
     return [*hub, *_lm_studio(), *_ollama()]
 
