@@ -18,7 +18,7 @@ import jinja2
 from cpuspec.chat_template.budget import PER_ENTRY, PER_ITEM, PER_VALUE, Budget
 from cpuspec.chat_template.interpreter import Interpreter, parse
 from cpuspec.chat_template.operations import MAX_DEPTH, MAX_INTEGER, MAX_KEY
-from cpuspec.errors import TokenizerError
+from cpuspec.errors import TokenizerError, in_one_line
 
 __all__ = ["ROLES", "ChatTemplate"]
 
@@ -76,8 +76,7 @@ class ChatTemplate:
 
 def _say(error: BaseException) -> str:
     """The error in a line that can be shown: a template chooses its words."""
-    line = " ".join((str(error)[:1000] or type(error).__name__).split())[:300]
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    return in_one_line(str(error) or type(error).__name__, 300)
 
 
 class _Size:

@@ -1,4 +1,4 @@
-"""What every reader hands on: a checked model, its tensors under canonical names, and where its vocabulary is."""
+"""The result of every reader: a checked model, its tensors under canonical names, and the place of its vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,14 +5,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import NoReturn
 
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
-from cpuspec.checkpoints.gguf_file import GgufFile, Value
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.config import ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
@@ -57,7 +56,7 @@ def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
     path: of a model in several parts the first. Raises CheckpointError on anything damaged or not supported.
     """
     file = read_parts(path, mmap)
-    fields = _Fields(file, "")
+    fields = Fields(str(path), file.metadata)
     kind = fields.text("general.type", "model")
     if kind != "model":
         raise CheckpointError(f"{path} holds a {kind[:40]!r}, wanted a model")
@@ -67,90 +66,17 @@ def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
         raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(known)}")
     family = known[architecture]
     tensors = _canonical_names(file, family)
-    settings = _Fields(file, f"{architecture}.", family.gguf_defaults)
+    settings = Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults)
     try:
         config = _read_config(settings, family, tensors, file.tensors.get(_ROPE_FACTORS))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    vocabulary = _read_vocabulary(_Fields(file, "tokenizer."), config.vocab_size)
+    vocabulary = _read_vocabulary(Fields(str(path), file.metadata, "tokenizer."), config.vocab_size)
     name = fields.text("general.name", "")
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
     checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file))
     return replace(checkpoint, tensors=_unpermute(config, checkpoint.tensors)) if family.pairs_neighbours else checkpoint
-
-
-class _Fields:
-    """Metadata under one prefix, read by type. Raises CheckpointError naming file, key, got and wanted.
-
-    defaults: values of keys that the file does not have.
-    """
-
-    def __init__(self, file: GgufFile, prefix: str, defaults: Mapping[str, Value] = MappingProxyType({})) -> None:
-        self._file = file
-        self._prefix = prefix
-        self._defaults = defaults
-        self.path = file.path
-
-    def __contains__(self, key: str) -> bool:
-        return self.value(key) is not None
-
-    def fail(self, key: str, wanted: str) -> NoReturn:
-        value = self.value(key)
-        shown = "nothing" if value is None else repr(value) if isinstance(value, str | int | float) else f"an array of {len(value)}"
-        raise CheckpointError(f"{self.path}: {self._prefix + key} is {shown[:80]}, wanted {wanted}")
-
-    def value(self, key: str) -> Value | None:
-        return self._file.metadata.get(self._prefix + key, self._defaults.get(key))
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int:
-            self.fail(key, "an integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.fail(key, "a finite number")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.value(key)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            self.fail(key, "a boolean")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not str:
-            self.fail(key, "text")
-        return value
-
-    def strings(self, key: str) -> list[str]:
-        value = self.value(key)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            self.fail(key, "an array of strings")
-        return value
-
-    def numbers(self, key: str, kind: type, length: int) -> list:
-        """An array of `length` numbers as Python numbers; absent is empty."""
-        value = self.value(key)
-        if value is None:
-            return []
-        if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, kind) or len(value) != length:
-            self.fail(key, f"an array of {length} numbers ({kind.__name__})")
-        return value.tolist()
 
 
 def _canonical_names(file: GgufFile, family: Family) -> dict[str, QuantTensor]:
@@ -174,7 +100,7 @@ def _canonical_names(file: GgufFile, family: Family) -> dict[str, QuantTensor]:
     return tensors
 
 
-def _read_config(fields: _Fields, family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
+def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
     """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
     for key, neutral, feature in _UNSUPPORTED:
         value = fields.value(key)
@@ -194,7 +120,7 @@ def _read_config(fields: _Fields, family: Family, tensors: dict[str, QuantTensor
         fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
     embed = tensors.get("embed")
     if embed is None or len(embed.shape) != 2:
-        raise CheckpointError(f"{fields.path}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
+        raise CheckpointError(f"{fields.what}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=embed.shape[0],
@@ -226,7 +152,7 @@ def _read_config(fields: _Fields, family: Family, tensors: dict[str, QuantTensor
     )
 
 
-def _slides(fields: _Fields, num_layers: int, context_length: int) -> tuple[bool, ...]:
+def _slides(fields: Fields, num_layers: int, context_length: int) -> tuple[bool, ...]:
     """For each layer whether it sees a window only. Raises CheckpointError where a file has a window, and no layers for it."""
     window, key = fields.integer("attention.sliding_window", 0), "attention.sliding_window_pattern"
     pattern = fields.value(key)
@@ -238,7 +164,7 @@ def _slides(fields: _Fields, num_layers: int, context_length: int) -> tuple[bool
     return each_layer(num_layers, lambda i: bool(window and pattern is not None and (period == 0 or (i + 1) % period)))
 
 
-def _read_rope_scaling(fields: _Fields, context_length: int, head_dim: int, factors: QuantTensor | None) -> RopeScaling | None:
+def _read_rope_scaling(fields: Fields, context_length: int, head_dim: int, factors: QuantTensor | None) -> RopeScaling | None:
     """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported."""
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     # Files older than the type key mean linear scaling.
@@ -253,7 +179,7 @@ def _read_rope_scaling(fields: _Fields, context_length: int, head_dim: int, fact
             fields.fail("rope.scaling.type", f"none beside the tensor {_ROPE_FACTORS}")
         if factors.shape != (head_dim // 2,) or factors.format.block_size != 1:
             raise CheckpointError(
-                f"{fields.path}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, "
+                f"{fields.what}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, "
                 f"wanted a float for each of the {head_dim // 2} frequencies of a head"
             )
         return RopeScaling("factors", factors=tuple(factors.dequantize().tolist()))
@@ -299,7 +225,7 @@ def _read_sampling(file: GgufFile) -> SamplingDefaults:
     return replace(found, ignored=found.ignored + told)
 
 
-def _read_vocabulary(fields: _Fields, vocab_size: int) -> GgufVocabulary:
+def _read_vocabulary(fields: Fields, vocab_size: int) -> GgufVocabulary:
     """The tokenizer's tables, consistent with each other and with `vocab_size` embeddings."""
     model = fields.text("ggml.model")
     if model not in ("gpt2", "llama"):

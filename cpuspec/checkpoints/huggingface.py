@@ -14,7 +14,8 @@ import numpy as np
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
-from cpuspec.checkpoints.jsonfile import JsonFields, read_json_object
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.jsonfile import read_json_object
 from cpuspec.checkpoints.safetensors import read_safetensors
 from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
@@ -73,17 +74,16 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
 def read_config(directory: Path) -> ModelConfig:
     """Shapes and flags of a directory's config.json. Raises CheckpointError on anything damaged or not supported."""
     path = directory / "config.json"
-    values = read_json_object(path, _MAX_CONFIG_BYTES)
-    fields = JsonFields(str(path), values)
+    fields = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
     classes = {name: family for family in FAMILIES.values() for name in (family.hf_class, family.hf_wrapper) if name}
     names = fields.items("architectures")
     if len(names) != 1 or str(names[0]) not in classes:
         fields.fail("architectures", f"one of {', '.join(classes)}")
     family = classes[str(names[0])]
     if names[0] == family.hf_wrapper:
-        fields, values = fields.object("text_config"), _object(values.get("text_config"))
+        fields = fields.object("text_config")
     try:
-        return _read_config(JsonFields(fields.what, {**family.hf_defaults, **values}), family)
+        return _read_config(fields.over(family.hf_defaults), family)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -111,7 +111,7 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
     return replace(found, ignored=(*found.ignored, f"{path}: do_sample must be true or false; it is ignored"))
 
 
-def _read_config(fields: JsonFields, family: Family) -> ModelConfig:
+def _read_config(fields: Fields, family: Family) -> ModelConfig:
     """Shapes and flags of config.json. Raises CheckpointError or ConfigError."""
     if "quantization_config" in fields:
         quantization = fields.object("quantization_config")
@@ -176,7 +176,7 @@ def _read_config(fields: JsonFields, family: Family) -> ModelConfig:
     )
 
 
-def _rotated(fields: JsonFields, family: Family, num_layers: int) -> tuple[bool, ...]:
+def _rotated(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
     """For each layer whether it has rotary positions."""
     if not family.unrotated_every:
         return each_layer(num_layers, lambda i: True)
@@ -189,7 +189,7 @@ def _rotated(fields: JsonFields, family: Family, num_layers: int) -> tuple[bool,
     return tuple(flag == 1 for flag in flags) or each_layer(num_layers, lambda i: (i + 1) % interval != 0)
 
 
-def _slides(fields: JsonFields, family: Family, window: int, rotated: tuple[bool, ...]) -> tuple[bool, ...]:
+def _slides(fields: Fields, family: Family, window: int, rotated: tuple[bool, ...]) -> tuple[bool, ...]:
     """For each layer whether it sees a window only: as `layer_types` says, or else as transformers chooses for the family."""
     if window and "sliding_window" not in family.hf_defaults:
         fields.fail("use_sliding_window", f"false; {family.architecture} models have no sliding windows")
@@ -215,11 +215,7 @@ def _with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
     return QuantTensor.encode(get_format("f32"), tensor.dequantize() + np.float32(offset)) if offset else tensor
 
 
-def _object(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
-def _read_rope_scaling(rope: JsonFields, context_length: int) -> RopeScaling | None:
+def _read_rope_scaling(rope: Fields, context_length: int) -> RopeScaling | None:
     """`rope_parameters` (transformers 5) or `rope_scaling` (before); `type` is the oldest spelling of `rope_type`."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
@@ -273,7 +269,7 @@ def _read_tensors(directory: Path, mmap: bool) -> dict[str, QuantTensor]:
             )
         raise CheckpointError(f"{directory} has none of model.safetensors, model.safetensors.index.json and {openvino.MODEL}")
 
-    index = JsonFields(str(index_path), read_json_object(index_path, _MAX_INDEX_BYTES))
+    index = Fields(str(index_path), read_json_object(index_path, _MAX_INDEX_BYTES))
     weight_map = index.object("weight_map")
     if not weight_map.names():
         index.fail("weight_map", "an object from tensor names to file names")

@@ -31,24 +31,12 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from cpuspec.cli import INTERRUPTED, end_at_once
-from cpuspec.errors import CpuspecError
+from cpuspec.errors import CpuspecError, printable
 
 ERROR, BROKEN_PIPE = 1, 141
 
-# What a terminal may obey: C0 without tab and newline, DEL, C1 (ECMA-48).
-_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f"
-_OBEYED = re.compile(f"[{_CONTROL}]")
-# What changes the order of the text around it, besides (Unicode Standard Annex 9, explicit embeddings, overrides and isolates).
-_OBEYED_OR_REORDERED = re.compile(f"[{_CONTROL}\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """The text with what a terminal would obey written out, as \\x1b: names in files and the network's words are strangers'."""
-    return _OBEYED_OR_REORDERED.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+# Characters that a terminal may obey: C0 without tab and newline, DEL, C1 (ECMA-48).
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def emit(text: str) -> None:
@@ -59,7 +47,7 @@ def emit(text: str) -> None:
 
 def emit_generated(text: str) -> None:
     """Write what a model generated: as it is, but on a terminal with control characters written out, lest it be obeyed."""
-    emit(_OBEYED.sub(_escaped, text) if sys.stdout.isatty() else text)
+    emit(_OBEYED.sub(lambda found: printable(found[0]), text) if sys.stdout.isatty() else text)
 
 
 def note(text: str) -> None:

@@ -259,7 +259,7 @@ WINDOW = {"qwen2.attention.sliding_window": (4, T.UINT32)}
         ({"tokenizer.ggml.scores": ([1, 2], T.ARRAY)}, "260 numbers"),
         ({"tokenizer.ggml.merges": ([1, 2], T.ARRAY)}, "strings"),
         ({"tokenizer.ggml.eos_token_id": (260, T.UINT32)}, "from 0 to 259"),
-        ({"tokenizer.ggml.add_bos_token": (1, T.UINT8)}, "boolean"),
+        ({"tokenizer.ggml.add_bos_token": (1, T.UINT8)}, "true or false"),
         ({"tokenizer.chat_template": (1, T.UINT8)}, "text"),
     ],
 )

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
@@ -13,6 +12,7 @@ import numpy as np
 
 from cpuspec.backends import Backend
 from cpuspec.environment import cache_dir, processor_name, sources_digest
+from cpuspec.files import write_file
 from cpuspec.metrics import elapsed_s
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
@@ -123,12 +123,10 @@ def find_costs(backend: Backend) -> Costs:
 
 
 def _write(path: Path, costs: Costs) -> None:
-    """All at once: other processes read it."""
+    """Keep the costs for later starts and for other processes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"rows": costs.rows, "seconds": costs.seconds}))
-        part.replace(path)
+        write_file(path, json.dumps({"rows": costs.rows, "seconds": costs.seconds}))
     except OSError:
         pass  # measured again at the next start
 
