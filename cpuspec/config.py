@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from numbers import Integral, Real
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from cpuspec.errors import ConfigError
 
@@ -157,26 +157,29 @@ class ModelConfig:
 _T = TypeVar("_T")
 
 
-def _setting(
-    default: object, read: Callable[[object], object], wanted: str, help: str, metavar: str = "", of_backend: bool = False
-) -> Any:
+class _Kind(NamedTuple):
+    """A kind of setting: the function that checks and normalises a value (ValueError), and what it takes, for errors."""
+
+    read: Callable[[object], object]
+    wanted: str
+
+
+def _setting(default: object, kind: _Kind, help: str, metavar: str = "", of_backend: bool = False) -> Any:
     """A field of settings: everything that Python, the command line and a backend's spelling need to know of it.
 
-    read: checks and normalises a value, or raises ValueError. wanted: what it takes, for errors. help, metavar: of its option.
-    of_backend: whether `read_backend` takes it.
+    help, metavar: of its option. of_backend: whether `read_backend` takes it.
     """
-    metadata = {"read": read, "wanted": wanted, "help": help, "metavar": metavar, "of_backend": of_backend}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"kind": kind, "help": help, "metavar": metavar, "of_backend": of_backend})
 
 
 def _read_settings(settings: Any) -> None:
     """Check and normalise every value by its field's function. Raises ConfigError."""
     for one in fields(settings):
-        value = getattr(settings, one.name)
+        value, kind = getattr(settings, one.name), one.metadata["kind"]
         try:
-            object.__setattr__(settings, one.name, one.metadata["read"](value))
+            object.__setattr__(settings, one.name, kind.read(value))
         except (ValueError, TypeError, OverflowError):
-            raise ConfigError(f"{one.name} must be {one.metadata['wanted']}, got {_shown(value)}") from None
+            raise ConfigError(f"{one.name} must be {kind.wanted}, got {_shown(value)}") from None
 
 
 class _FrozenDict(dict[int, float]):
@@ -241,6 +244,23 @@ def _or_none(read: Callable[[object], _T]) -> Callable[[object], _T | None]:
     return lambda value: None if value is None else read(value)
 
 
+def _choice(choices: tuple[str, ...]) -> _Kind:
+    return _Kind(partial(_one_of, choices), f"one of {', '.join(choices)}")
+
+
+def _whole(low: int, high: int) -> _Kind:
+    return _Kind(partial(whole, low=low, high=high), f"an integer from {low} to {high}")
+
+
+def _optional(kind: _Kind) -> _Kind:
+    return _Kind(_or_none(kind.read), f"None or {kind.wanted}")
+
+
+_NUMBER = _Kind(number, "a finite number")
+_COUNT, _POSITIVE_COUNT = (_Kind(partial(whole, low=low), f"an integer >= {low}") for low in (0, 1))
+_BOOLEAN, _TEXT = _Kind(_flag, "True or False"), _Kind(_text, "a text")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request turns logits into tokens, and when it ends. The default is greedy.
@@ -253,75 +273,56 @@ class SamplingParams:
 
     temperature: float = _setting(
         0.0,
-        partial(number, low=0),
-        "a number >= 0",
+        _Kind(partial(number, low=0), "a number >= 0"),
         "0 takes the likeliest token, whatever the model's files recommend; higher is more random. This and the next four are "
         "by default what the model's files or its recipe recommend, else greedy.",
         "T",
     )
-    top_k: int = _setting(
-        0, partial(whole, low=0), "an integer >= 0 (0 = off)", "Sample among the K likeliest tokens; 0 is off.", "K"
-    )
+    top_k: int = _setting(0, _COUNT, "Sample among the K likeliest tokens; 0 is off.", "K")
     top_p: float = _setting(
         1.0,
-        partial(number, above=0, high=1),
-        "a number in (0, 1]",
+        _Kind(partial(number, above=0, high=1), "a number in (0, 1]"),
         "Sample among the likeliest tokens that together have P; 1 is off.",
         "P",
     )
     min_p: float = _setting(
         0.0,
-        partial(number, low=0, high=1),
-        "a number in [0, 1]",
+        _Kind(partial(number, low=0, high=1), "a number in [0, 1]"),
         "Drop tokens less likely than P times the likeliest; 0 is off.",
         "P",
     )
     repetition_penalty: float = _setting(
         1.0,
-        partial(number, above=0),
-        "a number > 0",
+        _Kind(partial(number, above=0), "a number > 0"),
         "Above 1, tokens of prompt and answer become less likely to come again; 1 is off.",
         "X",
     )
-    presence_penalty: float = _setting(0.0, number, "a finite number", "Taken from the logits of tokens of the answer.", "X")
-    frequency_penalty: float = _setting(
-        0.0, number, "a finite number", "Likewise, once for each time the token was generated.", "X"
-    )
+    presence_penalty: float = _setting(0.0, _NUMBER, "Taken from the logits of tokens of the answer.", "X")
+    frequency_penalty: float = _setting(0.0, _NUMBER, "Likewise, once for each time the token was generated.", "X")
     logit_bias: Mapping[int, float] = _setting(
         _FrozenDict(),
-        _biases,
-        "a mapping from token id to a number (-inf forbids), or None",
+        _Kind(_biases, "a mapping from token id to a number (-inf forbids), or None"),
         "Added to a token's logit; -inf forbids it. Repeatable.",
         "ID=BIAS",
     )
-    seed: int | None = _setting(
-        None,
-        _or_none(partial(whole, low=0)),
-        "None or an integer >= 0",
-        "Repeats a sampled answer; by default one is drawn, and shown.",
-        "S",
-    )
+    seed: int | None = _setting(None, _optional(_COUNT), "Repeats a sampled answer; by default one is drawn, and shown.", "S")
     stop: tuple[str, ...] = _setting(
         (),
-        _texts,
-        "a text or several, none of them empty, or None",
+        _Kind(_texts, "a text or several, none of them empty, or None"),
         "End before this text, which is not shown. Taken literally. Repeatable.",
         "TEXT",
     )
-    stop_token_ids: tuple[int, ...] = _setting((), _ids, "token ids, or None", "End with this token, too. Repeatable.", "ID")
-    ignore_eos: bool = _setting(False, _flag, "True or False", "Go on when the model ends its answer, up to --max-tokens.")
-    max_tokens: int = _setting(256, partial(whole, low=1), "an integer >= 1", "Tokens that an answer may have at most.", "N")
-    n: int = _setting(1, partial(whole, low=1), "an integer >= 1", "Answers to the prompt.", "N")
+    stop_token_ids: tuple[int, ...] = _setting((), _Kind(_ids, "token ids, or None"), "End with this token, too. Repeatable.", "ID")
+    ignore_eos: bool = _setting(False, _BOOLEAN, "Go on when the model ends its answer, up to --max-tokens.")
+    max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N")
+    n: int = _setting(1, _POSITIVE_COUNT, "Answers to the prompt.", "N")
     logprobs: int | None = _setting(
         None,
-        _or_none(partial(whole, low=0)),
-        "None or an integer >= 0",
+        _optional(_COUNT),
         "With --json: log-probabilities of each token and of the N likeliest ones in its place.",
         "N",
     )
-    max_draft_tokens: int | None = _setting(
-        None, _or_none(partial(whole, low=0)), "None or an integer >= 0", "Tokens that are drafted in a round at most.", "N"
-    )
+    max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
 
     def __post_init__(self) -> None:
         _read_settings(self)
@@ -413,65 +414,48 @@ class EngineConfig:
     the device (`cpuspec.backends.check_backend`).
     """
 
-    max_sequences: int = _setting(
-        16, partial(whole, low=1, high=4096), "an integer from 1 to 4096", "Sequences that run at once; more wait their turn.", "N"
-    )
+    max_sequences: int = _setting(16, _whole(1, 4096), "Sequences that run at once; more wait their turn.", "N")
     context_length: int | None = _setting(
         None,
-        _or_none(partial(whole, low=2)),
-        "None or an integer >= 2",
+        _optional(_Kind(partial(whole, low=2), "an integer >= 2")),
         "Tokens that prompt and answer may have together; by default what the model was trained for.",
         "N",
     )
-    max_rows: int = _setting(
-        256, partial(whole, low=1, high=8192), "an integer from 1 to 8192", "Rows of one forward; longer prompts go in chunks.", "N"
-    )
+    max_rows: int = _setting(256, _whole(1, 8192), "Rows of one forward; longer prompts go in chunks.", "N")
     threads: int | None = _setting(
-        None,
-        _or_none(partial(whole, low=1, high=1024)),
-        "None or an integer from 1 to 1024",
-        "Threads to compute with; by default every usable core.",
-        "N",
-        of_backend=True,
+        None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N", of_backend=True
     )
-    keep_packed: bool = _setting(
-        True, _flag, "True or False", "Keep weights in the order of the kernels on the disk, for a quick next start."
-    )
+    keep_packed: bool = _setting(True, _BOOLEAN, "Keep weights in the order of the kernels on the disk, for a quick next start.")
     mmap: bool = _setting(
         True,
-        _flag,
-        "True or False",
+        _BOOLEAN,
         "Read model files into memory instead of mapping them: slower to start, and safe from files that are shortened.",
     )
     # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
     kv_format: str = _setting(
         "f16",
-        _text,
-        "a text",
+        _TEXT,
         "What keys and values are kept in, one of f32, f16, bf16, int8. Fewer bits are faster in a long context.",
         "F",
         of_backend=True,
     )
     device: str = _setting(
         "auto",
-        _text,
-        "a text",
+        _TEXT,
         "Where the torch backend computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.",
         "D",
         of_backend=True,
     )
     dtype: str = _setting(
         "auto",
-        partial(_one_of, DTYPES),
-        f"one of {', '.join(DTYPES)}",
+        _choice(DTYPES),
         f"In what the torch backend multiplies with weights, one of {', '.join(DTYPES)}; auto is f32 on a CPU and bf16 on a GPU.",
         "T",
         of_backend=True,
     )
     weights: str = _setting(
         "auto",
-        partial(_one_of, WEIGHTS),
-        f"one of {', '.join(WEIGHTS)}",
+        _choice(WEIGHTS),
         "What the torch backend keeps of weights: values, dequantized at load; codes, as small as in the file; or auto, codes on "
         "a GPU.",
         "W",
@@ -479,8 +463,7 @@ class EngineConfig:
     )
     activations: str = _setting(
         "auto",
-        partial(_one_of, ACTIVATIONS),
-        f"one of {', '.join(ACTIVATIONS)}",
+        _choice(ACTIVATIONS),
         f"What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with, one of {', '.join(ACTIVATIONS)}: int8 is fast and "
         "what auto is, f32 exact but for the order of sums. numpy with int8 shows what that rounding costs.",
         "A",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner.costs import Costs
-from cpuspec.speculation.planner.exploration import Budget
+from cpuspec.speculation.planner.exploration import TrialBudget
 
 MAX_TOKENS = 16  # drafted by a model at once
 
@@ -17,7 +17,7 @@ class Option(NamedTuple):
     """A number of tokens by a drafter, or no tokens by none. Figures are for one of the sequences that share a forward.
 
     trial: whether its figures are hopes that the estimates contradict. risk_s: seconds that it loses if nothing is accepted, 0 for
-    a round of a trial that is paid already. part: as in `Budget.take`.
+    a round of a trial that is paid already. part: as in `TrialBudget.take`.
     """
 
     drafter: Any  # an object of the planner, or None
@@ -28,6 +28,7 @@ class Option(NamedTuple):
     trial: bool = False
     risk_s: float = 0.0
     part: float = 1.0
+    draft: Draft | None = None  # of a lookup; a model is asked once its option is chosen
 
     @property
     def tokens_per_s(self) -> float:
@@ -35,7 +36,7 @@ class Option(NamedTuple):
         return self.tokens / self.seconds
 
 
-def choose(options: list[Option], budget: Budget) -> Option:
+def choose(options: list[Option], budget: TrialBudget) -> Option:
     """The option with most tokens per second; before it a trial that hopes for more, where the budget covers its risk."""
     best = best_estimated(options)
     for one in options:

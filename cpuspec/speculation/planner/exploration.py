@@ -11,7 +11,7 @@ LOOKUP_PART = 0.5  # of a lookup's share for trials of its drafts; the other hal
 _SHARE = 0.02  # of all time, divided among a planner's drafters
 
 
-class Budget:
+class TrialBudget:
     """Seconds that trials may lose, in accounts. Lookups are tried often, and would use up an account that models shared."""
 
     def __init__(self, num_drafters: int) -> None:

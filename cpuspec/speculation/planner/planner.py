@@ -18,7 +18,7 @@ from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.planner.acceptance import Estimate
 from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, choose
 from cpuspec.speculation.planner.costs import Costs, find_costs
-from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TRIAL_ROUNDS, TRIAL_TOKENS, Budget
+from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TRIAL_ROUNDS, TRIAL_TOKENS, TrialBudget
 from cpuspec.speculation.proposer import Proposer, levels_of
 from cpuspec.speculation.verify import Verdict
 
@@ -58,7 +58,7 @@ class PlannedDrafter:
 
 @dataclass
 class Drafted:
-    """Drafts of a drafter over all requests, counted."""
+    """The drafts of a drafter over all requests, counted."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -71,7 +71,7 @@ class Drafted:
         self.num_accepted_tokens += num_accepted_tokens
 
 
-class Lookup:
+class LookupDrafter:
     """A drafter without a model: a look-up is quick, so it is made first and its draft judged afterwards.
 
     acceptance: accepted tokens over those that its confidences claim. gain: tokens that a look-up brings beyond the cost of their
@@ -85,15 +85,15 @@ class Lookup:
         self.gain = Estimate(_FIRST_GAIN)
         self.seconds = _FIRST_LOOKUP_S
 
-    def options(self, seq: Sequence, draft: Draft, costs: Costs, num_seqs: int) -> list[Option]:
+    def option(self, seq: Sequence, draft: Draft, costs: Costs, num_seqs: int) -> Option:
         """The best prefix of a draft; a short one as a trial, should the estimates speak against it."""
-        option = best_prefix(self, draft, costs, self.acceptance.expected(seq), num_seqs)
         plain_s = costs.forward_s(num_seqs) / num_seqs
+        option = best_prefix(self, draft, costs, self.acceptance.expected(seq), num_seqs)
         if option.tokens * plain_s > _WORTH * option.seconds:
-            return [option]
+            return option._replace(draft=draft)
         trial = best_prefix(self, draft.first(TRIAL_TOKENS), costs, self.acceptance.first, num_seqs, TRIAL_PRICE)
         risk_s = costs.forward_s(num_seqs * (trial.num_tokens + 1)) / num_seqs - plain_s
-        return [trial._replace(trial=True, risk_s=risk_s, part=LOOKUP_PART)]
+        return trial._replace(draft=draft, trial=True, risk_s=risk_s, part=LOOKUP_PART)
 
     def learn(self, seq: Sequence, option: Option, num_accepted: int, rows_cost: float) -> None:
         """Count a verified draft. rows_cost: what its rows took, in tokens of plain decoding."""
@@ -112,7 +112,7 @@ class Lookup:
         self.gain.end(seq)
 
 
-class Model:
+class ModelDrafter:
     """A drafter with a model: it is asked only for drafts that are wanted.
 
     acceptance: of its tokens, over those that were evaluated. seconds: of drafting a token for one sequence.
@@ -124,7 +124,7 @@ class Model:
         self.drafted = Drafted()
         self.acceptance = Estimate(_FIRST_MODEL_ACCEPTANCE)
         self.seconds = costs.forward_s(1)
-        self.trial_rounds: dict[int, int] = {}  # by sequence id: rounds that its trial has left
+        self._trial_rounds: dict[int, int] = {}  # by sequence id: rounds that its trial has left
         self._costs = costs
         self._fed: dict[int, int] = {}  # by sequence id: its length when it was last drafted for
         self._missed_s: dict[int, float] = {}  # by sequence id: what drafts would have saved since
@@ -149,30 +149,28 @@ class Model:
         trial = self.best(costs, 1.0, min(limit, TRIAL_TOKENS), num_seqs)
         if trial.tokens_per_s <= instead.tokens_per_s:
             return []
-        if self.trial_rounds.get(seq.id):
+        if self._trial_rounds.get(seq.id):
             return [trial._replace(trial=True)]
         if not self._saves(seq, self.best(costs, 1.0, limit, num_seqs), instead, 1.0):
             return []
         risk_s = self._price_s(seq) + TRIAL_ROUNDS * (trial.seconds - 1 / instead.tokens_per_s)
         return [trial._replace(trial=True, risk_s=risk_s)]
 
-    def start(self, seq: Sequence, option: Option) -> None:
-        """Note a round of a trial that was chosen."""
-        if option.risk_s:
-            self.trial_rounds[seq.id] = TRIAL_ROUNDS
-            self.acceptance.restart(seq)
-        self.trial_rounds[seq.id] -= 1
-
-    def propose(self, seqs: list[Sequence], lengths: list[int]) -> list[Draft]:
-        """Drafts of these lengths; learns what a token takes, unless much was to be fed first."""
+    def propose(self, seqs: list[Sequence], options: list[Option]) -> list[Draft]:
+        """Drafts of the chosen options. Learns what a token takes, unless much was to be fed first."""
         drafts: list[Draft] = []
         usual = all(self._num_unfed(seq) <= _USUALLY_UNFED for seq in seqs)
-        seconds = elapsed_s(lambda: drafts.extend(self.proposer.propose(seqs, lengths)))
+        seconds = elapsed_s(lambda: drafts.extend(self.proposer.propose(seqs, [one.num_tokens for one in options])))
         if usual and (num_tokens := sum(map(len, drafts))):
             self.seconds += _LEARNING * (seconds / num_tokens - self.seconds)
-        for seq in seqs:
+        for seq, option in zip(seqs, options, strict=True):
             self._fed[seq.id] = len(seq.tokens)
             self._missed_s.pop(seq.id, None)
+            if option.risk_s:  # a trial begins
+                self._trial_rounds[seq.id] = TRIAL_ROUNDS
+                self.acceptance.restart(seq)
+            if option.trial:
+                self._trial_rounds[seq.id] -= 1
         return drafts
 
     def learn(self, seq: Sequence, option: Option, num_accepted: int, rows_cost: float) -> None:
@@ -182,7 +180,7 @@ class Model:
     def end(self, seq: Sequence) -> None:
         """Forget the sequence."""
         self.acceptance.end(seq)
-        for known in (self._fed, self._missed_s, self.trial_rounds):
+        for known in (self._fed, self._missed_s, self._trial_rounds):
             known.pop(seq.id, None)
 
     def _num_unfed(self, seq: Sequence) -> int:
@@ -212,15 +210,15 @@ class Planner:
         self.costs = costs
         self.hidden_layers = tuple(sorted({layer for lookup in lookups for layer in lookup.hidden_layers}))
         self.levels = tuple(level for model, _ in models for level in levels_of(model)) if serves else ()
-        self.lookups = [Lookup(proposer) for proposer in lookups]
-        self.models = [Model(proposer, costs) for proposer, costs in models]
-        self._drafters: list[Lookup | Model] = [*self.lookups, *self.models]
+        self.lookups = [LookupDrafter(proposer) for proposer in lookups]
+        self.models = [ModelDrafter(proposer, costs) for proposer, costs in models]
+        self._drafters: list[LookupDrafter | ModelDrafter] = [*self.lookups, *self.models]
         self.num_plain_rounds = 0  # of each sequence
-        self._budget = Budget(len(lookups) + len(models))
+        self._budget = TrialBudget(len(lookups) + len(models))
         self._left = Estimate(1.0)  # share of the tokens that lookups leave to models
         self._serves = serves
         self._nothing = Draft.chain([], self.name)
-        self._chosen: dict[int, Option] = {}  # by sequence id: of a draft that is out
+        self._chosen: dict[int, Option] = {}  # by sequence id: options of drafts that are out
         self._left_to_models: set[int] = set()  # ids of sequences in whose round a model promises more than lookups
         self._scored: dict[int, Mark] = {}  # each sequence as its verifier last left it
         self._num_plain_forwards = 0
@@ -233,37 +231,49 @@ class Planner:
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The draft of the best option for each sequence."""
-        num_seqs = len(seqs)
-        plain = Option(None, 0, 1.0, self.costs.forward_s(num_seqs) / num_seqs)
+        plain = Option(None, 0, 1.0, self.costs.forward_s(len(seqs)) / len(seqs))
         options = [[plain] for _ in seqs]
-        found = self._look_up(seqs, limits, options)
+        for lookup in self.lookups:
+            self._look_up(lookup, seqs, limits, options)
         for model in self.models:
             for seq, limit, known in zip(seqs, limits, options, strict=True):
-                known.extend(self._options_of(model, seq, limit, num_seqs, known))
-        drafts = [self._nothing] * num_seqs
-        asked: dict[int, list[int]] = {}  # places, by number of the model
-        for i, seq in enumerate(seqs):
-            option = choose(options[i], self._budget)
-            self._budget.earn(option.seconds)
-            if not option.num_tokens:
-                self.num_plain_rounds += 1
-                self._chosen.pop(seq.id, None)
-                continue
-            self._chosen[seq.id] = option
-            if isinstance(option.drafter, Model):
-                if option.trial:
-                    option.drafter.start(seq, option)
-                asked.setdefault(self.models.index(option.drafter), []).append(i)
-            else:
-                drafts[i] = found[i, option.drafter].first(option.num_tokens)
-        for number, places in asked.items():
-            lengths = [self._chosen[seqs[i].id].num_tokens for i in places]
-            for i, draft in zip(places, self.models[number].propose([seqs[i] for i in places], lengths), strict=True):
-                drafts[i] = draft
-        self._begin_timing(seqs, num_seqs + sum(map(len, drafts)))
+                known.extend(self._options_of(model, seq, limit, len(seqs), known))
+        chosen = [choose(known, self._budget) for known in options]
+        drafts = [one.draft.first(one.num_tokens) if one.draft else self._nothing for one in chosen]
+        for model in self.models:
+            asked = [i for i, one in enumerate(chosen) if one.drafter is model and one.num_tokens]
+            if asked:
+                found = model.propose([seqs[i] for i in asked], [chosen[i] for i in asked])
+                for i, draft in zip(asked, found, strict=True):
+                    drafts[i], chosen[i] = draft, chosen[i]._replace(num_tokens=len(draft))
+        for seq, one in zip(seqs, chosen, strict=True):
+            self._chosen[seq.id] = one
+            self._budget.earn(one.seconds)
+            self.num_plain_rounds += not one.num_tokens
+        self._begin_timing(seqs, len(seqs) + sum(map(len, drafts)))
         return drafts
 
-    def _options_of(self, model: Model, seq: Sequence, limit: int, num_seqs: int, known: list[Option]) -> list[Option]:
+    def _look_up(self, lookup: LookupDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]]) -> None:
+        """Add the lookup's options, for sequences in which asking it gains more than it takes, or the budget has its time."""
+        asked = [
+            i
+            for i, seq in enumerate(seqs)
+            if limits[i]
+            and (
+                lookup.gain.expected(seq) * options[i][0].seconds > lookup.seconds
+                or self._budget.take((lookup, "asking"), lookup.seconds, LOOKUP_PART)
+            )
+        ]
+        if not asked:
+            return
+        begin_s = now_s()
+        drafts = lookup.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
+        for i, draft in zip(asked, drafts, strict=True):
+            if len(draft):
+                options[i].append(lookup.option(seqs[i], draft, self.costs, len(seqs)))
+        lookup.asked([seqs[i] for i in asked], now_s() - begin_s)
+
+    def _options_of(self, model: ModelDrafter, seq: Sequence, limit: int, num_seqs: int, known: list[Option]) -> list[Option]:
         """The model's best draft, if that pays beside the options that are known; else a trial that may."""
         instead = best_estimated(known)
         option = model.best(self.costs, model.acceptance.expected(seq), limit, num_seqs)
@@ -274,33 +284,8 @@ class Planner:
                 return [option]
         return model.trials(seq, self.costs, limit, num_seqs, instead)
 
-    def _look_up(self, seqs: list[Sequence], limits: list[int], options: list[list[Option]]) -> dict[tuple[int, object], Draft]:
-        """Ask lookups where that gains more than it takes, or where the budget has it; adds their options, returns their drafts."""
-        found: dict[tuple[int, object], Draft] = {}
-        for lookup in self.lookups:
-            asked = [
-                i
-                for i, seq in enumerate(seqs)
-                if limits[i]
-                and (
-                    lookup.gain.expected(seq) * options[i][0].seconds > lookup.seconds
-                    or self._budget.take((lookup, "asking"), lookup.seconds, LOOKUP_PART)
-                )
-            ]
-            if not asked:
-                continue
-            drafts: list[Draft] = []
-            begin_s = now_s()
-            drafts = lookup.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
-            for i, draft in zip(asked, drafts, strict=True):
-                if len(draft):
-                    found[i, lookup] = draft
-                    options[i] += lookup.options(seqs[i], draft, self.costs, len(seqs))
-            lookup.asked([seqs[i] for i in asked], now_s() - begin_s)
-        return found
-
     def _begin_timing(self, seqs: list[Sequence], rows: int) -> None:
-        """Time the forward over `rows` rows, unless it feeds other tokens, too, or too many like it were timed."""
+        """Time the forward over `rows` rows, unless it feeds other tokens, too. Of plain ones time one of four."""
         # A verifier that has scored all but a sequence's last token feeds this one and the draft, and nothing else.
         known = [self._scored.get(seq.id) for seq in seqs] == [seq.mark() for seq in seqs]
         self._num_plain_forwards += rows == len(seqs)
@@ -319,10 +304,10 @@ class Planner:
             lookup.proposer.accept(seq, verdict, tuple([layers[layer] for layer in lookup.proposer.hidden_layers]))
         num_tokens, option = len(verdict.tokens), self._chosen.pop(seq.id, None)
         if self.models:
-            by_lookup = seq.id not in self._left_to_models and option is not None and isinstance(option.drafter, Lookup)
+            by_lookup = seq.id not in self._left_to_models and option is not None and option.draft is not None
             self._left.record(seq, 0 if by_lookup else num_tokens, num_tokens)
             self._left_to_models.discard(seq.id)
-        if option:
+        if option and option.num_tokens:
             plain_s = self.costs.forward_s(1)
             if option.trial:
                 self._budget.give_back(option.drafter, (num_tokens - 1) * plain_s)
@@ -348,24 +333,11 @@ class Planner:
         cost_of_rows = {n: self.costs.forward_s(n) / plain_s for n in self.costs.rows}
         table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0)]
         for one in self._drafters:
-            counts, num_tokens, speedup = one.drafted, None, None
-            if isinstance(one, Model):
-                best = one.best(self.costs, one.acceptance.usual, MAX_TOKENS)
-                num_tokens, speedup = best.num_tokens, best.tokens_per_s * plain_s
-            table.append(
-                PlannedDrafter(
-                    one.proposer.name,
-                    verifies,
-                    counts.num_rounds,
-                    counts.num_draft_tokens,
-                    counts.num_accepted_tokens,
-                    one.acceptance.usual,
-                    one.seconds / plain_s,
-                    cost_of_rows,
-                    num_tokens,
-                    speedup,
-                )
-            )
+            costs = (one.acceptance.usual, one.seconds / plain_s, cost_of_rows)
+            best = one.best(self.costs, one.acceptance.usual, MAX_TOKENS) if isinstance(one, ModelDrafter) else None
+            planned = (best.num_tokens, best.tokens_per_s * plain_s) if best else (None, None)
+            counts = (one.drafted.num_rounds, one.drafted.num_draft_tokens, one.drafted.num_accepted_tokens)
+            table.append(PlannedDrafter(one.proposer.name, verifies, *counts, *costs, *planned))
             if isinstance(one.proposer, ChainProposer) and isinstance(one.proposer.inner, Planner):
                 table += one.proposer.inner.explain(one.proposer.name)
         return table
