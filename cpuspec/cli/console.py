@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrup
 
 import errno
 import io
+import json
 import logging
 import os
 import re
@@ -35,6 +36,8 @@ from cpuspec.errors import CpuspecError, printable
 
 ERROR, BROKEN_PIPE = 1, 141
 
+Report = Any  # plain data as JSON has it: the findings of a command, to be printed either way
+
 # Characters that a terminal may obey: C0 without tab and newline, DEL, C1 (ECMA-48).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -43,6 +46,11 @@ def emit(text: str) -> None:
     """Write to stdout and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def emit_json(value: Report) -> None:
+    """Write one line of JSON, in ASCII: the same line in whatever encoding stdout has."""
+    emit(json.dumps(value) + "\n")
 
 
 def emit_generated(text: str) -> None:
@@ -267,6 +275,19 @@ class StepProgress:
         self._last = what
 
 
+def deliver(report: Report, as_json: bool, show: Callable[[Any], None]) -> None:
+    """Print a report, as JSON or as `show` prints it."""
+    if as_json:
+        emit_json(report)
+    else:
+        show(report)
+
+
+def print_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Print a report's facts, a name and a value in each line. A line without a name continues the one above."""
+    print_table(("", ""), [(name, str(value)) for name, value in facts])
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Aligned columns (a heading that ends in > is aligned to the right). Without a terminal, lines are as long as they need."""
     table = Table(box=None, pad_edge=False, show_header=any(columns))
@@ -281,6 +302,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     console = Console(file=out, highlight=False, markup=False, width=terminal.width if terminal.is_terminal else 1000)
     console.print(table)
     emit("".join(line.rstrip() + "\n" for line in out.getvalue().splitlines()))
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, as `2 threads`."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def accepted(num_accepted: int, num_drafted: int) -> str:
+    """The fate of drafted tokens, in words."""
+    return f"{num_accepted} of {num_drafted} drafted tokens accepted"
 
 
 def size(num_bytes: float) -> str:

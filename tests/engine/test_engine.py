@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpuspec.config import SamplingParams, SpecConfig
-from cpuspec.engine.assemble import SOURCES
+from cpuspec.engine.assemble import LOOKUPS
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.statistics import chi_square
@@ -31,7 +31,7 @@ TREE = (-1, -1, 0, 1, 1, -1)
 
 def source(text: str) -> Proposer:
     (level,) = SpecConfig.parse(text).levels
-    return SOURCES[level.name](level)
+    return LOOKUPS[level.name](level)
 
 
 def chain_over(inner: Proposer, seed: int, vocab_size: int = VOCAB, num_tokens: int = 4, min_confidence: float = 0.0) -> Proposer:
@@ -57,7 +57,7 @@ PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
     "sampled tree": lambda: SampledProposer(VOCAB, TREE, hidden_layers=(1,)),
     "tree of point masses": lambda: SampledProposer(VOCAB, TREE, declare=None),
-    **{name: lambda name=name: source(name) for name in (*SOURCES, "ngram:tree@6", "suffix:tree@6")},  # type: ignore[misc]
+    **{name: lambda name=name: source(name) for name in (*LOOKUPS, "ngram:tree@6", "suffix:tree@6")},  # type: ignore[misc]
     "planned": lambda: planned(CHEAP_ROWS),
     "draft model": lambda: chain_over(NullProposer(), 0),
     "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
