@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from record import Rounds, record, save, spread
 
 from cpuspec.formats import FORMATS, QuantTensor, get_format
-from cpuspec.formats.packing import STRETCH, TILE, PackedTensor, aligned_bytes, pack
+from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import isa, simd
 from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.linear import activation_order
@@ -54,8 +54,8 @@ def main(
 ) -> None:
     """Print a table for each format."""
     names, counts, teams = _names(formats), _numbers(rows), _numbers(threads)
-    if in_features % STRETCH:
-        raise typer.BadParameter(f"--in-features {in_features}: wanted a multiple of {STRETCH}")
+    if in_features % PANEL:
+        raise typer.BadParameter(f"--in-features {in_features}: wanted a multiple of {PANEL}")
     passed = Rounds(rounds * len(names), max(teams))
     reads: dict[int, list[float]] = {team: [] for team in teams}
     peaks: dict[str, dict[int, float]] = {kind: dict.fromkeys(teams, 0.0) for kind in PEAKS}

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 import cpuspec
 from cpuspec import LLM, SamplingParams, environment, kernels, metrics
-from cpuspec.backends import BACKENDS
-from cpuspec.checkpoints import open_checkpoint, packed
+from cpuspec.backends import BACKENDS, packed
+from cpuspec.checkpoints import open_checkpoint
 from cpuspec.cli import machine, reports
 from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import app

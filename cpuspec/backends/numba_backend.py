@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.backends.packed import packed_matrices
+from cpuspec.backends.weights import WeightTensor
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.packed import Matrix, packed_matrices
 from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -82,7 +83,7 @@ class NumbaBackend:
         tensors = dict(checkpoint.tensors)
         if c.tied_embeddings:
             tensors["output"] = self._embed
-        matrices: dict[str, Matrix] = {
+        matrices: dict[str, WeightTensor] = {
             name: Cast(t, casts[name], encode.recode) if name in casts else t
             for name, t in tensors.items()
             if len(t.shape) == 2 and name != "embed"
@@ -91,7 +92,7 @@ class NumbaBackend:
         new = {name: t for name, t in matrices.items() if t not in shared}
         packed = packed_matrices(checkpoint.name, new, self.threads, engine.keep_packed, engine.mmap)
         self._matrices = {name: packed[name] if name in packed else shared[t] for name, t in matrices.items()}
-        self._packed: WeakKeyDictionary[Matrix, PackedTensor] = WeakKeyDictionary()  # while somebody holds the tensor
+        self._packed: WeakKeyDictionary[WeightTensor, PackedTensor] = WeakKeyDictionary()  # while somebody holds the tensor
         self._packed.update({t: self._matrices[name] for name, t in matrices.items()})
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())

@@ -8,15 +8,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig
-from cpuspec.formats import Cast, Format, QuantTensor
-from cpuspec.formats.codings import CODINGS
+from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
@@ -38,7 +37,7 @@ class _Model:
     dtype: np.dtype
     kv_format: Format
     embedding: QuantTensor
-    weights: Mapping[str, Array]
+    weights: LoadedWeights[Array]
     rounded_inputs: frozenset[str]  # matrices whose inputs are rounded to int8
 
 
@@ -67,20 +66,19 @@ class NumpyBackend:
         self.config = checkpoint.config
         self.max_rows = engine.max_rows
         self.threads = 1
-        tensors = {name: t for name, t in checkpoint.tensors.items() if name != "embed"}
-        if self.config.tied_embeddings:
-            tensors["output"] = checkpoint.tensors["embed"]
-        sources = {name: Cast(t, casts[name]) if name in casts else t for name, t in tensors.items()}
-        in_codes = frozenset(name for name, t in sources.items() if t.format.name in CODINGS)
-        shared = share._values if share and share._model.dtype == np.dtype(dtype) else {}
-        weights = {name: shared[t] if t in shared else t.dequantize().astype(dtype, copy=False) for name, t in sources.items()}
-        self._values: WeakKeyDictionary[QuantTensor | Cast, Array] = WeakKeyDictionary()  # while somebody holds the tensor
-        self._values.update({t: weights[name] for name, t in sources.items()})
-        self.weight_bytes = sum(w.nbytes for w in weights.values())
-        self.shared_bytes = sum(weights[name].nbytes for name, t in sources.items() if t in shared)
+        tensors = weight_tensors(checkpoint, casts)
+        del tensors["embed"]  # stays where the file is: a forward wants a few rows of it
+        in_codes = frozenset(name for name, tensor in tensors.items() if tensor.format.affine)
+        made = np.dtype(dtype)
+
+        def load(tensors: Mapping[str, WeightTensor]) -> dict[str, Array]:
+            return {name: tensor.dequantize().astype(made, copy=False) for name, tensor in tensors.items()}
+
+        weights = LoadedWeights(tensors, load, share._model.weights if share and share._model.dtype == made else None)
+        self.weight_bytes, self.shared_bytes = weights.num_bytes, weights.shared_bytes
         self._model = _Model(
             self.config,
-            np.dtype(dtype),
+            made,
             get_kv_format(engine.kv_format),
             checkpoint.tensors["embed"],
             weights,

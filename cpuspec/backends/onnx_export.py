@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from cpuspec.backends.onnx_graph import build_graph, external_tensor, graph_tensors
+from cpuspec.backends.onnx_graph import build_graph, external_tensor
+from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
@@ -53,7 +54,7 @@ def export_onnx(
                 file.write(array.data)
                 return external_tensor(name, array.shape, type, data_path.name, offset=offset, length=array.nbytes)
 
-            tensors = graph_tensors(checkpoint, casts)
+            tensors = weight_tensors(checkpoint, casts)
             graph = build_graph(checkpoint.config, tensors, append, activations, get_kv_format(kv_format).name)
         unfinished[0].write_bytes(graph.SerializeToString())
         num_bytes = sum(each.stat().st_size for each in unfinished)

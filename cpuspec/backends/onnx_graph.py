@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.checkpoints import Checkpoint
+from cpuspec.backends.weights import WeightTensor
 from cpuspec.config import ModelConfig, Rope
 from cpuspec.errors import BackendError
-from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.formats import Cast, QuantTensor
 from cpuspec.formats.grouped import GroupedIntegers, group_integers
 from cpuspec.model.rope import attention_factor, inverse_frequencies
+from cpuspec.model.transformer import Layer, decode, query_scale
 
 if TYPE_CHECKING:
     import onnx
@@ -45,7 +46,7 @@ KV_FORMATS = ("f32", "f16", "bf16")  # that a cast and a cast back make
 
 
 def build_graph(
-    config: ModelConfig, tensors: Mapping[str, QuantTensor | Cast], store: Store, activations: str, kv_format: str
+    config: ModelConfig, tensors: Mapping[str, WeightTensor], store: Store, activations: str, kv_format: str
 ) -> "onnx.ModelProto":
     """The model, its large initializers given to `store` one by one.
 
@@ -53,14 +54,6 @@ def build_graph(
     Raises BackendError for what a graph cannot do.
     """
     return _Writer(config, tensors, store, activations, kv_format).model()
-
-
-def graph_tensors(checkpoint: Checkpoint, casts: Mapping[str, Format]) -> dict[str, QuantTensor | Cast]:
-    """The checkpoint's tensors with an output matrix, cast where `casts` says so."""
-    tensors = dict(checkpoint.tensors)
-    if checkpoint.config.tied_embeddings:
-        tensors["output"] = tensors["embed"]
-    return {name: Cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
 
 
 def external_tensor(name: str, shape: tuple[int, ...], type: int, location: str, **place: int) -> "onnx.TensorProto":
@@ -87,12 +80,12 @@ def read_bytes(model: "onnx.ModelProto") -> int:
 
 
 class _Writer:
-    """Appends nodes; every method that does returns the name of the node's output."""
+    """The operations (`Operations` in `model.transformer`) as nodes. A method that appends nodes returns its output's name."""
 
     def __init__(
         self,
         config: ModelConfig,
-        tensors: Mapping[str, QuantTensor | Cast],
+        tensors: Mapping[str, WeightTensor],
         store: Store,
         activations: str,
         kv_format: str,
@@ -115,42 +108,21 @@ class _Writer:
         self._matrices: dict[int, _Floats | _Integers] = {}  # by tensor: a tied one is there once
         self._sums: dict[tuple[str, int], str] = {}  # of groups of inputs
         self._constants: dict[tuple[Any, ...], str] = {}
+        self._masks: dict[int | None, str] = {}  # by window
+        self._tables: dict[Rope, tuple[str, str]] = {}  # cosines and sines
+        self._split_lengths = ""
 
     def model(self) -> "onnx.ModelProto":
-        """Every node of a forward, in the order of `NumpyBackend.forward`."""
+        """The graph of one forward."""
         c, helper = self._config, self._onnx.helper
-        integer, boolean = self._types.INT64, self._types.BOOL
-        tokens = self._input("tokens", integer, ["rows"])
-        positions = self._input("positions", integer, ["rows"])
-        visible = self._input("visible", boolean, ["rows", "past + rows"])
-        logit_rows = self._input("logit_rows", integer, ["logits"])
-        cached: list[int | str] = [c.num_kv_heads, "past", c.head_dim]
-        past = [
-            tuple(self._input(f"past_{kind}.{i}", self._types.FLOAT, cached) for kind in ("keys", "values"))
-            for i in range(c.num_layers)
-        ]
-        mask, lengths = self._mask(visible, tokens)
-        cos, sin = self._rotations(positions)
-        x = self._rows_of("embed", tokens)
+        for name in ("tokens", "positions"):
+            self._input(name, self._types.INT64, ["rows"])
+        self._input("visible", self._types.BOOL, ["rows", "past + rows"])
+        self._input("logit_rows", self._types.INT64, ["logits"])
         for i in range(c.num_layers):
-            layer = f"layers.{i}."
-            h = self._norm(x, layer + "attn_norm")
-            q = self._heads(self._linear(h, layer + "q"), c.num_heads)
-            k = self._heads(self._linear(h, layer + "k"), c.num_kv_heads)
-            v = self._heads(self._linear(h, layer + "v"), c.num_kv_heads)
-            if c.qk_norm:
-                q, k = self._norm(q, layer + "q_norm"), self._norm(k, layer + "k_norm")
-            q, k = self._rotate(q, k, cos, sin)
-            keys, values = (self._cached(rows, f"{kind}.{i}") for rows, kind in ((k, "keys"), (v, "values")))
-            attended = self._attention(q, (keys, values), past[i], mask, lengths)
-            x = self._node("Add", x, self._linear(attended, layer + "o"))
-            h = self._norm(x, layer + "mlp_norm")
-            gate, up = self._linear(h, layer + "gate"), self._linear(h, layer + "up")
-            activated = self._node("Mul", self._node("Mul", gate, self._node("Sigmoid", gate)), up)
-            x = self._node("Add", x, self._linear(activated, layer + "down"))
-            self._output(f"hidden.{i}", x, ["rows", c.hidden_size])
-        rows = self._norm(self._node("Gather", x, logit_rows, axis=0), "norm")
-        self._output("logits", self._linear(rows, "output"), ["logits", c.vocab_size])
+            for kind in ("keys", "values"):
+                self._input(f"past_{kind}.{i}", self._types.FLOAT, [c.num_kv_heads, "past", c.head_dim])
+        self._output("logits", decode(c, self), ["logits", c.vocab_size])
         graph = helper.make_graph(self._nodes, "cpuspec", self._inputs, self._outputs, self._initializers)
         model = helper.make_model(
             graph,
@@ -160,6 +132,78 @@ class _Writer:
         )
         helper.set_model_props(model, {"architecture": c.architecture, "context_length": str(c.context_length)})
         return model
+
+    def embed(self) -> str:
+        """The rows of the embedding that `tokens` name; it may be the output matrix, too."""
+        m = self._matrix("embed")
+        if isinstance(m, _Floats):
+            return self._scaled(
+                self._to_f32(self._node("Gather", m.values, "tokens", axis=0), m.type), self._config.embedding_scale
+            )
+        groups = m.shape[1] // m.group
+        codes = self._node("Gather", m.codes, "tokens", axis=0)
+        codes = self._nibbles(codes, [groups, m.group]) if m.bits == 4 else self._node("Cast", codes, to=self._types.FLOAT)
+        zero = self._number(1 << m.bits - 1)
+        if m.zeros:  # of four bits
+            zero = self._nibbles(self._node("Gather", m.zeros, "tokens", axis=0), [-1, 1])
+            zero = self._node("Slice", zero, self._integers(0), self._integers(groups), self._integers(1))
+        steps = self._node("Sub", codes, zero)
+        values = self._node("Mul", steps, self._of_groups(m.scales))
+        if m.offsets:
+            values = self._node("Add", values, self._of_groups(m.offsets))
+        return self._scaled(self._node("Reshape", values, self._integers(0, m.shape[1])), self._config.embedding_scale)
+
+    def linears(self, x: str, names: tuple[str, ...], norm: str | None) -> tuple[str, ...]:
+        normed = self._norm(x, norm)
+        return tuple(self._linear(normed, name) for name in names)
+
+    def rotate(self, layer: Layer, q: str, k: str) -> tuple[str, str]:
+        """Queries and keys, [rows, heads, D]; both are turned at once, for fewer nodes."""
+        c = self._config
+        q, k = self._heads(q), self._heads(k)
+        if c.qk_norm:
+            q, k = self._norm(q, layer.weight("q_norm")), self._norm(k, layer.weight("k_norm"))
+        if layer.rope is None:
+            return q, k
+        cos, sin = self._rotations(layer.rope)
+        x = self._node("Concat", q, k, axis=1)
+        first, second = self._split(x, self._integers(c.head_dim // 2, c.head_dim // 2), axis=2)
+        turned = self._node("Mul", self._node("Concat", second, first, axis=2), sin)
+        return self._split(
+            self._node("Add", self._node("Mul", x, cos), turned), self._integers(c.num_heads, c.num_kv_heads), axis=1
+        )
+
+    def attention(self, layer: Layer, q: str, k: str, v: str) -> str:
+        """Attention over the past and the rows, which are not copied together."""
+        c = self._config
+        keys, values = (self._cached(x, f"{kind}.{layer.index}") for x, kind in ((k, "keys"), (self._heads(v), "values")))
+        past_keys, past_values = (f"past_{kind}.{layer.index}" for kind in ("keys", "values"))
+        queries = c.num_heads // c.num_kv_heads
+        q = self._node("Mul", q, self._number(query_scale(c)))
+        q = self._node("Reshape", q, self._integers(0, c.num_kv_heads, queries, c.head_dim))
+        q = self._node("Reshape", self._node("Transpose", q, perm=[1, 2, 0, 3]), self._integers(c.num_kv_heads, -1, c.head_dim))
+        parts = [self._node("MatMul", q, self._node("Transpose", part, perm=[0, 2, 1])) for part in (past_keys, keys)]
+        scores = self._softcapped(self._node("Concat", *parts, axis=2), c.attention_softcap)
+        weights = self._node("Softmax", self._node("Add", scores, self._mask(layer.window)), axis=2)
+        of_past, of_rows = self._split(weights, self._lengths(), axis=2)
+        out = self._node("Add", self._node("MatMul", of_past, past_values), self._node("MatMul", of_rows, values))
+        out = self._node("Reshape", out, self._integers(c.num_kv_heads, queries, -1, c.head_dim))
+        return self._node("Reshape", self._node("Transpose", out, perm=[2, 0, 1, 3]), self._integers(-1, c.num_heads * c.head_dim))
+
+    def gate(self, gate: str, up: str) -> str:
+        if self._config.activation == "silu":
+            return self._node("Mul", self._node("Mul", gate, self._node("Sigmoid", gate)), up)
+        return self._node("Mul", self._node("Gelu", gate, approximate="tanh"), up)
+
+    def add(self, x: str, branch: str, name: str, norm: str | None) -> str:
+        return self._node("Add", x, self._norm(self._linear(branch, name), norm))
+
+    def keep(self, layer: Layer, x: str) -> None:
+        self._output(f"hidden.{layer.index}", x, ["rows", self._config.hidden_size])
+
+    def logits(self, x: str, name: str, norm: str) -> str:
+        rows = self._norm(self._node("Gather", x, "logit_rows", axis=0), norm)
+        return self._softcapped(self._linear(rows, name), self._config.logit_softcap)
 
     def _node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         name = f"{operator}.{len(self._nodes)}"
@@ -205,56 +249,68 @@ class _Writer:
     def _vector(self, name: str) -> str:
         return self._initializer(name, self._tensors[name].dequantize())
 
-    def _mask(self, visible: str, tokens: str) -> tuple[str, str]:
-        """What is added to the scores, [R * rows, past + rows] for the R queries of a key head, and [past, rows] as a vector."""
-        num_rows = self._node("Shape", tokens)
-        num_past = self._node("Sub", self._node("Shape", visible, start=1), num_rows)
-        bias = self._node("Where", visible, self._number(0), self._number(-math.inf))
-        queries = self._config.num_heads // self._config.num_kv_heads
-        mask = bias if queries == 1 else self._node("Tile", bias, self._integers(queries, 1))
-        return mask, self._node("Concat", num_past, num_rows, axis=0)
+    def _scaled(self, x: str, factor: float) -> str:
+        return x if factor == 1 else self._node("Mul", x, self._number(factor))
 
-    def _rotations(self, positions: str) -> tuple[str, str]:
-        """Cosines and sines of the rows' positions for both halves of a head, [rows, 1, D], computed in f64 and rounded once.
+    def _softcapped(self, x: str, cap: float) -> str:
+        return self._scaled(self._node("Tanh", self._scaled(x, 1 / cap)), cap) if cap else x
 
-        The sines of first halves are negative: a rotated head is x * cos + (second half, first half) * sin.
+    def _mask(self, window: int | None) -> str:
+        """What is added to the scores, [R * rows, past + rows] for the R queries of a key head, made at its first use."""
+        if window not in self._masks:
+            visible = "visible"
+            if window is not None:
+                # Columns are in the order of any path: counted from the end, a row's own token is the first that it sees.
+                seen = self._node("Cast", visible, to=self._types.INT32)
+                count = self._node("CumSum", seen, self._constant(1, np.int64), reverse=1)
+                near = self._node("LessOrEqual", count, self._constant(window, np.int32))
+                visible = self._node("And", visible, near)
+            bias = self._node("Where", visible, self._number(0), self._number(-math.inf))
+            queries = self._config.num_heads // self._config.num_kv_heads
+            self._masks[window] = bias if queries == 1 else self._node("Tile", bias, self._integers(queries, 1))
+        return self._masks[window]
+
+    def _lengths(self) -> str:
+        """The vector [past, rows], made at its first use."""
+        if not self._split_lengths:
+            num_rows = self._node("Shape", "tokens")
+            num_past = self._node("Sub", self._node("Shape", "visible", start=1), num_rows)
+            self._split_lengths = self._node("Concat", num_past, num_rows, axis=0)
+        return self._split_lengths
+
+    def _rotations(self, rope: Rope) -> tuple[str, str]:
+        """Cosines and sines of the rows' positions for both halves of a head, [rows, 1, D], made at their first use.
+
+        They are computed in f64 and rounded once. The sines of first halves are negative: a rotated head is
+        x * cos + (second half, first half) * sin.
         """
-        rope = Rope(self._config.rope_base, self._config.rope_scaling)
-        inverse, factor = inverse_frequencies(rope, self._config.head_dim), attention_factor(rope.scaling)
-        angles = self._node(
-            "Mul",
-            self._node("Unsqueeze", self._node("Cast", positions, to=self._types.DOUBLE), self._integers(1, 2)),
-            self._constant(inverse, np.float64),
-        )
-        # Runtimes know the sine of doubles, and not their cosine.
-        quarter = self._node("Add", angles, self._number(math.pi / 2, np.float64))
-        tables = []
-        for turned in (quarter, angles):
-            table = self._node("Sin", turned)
-            if factor != 1:
-                table = self._node("Mul", table, self._number(factor, np.float64))
-            tables.append(self._node("Cast", table, to=self._types.FLOAT))
-        cos, sin = tables
-        return self._node("Concat", cos, cos, axis=2), self._node("Concat", self._node("Neg", sin), sin, axis=2)
+        if rope not in self._tables:
+            inverse, factor = inverse_frequencies(rope, self._config.head_dim), attention_factor(rope.scaling)
+            positions = self._node("Unsqueeze", self._node("Cast", "positions", to=self._types.DOUBLE), self._integers(1, 2))
+            angles = self._node("Mul", positions, self._constant(inverse, np.float64))
+            # Runtimes know the sine of doubles, and not their cosine.
+            quarter = self._node("Add", angles, self._number(math.pi / 2, np.float64))
+            tables = []
+            for turned in (quarter, angles):
+                table = self._node("Sin", turned)
+                if factor != 1:
+                    table = self._node("Mul", table, self._number(factor, np.float64))
+                tables.append(self._node("Cast", table, to=self._types.FLOAT))
+            cos, sin = tables
+            halves = self._node("Concat", cos, cos, axis=2), self._node("Concat", self._node("Neg", sin), sin, axis=2)
+            self._tables[rope] = halves
+        return self._tables[rope]
 
-    def _heads(self, x: str, number: int) -> str:
-        return self._node("Reshape", x, self._integers(0, number, self._config.head_dim))
+    def _heads(self, x: str) -> str:
+        return self._node("Reshape", x, self._integers(0, -1, self._config.head_dim))
 
-    def _norm(self, x: str, name: str) -> str:
+    def _norm(self, x: str, name: str | None) -> str:
         """RMS norm over the last axis, in the operators that runtimes fuse."""
+        if name is None:
+            return x
         mean = self._node("ReduceMean", self._node("Pow", x, self._number(2)), self._integers(-1), keepdims=1)
         root = self._node("Sqrt", self._node("Add", mean, self._number(self._config.norm_eps)))
         return self._node("Mul", self._node("Div", x, root), self._vector(name))
-
-    def _rotate(self, q: str, k: str, cos: str, sin: str) -> tuple[str, str]:
-        """Queries and keys, [rows, heads, D], turned by their positions; both at once, for fewer nodes."""
-        c = self._config
-        x = self._node("Concat", q, k, axis=1)
-        first, second = self._split(x, self._integers(c.head_dim // 2, c.head_dim // 2), axis=2)
-        turned = self._node("Mul", self._node("Concat", second, first, axis=2), sin)
-        return self._split(
-            self._node("Add", self._node("Mul", x, cos), turned), self._integers(c.num_heads, c.num_kv_heads), axis=1
-        )
 
     def _cached(self, rows: str, output: str) -> str:
         """Keys or values of the rows, [rows, G, D], as the cache keeps them, [G, rows, D]."""
@@ -265,41 +321,8 @@ class _Writer:
         c = self._config
         return self._output(output, rows, [c.num_kv_heads, "rows", c.head_dim])
 
-    def _attention(self, q: str, new: tuple[str, ...], past: tuple[str, ...], mask: str, lengths: str) -> str:
-        """softmax(q k^T / sqrt(D)) v over the past and the rows, which are not copied together; [rows, H * D]."""
-        c = self._config
-        (keys, values), (past_keys, past_values) = new, past
-        queries = c.num_heads // c.num_kv_heads
-        q = self._node("Mul", q, self._number(1 / math.sqrt(c.head_dim)))
-        q = self._node("Reshape", q, self._integers(0, c.num_kv_heads, queries, c.head_dim))
-        q = self._node("Reshape", self._node("Transpose", q, perm=[1, 2, 0, 3]), self._integers(c.num_kv_heads, -1, c.head_dim))
-        scores = [self._node("MatMul", q, self._node("Transpose", part, perm=[0, 2, 1])) for part in (past_keys, keys)]
-        weights = self._node("Softmax", self._node("Add", self._node("Concat", *scores, axis=2), mask), axis=2)
-        of_past, of_rows = self._split(weights, lengths, axis=2)
-        out = self._node("Add", self._node("MatMul", of_past, past_values), self._node("MatMul", of_rows, values))
-        out = self._node("Reshape", out, self._integers(c.num_kv_heads, queries, -1, c.head_dim))
-        return self._node("Reshape", self._node("Transpose", out, perm=[2, 0, 1, 3]), self._integers(-1, c.num_heads * c.head_dim))
-
-    def _rows_of(self, name: str, tokens: str) -> str:
-        """The rows of a matrix that `tokens` name, [rows, K]; what they are made of may be the output matrix, too."""
-        m = self._matrix(name)
-        if isinstance(m, _Floats):
-            return self._to_f32(self._node("Gather", m.values, tokens, axis=0), m.type)
-        groups = m.shape[1] // m.group
-        codes = self._node("Gather", m.codes, tokens, axis=0)
-        codes = self._nibbles(codes, [groups, m.group]) if m.bits == 4 else self._node("Cast", codes, to=self._types.FLOAT)
-        zero = self._number(1 << m.bits - 1)
-        if m.zeros:  # of four bits
-            zero = self._nibbles(self._node("Gather", m.zeros, tokens, axis=0), [-1, 1])
-            zero = self._node("Slice", zero, self._integers(0), self._integers(groups), self._integers(1))
-        steps = self._node("Sub", codes, zero)
-        values = self._node("Mul", steps, self._of_groups(m.scales, tokens))
-        if m.offsets:
-            values = self._node("Add", values, self._of_groups(m.offsets, tokens))
-        return self._node("Reshape", values, self._integers(0, m.shape[1]))
-
-    def _of_groups(self, numbers: str, tokens: str) -> str:
-        return self._node("Unsqueeze", self._node("Gather", numbers, tokens, axis=0), self._integers(2))
+    def _of_groups(self, numbers: str) -> str:
+        return self._node("Unsqueeze", self._node("Gather", numbers, "tokens", axis=0), self._integers(2))
 
     def _nibbles(self, packed: str, shape: list[int]) -> str:
         """Bytes [rows, ...] as their halves, the low ones first, f32 [rows, *shape]."""

@@ -8,7 +8,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from cpuspec.backends.graph_backend import GraphBackend
-from cpuspec.backends.onnx_graph import build_graph, external_tensor, graph_tensors, read_bytes
+from cpuspec.backends.onnx_graph import build_graph, external_tensor, read_bytes
+from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.formats import Format
@@ -40,7 +41,7 @@ class OnnxruntimeBackend(GraphBackend):
             held[name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, type)
             return external_tensor(name, array.shape, type, location="memory")
 
-        weights = graph_tensors(checkpoint, casts)
+        weights = weight_tensors(checkpoint, casts)
         graph = build_graph(self.config, weights, hold, engine.activations, get_kv_format(engine.kv_format).name)
         self.weight_bytes = read_bytes(graph)
         options = onnxruntime.SessionOptions()

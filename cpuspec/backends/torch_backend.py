@@ -5,30 +5,35 @@ row's last bits may depend on what it is batched with, so this backend is not ro
 leave those without where two tokens are nearly as likely.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from weakref import WeakKeyDictionary, finalize
+from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
 from cpuspec.backends.torch_weights import Codes, Matrix, Values, few_rows_kernel
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, Rope
+from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
-from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.formats import Cast, Format
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.kernels.encode import recode
 from cpuspec.model.batch import ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
+from cpuspec.model.transformer import Layer, decode, layers_of, query_scale
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
@@ -42,41 +47,32 @@ _RECORDED_ROWS, _SPAN = 32, 256
 
 @dataclass(frozen=True)
 class _Part:
-    """One sequence's rows of a forward."""
+    """One sequence's rows of a forward, and where their keys and values are."""
 
     rows: slice
     storage: Storage
-    at: Tensor  # [t] cache indices where its keys and values go
-    mask: Tensor  # [t, span] whether a row sees a cache index
-    is_padded: bool  # whether there may be indices that no row sees
+    span: int  # cache indices that the rows look at
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A forward's inputs."""
+    """A forward's inputs. Two steps of the same `key` differ only in the contents of their tensors.
 
-    x: Tensor  # [T, C] embedded tokens
-    cos: Tensor  # [T, 1, D/2]
-    sin: Tensor
-    logit_rows: Tensor
+    tensors: ("x") F32 [T, C] embedded tokens; ("logit_rows") I64 [n]; ("cos", rope) and ("sin", rope) F32 [T, 1, D/2];
+    ("at", part) I64 [t], cache indices where keys and values go; ("mask", part, window) [t, span], whether a row sees an index.
+    is_padded: a part may look at indices that no row sees.
+    """
+
     parts: tuple[_Part, ...]
     hidden_layers: tuple[int, ...]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.x, self.cos, self.sin, self.logit_rows, *(t for part in self.parts for t in (part.at, part.mask))]
-
-    def on(self, tensors: Sequence[Tensor]) -> "_Step":
-        """The step with other tensors, in the order of `tensors`."""
-        x, cos, sin, logit_rows, *rest = tensors
-        parts = tuple(replace(part, at=at, mask=mask) for part, at, mask in zip(self.parts, rest[::2], rest[1::2], strict=True))
-        return _Step(x, cos, sin, logit_rows, parts, self.hidden_layers)
+    is_padded: bool
+    tensors: Mapping[Hashable, Tensor]
 
     @property
     def key(self) -> Hashable:
-        """What it is besides the contents of its tensors."""
-        places = tuple((part.rows.start, id(part.storage), part.mask.shape) for part in self.parts)
-        return len(self.x), len(self.logit_rows), self.hidden_layers, places
+        """Everything that a run of the step depends on besides the contents of its tensors."""
+        places = tuple((part.rows.start, id(part.storage), part.span) for part in self.parts)
+        return len(self.tensors["x"]), len(self.tensors["logit_rows"]), self.hidden_layers, places
 
 
 class TorchBackend:
@@ -90,6 +86,7 @@ class TorchBackend:
     name = "torch"
     row_invariant = False
     survives_fork = False
+    _weights: LoadedWeights[Matrix | Tensor]
 
     def __init__(
         self,
@@ -106,26 +103,23 @@ class TorchBackend:
         self._recorder = Recorder(record_cuda_graph) if self.device.type == "cuda" else None
         self._kv_layout = KV_LAYOUTS[get_kv_format(engine.kv_format).name]
         self._embed = checkpoint.tensors["embed"]  # stays where the file is: a forward wants a few rows of it
-        tensors = {name: t for name, t in checkpoint.tensors.items() if name != "embed"}
-        if self.config.tied_embeddings:
-            tensors["output"] = self._embed
-        sources: dict[str, QuantTensor | Cast] = {
-            name: Cast(t, casts[name], recode) if name in casts else t for name, t in tensors.items()
-        }
-        shared = share._loaded if share and (share.device, share._kind) == (self.device, self._kind) else {}
+        layers = layers_of(self.config)
+        self._ropes = {layer.rope for layer in layers if layer.rope is not None}
+        self._windows = {layer.window for layer in layers}
+        tensors = weight_tensors(checkpoint, casts, lambda tensor, format: Cast(tensor, format, recode))
+        del tensors["embed"]
+        shared = share._weights if share and (share.device, share._kind) == (self.device, self._kind) else None
         try:
-            loaded = {name: shared[t] if t in shared else self._load(t) for name, t in sources.items()}
+            self._weights = LoadedWeights(tensors, self._load, shared)
         except torch.OutOfMemoryError:
+            num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
             raise BackendError(
-                f"the weights do not fit the memory of {self.device}: in the file they take {_gigabytes(tensors.values())}; "
+                f"the weights do not fit the memory of {self.device}: in the file they take {num_bytes / 1e9:.1f} GB; "
                 "use --weights codes, a dtype of fewer bits, or --device cpu"
             ) from None
-        self._matrices = {name: w for name, w in loaded.items() if not isinstance(w, Tensor)}
-        self._vectors = {name: w for name, w in loaded.items() if isinstance(w, Tensor)}
-        self._loaded: WeakKeyDictionary[QuantTensor | Cast, Matrix | Tensor] = WeakKeyDictionary()  # while somebody holds them
-        self._loaded.update({t: loaded[name] for name, t in sources.items()})
-        self.weight_bytes = sum(map(_num_bytes, loaded.values()))
-        self.shared_bytes = sum(_num_bytes(loaded[name]) for name, t in sources.items() if t in shared)
+        self.weight_bytes, self.shared_bytes = self._weights.num_bytes, self._weights.shared_bytes
+        self._matrices = {name: weight for name, weight in self._weights.items() if not isinstance(weight, Tensor)}
+        self._vectors = {name: weight for name, weight in self._weights.items() if isinstance(weight, Tensor)}
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, on its device."""
@@ -148,15 +142,12 @@ class TorchBackend:
             torch.set_num_threads(self.threads)  # torch has one number for the whole process
         recorder = self._recorder if len(batch.tokens) <= _RECORDED_ROWS else None
         step = self._step(batch, cache, for_recording=recorder is not None)
-
-        def run(tensors: Sequence[Tensor]) -> Outputs:
-            return self._run(step.on(tensors))
-
+        tensors, run = list(step.tensors.values()), partial(self._run, step)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if recorder:
-                logits, best, *hidden = recorder.run(step.key, step.tensors, self.device, run)
+                logits, best, *hidden = recorder.run(step.key, tensors, self.device, run)
             else:
-                logits, best, *hidden = run([each.to(self.device) for each in step.tensors])
+                logits, best, *hidden = run([each.to(self.device) for each in tensors])
         output = ForwardOutput(logits.cpu().numpy(), tuple(layer.cpu().numpy() for layer in hidden), best.tolist())
         cache.advance(batch)
         return output
@@ -164,7 +155,10 @@ class TorchBackend:
     def close(self) -> None:
         """Nothing to release: torch keeps memory that nobody holds for its own reuse."""
 
-    def _load(self, tensor: QuantTensor | Cast) -> Matrix | Tensor:
+    def _load(self, tensors: Mapping[str, WeightTensor]) -> dict[str, Matrix | Tensor]:
+        return {name: self._loaded(tensor) for name, tensor in tensors.items()}
+
+    def _loaded(self, tensor: WeightTensor) -> Matrix | Tensor:
         if len(tensor.shape) == 1:
             return torch.from_numpy(tensor.dequantize()).to(self.device)
         if self._kind.as_codes and tensor.format.block_size > 1:
@@ -173,58 +167,113 @@ class TorchBackend:
 
     def _step(self, batch: ForwardBatch, cache: KVCache, for_recording: bool) -> _Step:
         """Everything that a forward needs to know, in the host's memory."""
-        cos, sin = rope_table(Rope(self.config.rope_base, self.config.rope_scaling), self.config.head_dim, batch.positions)
         rows = np.arange(len(batch.tokens)) if batch.logit_rows is None else batch.logit_rows
-        return _Step(
-            torch.from_numpy(self._embed.rows(batch.tokens)),
-            torch.from_numpy(cos[:, None]),
-            torch.from_numpy(sin[:, None]),
-            torch.from_numpy(rows.astype(np.int64)),
-            tuple(self._part(batch, b, cache, for_recording) for b in range(len(batch.slots))),
-            batch.hidden_layers,
-        )
+        arrays: dict[Hashable, NDArray[Any]] = {"x": self._embed.rows(batch.tokens), "logit_rows": rows.astype(np.int64)}
+        for rope in self._ropes:
+            tables = rope_table(rope, self.config.head_dim, batch.positions)
+            arrays["cos", rope], arrays["sin", rope] = (table[:, None] for table in tables)
+        parts = []
+        for b, slot in enumerate(batch.slots.tolist()):
+            storage, prefix = cache.storage(slot), cache.lengths[slot]
+            start, stop = batch.q_start[b : b + 2].tolist()
+            end = prefix + stop - start
+            if storage.provide(end) and self._recorder:
+                self._recorder.clear()
+            span = min(storage.size, max(_SPAN, 1 << (end - 1).bit_length())) if for_recording else end
+            parts.append(_Part(slice(start, stop), storage, span))
+            arrays["at", b] = np.arange(prefix, end)
+            for window in self._windows:
+                arrays["mask", b, window] = np.pad(visible(batch, b, prefix, window), ((0, 0), (0, span - end)))
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return _Step(tuple(parts), batch.hidden_layers, for_recording, tensors)
 
-    def _part(self, batch: ForwardBatch, b: int, cache: KVCache, for_recording: bool) -> _Part:
-        slot, rows = int(batch.slots[b]), slice(int(batch.q_start[b]), int(batch.q_start[b + 1]))
-        storage, prefix = cache.storage(slot), cache.lengths[slot]
-        end = prefix + rows.stop - rows.start
-        if storage.provide(end) and self._recorder:
-            self._recorder.clear()
-        span = min(storage.size, max(_SPAN, 1 << (end - 1).bit_length())) if for_recording else end
-        mask = np.zeros((end - prefix, span), np.bool_)
-        mask[:, :prefix] = True
-        mask[:, prefix:end] = np.tri(end - prefix, dtype=np.bool_) if batch.parents is None else visible(batch, b, 0)
-        return _Part(rows, storage, torch.arange(prefix, end), torch.from_numpy(mask), for_recording)
-
-    def _run(self, step: _Step) -> Outputs:
+    def _run(self, step: _Step, tensors: Sequence[Tensor]) -> Outputs:
         """Logits F32 [n, V] of the asked rows, their best ids I64 [n], and hidden states F32 [T, C] of the asked layers."""
-        c, x, hidden = self.config, step.x, {}
-        for i in range(c.num_layers):
-            layer = f"layers.{i}."
-            h = self._norm(x, layer + "attn_norm")
-            q = self._linear(h, layer + "q").unflatten(1, (c.num_heads, c.head_dim))
-            k = self._linear(h, layer + "k").unflatten(1, (c.num_kv_heads, c.head_dim))
-            v = self._linear(h, layer + "v").unflatten(1, (c.num_kv_heads, c.head_dim))
-            if c.qk_norm:
-                q, k = self._norm(q, layer + "q_norm"), self._norm(k, layer + "k_norm")
-            q, k = _rotate(q, step.cos, step.sin), _rotate(k, step.cos, step.sin)
-            attended = torch.cat([_attention(i, q[p.rows], k[p.rows], v[p.rows], p) for p in step.parts])
-            x = x + self._linear(attended, layer + "o")
-            h = self._norm(x, layer + "mlp_norm")
-            gated = functional.silu(self._linear(h, layer + "gate")) * self._linear(h, layer + "up")
-            x = x + self._linear(gated, layer + "down")
-            if i in step.hidden_layers:
-                hidden[i] = x
-        logits = self._linear(self._norm(x[step.logit_rows], "norm"), "output")
-        return logits, best_ids(logits), *(hidden[i] for i in step.hidden_layers)
+        inputs = dict(zip(step.tensors, tensors, strict=True))
+        forward = _Forward(self.config, self._matrices, self._vectors, step, inputs)
+        logits = decode(self.config, forward)
+        return logits, best_ids(logits), *(forward.hidden[layer] for layer in step.hidden_layers)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
+
+class _Forward:
+    """The operations of one forward (`Operations` in `model.transformer`) on tensors of the device."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        matrices: Mapping[str, Matrix],
+        vectors: Mapping[str, Tensor],
+        step: _Step,
+        tensors: Mapping[Hashable, Tensor],
+    ) -> None:
+        self.hidden: dict[int, Tensor] = {}
+        self._config, self._matrices, self._vectors, self._step, self._tensors = config, matrices, vectors, step, tensors
+
+    def embed(self) -> Tensor:
+        return self._tensors["x"] * self._config.embedding_scale
+
+    def linears(self, x: Tensor, names: tuple[str, ...], norm: str | None) -> tuple[Tensor, ...]:
+        normed = self._norm(x, norm)
+        return tuple(self._linear(normed, name) for name in names)
+
+    def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, H, D] and keys [T, G, D]."""
+        q, k = (x.unflatten(1, (-1, self._config.head_dim)) for x in (q, k))
+        if self._config.qk_norm:
+            q, k = self._norm(q, layer.weight("q_norm")), self._norm(k, layer.weight("k_norm"))
+        if layer.rope is not None:
+            cos, sin = self._tensors["cos", layer.rope], self._tensors["sin", layer.rope]
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return q, k
+
+    def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, v = q * query_scale(self._config), v.unflatten(1, (-1, self._config.head_dim))
+        return torch.cat([self._attend(layer, b, q[p.rows], k[p.rows], v[p.rows]) for b, p in enumerate(self._step.parts)])
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        silu = self._config.activation == "silu"
+        return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
+
+    def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
+        return x + self._norm(self._linear(branch, name), norm)
+
+    def keep(self, layer: Layer, x: Tensor) -> None:
+        if layer.index in self._step.hidden_layers:
+            self.hidden[layer.index] = x
+
+    def logits(self, x: Tensor, name: str, norm: str) -> Tensor:
+        logits = self._linear(self._norm(x[self._tensors["logit_rows"]], norm), name)
+        return _softcapped(logits, self._config.logit_softcap)
+
+    def _norm(self, x: Tensor, name: str | None) -> Tensor:
         """RMS norm over the last axis (arXiv 1910.07467)."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.norm_eps) * self._vectors[name]
+        if name is None:
+            return x
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.norm_eps) * self._vectors[name]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         y, bias = self._matrices[name].times(x), self._vectors.get(name + "_bias")
         return y if bias is None else y + bias
+
+    def _attend(self, layer: Layer, b: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One sequence's attention, F32 [t, H * D]. q: scaled queries [t, H, D]."""
+        part, mask = self._step.parts[b], self._tensors["mask", b, layer.window]
+        part.storage.append(layer.index, self._tensors["at", b], k, v)
+        keys, values = part.storage.read(layer.index, part.span)  # [G, span, D]
+        if self._step.is_padded:  # with forgotten values, which may be infinite
+            values = torch.where(mask.any(0)[:, None], values, 0)
+        t, heads, dims = q.shape
+        groups = len(keys)
+        q = q.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [G, H/G, t, D]: keys are read once for a group
+        out = q.new_empty((t, groups, heads // groups, dims))
+        at_once = max(1, _MAX_SCORES // (heads * part.span))
+        for start in range(0, t, at_once):
+            rows = slice(start, start + at_once)
+            some = q[:, :, rows]
+            scores = _softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), self._config.attention_softcap)
+            weights = scores.masked_fill(~mask[rows], -torch.inf).softmax(-1)
+            out[rows] = (weights.flatten(1, 2) @ values).view(some.shape).permute(2, 0, 1, 3)
+        return out.flatten(1)
 
 
 def find_device(name: str) -> torch.device:
@@ -264,36 +313,11 @@ class _WeightKind:
         return _WeightKind(DTYPES[dtype], as_codes)
 
 
-def _attention(layer: int, q: Tensor, k: Tensor, v: Tensor, part: _Part) -> Tensor:
-    """Append keys and values, then softmax(q k^T / sqrt(D)) v over what the rows see, F32 [t, H * D]."""
-    part.storage.append(layer, part.at, k, v)
-    span = part.mask.shape[1]
-    keys, values = part.storage.read(layer, span)  # [G, span, D]
-    if part.is_padded:  # with what was forgotten, which may be infinite
-        values = torch.where(part.mask.any(0)[:, None], values, 0)
-    t, heads, dims = q.shape
-    groups = len(keys)
-    q = (q / dims**0.5).unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [G, H/G, t, D]: keys are read once for a group
-    out = q.new_empty((t, groups, heads // groups, dims))
-    at_once = max(1, _MAX_SCORES // (heads * span))
-    for start in range(0, t, at_once):
-        rows = slice(start, start + at_once)
-        some = q[:, :, rows]
-        scores = (some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], span)
-        weights = scores.masked_fill(~part.mask[rows], -torch.inf).softmax(-1)
-        out[rows] = (weights.flatten(1, 2) @ values).view(some.shape).permute(2, 0, 1, 3)
-    return out.flatten(1)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs (i, i + D/2) of every head by the row's position (arXiv 2104.09864, rotate-half layout)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _num_bytes(weight: Matrix | Tensor) -> int:
-    return weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
-
-
-def _gigabytes(tensors: Iterable[QuantTensor]) -> str:
-    return f"{sum(t.num_bytes for t in tensors) / 1e9:.1f} GB"
+def _softcapped(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap if cap else x

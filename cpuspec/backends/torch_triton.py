@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import language as tl
 
 from cpuspec.backends.torch_weights import FEW_ROWS
-from cpuspec.formats.codings import Scales
+from cpuspec.formats.format import Scales
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Weight matrices as torch tensors: dequantized, or as codes and scales that are unpacked on the device when they are needed.
 
-Codes are unpacked by the formula of `formats.codings`, so that in f32 a value is the file's, bit for bit.
+Codes are unpacked by the formula of `formats.format`, so that in f32 a value is the file's, bit for bit.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpuspec.formats import Cast, QuantTensor
-from cpuspec.formats.codings import CODINGS, Scales, code_bits
-from cpuspec.formats.packing import PACKINGS
+from cpuspec.formats.format import Format, Scales, scales_of
 
 # Values unpacked at a time: what a product of codes needs besides its result.
 _CHUNK_VALUES = 1 << 22
@@ -26,7 +25,7 @@ FEW_ROWS = 32  # beyond, unpacking a matrix once and a library's product over it
 class Matrix(Protocol):
     """A matrix [N, K] on a device."""
 
-    num_bytes: int  # that a product reads
+    nbytes: int  # that a product reads
 
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]: every row times the matrix's rows, in the matrix's dtype."""
@@ -38,16 +37,16 @@ class Values:
 
     def __init__(self, tensor: QuantTensor | Cast, dtype: torch.dtype, device: torch.device) -> None:
         self._values = torch.from_numpy(tensor.dequantize()).to(device, dtype)
-        self.num_bytes = self._values.nbytes
+        self.nbytes = self._values.nbytes
 
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]."""
         return functional.linear(x.to(self._values.dtype), self._values).to(torch.float32)
 
 
-def _kept_bits(format_name: str) -> int:
+def _kept_bits(format: Format) -> int:
     """Bits that a code takes: a byte holds whole ones, so three become four, and five and six become eight."""
-    return next(bits for bits in (2, 4, 8) if bits >= code_bits(format_name))
+    return next(bits for bits in (2, 4, 8) if bits >= format.code_bits)
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:
@@ -67,19 +66,20 @@ class Codes:
     """
 
     def __init__(self, tensor: QuantTensor, dtype: torch.dtype, device: torch.device) -> None:
-        coding = CODINGS[tensor.format.name]
-        self.shape, self.dtype, self.bits, self.zero = tensor.shape, dtype, _kept_bits(tensor.format.name), coding.zero
-        self.levels = None if coding.levels is None else torch.tensor(coding.levels, dtype=torch.float32, device=device)
+        format, affine = tensor.format, tensor.format.affine
+        assert affine is not None, "formats of plain numbers have no codes; they are loaded as Values"
+        self.shape, self.dtype, self.bits, self.zero = tensor.shape, dtype, _kept_bits(format), affine.zero
+        self.levels = None if affine.levels is None else torch.tensor(affine.levels, dtype=torch.float32, device=device)
         pieces = []
         for rows in self._chunks():
-            parts = PACKINGS[tensor.format.name].split(np.ascontiguousarray(tensor.data[rows]))
-            pieces.append((_side_by_side(_tensor(parts["codes"]), self.bits), _scales(coding.scales(parts))))
+            parts = format.split(tensor.data[rows])
+            pieces.append((_side_by_side(_tensor(parts["codes"]), self.bits), _scales(scales_of(parts))))
         self.codes = torch.cat([codes for codes, _ in pieces]).to(device)
         factors = zip(*(scales for _, scales in pieces), strict=True)
         gathered = [None if each[0] is None else torch.cat(each).to(device) for each in factors]
         self.scales = Scales(*gathered)
         self._kernel = few_rows_kernel(device)
-        self.num_bytes = self.codes.nbytes + sum(each.nbytes for each in self.scales if each is not None)
+        self.nbytes = self.codes.nbytes + sum(each.nbytes for each in self.scales if each is not None)
 
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]."""

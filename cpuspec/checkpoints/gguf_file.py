@@ -41,15 +41,16 @@ _SCALARS: dict[int, np.dtype] = {
     12: np.dtype("<f8"),
 }
 
-_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
-    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
-}  # fmt: skip
+_FORMATS = {row.gguf_type: row for row in FORMATS.values() if row.gguf_type is not None}
 
 # The formats that these files can hold.
-GGUF_FORMATS = tuple(name for name in FORMATS if name.upper() in _TYPES.values())
+GGUF_FORMATS = tuple(row.name for row in _FORMATS.values())
+
+_OTHER_TYPES = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
+    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
+    41: "Q1_0",
+}  # fmt: skip
 
 # Far above what models have, far below what would make a hostile file slow to read.
 _MAX_ENTRIES = 1 << 16
@@ -130,12 +131,13 @@ def _map_tensors(
     tensors = {}
     extents = []
     for name, shape, type_number, offset in infos:
-        type_name = _TYPES.get(type_number, f"number {type_number}")
-        format = FORMATS.get(type_name.lower())
+        format = _FORMATS.get(type_number)
         if format is None:
+            type_name = _OTHER_TYPES.get(type_number, f"number {type_number}")
             raise CheckpointError(
                 f"{cursor.path}: tensor {name} has the type {type_name}; supported are {', '.join(GGUF_FORMATS).upper()}"
             )
+        type_name = format.name.upper()
         if shape[-1] % format.block_size:
             cursor.fail(f"{type_name} tensor {name} has rows of {shape[-1]}", f"a multiple of {format.block_size}")
         row_bytes = format.row_bytes(shape[-1])

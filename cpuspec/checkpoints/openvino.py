@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
-from cpuspec.formats import QuantTensor, get_format, int4, legacy, mx
+from cpuspec.formats import QuantTensor, get_format, mx
 from cpuspec.formats.tensor import F32, U8
 
 MODEL, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
@@ -229,30 +229,29 @@ def _int4(
     """zeros: of codes 0..15. A group longer than the format's is several under the same scale."""
     repeat = math.prod(shape) // piece // len(scales)
     symmetric = bool((zeros == 8).all())
-    name = f"int4_g{piece}" + ("" if symmetric else "_asym")
-    fields = np.empty(len(scales) * repeat, int4.LAYOUTS[name])
+    format = get_format(f"int4_g{piece}" + ("" if symmetric else "_asym"))
+    fields = np.empty(len(scales) * repeat, format.layout)
     fields["d"] = scales.repeat(repeat)
     if not symmetric:
-        fields["zero"] = zeros.repeat(repeat)
+        fields["z"] = zeros.repeat(repeat)
     packed = codes.data.reshape(len(fields), -1)
     fields["codes"] = packed ^ 0x88 if codes.type == "i4" else packed
-    return QuantTensor(get_format(name), shape, fields.view(np.uint8).reshape(shape[0], -1))
+    return QuantTensor(format, shape, fields.view(np.uint8).reshape(shape[0], -1))
 
 
 def _q8_0(codes: _Constant, scales: NDArray[np.float16], zeros: NDArray[np.int16], shape: tuple[int, int]) -> QuantTensor:
-    fields = np.empty((len(scales), math.prod(shape) // 32 // len(scales)), legacy.Q8_0_LAYOUT)
-    fields["d"] = scales[:, None]
+    format = get_format("q8_0")
+    unsigned = np.empty((len(scales), math.prod(shape) // len(scales)), np.uint8)
     for part, steps in _steps(codes, zeros):
-        fields["codes"][part] = steps.astype(np.int8).reshape(len(steps), -1, 32)
-    return QuantTensor(get_format("q8_0"), shape, fields.view(np.uint8).reshape(shape[0], -1))
+        unsigned[part] = steps + 128
+    d = scales[:, None].repeat(unsigned.shape[1] // format.block_size, axis=1)
+    return QuantTensor(format, shape, format.join({"d": d, "codes": unsigned}).reshape(shape[0], -1))
 
 
 def _mxfp4(codes: _Constant, scales: U8) -> QuantTensor:
-    fields = np.empty(len(scales), mx.MXFP4_LAYOUT)
-    fields["e"] = scales
-    fields["codes"] = legacy.fields_4_bits(_nibbles(codes.data).reshape(-1, 32))["codes"]
-    shape = codes.shape[0], math.prod(codes.shape[1:])
-    return QuantTensor(get_format("mxfp4"), shape, fields.view(np.uint8).reshape(shape[0], -1))
+    format, shape = get_format("mxfp4"), (codes.shape[0], math.prod(codes.shape[1:]))
+    parts = {"e": scales.reshape(shape[0], -1), "codes": _nibbles(codes.data).reshape(shape)}
+    return QuantTensor(format, shape, format.join(parts))
 
 
 def _mxfp8(codes: _Constant, scales: U8) -> QuantTensor:

@@ -10,9 +10,9 @@ from pathlib import Path
 from cpuspec.checkpoints.jsonfile import JsonFields, parse_json_object
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
-from cpuspec.formats import QuantTensor, get_format
+from cpuspec.formats import FORMATS, QuantTensor
 
-_FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_FORMATS = {row.safetensors_dtype: row for row in FORMATS.values() if row.safetensors_dtype is not None}
 _DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -63,7 +63,7 @@ def read_safetensors(path: Path, mmap: bool = True) -> dict[str, QuantTensor]:
             entry.fail("dtype", f"F32, F16 or BF16: {dtype} weights are not supported")
         if len(shape) not in (1, 2) or 0 in shape:
             entry.fail("shape", "a matrix or a vector that is not empty")
-        format = get_format(_FORMATS[dtype])
+        format = _FORMATS[dtype]
         view = payload[start:end].reshape(*shape[:-1], shape[-1] * format.block_bytes)
         tensors[name] = QuantTensor(format, shape, view)
 

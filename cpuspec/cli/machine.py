@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuspec import __version__
-from cpuspec.checkpoints.packed import packed_directory, packed_files
+from cpuspec.backends.packed import packed_directory, packed_files
 from cpuspec.cli.console import print_table, size
 from cpuspec.cli.reports import known_models
 from cpuspec.environment import cache_dir, packed_limit_bytes, proc_field, processor_name, usable_cores

@@ -5,12 +5,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cpuspec.backends.packed import verify_packed
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.download import find_fetched
 from cpuspec.checkpoints.gguf_parts import part_paths
 from cpuspec.checkpoints.hub import revision_of
 from cpuspec.checkpoints.local_models import local_models
-from cpuspec.checkpoints.packed import verify_packed
 from cpuspec.checkpoints.recipes import load_all, recipe_of
 from cpuspec.cli.console import emit, print_table, size
 from cpuspec.config import EngineConfig

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from cpuspec.backends import Backend, make_backend
+from cpuspec.backends.packed import verify_again
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.gguf_parts import part_paths
-from cpuspec.checkpoints.packed import verify_again
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.engine import Engine
 from cpuspec.engine.llm import LLM

@@ -1,34 +1,34 @@
 """What the bits of a weight mean: the FORMATS table and tensors in it. Numpy only; knows no file and no kernel."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cpuspec.errors import FormatError
 from cpuspec.formats import floats, int4, kquants, legacy, lowbit, mx
-from cpuspec.formats.tensor import Cast, Format, QuantTensor
+from cpuspec.formats.format import Format
+from cpuspec.formats.tensor import Cast, QuantTensor
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            floats.F32_FORMAT,
-            floats.F16,
-            floats.BF16,
-            legacy.Q4_0,
-            legacy.Q4_1,
-            legacy.Q5_0,
-            legacy.Q5_1,
-            legacy.Q8_0,
-            kquants.Q2_K,
-            kquants.Q3_K,
-            kquants.Q4_K,
-            kquants.Q5_K,
-            kquants.Q6_K,
-            mx.MXFP4,
-            *int4.FORMATS,
-            *lowbit.FORMATS,
-        )
-    }
+
+def table_of(rows: Sequence[Format]) -> Mapping[str, Format]:
+    """Formats by name. Raises AssertionError naming the row and the part that it lacks: each can be packed and multiplied."""
+    for row in rows:
+        held = sum(plane.bits for plane in row.planes)
+        if held < row.bits:
+            raise AssertionError(f"format {row.name}: its planes hold {held:g} of {row.bits:g} bits a weight; add what is missing")
+        if not row.reader:
+            raise AssertionError(f"format {row.name} names no reader; wanted the kind of kernels.readers that unpacks its planes")
+    for what, values in (
+        ("name", [row.name for row in rows]),
+        ("gguf_type", [row.gguf_type for row in rows if row.gguf_type is not None]),
+        ("safetensors_dtype", [row.safetensors_dtype for row in rows if row.safetensors_dtype is not None]),
+    ):
+        if len(set(values)) < len(values):
+            raise AssertionError(f"two formats have the same {what}: {values}")
+    return MappingProxyType({row.name: row for row in rows})
+
+
+FORMATS = table_of(
+    (floats.F32_FORMAT, floats.F16, floats.BF16, *legacy.FORMATS, *kquants.FORMATS, mx.MXFP4, *int4.FORMATS, *lowbit.FORMATS)
 )
 
 

@@ -1,43 +1,75 @@
-"""The formats whose blocks are single numbers: f32, f16, bf16."""
+"""The formats whose blocks are single numbers: f32, f16, bf16. A number's bits are its code."""
 
 import numpy as np
 
-from cpuspec.formats.tensor import F32, U8, Format
+from cpuspec.formats.format import F32, Format, Parts
+from cpuspec.formats.packing import GROUP, lanes, words
 
 
-def decode_f32(blocks: U8) -> F32:
-    """Four bytes, little end first."""
-    return blocks.view("<f4")
+def decode_f32(parts: Parts) -> F32:
+    """The bits as they are."""
+    return parts["codes"].view("<f4")
 
 
-def encode_f32(values: F32) -> U8:
-    """The bytes as they are."""
-    return values.astype("<f4", copy=False).view(np.uint8)
+def encode_f32(values: F32) -> Parts:
+    """The bits as they are."""
+    return {"codes": values.view("<u4")}
 
 
-def decode_f16(blocks: U8) -> F32:
+def decode_f16(parts: Parts) -> F32:
     """IEEE half precision."""
-    return blocks.view("<f2").astype(np.float32)
+    return parts["codes"].view("<f2").astype(np.float32)
 
 
-def encode_f16(values: F32) -> U8:
+def encode_f16(values: F32) -> Parts:
     """Rounded to nearest even."""
-    return values.astype("<f2").view(np.uint8)
+    return {"codes": values.astype("<f2").view("<u2")}
 
 
-def decode_bf16(blocks: U8) -> F32:
+def decode_bf16(parts: Parts) -> F32:
     """The upper half of an f32."""
-    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return (parts["codes"].astype(np.uint32) << 16).view(np.float32)
 
 
-def encode_bf16(values: F32) -> U8:
+def encode_bf16(values: F32) -> Parts:
     """Rounded to nearest even; a nan keeps its sign and becomes quiet, so that rounding cannot turn it into infinity."""
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     quiet = (bits >> 16) | 0x0040
-    return np.where(np.isnan(values), quiet, rounded).astype("<u2").view(np.uint8)
+    return {"codes": np.where(np.isnan(values), quiet, rounded).astype("<u2")}
 
 
-F32_FORMAT = Format("f32", 1, 4, decode_f32, encode_f32)
-F16 = Format("f16", 1, 2, decode_f16, encode_f16)
-BF16 = Format("bf16", 1, 2, decode_bf16, encode_bf16)
+F32_FORMAT = Format(
+    "f32",
+    np.dtype([("codes", "<u4")]),
+    1,
+    encode_f32,
+    decode_numbers=decode_f32,
+    planes=(lanes("codes", "<u4", 1),),
+    reader="f32",
+    gguf_type=0,
+    safetensors_dtype="F32",
+)
+F16 = Format(
+    "f16",
+    np.dtype([("codes", "<u2")]),
+    1,
+    encode_f16,
+    decode_numbers=decode_f16,
+    planes=(lanes("codes", "<u2", 1),),
+    reader="f16",
+    gguf_type=1,
+    safetensors_dtype="F16",
+)
+BF16 = Format(
+    "bf16",
+    np.dtype([("codes", "<u2")]),
+    1,
+    encode_bf16,
+    decode_numbers=decode_bf16,
+    planes=(words("codes", 16, "<u2"),),  # kernels multiply pairs of inputs
+    reader="pairs",
+    padded_to=GROUP,
+    gguf_type=30,
+    safetensors_dtype="BF16",
+)

@@ -8,11 +8,9 @@ f32 sum with a code's share is rounded once more than the file's decoding rounds
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cpuspec.formats.codings import CODINGS, code_bits
-from cpuspec.formats.packing import PACKINGS
-from cpuspec.formats.tensor import F32, U8, QuantTensor
+from cpuspec.formats.format import F32, U8, per_group, scales_of
+from cpuspec.formats.tensor import QuantTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,36 +40,26 @@ class GroupedIntegers:
 
 def group_integers(tensor: QuantTensor) -> GroupedIntegers | None:
     """The matrix `tensor` as integers in groups; None for f32, f16 and bf16, which have none."""
-    name = tensor.format.name
-    coding = CODINGS.get(name)
-    if coding is None:
+    affine, file_bits = tensor.format.affine, tensor.format.code_bits
+    if affine is None:
         return None
-    parts = PACKINGS[name].split(np.ascontiguousarray(tensor.data))
-    file_bits = code_bits(name)
+    parts = tensor.format.split(tensor.data)
     with np.errstate(invalid="ignore", over="ignore"):
-        d, s, base, z = coding.scales(parts)
-        codes, scales = parts["codes"], _in_groups(d, s)
+        d, s, base, z = scales_of(parts)
+        codes, scales = parts["codes"], per_group(d, s)
         group = codes.shape[1] // scales.shape[1]
-        if coding.levels:
-            return GroupedIntegers(8, group, (np.array(coding.levels) + 128).astype(np.uint8)[codes], scales)
+        if affine.levels:
+            return GroupedIntegers(8, group, (np.array(affine.levels) + 128).astype(np.uint8)[codes], scales)
         # Codes move so that the middle of the file's is the middle of these.
         bits, middle = 4 if file_bits <= 4 else 8, 1 << file_bits - 1
         moved = codes + np.uint8((1 << bits - 1) - middle)
         if base is not None:
             return GroupedIntegers(
-                bits, group, moved, scales, offsets=scales * np.float32(middle) - _in_groups(base, z) * np.float32(coding.zero)
+                bits, group, moved, scales, offsets=scales * np.float32(middle) - per_group(base, z) * np.float32(affine.zero)
             )
         if z is None:
-            assert coding.zero == middle, "codes stand for multiples of their scale from the middle on"
+            assert affine.zero == middle, "codes stand for multiples of their scale from the middle on"
             return GroupedIntegers(bits, group, moved, scales)
-        if coding.zero == 1 and z.max() < 1 << file_bits:
+        if affine.zero == 1 and z.max() < 1 << file_bits:
             return GroupedIntegers(bits, group, codes, scales, z)
-        return GroupedIntegers(bits, group, moved, scales, offsets=scales * (np.float32(middle) - z * np.float32(coding.zero)))
-
-
-def _in_groups(blocks: NDArray, groups: NDArray | None) -> F32:
-    """Factors of blocks [n, blocks] times those of the groups within them [n, groups], or as they are."""
-    blocks = blocks.astype(np.float32)
-    if groups is None:
-        return blocks
-    return (blocks[:, :, None] * groups.reshape(*blocks.shape, -1).astype(np.float32)).reshape(len(blocks), -1)
+        return GroupedIntegers(bits, group, moved, scales, offsets=scales * (np.float32(middle) - z * np.float32(affine.zero)))

@@ -1,108 +1,113 @@
 """Superblocks of 256 values with quantized scales: q2_k (scale and minimum per 16 values), q3_k (scale per 16), q4_k and q5_k
 (scale and minimum per 32), q6_k (scale per 16).
 
-Layouts as GGUF files store them. Decoding equals ggml's bit for bit; encoding is a least-squares search of our own, so the
-bytes differ from other tools' while the error stays in the same range.
+Layouts as GGUF files store them: d and base (their dmin) are f16 of a superblock, s and z the scales and minima of its groups.
+Decoding equals ggml's bit for bit; encoding is a least-squares search of our own, so the bytes differ from other tools' while the
+error stays in the same range.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.formats import search
-from cpuspec.formats.tensor import F32, U8, Format
+from cpuspec.formats.format import F32, Affine, Format, Parts
+from cpuspec.formats.packing import bits, lanes, words
 
 SUPERBLOCK = 256
 
-Q2_K_LAYOUT = np.dtype([("scales", "u1", 16), ("codes", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
-Q3_K_LAYOUT = np.dtype([("high", "u1", 32), ("codes", "u1", 64), ("scales", "u1", 12), ("d", "<f2")])
-Q4_K_LAYOUT = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("codes", "u1", 128)])
-Q5_K_LAYOUT = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("codes", "u1", 128)])
-Q6_K_LAYOUT = np.dtype([("low", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("d", "<f2")])
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]  # shifts of the four two-bit codes of a byte
 
 
-def decode_q2_k(blocks: U8) -> F32:
-    """d * scale * code - dmin * minimum, with sixteen 4-bit scales (low halves) and minima (high halves)."""
-    fields = blocks.view(Q2_K_LAYOUT)
-    packed = fields["scales"].reshape(-1, 16)
-    return _apply_scales_and_minima(fields, packed & 0x0F, packed >> 4, codes_q2_k(fields))
-
-
-def encode_q2_k(values: F32) -> U8:
+def encode_q2_k(values: F32) -> Parts:
     """Scales and minima by least squares per 16 values, then codes for the scales as stored."""
-    fields = np.empty(len(values), Q2_K_LAYOUT)
-    scales, minima, codes = _encode_scales_and_minima(values.reshape(-1, 16, 16), 3, 15, fields)
-    fields["scales"] = scales | minima << 4
-    fields["codes"] = fields_q2_k(codes)["codes"]
-    return fields.view(np.uint8).reshape(-1, Q2_K_LAYOUT.itemsize)
+    parts = _encode_scales_and_minima(values.reshape(-1, 16, 16), 3, 15)
+    return {**parts, "scales": parts["s"] | parts["z"] << 4}
 
 
-def decode_q3_k(blocks: U8) -> F32:
-    """d * scale * (code - 4) with sixteen signed 6-bit scales; bit s of byte i of `high` is the third bit of value 32 s + i."""
-    fields = blocks.view(Q3_K_LAYOUT)
-    scales = fields["d"].astype(np.float32).reshape(-1, 1) * unpack_signed_scales(fields["scales"].reshape(-1, 12)).astype(
-        np.float32
-    )
-    codes = codes_q3_k(fields).reshape(-1, 16, 16).astype(np.float32)
-    return (scales[:, :, None] * (codes - np.float32(4))).reshape(-1, SUPERBLOCK)
-
-
-def encode_q3_k(values: F32) -> U8:
+def encode_q3_k(values: F32) -> Parts:
     """As q6_k with 8 codes and 64 scales."""
-    fields = np.empty(len(values), Q3_K_LAYOUT)
-    scales, codes = _encode_signed_scales(values.reshape(-1, 16, 16), 4, 32, fields)
-    fields["scales"] = pack_signed_scales(scales)
-    for name, part in fields_q3_k(codes).items():
-        fields[name] = part
-    return fields.view(np.uint8).reshape(-1, Q3_K_LAYOUT.itemsize)
+    parts = _encode_signed_scales(values.reshape(-1, 16, 16), 4, 32)
+    return {**parts, "scales": pack_signed_scales(parts["s"])}
 
 
-def decode_q4_k(blocks: U8) -> F32:
-    """d * scale * code - dmin * minimum, with eight 6-bit scales and minima; each 32 bytes hold two sub-blocks' nibbles."""
-    fields = blocks.view(Q4_K_LAYOUT)
-    return _apply_scales_and_minima(fields, *unpack_scales(fields["scales"].reshape(-1, 12)), codes_q4_k(fields))
-
-
-def encode_q4_k(values: F32) -> U8:
+def encode_q4_k(values: F32) -> Parts:
     """Scales and minima by least squares per 32 values, then codes for the scales as stored."""
-    fields = np.empty(len(values), Q4_K_LAYOUT)
-    scales, minima, codes = _encode_scales_and_minima(values.reshape(-1, 8, 32), 15, 63, fields)
-    fields["scales"] = pack_scales(scales, minima)
-    fields["codes"] = fields_q4_k(codes)["codes"]
-    return fields.view(np.uint8).reshape(-1, Q4_K_LAYOUT.itemsize)
+    return _encode_scales_and_minima(values.reshape(-1, 8, 32), 15, 63)
 
 
-def decode_q5_k(blocks: U8) -> F32:
-    """As q4_k with a fifth bit: bit s of byte i of `high` belongs to value i of sub-block s."""
-    fields = blocks.view(Q5_K_LAYOUT)
-    return _apply_scales_and_minima(fields, *unpack_scales(fields["scales"].reshape(-1, 12)), codes_q5_k(fields))
-
-
-def encode_q5_k(values: F32) -> U8:
+def encode_q5_k(values: F32) -> Parts:
     """As q4_k with 32 codes."""
-    fields = np.empty(len(values), Q5_K_LAYOUT)
-    scales, minima, codes = _encode_scales_and_minima(values.reshape(-1, 8, 32), 31, 63, fields)
-    fields["scales"] = pack_scales(scales, minima)
-    for name, part in fields_q5_k(codes).items():
-        fields[name] = part
-    return fields.view(np.uint8).reshape(-1, Q5_K_LAYOUT.itemsize)
+    return _encode_scales_and_minima(values.reshape(-1, 8, 32), 31, 63)
 
 
-def decode_q6_k(blocks: U8) -> F32:
-    """d * scale * (code - 32) with sixteen signed 8-bit scales.
+def encode_q6_k(values: F32) -> Parts:
+    """Scales by least squares per 16 values, then codes for the scales as stored."""
+    return _encode_signed_scales(values.reshape(-1, 16, 16), 32, 128)
+
+
+def parts_q2_k(fields: NDArray) -> Parts:
+    """Sixteen 4-bit scales (low halves) and minima (high halves), and codes 0..3, two bits each (`_pairs`)."""
+    return {"codes": _pairs(fields["codes"]), "s": fields["scales"] & 0x0F, "z": fields["scales"] >> 4}
+
+
+def fields_q2_k(parts: Parts) -> Parts:
+    """The field that holds the low two bits of codes."""
+    return {"codes": _packed_pairs(parts["codes"] & 3)}
+
+
+def parts_q3_k(fields: NDArray) -> Parts:
+    """Sixteen signed 6-bit scales, and codes 0..7: bit s of byte i of `high` is the third bit of value 32 s + i."""
+    codes = _pairs(fields["codes"]) | _top_bits(fields) << 2
+    return {"codes": codes, "s": unpack_signed_scales(fields["scales"])}
+
+
+def fields_q3_k(parts: Parts) -> Parts:
+    """The fields that hold codes 0..7."""
+    return {"high": _packed_top_bits(parts["codes"] >> 2), **fields_q2_k(parts)}
+
+
+def parts_q4_k(fields: NDArray) -> Parts:
+    """Eight 6-bit scales and minima, and codes 0..15: run i of 32 bytes holds group 2i in its low and 2i + 1 in its high halves."""
+    runs = fields["codes"].reshape(-1, 4, 1, 32)
+    scales, minima = unpack_scales(fields["scales"])
+    return {
+        "codes": (runs >> np.array([0, 4], np.uint8)[:, None] & 0x0F).reshape(-1, SUPERBLOCK),
+        "s": scales,
+        "z": minima,
+    }
+
+
+def fields_q4_k(parts: Parts) -> Parts:
+    """The fields that hold scales, minima and the low four bits of codes."""
+    runs = parts["codes"].reshape(-1, 4, 2, 32)
+    packed = (runs[:, :, 0] & 0x0F) | runs[:, :, 1] << 4
+    return {"codes": packed.reshape(-1, 128), "scales": pack_scales(parts["s"], parts["z"])}
+
+
+def parts_q5_k(fields: NDArray) -> Parts:
+    """As q4_k with a fifth bit: bit s of byte i of `high` belongs to value 32 s + i."""
+    parts = parts_q4_k(fields)
+    return {**parts, "codes": parts["codes"] | _top_bits(fields) << 4}
+
+
+def fields_q5_k(parts: Parts) -> Parts:
+    """The fields that hold scales, minima and codes 0..31."""
+    return {"high": _packed_top_bits(parts["codes"] >> 4), **fields_q4_k(parts)}
+
+
+def parts_q6_k(fields: NDArray) -> Parts:
+    """Sixteen signed 8-bit scales, and codes 0..63.
 
     Each half of 128 values: 64 bytes of low nibbles (values 0..63 low, 64..127 high) and 32 bytes of four two-bit tops each.
     """
-    fields = blocks.view(Q6_K_LAYOUT)
-    return _apply_signed_scales(fields, fields["scales"].reshape(-1, 16), codes_q6_k(fields), 32)
+    low = fields["low"].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 0x0F
+    return {"codes": low.reshape(-1, SUPERBLOCK) | _pairs(fields["high"]) << 4}
 
 
-def encode_q6_k(values: F32) -> U8:
-    """Scales by least squares per 16 values, then codes for the scales as stored."""
-    fields = np.empty(len(values), Q6_K_LAYOUT)
-    fields["scales"], codes = _encode_signed_scales(values.reshape(-1, 16, 16), 32, 128, fields)
-    for name, part in fields_q6_k(codes).items():
-        fields[name] = part
-    return fields.view(np.uint8).reshape(-1, Q6_K_LAYOUT.itemsize)
+def fields_q6_k(parts: Parts) -> Parts:
+    """The fields that hold codes 0..63."""
+    low = (parts["codes"] & 0x0F).reshape(-1, 2, 2, 64)
+    return {"low": (low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128), "high": _packed_pairs(parts["codes"] >> 4)}
 
 
 def unpack_scales(packed: NDArray) -> tuple[NDArray, NDArray]:
@@ -144,129 +149,77 @@ def pack_signed_scales(scales: NDArray) -> NDArray:
     return np.concatenate([low, np.bitwise_or.reduce(tops, axis=1)], axis=1)
 
 
-def codes_q2_k(fields: NDArray) -> NDArray:
-    """Codes 0..3, U8 [n, 256]: byte i of each half of 32 bytes holds values i, 32 + i, 64 + i and 96 + i of its 128."""
-    halves = fields["codes"].reshape(-1, 2, 1, 32)
-    return (halves >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, SUPERBLOCK)
+def _pairs(packed: NDArray) -> NDArray:
+    """Two-bit codes, U8 [n, 256]: byte i of each half of 32 bytes holds values i, 32 + i, 64 + i and 96 + i of its 128."""
+    return (packed.reshape(-1, 2, 1, 32) >> _PAIRS & 3).reshape(-1, SUPERBLOCK)
 
 
-def fields_q2_k(codes: NDArray) -> dict[str, NDArray]:
-    """The fields that hold the low two bits of codes of whole superblocks."""
-    pairs = (codes & 3).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
-    return {"codes": np.bitwise_or.reduce(pairs, axis=2).reshape(-1, 64)}
+def _packed_pairs(codes: NDArray) -> NDArray:
+    """The reverse of `_pairs`."""
+    return np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << _PAIRS, axis=2).reshape(-1, 64)
 
 
-def codes_q3_k(fields: NDArray) -> NDArray:
-    """Codes 0..7, U8 [n, 256], the third bit from `high`."""
-    high = fields["high"].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return codes_q2_k(fields) | (high << 2).reshape(-1, SUPERBLOCK)
+def _top_bits(fields: NDArray) -> NDArray:
+    """U8 [n, 256]: bit s of byte i of `high` belongs to value 32 s + i."""
+    return (fields["high"].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, SUPERBLOCK)
 
 
-def fields_q3_k(codes: NDArray) -> dict[str, NDArray]:
-    """The fields that hold codes 0..7 of whole superblocks."""
-    high = (codes >> 2).reshape(-1, 8, 32)
-    return {"high": np.packbits(high, axis=1, bitorder="little")[:, 0], **fields_q2_k(codes)}
+def _packed_top_bits(bits: NDArray) -> NDArray:
+    """The reverse of `_top_bits`."""
+    return np.packbits(bits.reshape(-1, 8, 32), axis=1, bitorder="little")[:, 0]
 
 
-def codes_q4_k(fields: NDArray) -> NDArray:
-    """Codes [n, 8, 32]: run i of 32 bytes holds sub-block 2i in its low halves and 2i + 1 in its high halves."""
-    runs = fields["codes"].reshape(-1, 4, 1, 32)
-    return (runs >> np.array([0, 4], np.uint8)[:, None] & 0x0F).reshape(-1, 8, 32)
+def _encode_scales_and_minima(groups: F32, largest: int, steps: int) -> Parts:
+    """Scales and minima 0..steps and codes 0..largest for groups [n, s, k], with d and base as f16 stores them."""
+    scale, minimum = _fit_asymmetric(groups, largest) if largest > 3 else _fit_few_codes(groups, largest)
+    d = (scale.max(axis=1, keepdims=True) / steps).astype("<f2")
+    base = (minimum.max(axis=1, keepdims=True) / steps).astype("<f2")
+    stored_d, stored_base = d.astype(np.float32), base.astype(np.float32)
+    scales = np.clip(np.rint(scale * search.inverse(stored_d)), 0, steps).astype(np.uint8)
+    minima = np.clip(np.rint(minimum * search.inverse(stored_base)), 0, steps).astype(np.uint8)
+    stored_scale = (stored_d * scales.astype(np.float32))[:, :, None]
+    stored_minimum = (stored_base * minima.astype(np.float32))[:, :, None]
+    codes = np.clip(np.rint((groups + stored_minimum) * search.inverse(stored_scale)), 0, largest).astype(np.uint8)
+    return {"codes": codes.reshape(len(groups), -1), "s": scales, "z": minima, "d": d, "base": base}
 
 
-def fields_q4_k(codes: NDArray) -> dict[str, NDArray]:
-    """The fields that hold codes [n, 8, 32]."""
-    return {"codes": ((codes[:, 0::2] & 0x0F) | codes[:, 1::2] << 4).reshape(-1, 128)}
-
-
-def codes_q5_k(fields: NDArray) -> NDArray:
-    """Codes [n, 8, 32], the fifth bit from `high`."""
-    high = fields["high"].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return codes_q4_k(fields) | high << 4
-
-
-def fields_q5_k(codes: NDArray) -> dict[str, NDArray]:
-    """The fields that hold codes [n, 8, 32]."""
-    return {"high": np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0], **fields_q4_k(codes)}
-
-
-def codes_q6_k(fields: NDArray) -> NDArray:
-    """Codes 0..63, U8 [n, 256]."""
-    low = fields["low"].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 0x0F
-    high = fields["high"].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 0x03
-    return low.reshape(-1, SUPERBLOCK) | high.reshape(-1, SUPERBLOCK) << 4
-
-
-def fields_q6_k(codes: NDArray) -> dict[str, NDArray]:
-    """The fields that hold codes 0..63 of whole superblocks."""
-    low = (codes & 0x0F).reshape(-1, 2, 2, 64)
-    high = (codes >> 4).reshape(-1, 2, 4, 32) << np.array([0, 2, 4, 6], np.uint8)[:, None]
-    return {"low": (low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128), "high": np.bitwise_or.reduce(high, axis=2).reshape(-1, 64)}
-
-
-def _apply_scales_and_minima(fields: NDArray, scales: NDArray, minima: NDArray, codes: NDArray) -> F32:
-    d = fields["d"].astype(np.float32).reshape(-1, 1) * scales.astype(np.float32)
-    m = fields["dmin"].astype(np.float32).reshape(-1, 1) * minima.astype(np.float32)
-    parts = codes.reshape(*scales.shape, -1).astype(np.float32)
-    return (d[:, :, None] * parts - m[:, :, None]).reshape(-1, SUPERBLOCK)
-
-
-def _apply_signed_scales(fields: NDArray, scales: NDArray, codes: NDArray, zero: int) -> F32:
-    d = fields["d"].astype(np.float32).reshape(-1, 1) * scales.astype(np.float32)
-    parts = codes.reshape(*scales.shape, -1).astype(np.float32) - np.float32(zero)
-    return (d[:, :, None] * parts).reshape(-1, SUPERBLOCK)
-
-
-def _encode_scales_and_minima(parts: F32, largest: int, steps: int, fields: NDArray) -> tuple[NDArray, NDArray, NDArray]:
-    """Fill d and dmin of `fields`; return scales and minima 0..steps, U8 [n, s], and codes 0..largest, U8 [n, s, k]."""
-    scale, minimum = _fit_asymmetric(parts, largest) if largest > 3 else _fit_few_codes(parts, largest)
-    fields["d"] = scale.max(axis=1) / steps
-    fields["dmin"] = minimum.max(axis=1) / steps
-    d = fields["d"].astype(np.float32)[:, None]
-    dmin = fields["dmin"].astype(np.float32)[:, None]
-    scales = np.clip(np.rint(scale * search.inverse(d)), 0, steps).astype(np.uint8)
-    minima = np.clip(np.rint(minimum * search.inverse(dmin)), 0, steps).astype(np.uint8)
-    stored_scale = (d * scales.astype(np.float32))[:, :, None]
-    stored_minimum = (dmin * minima.astype(np.float32))[:, :, None]
-    return scales, minima, np.clip(np.rint((parts + stored_minimum) * search.inverse(stored_scale)), 0, largest).astype(np.uint8)
-
-
-def _encode_signed_scales(parts: F32, largest: int, steps: int, fields: NDArray) -> tuple[NDArray, NDArray]:
-    """Fill d of `fields`; return scales -steps..steps - 1, I8 [n, s], and codes 0..2 largest - 1, U8 [n, s, k]."""
-    scale = _fit_symmetric(parts, largest)
+def _encode_signed_scales(groups: F32, largest: int, steps: int) -> Parts:
+    """Scales -steps..steps - 1 and codes 0..2 largest - 1 for groups [n, s, k], with d as f16 stores it."""
+    scale = _fit_symmetric(groups, largest)
     # The scale of largest magnitude becomes -steps, the end of the signed range that reaches furthest.
     peak = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
-    fields["d"] = (peak / -steps)[:, 0]
-    d = fields["d"].astype(np.float32)[:, None]
-    scales = np.clip(np.rint(scale * search.inverse(d)), -steps, steps - 1).astype(np.int8)
-    stored = (d * scales.astype(np.float32))[:, :, None]
-    return scales, (np.clip(np.rint(parts * search.inverse(stored)), -largest, largest - 1) + largest).astype(np.uint8)
+    d = (peak / -steps).astype("<f2")
+    stored_d = d.astype(np.float32)
+    scales = np.clip(np.rint(scale * search.inverse(stored_d)), -steps, steps - 1).astype(np.int8)
+    stored = (stored_d * scales.astype(np.float32))[:, :, None]
+    codes = (np.clip(np.rint(groups * search.inverse(stored)), -largest, largest - 1) + largest).astype(np.uint8)
+    return {"codes": codes.reshape(len(groups), -1), "s": scales, "d": d}
 
 
-def _fit_asymmetric(parts: NDArray, largest: int) -> tuple[NDArray, NDArray]:
-    """Scale and minimum (both >= 0, [n, s]) that bring scale * code - minimum closest to `parts` [n, s, k] in squared error.
+def _fit_asymmetric(groups: NDArray, largest: int) -> tuple[NDArray, NDArray]:
+    """Scale and minimum (both >= 0, [n, s]) that bring scale * code - minimum closest to `groups` [n, s, k] in squared error.
 
     Tries ranges a little narrower and wider than the block's own; for the codes of each, the best line through
     (code, value) has a closed form.
     """
-    lowest = np.minimum(parts.min(axis=2), 0)
-    span = parts.max(axis=2) - lowest
+    lowest = np.minimum(groups.min(axis=2), 0)
+    span = groups.max(axis=2) - lowest
     best_scale, best_minimum = span / largest, -lowest
     best_error = np.full(span.shape, np.inf, np.float32)
-    count = np.float32(parts.shape[2])
-    value_sum = parts.sum(axis=2)
+    count = np.float32(groups.shape[2])
+    value_sum = groups.sum(axis=2)
     for steps in np.linspace(largest - 1.5, largest + 1, 11, dtype=np.float32):
-        codes = np.clip(np.rint((parts - lowest[:, :, None]) * search.inverse(span / steps)[:, :, None]), 0, largest)
+        codes = np.clip(np.rint((groups - lowest[:, :, None]) * search.inverse(span / steps)[:, :, None]), 0, largest)
         code_sum = codes.sum(axis=2)
         square_sum = (codes * codes).sum(axis=2)
-        product_sum = (codes * parts).sum(axis=2)
+        product_sum = (codes * groups).sum(axis=2)
         slope = (count * product_sum - code_sum * value_sum) * search.inverse(count * square_sum - code_sum * code_sum)
         intercept = (value_sum - slope * code_sum) / count
         # The stored minimum cannot be negative: then the line goes through zero.
         through_zero = intercept > 0
         slope = np.where(through_zero, product_sum * search.inverse(square_sum), slope)
         minimum = np.where(through_zero, np.float32(0), -intercept)
-        error = np.square(slope[:, :, None] * codes - minimum[:, :, None] - parts).sum(axis=2)
+        error = np.square(slope[:, :, None] * codes - minimum[:, :, None] - groups).sum(axis=2)
         better = (error < best_error) & (slope > 0)
         best_scale = np.where(better, slope, best_scale)
         best_minimum = np.where(better, minimum, best_minimum)
@@ -274,34 +227,93 @@ def _fit_asymmetric(parts: NDArray, largest: int) -> tuple[NDArray, NDArray]:
     return best_scale, best_minimum
 
 
-def _fit_few_codes(parts: NDArray, largest: int) -> tuple[NDArray, NDArray]:
+def _fit_few_codes(groups: NDArray, largest: int) -> tuple[NDArray, NDArray]:
     """As `_fit_asymmetric`."""
-    groups = np.ascontiguousarray(parts.reshape(-1, parts.shape[2]).T)
-    d, zero = search.fit(groups, largest, search.FEW_CODES, lambda d, start: (d, np.maximum(-start * search.inverse(d), 0)))
-    return d.reshape(parts.shape[:2]), (d * zero).reshape(parts.shape[:2])
+    x = np.ascontiguousarray(groups.reshape(-1, groups.shape[2]).T)
+    d, zero = search.fit(x, largest, search.FEW_CODES, lambda d, start: (d, np.maximum(-start * search.inverse(d), 0)))
+    return d.reshape(groups.shape[:2]), (d * zero).reshape(groups.shape[:2])
 
 
 # How many codes the peak lies from zero in the searches of `_fit_symmetric`, by how many codes there are below zero.
 _PEAKS = {4: -4 / np.linspace(0.6, 1.15, 9), 32: np.linspace(-33, -29, 9)}
 
 
-def _fit_symmetric(parts: NDArray, largest: int) -> NDArray:
-    """Signed scale [n, s] that brings scale * code, codes -largest..largest - 1, closest to `parts` [n, s, k] in squared error."""
-    peak = np.take_along_axis(parts, np.abs(parts).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
+def _fit_symmetric(groups: NDArray, largest: int) -> NDArray:
+    """Signed scale [n, s] that brings scale * code, codes -largest..largest - 1, closest to `groups` [n, s, k] in squared error."""
+    peak = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
     best_scale = peak / -largest
     best_error = np.full(peak.shape, np.inf, np.float32)
     for steps in _PEAKS[largest].astype(np.float32):
-        codes = np.clip(np.rint(parts * search.inverse(peak / steps)[:, :, None]), -largest, largest - 1)
-        scale = (codes * parts).sum(axis=2) * search.inverse((codes * codes).sum(axis=2))
-        error = np.square(scale[:, :, None] * codes - parts).sum(axis=2)
+        codes = np.clip(np.rint(groups * search.inverse(peak / steps)[:, :, None]), -largest, largest - 1)
+        scale = (codes * groups).sum(axis=2) * search.inverse((codes * codes).sum(axis=2))
+        error = np.square(scale[:, :, None] * codes - groups).sum(axis=2)
         better = error < best_error
         best_scale = np.where(better, scale, best_scale)
         best_error = np.where(better, error, best_error)
     return best_scale
 
 
-Q2_K = Format("q2_k", SUPERBLOCK, Q2_K_LAYOUT.itemsize, decode_q2_k, encode_q2_k)
-Q3_K = Format("q3_k", SUPERBLOCK, Q3_K_LAYOUT.itemsize, decode_q3_k, encode_q3_k)
-Q4_K = Format("q4_k", SUPERBLOCK, Q4_K_LAYOUT.itemsize, decode_q4_k, encode_q4_k)
-Q5_K = Format("q5_k", SUPERBLOCK, Q5_K_LAYOUT.itemsize, decode_q5_k, encode_q5_k)
-Q6_K = Format("q6_k", SUPERBLOCK, Q6_K_LAYOUT.itemsize, decode_q6_k, encode_q6_k)
+_D, _BASE = lanes("d", "<f2", SUPERBLOCK), lanes("base", "<f2", SUPERBLOCK)
+
+Q2_K = Format(
+    "q2_k",
+    np.dtype([("scales", "u1", 16), ("codes", "u1", 64), ("d", "<f2"), ("base", "<f2")]),
+    SUPERBLOCK,
+    encode_q2_k,
+    parts_q2_k,
+    fields_q2_k,
+    Affine(1),
+    planes=(bits(2), lanes("scales", "u1", 16), _D, _BASE),
+    reader="q2_k",
+    gguf_type=10,
+)
+Q3_K = Format(
+    "q3_k",
+    np.dtype([("high", "u1", 32), ("codes", "u1", 64), ("scales", "u1", 12), ("d", "<f2")]),
+    SUPERBLOCK,
+    encode_q3_k,
+    parts_q3_k,
+    fields_q3_k,
+    Affine(4),
+    planes=(bits(2), bits(1, at=2), words("scales", 96 / SUPERBLOCK, "u1"), _D),
+    reader="q3_k",
+    gguf_type=11,
+)
+Q4_K = Format(
+    "q4_k",
+    np.dtype([("d", "<f2"), ("base", "<f2"), ("scales", "u1", 12), ("codes", "u1", 128)]),
+    SUPERBLOCK,
+    encode_q4_k,
+    parts_q4_k,
+    fields_q4_k,
+    Affine(1),
+    planes=(bits(4), lanes("s", "u1", 32), lanes("z", "u1", 32), _D, _BASE),
+    reader="superblocks",
+    gguf_type=12,
+)
+Q5_K = Format(
+    "q5_k",
+    np.dtype([("d", "<f2"), ("base", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("codes", "u1", 128)]),
+    SUPERBLOCK,
+    encode_q5_k,
+    parts_q5_k,
+    fields_q5_k,
+    Affine(1),
+    planes=(bits(4), bits(1, at=4), lanes("s", "u1", 32), lanes("z", "u1", 32), _D, _BASE),
+    reader="superblocks",
+    gguf_type=13,
+)
+Q6_K = Format(
+    "q6_k",
+    np.dtype([("low", "u1", 128), ("high", "u1", 64), ("s", "i1", 16), ("d", "<f2")]),
+    SUPERBLOCK,
+    encode_q6_k,
+    parts_q6_k,
+    fields_q6_k,
+    Affine(32),
+    planes=(bits(4), bits(2, at=4), lanes("s", "i1", 16), _D),
+    reader="q6_k",
+    gguf_type=14,
+)
+
+FORMATS = (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)

@@ -10,38 +10,27 @@ import numpy as np
 
 from cpuspec.errors import FormatError
 from cpuspec.formats.floats import BF16, F16, F32_FORMAT
-from cpuspec.formats.tensor import F32, U8, Format
+from cpuspec.formats.format import F32, U8, Affine, Format, Parts
 
 LANES = 16  # stored rows are padded with zeros to whole vectors, and to whole groups
 GROUP = 32
 
-INT8_LAYOUT = np.dtype([("d", "<f2"), ("m", "<f2"), ("codes", "i1", GROUP)])
 
+def encode_int8(values: F32) -> Parts:
+    """Codes -127..127 around the middle of the group's range, which is `base`: against codes around zero that halves the loss.
 
-def decode_int8(blocks: U8) -> F32:
-    """d * code + m."""
-    fields = blocks.view(INT8_LAYOUT)[:, 0]
-    return fields["d"].astype(np.float32)[:, None] * fields["codes"].astype(np.float32) + fields["m"].astype(np.float32)[:, None]
-
-
-def encode_int8(values: F32) -> U8:
-    """Codes -127..127 around m, the middle of the group's range: against codes around zero that halves the loss.
-
-    d and m are rounded first, so that codes make up for it. What is not finite makes d or m so.
+    d and base are rounded first, so that codes make up for it. A group with a number that is not finite gets such a d or base.
     """
     half = np.float32(0.5)
     middle = values.min(axis=1, keepdims=True) * half + values.max(axis=1, keepdims=True) * half
-    m = middle.astype(np.float16)
-    centred = values - m.astype(np.float32)
+    base = middle.astype(np.float16)
+    centred = values - base.astype(np.float32)
     d = (np.abs(centred).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float16)
     inverse = np.where(d > 0, np.float32(1) / d.astype(np.float32), np.float32(0))
-    fields = np.empty(len(values), INT8_LAYOUT)
-    fields["d"], fields["m"] = d[:, 0], m[:, 0]
-    fields["codes"] = np.nan_to_num(np.clip(np.rint(centred * inverse), -127, 127)).astype(np.int8)
-    return fields.view(np.uint8).reshape(-1, INT8_LAYOUT.itemsize)
+    return {"d": d, "base": base, "codes": np.nan_to_num(np.clip(np.rint(centred * inverse), -127, 127)).astype(np.int8)}
 
 
-INT8 = Format("int8", GROUP, INT8_LAYOUT.itemsize, decode_int8, encode_int8)
+INT8 = Format("int8", np.dtype([("d", "<f2"), ("base", "<f2"), ("codes", "i1", GROUP)]), GROUP, encode_int8, affine=Affine(-1))
 
 KV_FORMATS: Mapping[str, Format] = MappingProxyType({row.name: row for row in (F32_FORMAT, F16, BF16, INT8)})
 
@@ -70,7 +59,7 @@ def encode_rows(format: Format, rows: F32) -> U8:
     padded = np.zeros((*rows.shape[:-1], stored_dims(format, rows.shape[-1])), np.float32)
     padded[..., : rows.shape[-1]] = rows
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        return format.encode_blocks(padded.reshape(-1, format.block_size)).reshape(*rows.shape[:-1], -1)
+        return format.join(format.encode_blocks(padded.reshape(-1, format.block_size))).reshape(*rows.shape[:-1], -1)
 
 
 def rounded(format: Format, rows: F32) -> F32:

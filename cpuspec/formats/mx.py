@@ -7,27 +7,21 @@ exceeds 6 becomes 6.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cpuspec.formats.format import F32, Affine, Format, Parts
 from cpuspec.formats.legacy import BLOCK, codes_4_bits, fields_4_bits
-from cpuspec.formats.tensor import F32, U8, Format
-
-MXFP4_LAYOUT = np.dtype([("e", "u1"), ("codes", "u1", 16)])
+from cpuspec.formats.packing import bits, lanes
 
 # Twice the value of each code, which makes them integers. Code 8 means zero as code 0 does; ggml gives it no sign either.
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
-_VALUES = np.array(E2M1_DOUBLED, np.float32)
+# By exponent byte, half the scale: 2^(e - 128).
 HALF_SCALES = np.ldexp(np.float32(1), np.arange(256) - 128)
 HALF_SCALES[255] = np.nan
 
 
-def decode_mxfp4(blocks: U8) -> F32:
-    """2^(e - 127) * E2M1; every value of a block whose e is 255 is nan."""
-    fields = blocks.view(MXFP4_LAYOUT)
-    return HALF_SCALES[fields["e"]].reshape(-1, 1) * _VALUES[codes_4_bits(fields)]
-
-
-def encode_mxfp4(values: F32) -> U8:
+def encode_mxfp4(values: F32) -> Parts:
     """The shared exponent of the largest magnitude less 2 (6 = 1.5 * 2^2 is the largest E2M1), cut to 2^-127 and up."""
     magnitudes = np.abs(values)
     # The exponent field of an f32 is floor(log2) + 127, without the rounding of a logarithm; 0 where that is below 2^-126.
@@ -38,10 +32,22 @@ def encode_mxfp4(values: F32) -> U8:
     codes = np.minimum(np.where(scaled < 2, np.rint(scaled * 2), coarse), 7).astype(np.uint8)
     # Zeros have no sign: other tools write code 0 for them.
     codes |= np.where((values < 0) & (codes > 0), np.uint8(8), np.uint8(0))
-    fields = np.empty(len(values), MXFP4_LAYOUT)
-    fields["e"] = e[:, 0]
-    fields["codes"] = fields_4_bits(codes)["codes"]
-    return fields.view(np.uint8).reshape(-1, MXFP4_LAYOUT.itemsize)
+    return {"e": e, "codes": codes}
 
 
-MXFP4 = Format("mxfp4", BLOCK, MXFP4_LAYOUT.itemsize, decode_mxfp4, encode_mxfp4)
+def _parts(fields: NDArray) -> Parts:
+    return {"d": HALF_SCALES[fields["e"]], **codes_4_bits(fields)}
+
+
+MXFP4 = Format(
+    "mxfp4",
+    np.dtype([("e", "u1"), ("codes", "u1", 16)]),
+    BLOCK,
+    encode_mxfp4,
+    _parts,
+    fields_4_bits,
+    Affine(levels=E2M1_DOUBLED),
+    planes=(bits(4), lanes("e", "u1", BLOCK)),
+    reader="levels",
+    gguf_type=39,
+)

@@ -1,7 +1,4 @@
-"""A weight format as a table row, and a tensor that stays in the bytes of its own file format.
-
-Numpy only. The meaning of each format lives in the modules beside this one; kernels repack these bytes, never redefine them.
-"""
+"""A tensor that stays in the bytes of its own file format. Kernels repack these bytes and never redefine them."""
 
 import math
 from collections.abc import Callable
@@ -11,82 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cpuspec.errors import FormatError
-
-U8 = NDArray[np.uint8]
-F32 = NDArray[np.float32]
-
-# Values decoded or encoded at a time: temporaries of this size stay in a core's cache, which is several times faster than
-# streaming them through memory, and they bound the memory that a large tensor needs besides its result.
-_CHUNK_VALUES = 1 << 17
-
-
-@dataclass(frozen=True)
-class Format:
-    """One weight format: blocks of `block_size` consecutive values of a row in `block_bytes` bytes.
-
-    decode_blocks: U8 [n, block_bytes] -> F32 [n, block_size]; encode_blocks the reverse. Both are plain vectorised functions;
-    `decode` and `encode` are what callers use.
-    """
-
-    name: str
-    block_size: int
-    block_bytes: int
-    decode_blocks: Callable[[U8], F32]
-    encode_blocks: Callable[[F32], U8]
-
-    @property
-    def bits(self) -> float:
-        """Bits per weight, scales included."""
-        return 8 * self.block_bytes / self.block_size
-
-    def row_bytes(self, in_features: int) -> int:
-        """Bytes of a row of `in_features` values. Raises FormatError if they do not fill whole blocks."""
-        if in_features % self.block_size:
-            raise FormatError(
-                f"{self.name} needs in_features divisible by {self.block_size}, got {in_features}; "
-                + ("use q4_0 or q8_0 for this tensor" if in_features % 32 == 0 else "use f16, bf16 or f32 for this tensor")
-            )
-        return in_features // self.block_size * self.block_bytes
-
-    def decode(self, data: U8) -> F32:
-        """The values of `data`, U8 [..., n_blocks * block_bytes], as F32 [..., n_blocks * block_size]."""
-        if data.dtype != np.uint8 or data.ndim == 0 or data.shape[-1] % self.block_bytes:
-            raise FormatError(f"{self.name} wants uint8 rows of {self.block_bytes}-byte blocks, got {data.dtype} {data.shape}")
-        values = np.empty((*data.shape[:-1], data.shape[-1] // self.block_bytes * self.block_size), np.float32)
-        blocks = np.ascontiguousarray(data).reshape(-1, self.block_bytes)
-        out = values.reshape(-1, self.block_size)
-        step = max(1, _CHUNK_VALUES // self.block_size)
-        # A lying file may hold scales of inf or nan; they decode to what they say.
-        with np.errstate(invalid="ignore", over="ignore"):
-            for start in range(0, len(blocks), step):
-                out[start : start + step] = self.decode_blocks(blocks[start : start + step])
-        return values
-
-    def encode(self, values: ArrayLike) -> U8:
-        """The nearest representation found for `values` [..., K], as U8 [..., row_bytes(K)].
-
-        Raises FormatError if K does not fill whole blocks, if a block format is given a value that is not finite,
-        or if a finite value would become infinite.
-        """
-        source = np.asarray(values, dtype=np.float32, order="C")
-        if source.ndim == 0:
-            raise FormatError(f"{self.name} encodes rows, got a single number")
-        data = np.empty((*source.shape[:-1], self.row_bytes(source.shape[-1])), np.uint8)
-        blocks = source.reshape(-1, self.block_size)
-        out = data.reshape(-1, self.block_bytes)
-        step = max(1, _CHUNK_VALUES // self.block_size)
-        for start in range(0, len(blocks), step):
-            chunk = blocks[start : start + step]
-            finite = np.isfinite(chunk)
-            if self.block_size > 1 and not finite.all():
-                raise FormatError(f"{self.name} cannot hold {chunk[~finite][0]}: every value must be finite")
-            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                encoded = self.encode_blocks(chunk)
-                lost = finite & ~np.isfinite(self.decode_blocks(encoded))
-            if lost.any():
-                raise FormatError(f"{self.name} cannot hold {chunk[lost][0]}: f16 is exceeded; use bf16 or f32")
-            out[start : start + step] = encoded
-        return data
+from cpuspec.formats.format import CHUNK_VALUES, F32, U8, Format
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +109,7 @@ class Cast:
         """The tensor, with nothing else of its size allocated. Raises FormatError as `Format.encode` does."""
         rows, columns = self.source.data.reshape(-1, self.source.data.shape[-1]), self.shape[-1]
         data = np.empty((len(rows), self.format.row_bytes(columns)), np.uint8)
-        step = max(1, _CHUNK_VALUES // columns)
+        step = max(1, CHUNK_VALUES // columns)
         for start in range(0, len(rows), step):
             data[start : start + step] = self.recode(rows[start : start + step], self.source.format, self.format)
         return QuantTensor(self.format, self.shape, data.reshape(*self.shape[:-1], -1))

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
+from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import simd
 from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, start_field, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, READERS, Group, Ops
@@ -24,7 +24,7 @@ from cpuspec.kernels.readers import AHEAD, READERS, Group, Ops
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 
 _TOGETHER = 4  # rows that are multiplied at once: eight registers of sums
-_GROUPS = STRETCH // GROUP
+_GROUPS = PANEL // GROUP
 _HALVES = 2  # registers of a tile's 16 outputs
 
 _BYTES, _WORDS, _SUMS = (ir.VectorType(simd.I8, 32), ir.VectorType(simd.I16, 16), ir.VectorType(simd.I32, 8))
@@ -192,7 +192,7 @@ def rows_pass(
     Few rows take one group at a time, of each strand in turn; many a stretch. finish(strand, row, values): what to do with a row's
     16 outputs.
     """
-    stretch, record_bytes = stretch_bytes(FORMATS[name]), ORDERS[order]
+    stretch, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
     share = stretch // _GROUPS
     groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
     unpacked, sums = _Unpacked(o, name, order), o.room(64 * MANY)  # or of BLOCK_ROWS for each strand

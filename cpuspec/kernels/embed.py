@@ -140,7 +140,7 @@ _DECODERS: Mapping[str, Decoder] = MappingProxyType(
         "q5_k": _k(top_bit=True),
         "q6_k": _q6_k,
         "mxfp4": _mxfp4,
-        **{name: _int4(int4.group_size(layout), "zero" in (layout.names or ())) for name, layout in int4.LAYOUTS.items()},
+        **{row.name: _int4(row.block_size, "z" in (row.layout.names or ())) for row in int4.FORMATS},
     }
 )
 

@@ -88,11 +88,11 @@ def _rounded(x, largest):
     return _smaller(_larger(simd.round_f32(x), _all(_ZERO)), largest)
 
 
-def _lowbit(layout: np.dtype[Any]) -> Encoder:
+def _lowbit(row: Format) -> Encoder:
     """As `lowbit.encode`."""
-    bits, size, stride = lowbit.code_bits(layout), lowbit.group_size(layout), layout.itemsize
-    fields: Any = layout.fields
-    zero_at, codes_at, high_at = (fields[name][1] if name in fields else 0 for name in ("zero", "codes", "high"))
+    bits, size, stride = row.code_bits, row.block_size, row.block_bytes
+    fields: Any = row.layout.fields
+    zero_at, codes_at, high_at = (fields[name][1] if name in fields else 0 for name in ("z", "codes", "high"))
     count, largest_code = np.float32(size), np.float32(2**bits - 1)
     shares = tuple(np.float32(share / largest_code) for share, _ in search.FEW_CODES)
     moves = tuple(np.float32(move - largest_code / 2) for _, move in search.FEW_CODES)
@@ -191,9 +191,7 @@ def _mxfp4(values, blocks, out, x):
     return np.int64(refused)
 
 
-_ENCODERS: Mapping[str, Encoder] = MappingProxyType(
-    {"mxfp4": _mxfp4, **{name: _lowbit(layout) for name, layout in lowbit.LAYOUTS.items()}}
-)
+_ENCODERS: Mapping[str, Encoder] = MappingProxyType({"mxfp4": _mxfp4, **{row.name: _lowbit(row) for row in lowbit.FORMATS}})
 
 
 @cache

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.packing import GROUP, STRETCH, stretch_bytes
+from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import avx2, isa, machine_code, simd, tiles
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS, Ops
@@ -35,7 +35,7 @@ _STRANDS = 4
 _STRANDED_ROWS = 8
 _LONG = 128 << 10  # bytes of a strand from which on tile registers gain by it
 
-_GROUPS = STRETCH // GROUP
+_GROUPS = PANEL // GROUP
 
 # Bytes of activations that are multiplied with some tiles before the next ones are: what stays near a core with the tiles.
 _NEAR = 640 << 10
@@ -52,7 +52,7 @@ def _quantized_pass(
     o: Ops, name: str, order: str, rows: int, tile: Any, in_features: Any, acts: Any, block_rows: Any, strands: Any, apart: Any
 ) -> Callable[[Any, int], Any]:
     """The 16 outputs of a strand's tile for a row, by their numbers, from activations in records. apart: bytes between tiles."""
-    stretch = stretch_bytes(FORMATS[name])
+    stretch = panel_bytes(FORMATS[name])
     share = stretch // _GROUPS
     groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
     stride = o.times(block_rows, ORDERS[order])

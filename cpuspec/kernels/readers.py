@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from cpuspec.formats import int4, lowbit
+from cpuspec.formats import FORMATS, Format, lowbit
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.kernels import simd
 from cpuspec.kernels.simd import i32x16
@@ -294,26 +294,36 @@ def _q6_k(o: Ops, at: Any, groups: Any, group: Any) -> Group:
     return Group(6, codes, halves, 32)
 
 
-READERS: Mapping[str, Reader] = MappingProxyType(
+def _blocks_of(row: Format) -> Reader:
+    zero = 0 if "base" in (row.layout.names or ()) else 1 << row.code_bits - 1
+    return _legacy(64 * row.code_bits, zero, top_bit=row.code_bits == 5)
+
+
+# By the `reader` of a format's row.
+_KINDS: Mapping[str, Callable[[Format], Reader]] = MappingProxyType(
     {
-        "q4_0": _legacy(256, 8),
-        "q4_1": _legacy(256, 0),
-        "q5_0": _legacy(320, 16, top_bit=True),
-        "q5_1": _legacy(320, 0, top_bit=True),
-        "q8_0": _q8_0,
-        "q2_k": _q2_k,
-        "q3_k": _q3_k,
-        "q4_k": _k(256, top_bit=False),
-        "q5_k": _k(320, top_bit=True),
-        "q6_k": _q6_k,
-        "mxfp4": _mxfp4,
-        **{
-            name: _int4(int4.group_size(layout), asymmetric="zero" in (layout.names or ())) for name, layout in int4.LAYOUTS.items()
-        },
-        **{name: _lowbit(lowbit.code_bits(layout), lowbit.group_size(layout)) for name, layout in lowbit.LAYOUTS.items()},
+        "blocks": _blocks_of,
+        "bytes": lambda row: _q8_0,
+        "levels": lambda row: _mxfp4,
+        "groups": lambda row: _int4(row.block_size, asymmetric="z" in (row.layout.names or ())),
+        "few_bits": lambda row: _lowbit(row.code_bits, row.block_size),
+        "superblocks": lambda row: _k(64 * row.code_bits, top_bit=row.code_bits == 5),
+        "q2_k": lambda row: _q2_k,
+        "q3_k": lambda row: _q3_k,
+        "q6_k": lambda row: _q6_k,
     }
 )
-NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType({"f32": (64, "f32"), "f16": (32, "f16")})
-PAIRED = "bf16"  # numbers in pairs of inputs
+_BYTES_OF_16_NUMBERS = {"f32": 64, "f16": 32}
+
+READERS: Mapping[str, Reader] = MappingProxyType(
+    {name: _KINDS[row.reader](row) for name, row in FORMATS.items() if row.reader in _KINDS}
+)
+NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType(
+    {name: (_BYTES_OF_16_NUMBERS[row.reader], row.reader) for name, row in FORMATS.items() if row.reader in _BYTES_OF_16_NUMBERS}
+)
+(PAIRED,) = (name for name, row in FORMATS.items() if row.reader == "pairs")  # numbers in pairs of inputs
 # Scales that a group has, where it is not one.
 NUM_SCALES: Mapping[str, int] = MappingProxyType({"q2_k": 2, "q3_k": 2, "q6_k": 2})
+
+if unread := FORMATS.keys() - READERS.keys() - NUMBERS.keys() - {PAIRED}:
+    raise AssertionError(f"formats {sorted(unread)} name readers that do not exist; wanted one of {', '.join(_KINDS)}")

@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.packing import GROUP, STRETCH, TILE, stretch_bytes
+from cpuspec.formats.packing import GROUP, PANEL, TILE, panel_bytes
 from cpuspec.kernels import isa, simd
 from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group, Ops
@@ -24,7 +24,7 @@ _LEAST, _LEAST_OF_HALVES = 13, 17  # fewer rows are quicker without; the latter 
 _TOGETHER = 8  # rows that are summed at once
 _TURNS = 2 + BLOCK_ROWS // _TOGETHER  # through the groups of a batch: to unpack them, for their dots, for the sums of each 8 rows
 
-_GROUPS = STRETCH // GROUP
+_GROUPS = PANEL // GROUP
 
 # Tile registers: totals, rows of activations, codes.
 _TOTALS, _ACTS, _CODES = (0, 1, 2, 3), 4, 5
@@ -104,7 +104,7 @@ def many_rows_pass(
     summed, in the order of the groups. Sums of rows that a block does not have are made of whatever follows it, and nobody
     reads them. finish(strand, row, values): what to do with a row's 16 outputs.
     """
-    stretch, record_bytes = stretch_bytes(FORMATS[name]), ORDERS[order]
+    stretch, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
     groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
     stack, sums = _Stack(o, name, order), o.room(64 * MANY)  # or of BLOCK_ROWS for each strand
     num_blocks = o.rounded_up(rows, BLOCK_ROWS)

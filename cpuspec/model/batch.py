@@ -156,17 +156,17 @@ class ForwardOutput:
 def visible(batch: ForwardBatch, sequence: int, prefix: int, window: int | None = None) -> NDArray[np.bool_]:
     """Which cache indices each row of a sequence attends to, [rows, prefix + rows].
 
-    A row's path is the prefix, its ancestors and the row itself; it sees the last `window` tokens of that, None for all.
+    A row's path is the prefix, its ancestors and the row itself. It sees the last `window` tokens of its path, None for all.
     """
     start, end = batch.q_start[sequence], batch.q_start[sequence + 1]
-    mask = np.zeros((end - start, prefix + end - start), np.bool_)
-    mask[:, :prefix] = True
-    for row in range(end - start):
-        parent = row - 1 if batch.parents is None else batch.parents[start + row] - start
-        if parent >= 0:
-            mask[row, prefix:] = mask[parent, prefix:]
-        mask[row, prefix + row] = True
+    own = np.tri(end - start, dtype=np.bool_)
+    if batch.parents is not None:
+        own = np.eye(end - start, dtype=np.bool_)
+        for row, parent in enumerate(batch.parents[start:end] - start):
+            if parent >= 0:
+                own[row] |= own[parent]
+    mask = np.concatenate([np.ones((end - start, prefix), np.bool_), own], axis=1)
     if window is not None:
-        num_after = mask[:, ::-1].cumsum(axis=1)[:, ::-1]  # tokens of the path from each one on
-        mask &= num_after <= window
+        places = np.concatenate([np.arange(1 - prefix, 1), own.sum(axis=1)])  # along any path; the prefix ends at 0
+        mask &= places[prefix:, None] - places < window
     return mask

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cpuspec.backends import BACKENDS, OWN_SETTINGS, make_backend
+from cpuspec.backends import BACKENDS, OWN_SETTINGS, make_backend, packed
 from cpuspec.backends.numpy_backend import NumpyBackend
-from cpuspec.checkpoints import Checkpoint, packed
+from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, RopeScaling
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import FORMATS, QuantTensor

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.checkpoints import open_checkpoint, packed
+from cpuspec.backends import packed
+from cpuspec.backends.packed import packed_files
+from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.mapped import map_file
-from cpuspec.checkpoints.packed import packed_files
 from cpuspec.errors import CheckpointError, ConfigError
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.int4 import LAYOUTS
+from cpuspec.formats.int4 import FORMATS as ROWS
 
-every_int4 = pytest.mark.parametrize("name", LAYOUTS)
-SYMMETRIC = [name for name in LAYOUTS if not name.endswith("_asym")]
-ASYMMETRIC = [name for name in LAYOUTS if name.endswith("_asym")]
+NAMES = [row.name for row in ROWS]
+
+every_int4 = pytest.mark.parametrize("name", NAMES)
+SYMMETRIC = [name for name in NAMES if not name.endswith("_asym")]
+ASYMMETRIC = [name for name in NAMES if name.endswith("_asym")]
 
 
 def group(name: str) -> int:

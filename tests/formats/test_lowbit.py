@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.lowbit import LAYOUTS
+from cpuspec.formats.lowbit import FORMATS as ROWS
 
-every_lowbit = pytest.mark.parametrize("name", LAYOUTS)
+NAMES = [row.name for row in ROWS]
+
+every_lowbit = pytest.mark.parametrize("name", NAMES)
 
 
 def bits(name: str) -> int:

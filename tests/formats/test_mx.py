@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cpuspec.formats import FORMATS
-from cpuspec.formats.mx import E2M1_DOUBLED, MXFP4_LAYOUT
+from cpuspec.formats.mx import E2M1_DOUBLED
 
 MXFP4 = FORMATS["mxfp4"]
 MAGNITUDES = [Fraction(value) for value in ("0", "0.5", "1", "1.5", "2", "3", "4", "6")]
@@ -16,7 +16,7 @@ MAGNITUDES = [Fraction(value) for value in ("0", "0.5", "1", "1.5", "2", "3", "4
 
 def blocks(e: np.ndarray | int, codes: np.ndarray) -> np.ndarray:
     """The bytes of blocks that hold codes [n, 32] under scales e."""
-    fields = np.empty(len(codes), MXFP4_LAYOUT)
+    fields = np.empty(len(codes), MXFP4.layout)
     fields["e"], fields["codes"] = e, codes[:, :16] | codes[:, 16:] << 4
     return fields.view(np.uint8).reshape(-1, 17)
 

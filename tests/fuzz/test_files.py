@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpuspec.checkpoints import packed
+from cpuspec.backends import packed
 from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.recipes import find_recipe, load_all, read_recipe
 from cpuspec.cli.parity import describe_parity

@@ -9,7 +9,6 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS, QuantTensor
-from cpuspec.formats.mx import MXFP4_LAYOUT
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import simd
 from cpuspec.kernels.alone import activations, multiply
@@ -207,7 +206,7 @@ def test_a_nan_input_reaches_every_output(format_name: str, order: str) -> None:
 
 @pytest.mark.parametrize("order", ["int8", "int16"])
 def test_the_scales_of_mxfp4_are_exact_from_the_smallest_on_and_nan_stays_nan(order: str) -> None:
-    fields = np.zeros((256, 1), MXFP4_LAYOUT)
+    fields = np.zeros((256, 1), FORMATS["mxfp4"].layout)
     fields["e"][:, 0] = np.arange(256)
     fields["codes"][:, 0, 3] = np.where(np.arange(256) % 2, 0x01, 0x90)  # 0.5 or -0.5
     tensor = QuantTensor(FORMATS["mxfp4"], (256, 32), fields.view(np.uint8))

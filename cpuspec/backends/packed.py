@@ -26,11 +26,12 @@ from typing import BinaryIO
 import numpy as np
 
 from cpuspec import formats
+from cpuspec.backends.weights import WeightTensor
 from cpuspec.checkpoints.jsonfile import JsonFields, parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import boot_id, cache_dir, packed_limit_bytes, sources_digest, who_else_writes
 from cpuspec.errors import CheckpointError
-from cpuspec.formats import Cast, QuantTensor
+from cpuspec.formats import Cast
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack, tile_bytes
 from cpuspec.formats.tensor import U8
 
@@ -55,11 +56,8 @@ _log = logging.getLogger(__name__)
 _FINGERPRINT = sources_digest(Path(formats.__file__).parent)
 
 
-Matrix = QuantTensor | Cast
-
-
 def packed_matrices(
-    name: str, tensors: Mapping[str, Matrix], threads: int, keep: bool = True, mmap: bool = True
+    name: str, tensors: Mapping[str, WeightTensor], threads: int, keep: bool = True, mmap: bool = True
 ) -> dict[str, PackedTensor]:
     """Every tensor, all of them matrices, in kernel order: mapped from the disk if an earlier start left them there.
 
@@ -118,7 +116,7 @@ def packed_files() -> list[tuple[Path, int]]:
 class _PackedFile:
     """The one file that these tensors may come from."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Matrix], pool: Executor, mmap: bool) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, WeightTensor], pool: Executor, mmap: bool) -> None:
         self._tensors, self._pool, self._mmap = tensors, pool, mmap
         self._offsets: dict[str, int] = {}  # behind the head
         index = []
@@ -308,11 +306,11 @@ def _note_verified(path: Path, status: os.stat_result) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def _tiles(tensor: Matrix) -> int:
+def _tiles(tensor: WeightTensor) -> int:
     return -(-tensor.shape[0] // TILE)
 
 
-def _pack(tensor: Matrix) -> PackedTensor:
+def _pack(tensor: WeightTensor) -> PackedTensor:
     if isinstance(tensor, Cast):
         source, tensor = tensor.source, tensor.made()
     else:
@@ -322,7 +320,7 @@ def _pack(tensor: Matrix) -> PackedTensor:
     return packed
 
 
-def _identity(tensor: Matrix) -> tuple[object, ...]:
+def _identity(tensor: WeightTensor) -> tuple[object, ...]:
     """What changes whenever the bytes of a tensor do: for those in a file its size and time of change, their place, and samples
     of them; for others a hash of them all. A cast is known by its source."""
     if isinstance(tensor, Cast):

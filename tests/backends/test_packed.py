@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpuspec.checkpoints import mapped, packed
+from cpuspec.backends import packed
+from cpuspec.backends.packed import packed_directory, packed_files, packed_matrices
+from cpuspec.checkpoints import mapped
 from cpuspec.checkpoints.mapped import give_back_pages, map_file, place_in_file
-from cpuspec.checkpoints.packed import packed_directory, packed_files, packed_matrices
 from cpuspec.errors import ConfigError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
 from cpuspec.formats.packing import pack

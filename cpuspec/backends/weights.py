@@ -1,0 +1,74 @@
+"""What every backend does when it loads a checkpoint: the tied output matrix, casts, and weights that are in memory once.
+
+Knows names and tensor objects. What a weight becomes (packed for kernels, dequantized, a torch tensor) is the backend's affair:
+
+    tensors = weight_tensors(checkpoint, casts)
+    weights = LoadedWeights(tensors, load, share._weights if share else None)
+    weights["layers.0.q"], weights.num_bytes, weights.shared_bytes
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.formats import Cast, Format, QuantTensor
+
+WeightTensor = QuantTensor | Cast
+
+
+class Weight(Protocol):
+    """A weight as a backend keeps it: a numpy or torch array, a PackedTensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one forward reads."""
+        ...
+
+
+W = TypeVar("W", bound=Weight)
+
+
+def weight_tensors(
+    checkpoint: Checkpoint, casts: Mapping[str, Format], cast: Callable[[QuantTensor, Format], Cast] = Cast
+) -> dict[str, WeightTensor]:
+    """The checkpoint's tensors by name, with an `output` matrix, and cast to another format where `casts` names one.
+
+    A tied output is the very tensor object of `embed`. cast: makes a cast; a backend may have a faster way to the same bytes.
+    """
+    tensors = dict(checkpoint.tensors)
+    if checkpoint.config.tied_embeddings:
+        tensors["output"] = tensors["embed"]
+    return {name: cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
+
+
+class LoadedWeights(Mapping[str, W]):
+    """Weights by tensor name, as a backend keeps them.
+
+    load: makes the weights of tensors, by name; it is called once, with every tensor that `share` has not loaded.
+    share: weights of the same kind, of a model that this one takes turns with. A tensor object that is loaded there is used here.
+    Tensors are held weakly: a checkpoint that nobody holds is let go, and its weights stay.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, WeightTensor],
+        load: Callable[[Mapping[str, WeightTensor]], Mapping[str, W]],
+        share: "LoadedWeights[W] | None" = None,
+    ) -> None:
+        loaded: Mapping[WeightTensor, W] = share._by_tensor if share else {}
+        new = load({name: tensor for name, tensor in tensors.items() if tensor not in loaded})
+        self._by_name = {name: new[name] if name in new else loaded[tensor] for name, tensor in tensors.items()}
+        self._by_tensor: WeakKeyDictionary[WeightTensor, W] = WeakKeyDictionary()
+        self._by_tensor.update({tensor: self._by_name[name] for name, tensor in tensors.items()})
+        self.num_bytes = sum(weight.nbytes for weight in self._by_name.values())
+        self.shared_bytes = self.num_bytes - sum(weight.nbytes for weight in new.values())
+
+    def __getitem__(self, name: str) -> W:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)

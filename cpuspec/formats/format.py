@@ -1,0 +1,211 @@
+"""A weight format as one complete row: how a file lays out a block, what its numbers mean, and how kernels find them.
+
+A block is a record of `layout`. Taken apart, it is `codes` and the factors of one formula, under the formula's names (`Scales`):
+
+    value = d * s * level(code) - base * z * zero
+
+d and base belong to a block, s and z to a group within it. In f32 every product is exact, so a value is the file's, bit for bit.
+A new format is a file beside this one with its row, and a line in `formats.FORMATS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cpuspec.errors import FormatError
+
+U8 = NDArray[np.uint8]
+F32 = NDArray[np.float32]
+Parts = dict[str, NDArray[Any]]  # what blocks or rows hold, by name: [n, numbers of each]
+
+# Values decoded or encoded at a time: temporaries of this size stay in a core's cache, which is several times faster than
+# streaming them through memory, and they bound the memory that a large tensor needs besides its result.
+CHUNK_VALUES = 1 << 17
+
+# Fields that hold bits of codes. They are no parts of their own.
+_CODE_BITS = ("low", "high")
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Where a part, or some bits of it, lies in a packed panel: [steps along the inputs][16 rows]."""
+
+    part: str
+    bits: float  # per weight
+    lay: Callable[[NDArray[Any]], NDArray[Any]]  # part of 16n rows -> [n, steps, 16]
+    lift: Callable[[NDArray[Any]], NDArray[Any]]  # the inverse
+
+
+class Scales(NamedTuple):
+    """The factors of the formula, of numpy or of another library: d and base [N, blocks], s and z [N, groups]."""
+
+    d: Any
+    s: Any = None  # None: 1
+    base: Any = None  # None: d
+    z: Any = None  # None: s
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The constants of the formula."""
+
+    zero: float = 0.0
+    levels: tuple[int, ...] | None = None  # None: a code is its own level
+
+    def decode(self, parts: Parts) -> F32:
+        """The values of rows, F32 [n, codes of a row].
+
+        Without a base the common scale is multiplied last: a scale that is negative or infinite then gives the zeros, infinities
+        and nans that ggml gives.
+        """
+        d, s, base, z = scales_of(parts)
+        scale = per_group(d, s)
+        codes = parts["codes"].astype(np.float32) if self.levels is None else np.array(self.levels, np.float32)[parts["codes"]]
+        values = codes.reshape(*scale.shape, -1)
+        if base is not None:
+            values *= scale[:, :, None]
+            values -= (per_group(base, z) * np.float32(self.zero))[:, :, None]
+        else:
+            if self.zero:
+                values -= np.float32(self.zero) if z is None else z.astype(np.float32)[:, :, None] * np.float32(self.zero)
+            values *= scale[:, :, None]
+        return values.reshape(len(values), -1)
+
+
+def scales_of(parts: Parts) -> Scales:
+    """The factors among the parts of rows."""
+    return Scales(*(parts.get(name) for name in Scales._fields))
+
+
+def per_group(blocks: NDArray[Any], groups: NDArray[Any] | None) -> F32:
+    """Factors of blocks [n, blocks] times those of the groups within them [n, groups], F32 [n, groups]."""
+    blocks = blocks.astype(np.float32)
+    if groups is None:
+        return blocks
+    return (blocks[:, :, None] * groups.reshape(*blocks.shape, -1).astype(np.float32)).reshape(len(blocks), -1)
+
+
+def _nothing(of: Any) -> Parts:
+    """No part differs from the field of its name."""
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """One weight format: blocks of `block_size` consecutive values of a row, each a record of `layout`.
+
+    encode_blocks: F32 [n, block_size] -> the parts of n blocks, each [n, numbers of a block].
+    to_parts: records [n] -> `codes` [n, block_size], unsigned, and every other part that is not a field as it is.
+    to_fields: the inverse: parts -> the fields that are not parts as they are.
+    affine: what codes mean; None where each value is a number by itself, which `decode_numbers` reads.
+    planes: the order in which kernels read the parts; reader: the function of `kernels.readers` that does, by name.
+    padded_to: kernels read whole steps of this many inputs.
+    gguf_type, safetensors_dtype: the type of such a tensor in these files, if they can hold it.
+    `decode` and `encode` are for callers; a format of the KV cache is used only by them and needs no planes and no reader.
+    """
+
+    name: str
+    layout: np.dtype[Any]
+    block_size: int
+    encode_blocks: Callable[[F32], Parts]
+    to_parts: Callable[[NDArray[Any]], Parts] = _nothing
+    to_fields: Callable[[Parts], Parts] = _nothing
+    affine: Affine | None = None
+    decode_numbers: Callable[[Parts], F32] | None = None
+    planes: tuple[Plane, ...] = ()
+    reader: str = ""
+    padded_to: int = 1
+    gguf_type: int | None = None
+    safetensors_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.affine is None) == (self.decode_numbers is None):
+            raise AssertionError(f"format {self.name} wants either an affine form or decode_numbers, to say what its codes mean")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.layout.itemsize
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight, scales included."""
+        return 8 * self.block_bytes / self.block_size
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code as kernels read it."""
+        return int(sum(plane.bits for plane in self.planes if plane.part == "codes"))
+
+    def row_bytes(self, in_features: int) -> int:
+        """Bytes of a row of `in_features` values. Raises FormatError if they do not fill whole blocks."""
+        if in_features % self.block_size:
+            raise FormatError(
+                f"{self.name} needs in_features divisible by {self.block_size}, got {in_features}; "
+                + ("use q4_0 or q8_0 for this tensor" if in_features % 32 == 0 else "use f16, bf16 or f32 for this tensor")
+            )
+        return in_features // self.block_size * self.block_bytes
+
+    def split(self, rows: U8) -> Parts:
+        """Rows U8 [N, row_bytes] taken apart: every part as [N, numbers of a row]. Raises nothing: rows have whole blocks."""
+        fields = np.ascontiguousarray(rows).reshape(-1).view(self.layout)
+        as_they_are = {name: fields[name] for name in self.layout.names or () if name not in _CODE_BITS}
+        return {name: part.reshape(len(rows), -1) for name, part in (as_they_are | self.to_parts(fields)).items()}
+
+    def join(self, parts: Parts) -> U8:
+        """The inverse of `split`, to the byte."""
+        rows, columns = parts["codes"].shape
+        blocks = {name: part.reshape(rows * columns // self.block_size, -1) for name, part in parts.items()}
+        fields = np.empty(rows * columns // self.block_size, self.layout)
+        filled = blocks | self.to_fields(blocks)
+        for name in self.layout.names or ():
+            fields[name] = filled[name].reshape(fields[name].shape)
+        return fields.view(np.uint8).reshape(rows, -1)
+
+    def decode(self, data: U8) -> F32:
+        """The values of `data`, U8 [..., n_blocks * block_bytes], as F32 [..., n_blocks * block_size]."""
+        if data.dtype != np.uint8 or data.ndim == 0 or data.shape[-1] % self.block_bytes:
+            raise FormatError(f"{self.name} wants uint8 rows of {self.block_bytes}-byte blocks, got {data.dtype} {data.shape}")
+        values = np.empty((*data.shape[:-1], data.shape[-1] // self.block_bytes * self.block_size), np.float32)
+        blocks = np.ascontiguousarray(data).reshape(-1, self.block_bytes)
+        out = values.reshape(-1, self.block_size)
+        step = max(1, CHUNK_VALUES // self.block_size)
+        # A lying file may hold scales of inf or nan; they decode to what they say.
+        with np.errstate(invalid="ignore", over="ignore"):
+            for start in range(0, len(blocks), step):
+                out[start : start + step] = self._decode_blocks(blocks[start : start + step])
+        return values
+
+    def encode(self, values: ArrayLike) -> U8:
+        """The nearest representation found for `values` [..., K], as U8 [..., row_bytes(K)].
+
+        Raises FormatError if K does not fill whole blocks, if a block format is given a value that is not finite,
+        or if a finite value would become infinite.
+        """
+        source = np.asarray(values, dtype=np.float32, order="C")
+        if source.ndim == 0:
+            raise FormatError(f"{self.name} encodes rows, got a single number")
+        data = np.empty((*source.shape[:-1], self.row_bytes(source.shape[-1])), np.uint8)
+        blocks = source.reshape(-1, self.block_size)
+        out = data.reshape(-1, self.block_bytes)
+        step = max(1, CHUNK_VALUES // self.block_size)
+        for start in range(0, len(blocks), step):
+            chunk = blocks[start : start + step]
+            finite = np.isfinite(chunk)
+            if self.block_size > 1 and not finite.all():
+                raise FormatError(f"{self.name} cannot hold {chunk[~finite][0]}: every value must be finite")
+            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                encoded = self.join(self.encode_blocks(chunk))
+                lost = finite & ~np.isfinite(self._decode_blocks(encoded))
+            if lost.any():
+                raise FormatError(f"{self.name} cannot hold {chunk[lost][0]}: f16 is exceeded; use bf16 or f32")
+            out[start : start + step] = encoded
+        return data
+
+    def _decode_blocks(self, blocks: U8) -> F32:
+        """U8 [n, block_bytes] -> F32 [n, block_size]."""
+        parts = self.split(blocks)
+        return self.affine.decode(parts) if self.affine else self.decode_numbers(parts)  # type: ignore[misc]
