@@ -269,10 +269,10 @@ def _keep(op, state):
 def run(at, threads, thread):
     """One thread's part of the forward that is published in the team at address `at`."""
     team = team_at(at)
-    job = team.job
-    state, num_operations = job.state, job.num_operations
+    # Read once: behind the last barrier the caller may already publish the next job, while this thread is still in the loop.
+    operations, num_operations, state, counters = team.job.operations, team.job.num_operations, team.job.state, team.job.counters
     for i in range(num_operations):
-        op, counter = job.operations[i], job.counters + 8 * i
+        op, counter = operations[i], counters + 8 * i
         if op.number == _EMBED:
             _embed(op.embed, state, counter)
         elif op.number == _PREPARE:

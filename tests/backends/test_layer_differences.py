@@ -1,0 +1,128 @@
+"""What differs by architecture and by layer, compiled: it means what the reference means, and rows stay invariant."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import make_backend
+from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.formats import QuantTensor, get_format
+from tests.backends.models import forward
+from tools.make_tiny_model import random_weights, tiny_config
+
+FAMILIES = {
+    "windows": {"num_layers": 3, "layer_windows": (5, 0, 20)},
+    "no rotation in a layer": {"layer_ropes": ("global", "none")},
+    "two rotary bases": {"num_layers": 3, "layer_ropes": ("local", "global", "local"), "local_rope_base": 100.0},
+    "norms before and after": {"norms": "both"},
+    "norms after": {"norms": "after"},
+    "gelu": {"activation": "gelu_tanh", "embedding_scale": 3.5},
+    "query scale and softcaps": {"query_scale": 0.4, "attention_softcap": 2.0, "logit_softcap": 1.5, "layer_windows": (9, 0)},
+    "gemma 3": {
+        "num_layers": 3, "norms": "both", "activation": "gelu_tanh", "embedding_scale": 16.0, "query_scale": 0.1, "qk_norm": True,
+        "layer_windows": (7, 7, 0), "layer_ropes": ("local", "local", "global"), "local_rope_base": 1000.0,
+    },
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 300, 640).tolist()
+# 0 -> 1 -> 3 -> 4 -> 5, 0 -> 2, all after a prefix
+TREE, PARENTS, DEPTHS = [9, 8, 7, 6, 5, 4], [-1, 0, 0, 1, 3, 4], [0, 1, 1, 2, 3, 4]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The part of a Checkpoint that a backend reads."""
+
+    config: ModelConfig
+    tensors: dict[str, QuantTensor]
+    name: str = "random"
+
+
+def _model(weight_format: str = "f32", *, num_layers: int = 2, **flags: object) -> _Model:
+    config = replace(tiny_config("llama", num_layers=num_layers, head_dim=32, num_heads=6, num_kv_heads=2), **flags)  # type: ignore[arg-type]
+    weights, rng = random_weights(config), np.random.default_rng(5)
+    for name in [f"layers.{i}.{part}_post_norm" for i in range(num_layers) for part in ("attn", "mlp")]:
+        weights.setdefault(name, (1 + 0.2 * rng.standard_normal(config.hidden_size)).astype(np.float32))
+    formats = {1: "f32", 2: weight_format}
+    return _Model(config, {name: QuantTensor.encode(get_format(formats[w.ndim]), w) for name, w in weights.items()})
+
+
+def _settings(threads: int = 1, max_rows: int = 640) -> EngineConfig:
+    return EngineConfig(threads=threads, max_rows=max_rows, kv_format="f32", keep_packed=False)
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> _Model:
+    return _model(**FAMILIES[request.param])
+
+
+def _in_chunks(backend, tokens: list[int], size: int) -> np.ndarray:  # type: ignore[no-untyped-def]
+    cache = backend.new_cache(1, 700)
+    return np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, len(tokens), size)])
+
+
+def _compiled(model: _Model, tokens: list[int], size: int, threads: int = 1) -> np.ndarray:
+    backend = make_backend("numba", model, _settings(threads))  # type: ignore[arg-type]
+    try:
+        return _in_chunks(backend, tokens, size)
+    finally:
+        backend.close()
+
+
+def _reference(model: _Model, tokens: list[int]) -> np.ndarray:
+    return _in_chunks(NumpyBackend(model, _settings(), np.float64), tokens, len(tokens))  # type: ignore[arg-type]
+
+
+def test_each_difference_means_what_the_reference_means(model: _Model) -> None:
+    got, wanted = _compiled(model, TOKENS[:60], 60), _reference(model, TOKENS[:60])
+    assert np.abs(got - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_difference_makes_one(name: str) -> None:
+    """The flags reach the forward: without them, logits are others."""
+    model = _model(**FAMILIES[name])
+    plain = replace(model, config=replace(_model(num_layers=model.config.num_layers).config, qk_norm=model.config.qk_norm))
+    assert not np.allclose(_compiled(model, TOKENS[:30], 30)[-1], _compiled(plain, TOKENS[:30], 30)[-1], atol=1e-2)
+
+
+def test_a_row_does_not_depend_on_its_batch_or_on_threads(model: _Model) -> None:
+    alone = _compiled(model, TOKENS[:30], 1)
+    for size, threads in ((7, 2), (30, 1)):
+        assert np.array_equal(_compiled(model, TOKENS[:30], size, threads), alone)
+
+
+@pytest.mark.parametrize("windows", [(300, 70), (256, 1), (16, 257), (0, 511)])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_windows_over_several_chunks_of_the_cache(windows: tuple[int, int], softcap: float) -> None:
+    model = _model(layer_windows=windows, attention_softcap=softcap)
+    wanted = _reference(model, TOKENS)
+    together = _compiled(model, TOKENS, 640)
+    assert np.abs(together - wanted).max() < 1e-4 * np.abs(wanted).max()
+    for size, threads in ((200, 2),):
+        assert np.array_equal(_compiled(model, TOKENS, size, threads), together)
+
+
+@pytest.mark.parametrize("windows", [(4, 0), (2, 20), (300, 33)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_tree_row_has_the_bits_of_its_path_in_a_window(windows: tuple[int, int], threads: int) -> None:
+    backend = make_backend("numba", _model(layer_windows=windows), _settings(threads))  # type: ignore[arg-type]
+    for prefix in (0, 3, 16, 21, 255, 258, 300):
+        cache = backend.new_cache(1, 700)
+        if prefix:
+            forward(backend, cache, {0: TOKENS[:prefix]})
+        got = forward(backend, cache, {0: TREE}, parents=PARENTS, positions=[prefix + depth for depth in DEPTHS]).logits
+        for path in ([0, 1, 3, 4, 5], [0, 2]):
+            alone = _in_chunks(backend, TOKENS[:prefix] + [TREE[node] for node in path], 640)
+            assert np.array_equal(got[path], alone[prefix:])
+    backend.close()
+
+
+@pytest.mark.parametrize("weight_format", ["q4_0", "bf16"])
+def test_gemma_3_in_codes_is_row_invariant(weight_format: str) -> None:
+    model = _model(weight_format, **FAMILIES["gemma 3"])
+    alone = _compiled(model, TOKENS[:40], 1)
+    assert np.array_equal(_compiled(model, TOKENS[:40], 40, 2), alone)
+    reference = _reference(model, TOKENS[:40])
+    assert np.corrcoef(alone.ravel(), reference.ravel())[0, 1] > 0.99
