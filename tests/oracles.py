@@ -45,7 +45,10 @@ class ToyBackend:
         def copy_rows(storage: np.ndarray, rows: np.ndarray, first: int) -> None:
             storage[first : first + len(rows)] = storage[rows]
 
-        return KVCache(num_slots, capacity, lambda: np.full((capacity, 2), -1, np.int64), copy_rows, 8)
+        def copy_prefix(source: np.ndarray, storage: np.ndarray, length: int) -> None:
+            storage[:length] = source[:length]
+
+        return KVCache(num_slots, capacity, lambda: np.full((capacity, 2), -1, np.int64), copy_rows, copy_prefix, 8)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         c = self.config
@@ -128,6 +131,7 @@ class SampledProposer:
     """
 
     name = "sampled"
+    levels = ()
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class SampledProposer:
         self._parents = parents
         self._declare = declare
 
-    def begin(self, seq: Any) -> None:
+    def begin(self, seq: Any, num_cached: int) -> None:
         pass
 
     def propose(self, seqs: list[Any], limits: list[int]) -> list[Draft]:

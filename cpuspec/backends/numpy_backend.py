@@ -77,9 +77,11 @@ class NumpyBackend:
         c = self.config
         shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * self._dtype.itemsize
-        return KVCache(
-            num_slots, capacity, lambda: _Storage(np.zeros(shape, self._dtype), np.zeros(shape, self._dtype)), _copy_rows, per_token
-        )
+
+        def new_storage() -> _Storage:
+            return _Storage(np.zeros(shape, self._dtype), np.zeros(shape, self._dtype))
+
+        return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -148,6 +150,11 @@ class NumpyBackend:
 def _copy_rows(storage: _Storage, rows: I32, first: int) -> None:
     for kind in (storage.keys, storage.values):
         kind[:, first : first + len(rows)] = kind[:, rows]
+
+
+def _copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
+    storage.keys[:, :length] = source.keys[:, :length]
+    storage.values[:, :length] = source.values[:, :length]
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:

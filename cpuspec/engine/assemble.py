@@ -230,7 +230,8 @@ def _prepare_drafter(part: LevelSpec, host: Host, num_tokens: int, tokens: Token
 
     def make(target: Backend, inner: Proposer) -> Proposer:
         draft = model.load(target)
-        context = Context(draft, sequences, min(tokens.context_length, draft.config.context_length), tokens.num_rows)
+        capacity = min(tokens.context_length, draft.config.context_length)
+        context = Context(draft, sequences, capacity, tokens.num_rows, prompt_rows=host.settings.prompt_rows)
         return ChainProposer(inner, context, name, num_tokens, part.min_confidence)
 
     if not by_text and same_tokens(tokens.tokenizer, model.tokenizer):
@@ -241,7 +242,8 @@ def _prepare_drafter(part: LevelSpec, host: Host, num_tokens: int, tokens: Token
     def make_translated(target: Backend, inner: Proposer) -> Proposer:
         draft = model.load(target)
         capacity = min(own.context_length, draft.config.context_length)
-        context = Context(draft, sequences, capacity, possible=None if by_text else shared.drafted)
+        possible = None if by_text else shared.drafted
+        context = Context(draft, sequences, capacity, possible=possible, prompt_rows=host.settings.prompt_rows)
         chain = ChainProposer(inner, context, name, num_tokens, part.min_confidence)
         return TranslatedProposer(chain, shared, by_text)
 

@@ -22,7 +22,7 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.ngram import NgramProposer
 from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.planner import Planner
-from cpuspec.speculation.proposer import NullProposer, Proposer, levels_of
+from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, plain_greedy, string_probs
 
 VOCAB = 8
@@ -160,7 +160,7 @@ def test_greedy_output_is_identical_whatever_a_planner_chooses(seed: int) -> Non
     assert {one.name for one in planner.explain() if one.num_rounds} >= {"toy" + str(seed)}
 
 
-WITH_MODELS = [name for name, make in PROPOSER_FACTORIES.items() if levels_of(make())]
+WITH_MODELS = [name for name, make in PROPOSER_FACTORIES.items() if make().levels]
 
 
 @pytest.mark.parametrize("proposer", [*WITH_MODELS, "planned over a model"])
@@ -171,7 +171,7 @@ def test_no_draft_model_runs_before_a_requests_first_token(proposer: str) -> Non
         drafter: Proposer = Planner(Costs(CHEAP_ROWS.rows, CHEAP_ROWS.seconds), [], [(model, Costs([1, 2], [0.1, 0.11]))])
     else:
         drafter = PROPOSER_FACTORIES[proposer]()
-    models = [cast(ToyBackend, level.context.backend) for level in levels_of(drafter)]
+    models = [cast(ToyBackend, level.context.backend) for level in drafter.levels]
     engine = engine_over(ToyBackend(0, VOCAB, memory=0.0), drafter)
     params = SamplingParams(max_tokens=30, ignore_eos=True, logit_bias={VOCAB - 1: -np.inf})  # which one of them does not know
     engine.add_request([0, 4, 5, 4, 5, 4], params)

@@ -26,7 +26,7 @@ from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner.candidates import Candidate, Drafted, Estimate, Model, ModelCandidate, TextCandidate
 from cpuspec.speculation.planner.costs import Costs, find_costs
-from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
 MAX_TOKENS = 16  # drafted by a model at once
@@ -90,7 +90,7 @@ class Planner:
         """models: each with the costs of its forwards."""
         self.costs = costs
         self.hidden_layers = tuple(sorted({layer for text in texts for layer in text.hidden_layers}))
-        self.levels = tuple(level for model, _ in models for level in levels_of(model)) if serves else ()
+        self.levels = tuple(level for model, _ in models for level in model.levels) if serves else ()
         share = _CURIOSITY / max(len(texts) + len(models), 1)
         self.texts = [TextCandidate(text, share) for text in texts]
         self.models = [ModelCandidate(model, cost, share) for model, cost in models]
@@ -111,12 +111,12 @@ class Planner:
         """All drafters."""
         return [*self.texts, *self.models]
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Sequence, num_cached: int) -> None:
         """Nothing is known of the sequence yet."""
         self._num_rests = 0
         if self._serves:
             for candidate in self.candidates:
-                candidate.proposer.begin(seq)
+                candidate.proposer.begin(seq, num_cached)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The most promising draft for each sequence."""
