@@ -463,6 +463,12 @@ class EngineConfig:
         "N",
     )
     max_rows: int = _setting(256, _whole(1, 8192), "Rows of one forward; longer prompts go in chunks.", "N")
+    prompt_rows: int = _setting(
+        64,
+        _whole(1, 8192),
+        "Rows of prompts that a step reads beside answers that run: more read prompts sooner, and stall answers.",
+        "N",
+    )
     threads: int | None = _setting(
         None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N", of_backend=True
     )

@@ -299,7 +299,7 @@ def _load(model: OpenedModel, target: Backend, inner: Proposer) -> DraftModel:
     capacity = min(model.as_verifier.context_length, backend.config.context_length)
     num_rows = None if model.translation else model.verifier.num_rows
     possible = model.translation.drafted if model.translation and not model.by_text else None
-    context = Context(backend, model.settings.max_sequences, capacity, num_rows, possible)
+    context = Context(backend, model.settings.max_sequences, capacity, num_rows, possible, model.settings.prompt_rows)
     chain = ChainProposer(inner, context, model.name, model.num_tokens, model.min_confidence)
     return TranslatedProposer(chain, model.translation, model.by_text) if model.translation else chain
 

@@ -23,7 +23,7 @@ from cpuspec.metrics import LevelMemory, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
-from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Message = dict[str, str]
@@ -141,9 +141,9 @@ class LLM:
         self.row_invariant = backend.row_invariant
         self.context_length = _capacity(backend.config, settings)
         self._backend = backend
-        self._drafts = levels_of(proposer)
+        self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
-        self._context = Context(backend, settings.max_sequences, self.context_length)
+        self._context = Context(backend, settings.max_sequences, self.context_length, prompt_rows=settings.prompt_rows)
         self._engine = Engine(self._context, proposer, tokenizer)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))

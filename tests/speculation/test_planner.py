@@ -123,7 +123,7 @@ def _answers(
     ratios = []
     for number in range(first, first + count):
         seq = Sequence.new(number, [0] * 300, SamplingParams(max_tokens=tokens))
-        planner.begin(seq)
+        planner.begin(seq, 0)
         begin_s = clock.now_s
         while seq.num_wanted:
             [draft] = planner.propose([seq], [min(24, seq.num_wanted - 1)])
@@ -193,7 +193,7 @@ def test_costs_are_measured_once_and_nonsense_is_measured_anew(
 def test_a_draft_from_text_is_cut_where_it_promises_most(confidence: float, slope: float) -> None:
     costs = Costs([1, 2], [1.0, 1.0 + slope])
     planner, seq = Planner(costs, [Text(confidence)], []), _sequence()
-    planner.begin(seq)
+    planner.begin(seq, 0)
     [draft] = planner.propose([seq], [24])
     rates = [sum(confidence**k for k in range(n + 1)) / costs.forward_s(n + 1) for n in range(25)]
     assert len(draft) == int(np.argmax(rates))
@@ -360,7 +360,7 @@ def test_a_request_without_drafts_says_nothing_about_texts(clock: Clock) -> None
     text.finds = True
     planner = Planner(rising(0.05), [text], [])
     without = _sequence()
-    planner.begin(without)
+    planner.begin(without, 0)
     for _ in range(500):
         planner.propose([without], [0])
         without.extend([1])
@@ -368,7 +368,7 @@ def test_a_request_without_drafts_says_nothing_about_texts(clock: Clock) -> None
     planner.end(without)
     assert text.num_asked == 0
     seq = _sequence(1)
-    planner.begin(seq)
+    planner.begin(seq, 0)
     assert len(planner.propose([seq], [24])[0]) > 4
 
 

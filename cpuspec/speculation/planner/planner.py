@@ -19,7 +19,7 @@ from cpuspec.speculation.planner.acceptance import Estimate
 from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, choose
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TRIAL_ROUNDS, TRIAL_TOKENS, TrialBudget
-from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
 DraftModel = ChainProposer | TranslatedProposer
@@ -209,7 +209,7 @@ class Planner:
         """models: each with the costs of its forwards."""
         self.costs = costs
         self.hidden_layers = tuple(sorted({layer for lookup in lookups for layer in lookup.hidden_layers}))
-        self.levels = tuple(level for model, _ in models for level in levels_of(model)) if serves else ()
+        self.levels = tuple(level for model, _ in models for level in model.levels) if serves else ()
         self.lookups = [LookupDrafter(proposer) for proposer in lookups]
         self.models = [ModelDrafter(proposer, costs) for proposer, costs in models]
         self._drafters: list[LookupDrafter | ModelDrafter] = [*self.lookups, *self.models]
@@ -224,10 +224,10 @@ class Planner:
         self._num_plain_forwards = 0
         self._begun: tuple[int, float] | None = None  # rows of the forward that is out, and when it began
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Sequence, num_cached: int) -> None:
         """Tell the drafters."""
         for drafter in self._drafters if self._serves else ():
-            drafter.proposer.begin(seq)
+            drafter.proposer.begin(seq, num_cached)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The draft of the best option for each sequence."""
