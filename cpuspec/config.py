@@ -466,7 +466,7 @@ class EngineConfig:
     prompt_rows: int = _setting(
         64,
         _whole(1, 8192),
-        "Rows of prompts that a step reads beside answers that run: more read prompts sooner, and stall answers.",
+        "Rows of prompts that a step reads beside running answers: more of them read prompts sooner and delay answers.",
         "N",
     )
     threads: int | None = _setting(
