@@ -10,8 +10,7 @@ from pathlib import Path
 
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
-from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.jsonfile import read_json_object
+from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.safetensors import read_safetensors
 from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
