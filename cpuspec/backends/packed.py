@@ -27,8 +27,7 @@ import numpy as np
 
 from cpuspec import formats
 from cpuspec.backends.weights import WeightTensor
-from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.jsonfile import parse_json_object
+from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import boot_id, cache_dir, packed_limit_bytes, sources_digest, who_else_writes
 from cpuspec.errors import CheckpointError

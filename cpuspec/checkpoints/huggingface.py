@@ -14,8 +14,7 @@ import numpy as np
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
-from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.jsonfile import read_json_object
+from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.safetensors import read_safetensors
 from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.hub import cached_models, regular_file, regular_files
-from cpuspec.checkpoints.jsonfile import read_json_object
 from cpuspec.environment import lm_studio_dirs, ollama_dirs
 from cpuspec.errors import CheckpointError, ConfigError
 

@@ -7,8 +7,7 @@ header (https://github.com/huggingface/safetensors). The header is checked like 
 import math
 from pathlib import Path
 
-from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.jsonfile import parse_json_object
+from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import FORMATS, QuantTensor

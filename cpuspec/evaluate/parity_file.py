@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.jsonfile import read_json_object
+from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.evaluate.parity import Answer, ModelIdentity, Question, Row, Run
 from cpuspec.files import write_file

@@ -95,16 +95,16 @@ def _nothing(of: Any) -> Parts:
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """One weight format: blocks of `block_size` consecutive values of a row, each a record of `layout`.
+    """A format: blocks of `block_size` consecutive values of a row, each a record of `layout`.
 
     encode_blocks: F32 [n, block_size] -> the parts of n blocks, each [n, numbers of a block].
-    to_parts: records [n] -> `codes` [n, block_size], unsigned, and every other part that is not a field as it is.
-    to_fields: the inverse: parts -> the fields that are not parts as they are.
-    affine: what codes mean; None where each value is a number by itself, which `decode_numbers` reads.
-    planes: the order in which kernels read the parts; reader: the function of `kernels.readers` that does, by name.
-    padded_to: kernels read whole steps of this many inputs.
+    to_parts: records [n] -> `codes` [n, block_size], unsigned, and the other parts that differ from the field of their name.
+    to_fields: parts -> the fields that differ from the part of their name.
+    affine: the meaning of codes. A format of plain numbers has `decode_numbers` instead: parts -> F32 [n, 1].
+    planes: the order in which packed weights hold the parts. reader: the kind of `kernels.readers` that unpacks them.
+    padded_to: packed rows are padded with zeros to a multiple of this many inputs.
     gguf_type, safetensors_dtype: the type of such a tensor in these files, if they can hold it.
-    `decode` and `encode` are for callers; a format of the KV cache is used only by them and needs no planes and no reader.
+    A format of the KV cache is neither packed nor in a file: it has none of these four.
     """
 
     name: str
