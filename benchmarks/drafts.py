@@ -23,7 +23,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
-from cpuspec.engine.own_weights import make_self_draft, make_skip_draft
+from cpuspec.engine.assemble import OWN_WEIGHTS
 from cpuspec.evaluate.quality import top_tokens
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
@@ -96,10 +96,8 @@ def _continue(llm: LLM, ids: list[list[int]], max_tokens: int) -> list[Continued
 
 def _make(name: str, target: Backend, checkpoint: Checkpoint, settings: EngineConfig) -> Backend:
     kind, _, argument = name.partition(":")
-    return _MAKERS[kind](target, checkpoint, argument, settings)
-
-
-_MAKERS = {"self": make_self_draft, "skip": make_skip_draft}
+    weights, casts = OWN_WEIGHTS[kind](checkpoint, argument)
+    return make_backend(target.name, weights, settings, target, casts)
 
 
 def _agreement(draft: Backend, continued: list[Continued]) -> float:

@@ -20,8 +20,8 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
-from cpuspec.speculation.planner.costs import Costs, measure_costs
 from cpuspec.speculation.planner.choose import best_chain
+from cpuspec.speculation.planner.costs import Costs, measure_costs
 
 ACCEPTANCES = [0.6, 0.7, 0.75, 0.8, 0.9]
 

@@ -77,7 +77,7 @@ class ExactCheck:
         )
 
 
-def compare(answer: Answer, plain: Answer, row_invariant: bool) -> ExactCheck | None:
+def check_exact(answer: Answer, plain: Answer, row_invariant: bool) -> ExactCheck | None:
     """The check of an answer against the same without drafts; None if that was interrupted."""
     if plain.finish_reason == "aborted":
         return None

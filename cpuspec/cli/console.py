@@ -271,7 +271,7 @@ class StepProgress:
             self._bar.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """What `cpuspec.evaluate.parity.OnProgress` asks for."""
+        """What `cpuspec.evaluate.parity.OnStep` asks for."""
         console = stderr_console()
         if not _is_live(console):
             if what != self._last:
@@ -287,7 +287,7 @@ class StepProgress:
         self._last = what
 
 
-def deliver(report: Report, as_json: bool, show: Callable[[Any], None]) -> None:
+def print_report(report: Report, as_json: bool, show: Callable[[Any], None]) -> None:
     """Print a report, as JSON or as `show` prints it."""
     if as_json:
         emit_json(report)

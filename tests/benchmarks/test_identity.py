@@ -9,7 +9,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from cpuspec.config import SpecConfig
-from cpuspec.engine.assemble import MODELS, LOOKUPS, check_spec
+from cpuspec.engine.assemble import LOOKUPS, MODELS, check_spec
 from cpuspec.engine.llm import LLM
 from tools.make_tiny_model import make_tiny_gguf
 

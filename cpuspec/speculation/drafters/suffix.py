@@ -55,10 +55,10 @@ class SuffixProposer:
             latest = text.latest
             own = text.matches(latest, NUM_MATCHES, num_tokens)
             past = self._past.matches(latest, NUM_MATCHES, num_tokens)
-            sources = [(own, STRENGTH), (past, PAST_STRENGTH)]
+            evidence = [(own, STRENGTH), (past, PAST_STRENGTH)]
             if not own or own[0].length <= SHORT_MATCH:
-                sources.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
-            drafts.append(draft_likely(sources, num_tokens, self.min_prob, self.name, self.tree))
+                evidence.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
+            drafts.append(draft_likely(evidence, num_tokens, self.min_prob, self.name, self.tree))
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
