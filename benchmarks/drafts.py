@@ -22,8 +22,8 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, SamplingParams
-from cpuspec.engine.llm import LLM
 from cpuspec.engine.assemble import OWN_WEIGHTS
+from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.quality import top_tokens
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
@@ -45,8 +45,8 @@ def main(
 ) -> None:
     """Print a line for each draft."""
     for name in draft:
-        if name.partition(":")[0] not in _MAKERS:
-            raise typer.BadParameter(f"--draft {name}: wanted one of {', '.join(_MAKERS)}, a colon and its argument")
+        if name.partition(":")[0] not in OWN_WEIGHTS:
+            raise typer.BadParameter(f"--draft {name}: wanted one of {', '.join(OWN_WEIGHTS)}, a colon and its argument")
     checkpoint = open_checkpoint(resolve_model(model))
     settings = EngineConfig(max_sequences=8, threads=threads, context_length=min(2048, checkpoint.config.context_length))
     tokenizer = make_tokenizer(checkpoint)
