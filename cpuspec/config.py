@@ -40,7 +40,7 @@ def whole(value: object, low: float = -math.inf, high: float = math.inf) -> int:
 
 
 def _fits(read: Callable[[object], object], value: object) -> bool:
-    """Whether a reader takes the value."""
+    """Whether a reader accepts the value."""
     try:
         read(value)
     except (ValueError, OverflowError):
@@ -339,15 +339,15 @@ class SamplingParams:
         return not self.logit_bias and penalties == (1, 0, 0)
 
 
-# The fields of SamplingParams that models have an opinion about.
+# The fields of SamplingParams that models recommend values for.
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """How a model wants to be sampled, in the fields of `SamplingParams`; None is what it leaves open.
+    """The sampling that a model recommends, in the fields of `SamplingParams`; None where it recommends nothing.
 
-    ignored: what its files say and cannot be used, a sentence each. Raises ConfigError for values that SamplingParams refuses.
+    ignored: a sentence for each value of its files that cannot be used. Raises ConfigError for values that SamplingParams refuses.
     """
 
     temperature: float | None = None
@@ -362,7 +362,7 @@ class SamplingDefaults:
 
     @staticmethod
     def read(where: str, values: Mapping[str, object]) -> "SamplingDefaults":
-        """The defaults that a stranger's file, called `where`, has under these fields' names; a value of no use is ignored.
+        """Read the defaults from a file, called `where`, that nobody has checked; a value of no use is ignored.
 
         None is absent, and a top_k of -1 is off, as in vLLM.
         """
@@ -381,11 +381,11 @@ class SamplingDefaults:
         return SamplingDefaults(**usable, ignored=tuple(ignored))
 
     def fields(self) -> dict[str, Any]:
-        """What the model has an opinion about, by name."""
+        """The recommended values, by name."""
         return {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
 
     def over(self, others: "SamplingDefaults") -> "SamplingDefaults":
-        """These defaults, and those of `others` in the fields that these leave open."""
+        """These defaults, completed by those of `others`."""
         return SamplingDefaults(**{**others.fields(), **self.fields()}, ignored=self.ignored + others.ignored)
 
     def under(self, given: Mapping[str, Any]) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""How the command line speaks: results, notes, progress, and errors as exit codes. Knows nothing of commands.
+"""Prints results, notes, progress and tables, and turns errors into exit codes. It knows nothing of commands.
 
 Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrupted, 141 the reader of the output has gone.
 """
@@ -46,7 +46,7 @@ _OBEYED_OR_REORDERED = re.compile(f"[{_CONTROL}\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey written out, as \\x1b: names in files and the network's words are strangers'."""
+    """The text with control characters written out, as \\x1b: nobody has checked names in files and answers of the network."""
     return _OBEYED_OR_REORDERED.sub(_escaped, text)
 
 
@@ -111,7 +111,7 @@ class _Stream:
 
 @contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Within, output that cannot be written ends the command with an exit code, and notes that cannot be are dropped."""
+    """Within this context, output that cannot be written ends the command with an exit code, and such notes are dropped."""
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks must not end an answer
@@ -212,7 +212,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 class FetchProgress:
-    """Tells how far a download is: a bar on a terminal, a line for each new thing elsewhere. Nothing if nothing is fetched."""
+    """Shows the progress of a download: a bar on a terminal, a line for each new file elsewhere. It is silent without one."""
 
     def __init__(self, name: str) -> None:
         self._name = printable(name)
@@ -229,7 +229,7 @@ class FetchProgress:
             self._bar.stop()
 
     def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """What `cpuspec.checkpoints.download.Progress` asks for."""
+        """Update, as `cpuspec.checkpoints.download.Progress` demands."""
         what = printable(what)
         if not _is_live(self._console):
             if what != self._last:
@@ -253,7 +253,7 @@ class FetchProgress:
 
 
 class StepProgress:
-    """Tells how far a measurement is: a bar on a terminal, a line for each new thing elsewhere.
+    """Shows the progress of a measurement: a bar on a terminal, a line for each new step elsewhere.
 
     The bar is drawn when there is something to tell and at no other time: a thread that draws would take turns with those measured.
     """
@@ -271,7 +271,7 @@ class StepProgress:
             self._bar.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """What `cpuspec.evaluate.parity.OnStep` asks for."""
+        """Update, as `cpuspec.evaluate.parity.OnStep` demands."""
         console = stderr_console()
         if not _is_live(console):
             if what != self._last:

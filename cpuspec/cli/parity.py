@@ -1,4 +1,4 @@
-"""What `cpuspec parity` reads and shows: the two sides by name or as records, and the comparison as JSON or in some lines."""
+"""Reads the two sides of `cpuspec parity`, by name or as records, and prints their comparison."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,7 +57,7 @@ def read_side(text: str, settings: EngineConfig) -> Wanted | Recording:
 
 
 def check_record(path: Path | None) -> None:
-    """Raise BadParameter where nothing can be written: to be asked before minutes of measuring."""
+    """Raise BadParameter where nothing can be written. Call it before minutes of measuring."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise typer.BadParameter(f"--record {path}: wanted a file in a directory that exists")
 
@@ -80,7 +80,7 @@ def loaded_side(
 
 
 def make_questions(checkpoint: Checkpoint, prompts: list[str], texts: list[str], num_tokens: int) -> list[Question]:
-    """Prompts (FILE:FIELD:N) to be answered with so many tokens, texts to be read (FILE:TOKENS). By default prompts of its own."""
+    """Prompts (FILE:FIELD:N) to be answered with `num_tokens` tokens, its own by default, and texts to be read (FILE:TOKENS)."""
     asked: list[Prompt] = [one for text in prompts for one in read_prompts(options.checked_text(text, "--prompts")).prompts]
     tokenizer = make_tokenizer(checkpoint)
     answered = [Question(prompt_ids(tokenizer, one), num_tokens) for one in asked or PROMPTS]

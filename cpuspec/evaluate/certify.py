@@ -123,7 +123,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was found. control: the sampled part for a proposer that lies."""
+    """The result of all tests. control: the sampled part for a proposer that lies."""
 
     spec: str
     threads: int
@@ -133,12 +133,12 @@ class Certificate:
 
     @property
     def control_rejected(self) -> bool:
-        """Whether the lie was seen at every temperature."""
+        """Whether the lie was found at every temperature."""
         return self.control.rejected_at() == set(TEMPERATURES)
 
     @property
     def passed(self) -> bool:
-        """Whether the drafts change nothing, as far as tests see that see a lie."""
+        """Whether the tests found no change by drafts, and did find the lie."""
         return self.greedy.passed and self.sampled.passed and self.control_rejected
 
     def as_dict(self) -> dict[str, Any]:
@@ -353,5 +353,5 @@ def _drafts(stats: Iterable[RequestStats]) -> tuple[int, int]:
 
 
 def _room(checkpoint: Checkpoint, num_tokens: int) -> int:
-    """A context for so many tokens, or the longest that the model has."""
+    """A context for `num_tokens` tokens, or the longest that the model has."""
     return min(num_tokens, checkpoint.config.context_length)

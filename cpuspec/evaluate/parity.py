@@ -96,7 +96,7 @@ class LogitRow:
         return int(self.logits.argmax()) if self.ids is None else int(self.ids[0])
 
     def likeliest(self, k: int) -> "LogitRow":
-        """The same row with the k likeliest ids only."""
+        """The row with its k likeliest ids only."""
         assert self.ids is None, "a row is shortened once"
         k = min(k, len(self.logits))
         ids = np.sort(np.argpartition(-self.logits, k - 1)[:k])
@@ -361,7 +361,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Parity:
-    """How far two sides agree; the first is the reference. Divergences in nats.
+    """The agreement of two sides, the first of which is the reference. Divergences are in nats.
 
     whole_rows: rows of which both sides know every logit. Unless they are all, the divergences and the largest difference are lower
     bounds, from ids that have `covered_mean` of the reference's probability (`covered_min` in the worst row); in the whole rows the
@@ -515,7 +515,7 @@ def row_difference(row: LogitRow, other: LogitRow) -> RowDifference:
 
 
 def _text(sides: Sequence[Side], number: int, question: Question) -> list[int]:
-    """What the sides are fed: what the records among them have in common, else the prompt and the first side's answer."""
+    """The tokens that the sides are fed: the common ones of the records among them, else the prompt and the first side's answer."""
     fed = [text for side in sides if (text := side.text(number)) is not None]
     if not fed:
         return question.ids + sides[0].answer(number).ids

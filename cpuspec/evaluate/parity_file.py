@@ -146,7 +146,7 @@ def _read_model(fields: JsonFields) -> ModelIdentity:
 
 
 def _read_about(fields: JsonFields) -> dict[str, Any]:
-    """What is known of the run; figures that reports show, texts that a terminal may show."""
+    """The facts about the run: figures for reports, and texts that a terminal may show."""
     about: dict[str, Any] = {"row_invariant": fields.boolean("row_invariant", False)}
     about |= {name: _text(fields, name) for name in _TEXTS if name in fields or name == "name"}
     about |= {name: _count(fields, name) for name in _COUNTS if name in fields}

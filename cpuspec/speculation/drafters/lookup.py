@@ -1,8 +1,8 @@
-"""What followed the latest tokens wherever they occurred before, and how likely it is to follow again.
+"""Finds the tokens that followed the latest ones wherever these occurred before, and how likely they are to follow again.
 
-Of each run of one, two and four tokens it is noted where it occurred last, and of each occurrence where the one before is: what
-the latest tokens followed before is found, and a token that is taken back undone, in a few steps, without a numpy array, which
-would take longer to make. Shared by the proposers that draft from text alone; knows no models and draws nothing.
+An index keeps, for each run of one, two and four tokens, the place where it occurred last, and for each place the one before. So a
+match is found, and a token that is taken back is undone, in a few steps and without a numpy array, which would take longer to make.
+All lookup drafters share this file. It knows no models and draws no random numbers.
 """
 
 import heapq
@@ -29,17 +29,17 @@ END = -1  # stands after each text where several follow one another
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of the latest tokens: how many of them agree, and what followed."""
+    """An earlier occurrence of the latest tokens: the number of tokens that agree, and those that followed."""
 
     length: int
     ahead: list[int]
 
 
-Evidence = tuple[list[Match], float]  # matches, the longest first, and the strength of what they are smoothed by
+Evidence = tuple[list[Match], float]  # matches, the longest first, and the strength of the prior that smooths them
 
 
 class _Runs:
-    """Where each run of `size` tokens of a text ended last. Told apart by a hash, so what is found may be another one."""
+    """The places where each run of `size` tokens of a text ended last. A hash tells them apart, so one may be wrong."""
 
     def __init__(self, size: int, tokens: list[int]) -> None:
         self.size = size
@@ -52,7 +52,7 @@ class _Runs:
         return self._latest.get(self._run(tokens, len(tokens) - 1), -1)
 
     def extend(self, tokens: list[int]) -> None:
-        """Take in what is new of the text's tokens."""
+        """Index the tokens that were added to the text."""
         latest, before = self._latest, self.before
         for end in range(len(before), len(tokens)):
             run = self._run(tokens, end)
@@ -60,7 +60,7 @@ class _Runs:
             latest[run] = end
 
     def retract(self, tokens: list[int], num_tokens: int) -> None:
-        """Only the first `num_tokens` of those that were taken in remain."""
+        """Forget all indexed tokens but the first `num_tokens`."""
         for end in range(len(self.before) - 1, num_tokens - 1, -1):
             run, before = self._run(tokens, end), self.before.pop()
             if before < 0:
@@ -101,7 +101,7 @@ class Text:
             runs.extend(self.tokens)
 
     def forget(self, num_tokens: int) -> None:
-        """Forget that many of the first tokens. They are given up in large portions: it takes reading in all that remain."""
+        """Forget the first `num_tokens` tokens. It is done in large portions, because it means indexing all that remain."""
         self._num_forgotten += num_tokens
         if 4 * self._num_forgotten > len(self.tokens):
             self.tokens, self._num_forgotten = self.tokens[self._num_forgotten :], 0
@@ -122,10 +122,10 @@ class Text:
         return self._matches(latest, num_matches, num_ahead, self._runs, 0)
 
     def matches_before_a_change(self, num_matches: int, num_ahead: int) -> list[Match]:
-        """The same for the text's latest tokens without the last one, which took the place of the one that followed there.
+        """Matches of the latest tokens before the last one, which replaced the token that followed there.
 
-        What follows that one may follow again: who quotes and changes a word goes on quoting. Only runs of the longest kind are
-        looked up, and however much agrees says no more than they: the next change may be near.
+        A quote may go on after a changed word. Only runs of the longest kind are looked up, and a longer match counts no more than
+        they do: the next change may be near.
         """
         found = self._matches(self.tokens[-MAX_MATCH:-1], num_matches, num_ahead, self._runs[:1], 1)
         return [Match(RUNS[0], match.ahead) for match in found]

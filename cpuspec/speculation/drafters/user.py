@@ -1,6 +1,6 @@
 """A user's own proposer, named by where its class is: `module:Class` or `path/to/file.py:Class`.
 
-It is bad input like any other: whatever it lacks, returns or raises becomes an error that names it.
+It is input like any other: a missing method, a wrong draft or an exception becomes an error that names the class.
 """
 
 import re
@@ -50,11 +50,11 @@ class UserProposer:
         self._proposer = proposer
 
     def begin(self, seq: Sequence) -> None:
-        """As the user's."""
+        """Call the user's `begin`, and turn what it raises into ConfigError."""
         self._call("begin", self._proposer.begin, seq)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """As the user's, its drafts checked."""
+        """Call the user's `propose`, and check its drafts."""
         capped = limits if self._num_tokens is None else [min(limit, self._num_tokens) for limit in limits]
         drafts = self._call("propose", self._proposer.propose, seqs, capped)
         if not isinstance(drafts, list) or not all(isinstance(draft, Draft) for draft in drafts):
@@ -68,11 +68,11 @@ class UserProposer:
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """As the user's."""
+        """Call the user's `accept`."""
         self._call("accept", self._proposer.accept, seq, verdict, hidden)
 
     def end(self, seq: Sequence) -> None:
-        """As the user's, unless it has failed: the requests that are aborted then end without it."""
+        """Call the user's `end`, unless the object has failed: the aborted requests then end without it."""
         if not self._failed:
             self._call("end", self._proposer.end, seq)
 
