@@ -1,6 +1,6 @@
 """Certificates of several drafts for one model, as `cpuspec certify` makes them, in one file. Exits 1 if one is refused.
 
-python benchmarks/certificates.py smollm2-135m-instruct --draft auto --draft ngram,self:mxfp4@4 --draft match:MODEL
+python benchmarks/certificates.py smollm2-135m-instruct --draft auto --draft ngram,self:mxfp4@4 --draft text:MODEL
 """
 
 from pathlib import Path

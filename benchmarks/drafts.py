@@ -22,8 +22,8 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.engine.assemble import OWN_WEIGHTS
 from cpuspec.engine.llm import LLM
-from cpuspec.engine.own_weights import make_self_draft, make_skip_draft
 from cpuspec.evaluate.quality import top_tokens
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
@@ -45,8 +45,8 @@ def main(
 ) -> None:
     """Print a line for each draft."""
     for name in draft:
-        if name.partition(":")[0] not in _MAKERS:
-            raise typer.BadParameter(f"--draft {name}: wanted one of {', '.join(_MAKERS)}, a colon and its argument")
+        if name.partition(":")[0] not in OWN_WEIGHTS:
+            raise typer.BadParameter(f"--draft {name}: wanted one of {', '.join(OWN_WEIGHTS)}, a colon and its argument")
     checkpoint = open_checkpoint(resolve_model(model))
     settings = EngineConfig(max_sequences=8, threads=threads, context_length=min(2048, checkpoint.config.context_length))
     tokenizer = make_tokenizer(checkpoint)
@@ -96,10 +96,8 @@ def _continue(llm: LLM, ids: list[list[int]], max_tokens: int) -> list[Continued
 
 def _make(name: str, target: Backend, checkpoint: Checkpoint, settings: EngineConfig) -> Backend:
     kind, _, argument = name.partition(":")
-    return _MAKERS[kind](target, checkpoint, argument, settings)
-
-
-_MAKERS = {"self": make_self_draft, "skip": make_skip_draft}
+    weights, casts = OWN_WEIGHTS[kind](checkpoint, argument)
+    return make_backend(target.name, weights, settings, target, casts)
 
 
 def _agreement(draft: Backend, continued: list[Continued]) -> float:

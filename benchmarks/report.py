@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cpuspec.errors import CpuspecError
-from cpuspec.evaluate.parity import Run
-from cpuspec.evaluate.parity_file import read_run
+from cpuspec.evaluate.parity import Recording
+from cpuspec.evaluate.parity_file import read_recording
 
 if TYPE_CHECKING:
     from report_parts import Block
@@ -77,12 +77,12 @@ def read_results(directory: Path) -> list[Result]:
     return sorted(found, key=lambda result: str(result["date"]), reverse=True)
 
 
-def read_runs(directory: Path) -> list[Run]:
+def read_runs(directory: Path) -> list[Recording]:
     """Every recorded run. Raises ConfigError for a file that is none."""
-    return [read_run(path) for path in sorted(directory.glob("*.json"))]
+    return [read_recording(path) for path in sorted(directory.glob("*.json"))]
 
 
-def make_chapters(results: Sequence[Result], runs: Sequence[Run]) -> list[Chapter]:
+def make_chapters(results: Sequence[Result], runs: Sequence[Recording]) -> list[Chapter]:
     """Every part with its blocks; of a part with nothing on file, that and the command. Raises ReportError, naming the part."""
     from report_parts import PARTS
 
@@ -161,7 +161,7 @@ def as_html(chapters: Sequence[Chapter]) -> str:
     )
 
 
-def _sources(results: Sequence[Result], runs: Sequence[Run]) -> "list[Block]":
+def _sources(results: Sequence[Result], runs: Sequence[Recording]) -> "list[Block]":
     """What every figure was made of: files, dates, machines, how busy they were, commands."""
     from report_parts import Table
 
@@ -185,7 +185,7 @@ def _busy(result: Result) -> str:
     return f"{'yes' if quiet else 'NO'}: load average up to {max(load)}{taken}"
 
 
-def _where(run: Run) -> str:
+def _where(run: Recording) -> str:
     device = run.about.get("device", "cpu")
     return ", ".join([*([device] if device != "cpu" else []), str(run.about.get("processor", "an unknown machine"))])
 

@@ -12,7 +12,7 @@ import report_plots as plots
 from peers_report import OWN
 
 from cpuspec.config import SpecConfig
-from cpuspec.evaluate.parity import Parity, Run, compare
+from cpuspec.evaluate.parity import Parity, Recording, compare
 from cpuspec.evaluate.statistics import mean_ratio
 
 Result = Mapping[str, Any]
@@ -69,10 +69,10 @@ class Part:
 
     title: str
     commands: Sequence[str]
-    make: Callable[[Sequence[Result], Sequence[Run]], list[Block]]
+    make: Callable[[Sequence[Result], Sequence[Recording]], list[Block]]
 
 
-def gains(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def gains(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Every arm over plain decoding, set by set."""
     blocks: list[Block] = []
     for number, (head, sets) in enumerate(_chains(results)):
@@ -102,7 +102,7 @@ def gains(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
     return [_UPPER, *blocks] if blocks else []
 
 
-def drafts_of_peers(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def drafts_of_peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Our arms and other engines' drafts on the same prompts, set by set."""
     blocks: list[Block] = []
     seen: set[tuple[str, str]] = set()
@@ -131,7 +131,7 @@ def drafts_of_peers(results: Sequence[Result], runs: Sequence[Run]) -> list[Bloc
     return [_SAME_PROMPTS, *blocks] if blocks else []
 
 
-def four_arms(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def four_arms(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Baseline, quantization only, speculation only, both: of a model that was run over a 16-bit target and over its file."""
     by_model: dict[str, dict[str, Mapping[str, Any]]] = {}
     for result in _of(results, "chains"):
@@ -163,7 +163,7 @@ def four_arms(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
     ]
 
 
-def peers(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Engines side by side: rates, and how many times as fast as each cpuspec is."""
     blocks: list[Block] = []
     seen: set[tuple[str, str]] = set()  # a figure of a model is told by the newest file that has it
@@ -190,7 +190,7 @@ def peers(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
     return [_PEERS, *blocks] if blocks else []
 
 
-def row_costs(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def row_costs(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """v(n): what a forward over n rows costs, over that of one row."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -219,7 +219,7 @@ def row_costs(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
     return blocks
 
 
-def acceptance(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def acceptance(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """How far drafts are accepted, position by position and level by level."""
     blocks: list[Block] = []
     for number, (head, sets) in enumerate(_chains(results)):
@@ -249,7 +249,7 @@ def acceptance(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
     return [_UPPER, *blocks] if blocks else []
 
 
-def memory(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """What levels hold, and what a process takes at its peak."""
     blocks: list[Block] = []
     panels: dict[str, dict[str, dict[str, float]]] = {}
@@ -281,7 +281,7 @@ def memory(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
     return blocks + ([Table(["starts and peaks (`start.py`)", "median"], rows)] if rows else [])
 
 
-def quality(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def quality(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """What quantized arithmetic loses, and whether answers stay the same."""
     rows = [
         [
@@ -303,7 +303,7 @@ def quality(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
     ]
 
 
-def identity(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def identity(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Greedy ids whatever drafts, threads, batches."""
     rows = [
         [f"{one['model']}: {arm['arm']}", f"{arm['identical_prompts']} of {one['prompts']}", _accepted(arm)]
@@ -313,10 +313,10 @@ def identity(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
     return [Table(["model: how it was run", "prompts with identical ids", "drafted tokens accepted"], rows)] if rows else []
 
 
-def machines(results: Sequence[Result], runs: Sequence[Run]) -> list[Block]:
+def machines(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Recorded runs of a model beside each other: backends, and a GPU's beside a CPU's."""
     blocks: list[Block] = []
-    by_files: dict[frozenset[str], list[Run]] = {}
+    by_files: dict[frozenset[str], list[Recording]] = {}
     for run in sorted(runs, key=lambda run: str(run.about.get("date", ""))):
         by_files.setdefault(frozenset(str(file["sha256"]) for file in run.model.files), []).append(run)
     for number, group in enumerate(by_files.values()):

@@ -39,7 +39,7 @@ def whole(value: object, low: float = -math.inf, high: float = math.inf) -> int:
 
 
 def _fits(read: Callable[[object], object], value: object) -> bool:
-    """Whether a reader takes the value."""
+    """Whether a reader accepts the value."""
     try:
         read(value)
     except (ValueError, OverflowError):
@@ -213,6 +213,9 @@ def _setting(default: object, kind: _Kind, help: str, metavar: str = "", of_back
     return field(default=default, metadata={"kind": kind, "help": help, "metavar": metavar, "of_backend": of_backend})
 
 
+_of_backend = partial(_setting, of_backend=True)
+
+
 def _read_settings(settings: Any) -> None:
     """Check and normalise every value by its field's function. Raises ConfigError."""
     for one in fields(settings):
@@ -297,9 +300,16 @@ def _optional(kind: _Kind) -> _Kind:
     return _Kind(_or_none(kind.read), f"None or {kind.wanted}")
 
 
-_NUMBER = _Kind(number, "a finite number")
+_NUMBER, _NOT_NEGATIVE = _Kind(number, "a finite number"), _Kind(partial(number, low=0), "a number >= 0")
+_SHARE, _SHARE_OR_0 = (
+    _Kind(partial(number, above=0, high=1), "a number in (0, 1]"),
+    _Kind(partial(number, low=0, high=1), "a number in [0, 1]"),
+)
+_FACTOR = _Kind(partial(number, above=0), "a number > 0")
 _COUNT, _POSITIVE_COUNT = (_Kind(partial(whole, low=low), f"an integer >= {low}") for low in (0, 1))
 _BOOLEAN, _TEXT = _Kind(_flag, "True or False"), _Kind(_text, "a text")
+_TEXTS, _IDS = _Kind(_texts, "a text or several, none of them empty, or None"), _Kind(_ids, "token ids, or None")
+_BIASES = _Kind(_biases, "a mapping from token id to a number (-inf forbids), or None")
 
 
 @dataclass(frozen=True)
@@ -314,54 +324,28 @@ class SamplingParams:
 
     temperature: float = _setting(
         0.0,
-        _Kind(partial(number, low=0), "a number >= 0"),
+        _NOT_NEGATIVE,
         "0 takes the likeliest token, whatever the model's files recommend; higher is more random. This and the next four are "
         "by default what the model's files or its recipe recommend, else greedy.",
         "T",
     )
     top_k: int = _setting(0, _COUNT, "Sample among the K likeliest tokens; 0 is off.", "K")
-    top_p: float = _setting(
-        1.0,
-        _Kind(partial(number, above=0, high=1), "a number in (0, 1]"),
-        "Sample among the likeliest tokens that together have P; 1 is off.",
-        "P",
-    )
-    min_p: float = _setting(
-        0.0,
-        _Kind(partial(number, low=0, high=1), "a number in [0, 1]"),
-        "Drop tokens less likely than P times the likeliest; 0 is off.",
-        "P",
-    )
-    repetition_penalty: float = _setting(
-        1.0,
-        _Kind(partial(number, above=0), "a number > 0"),
-        "Above 1, tokens of prompt and answer become less likely to come again; 1 is off.",
-        "X",
-    )
+    top_p: float = _setting(1.0, _SHARE, "Sample among the likeliest tokens that together have P; 1 is off.", "P")
+    min_p: float = _setting(0.0, _SHARE_OR_0, "Drop tokens less likely than P times the likeliest; 0 is off.", "P")
+    repetition_penalty: float = _setting(1.0, _FACTOR, "Above 1, tokens of prompt and answer become less likely; 1 is off.", "X")
     presence_penalty: float = _setting(0.0, _NUMBER, "Taken from the logits of tokens of the answer.", "X")
     frequency_penalty: float = _setting(0.0, _NUMBER, "Likewise, once for each time the token was generated.", "X")
     logit_bias: Mapping[int, float] = _setting(
-        _FrozenDict(),
-        _Kind(_biases, "a mapping from token id to a number (-inf forbids), or None"),
-        "Added to a token's logit; -inf forbids it. Repeatable.",
-        "ID=BIAS",
+        _FrozenDict(), _BIASES, "Added to a token's logit; -inf forbids it. Repeatable.", "ID=BIAS"
     )
     seed: int | None = _setting(None, _optional(_COUNT), "Repeats a sampled answer; by default one is drawn, and shown.", "S")
-    stop: tuple[str, ...] = _setting(
-        (),
-        _Kind(_texts, "a text or several, none of them empty, or None"),
-        "End before this text, which is not shown. Taken literally. Repeatable.",
-        "TEXT",
-    )
-    stop_token_ids: tuple[int, ...] = _setting((), _Kind(_ids, "token ids, or None"), "End with this token, too. Repeatable.", "ID")
+    stop: tuple[str, ...] = _setting((), _TEXTS, "End before this text, which is not shown. Taken literally. Repeatable.", "TEXT")
+    stop_token_ids: tuple[int, ...] = _setting((), _IDS, "End with this token, too. Repeatable.", "ID")
     ignore_eos: bool = _setting(False, _BOOLEAN, "Go on when the model ends its answer, up to --max-tokens.")
     max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N")
     n: int = _setting(1, _POSITIVE_COUNT, "Answers to the prompt.", "N")
     logprobs: int | None = _setting(
-        None,
-        _optional(_COUNT),
-        "With --json: log-probabilities of each token and of the N likeliest ones in its place.",
-        "N",
+        None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
     )
     max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
 
@@ -380,15 +364,15 @@ class SamplingParams:
         return not self.logit_bias and penalties == (1, 0, 0)
 
 
-# The fields of SamplingParams that models have an opinion about.
+# The fields of SamplingParams that models recommend values for.
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """How a model wants to be sampled, in the fields of `SamplingParams`; None is what it leaves open.
+    """The sampling that a model recommends, in the fields of `SamplingParams`; None where it recommends nothing.
 
-    ignored: what its files say and cannot be used, a sentence each. Raises ConfigError for values that SamplingParams refuses.
+    ignored: a sentence for each value of its files that cannot be used. Raises ConfigError for values that SamplingParams refuses.
     """
 
     temperature: float | None = None
@@ -403,7 +387,7 @@ class SamplingDefaults:
 
     @staticmethod
     def read(where: str, values: Mapping[str, object]) -> "SamplingDefaults":
-        """The defaults that a stranger's file, called `where`, has under these fields' names; a value of no use is ignored.
+        """Read the defaults from a file, called `where`, that nobody has checked; a value of no use is ignored.
 
         None is absent, and a top_k of -1 is off, as in vLLM.
         """
@@ -422,11 +406,11 @@ class SamplingDefaults:
         return SamplingDefaults(**usable, ignored=tuple(ignored))
 
     def fields(self) -> dict[str, Any]:
-        """What the model has an opinion about, by name."""
+        """The recommended values, by name."""
         return {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
 
     def over(self, others: "SamplingDefaults") -> "SamplingDefaults":
-        """These defaults, and those of `others` in the fields that these leave open."""
+        """These defaults, completed by those of `others`."""
         return SamplingDefaults(**{**others.fields(), **self.fields()}, ignored=self.ignored + others.ignored)
 
     def under(self, given: Mapping[str, Any]) -> SamplingParams:
@@ -469,8 +453,8 @@ class EngineConfig:
         "Rows of prompts that a step reads beside running answers: more of them read prompts sooner and delay answers.",
         "N",
     )
-    threads: int | None = _setting(
-        None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N", of_backend=True
+    threads: int | None = _of_backend(
+        None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N"
     )
     keep_packed: bool = _setting(True, _BOOLEAN, "Keep weights in the order of the kernels on the disk, for a quick next start.")
     mmap: bool = _setting(
@@ -479,42 +463,25 @@ class EngineConfig:
         "Read model files into memory instead of mapping them: slower to start, and safe from files that are shortened.",
     )
     # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
-    kv_format: str = _setting(
-        "f16",
-        _TEXT,
-        "What keys and values are kept in, one of f32, f16, bf16, int8. Fewer bits are faster in a long context.",
-        "F",
-        of_backend=True,
+    kv_format: str = _of_backend(
+        "f16", _TEXT, "What keys and values are kept in: f32, f16, bf16 or int8. Fewer bits are faster in a long context.", "F"
     )
-    device: str = _setting(
-        "auto",
-        _TEXT,
-        "Where the torch backend computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.",
-        "D",
-        of_backend=True,
+    device: str = _of_backend("auto", _TEXT, "Where torch computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.", "D")
+    dtype: str = _of_backend(
+        "auto", _choice(DTYPES), "In what torch multiplies with weights: f32, bf16, f16, or auto, f32 on a CPU, bf16 on a GPU.", "T"
     )
-    dtype: str = _setting(
-        "auto",
-        _choice(DTYPES),
-        f"In what the torch backend multiplies with weights, one of {', '.join(DTYPES)}; auto is f32 on a CPU and bf16 on a GPU.",
-        "T",
-        of_backend=True,
-    )
-    weights: str = _setting(
+    weights: str = _of_backend(
         "auto",
         _choice(WEIGHTS),
-        "What the torch backend keeps of weights: values, dequantized at load; codes, as small as in the file; or auto, codes on "
-        "a GPU.",
+        "What torch keeps of weights: values, dequantized at load; codes, as small as in the file; or auto, codes on a GPU.",
         "W",
-        of_backend=True,
     )
-    activations: str = _setting(
+    activations: str = _of_backend(
         "auto",
         _choice(ACTIVATIONS),
-        f"What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with, one of {', '.join(ACTIVATIONS)}: int8 is fast and "
-        "what auto is, f32 exact but for the order of sums. numpy with int8 shows what that rounding costs.",
+        "What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with: int8, fast and what auto is, or f32, exact but for "
+        "the order of sums. numpy with int8 shows what that rounding costs.",
         "A",
-        of_backend=True,
     )
 
     def __post_init__(self) -> None:

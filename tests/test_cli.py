@@ -131,7 +131,7 @@ def test_stdout_is_the_text_and_stderr_the_rest(model: str) -> None:
 def test_a_run_that_compiles_says_why_it_takes_longer(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    def load(*_: object) -> None:
+    def load(*_: object, **__: object) -> None:
         if not compiled:
             machine_code.address("missing", 0, lambda: print)
         end_here()
@@ -142,16 +142,16 @@ def test_a_run_that_compiles_says_why_it_takes_longer(
     machine_code._tell_of_compiling.cache_clear()
     monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(machine_code, "_compile", end_here)
-    monkeypatch.setattr(LLM, "_open", load)
+    monkeypatch.setattr(LLM, "__init__", load)
     assert run("generate", "hello", "-m", model).stderr.count("compiling kernels") == (not compiled)
 
 
 def test_a_warning_is_a_line_on_stderr(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object) -> None:
+    def load(*_: object, **__: object) -> None:
         logging.getLogger("cpuspec.somewhere").warning("beware of %s", "it")
         raise ConfigError("that was it")
 
-    monkeypatch.setattr(LLM, "_open", load)
+    monkeypatch.setattr(LLM, "__init__", load)
     for _ in range(2):
         assert run("generate", "hello", "-m", model).stderr == "warning: beware of it\nerror: that was it\n"
 
@@ -469,7 +469,7 @@ def test_nothing_is_certified_that_proves_nothing(model: str, options: tuple[str
         (("--temprature", "1"), "--temperature"),
         (("--top-k", "many"), "--top-k"),
         (("--top-p", "0"), "top_p must be"),
-        (("--threads", "0"), "--threads"),
+        (("--threads", "0"), "threads must be None or an integer from 1 to 1024, got 0"),
         (("--backend", "abacus"), "numba"),
         (("--kv-format", "q4_0"), "f32, f16, bf16, int8"),
         (("--dtype", "f8"), "auto, f32, bf16, f16"),

@@ -81,7 +81,7 @@ def _say(error: BaseException) -> str:
 
 
 class _Size:
-    """What the messages hold: values, and the room they take as in a budget."""
+    """The size of messages: the number of values, and the room that a budget counts for them."""
 
     def __init__(self) -> None:
         self.values = 0

@@ -1,4 +1,4 @@
-"""What one rendering may still spend: steps of work, room in memory, seconds of the processor. Nothing is given back."""
+"""The budget of one rendering: steps of work, room in memory, seconds of the processor. Nothing is given back."""
 
 import time
 
@@ -7,7 +7,7 @@ from cpuspec.errors import TokenizerError
 _CHARS_PER_STEP = 256  # characters that are searched or copied in about the time of a step
 _STEPS_PER_LOOK = 20_000  # between two looks at the clock
 
-# Room is counted in characters, of at most 4 bytes. What values take besides their characters:
+# Room is counted in characters, of at most 4 bytes. Beside their characters values take:
 PER_ITEM = 2  # a reference in a list or tuple
 PER_VALUE = 20  # an object: the head of a text, list or tuple, a number
 PER_ENTRY = 32  # an entry of a dict

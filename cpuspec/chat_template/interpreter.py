@@ -116,7 +116,7 @@ class Interpreter:
         self._out.append(text)
 
     def _capture(self, run: Callable[[], None]) -> str:
-        """What is printed meanwhile. Its pieces have paid for the text."""
+        """The text that `run` prints. Its pieces have paid for it already."""
         if self._captures > _MAX_CALLS:
             raise TokenizerError(f"the chat template calls itself more than {_MAX_CALLS} times")
         self._captures += 1

@@ -17,7 +17,7 @@ from cpuspec.sequence import shared_prefix
 
 @dataclass
 class Answer:
-    """What an answer has so far. finish_reason "aborted" is an interrupted one, its stats those until then."""
+    """An answer as far as it came. finish_reason "aborted": it was interrupted, and its stats are those until then."""
 
     params: SamplingParams
     text: str = ""
@@ -77,7 +77,7 @@ class ExactCheck:
         )
 
 
-def compare(answer: Answer, plain: Answer, row_invariant: bool) -> ExactCheck | None:
+def check_exact(answer: Answer, plain: Answer, row_invariant: bool) -> ExactCheck | None:
     """The check of an answer against the same without drafts; None if that was interrupted."""
     if plain.finish_reason == "aborted":
         return None
@@ -142,7 +142,7 @@ def figures(answer: Answer, defaults: SamplingDefaults) -> str:
 
 
 def memory(llm: LLM) -> str:
-    """What the models of a chain hold, in a line; nothing where there is only the target."""
+    """A line about the memory of a chain's models; empty where the target is alone."""
     levels = llm.memory()
     if len(levels) < 2:
         return ""
@@ -154,7 +154,7 @@ def memory(llm: LLM) -> str:
 
 
 def explanation(llm: LLM) -> list[str]:
-    """What `auto` decided from, in lines; a remark for other specs."""
+    """Lines about the figures that `auto` decided from; a remark for other specs."""
     drafters = llm.explain()
     if not drafters:
         return [f"--explain tells what auto decides from; the draft here is {llm.spec}"]
@@ -175,7 +175,7 @@ def explanation(llm: LLM) -> list[str]:
 
 
 def cut_off_by(answer: Answer) -> str:
-    """What ended an answer that the model had not ended, or nothing."""
+    """The limit that ended an answer before the model did, or an empty text."""
     if answer.finish_reason != "length":
         return ""
     limit = answer.params.max_tokens

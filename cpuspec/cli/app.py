@@ -24,7 +24,6 @@ from cpuspec.cli.console import (
     FetchProgress,
     StepProgress,
     busy,
-    deliver,
     deliver_again,
     emit,
     emit_generated,
@@ -32,6 +31,7 @@ from cpuspec.cli.console import (
     exit_codes,
     guarded_streams,
     note,
+    print_report,
     show_log,
     size,
 )
@@ -62,7 +62,7 @@ from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS
 from cpuspec.evaluate.certify import certify as certify_drafts
-from cpuspec.evaluate.parity import NUM_TOKENS, TOP, WHOLE_ROWS, Limits, ModelIdentity, Run
+from cpuspec.evaluate.parity import NUM_TOKENS, TOP, WHOLE_ROWS, Limits, ModelIdentity, Recording
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.evaluate.speed import Plan, measure_speed
 
@@ -132,12 +132,12 @@ def generate(
     file: Annotated[
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="Take the prompt from a file; - is stdin.")
     ] = None,
-    model: options.Model = DEFAULT_RECIPE,
-    draft: options.Draft = None,
+    model: options.ModelOption = DEFAULT_RECIPE,
+    draft: options.DraftOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Tell what auto decided from: costs, acceptance, choices.")] = False,
-    system: options.System = None,
+    system: options.SystemOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
     verify_exact: Annotated[
         bool,
         typer.Option(
@@ -165,7 +165,7 @@ def generate(
     messages = [{"role": "system", "content": options.checked_text(system, "--system")}] if system is not None else []
     messages.append({"role": "user", "content": text})
 
-    from cpuspec.cli.answer import collect, compare, describe_params, explanation, figures, keep_quiet, memory, with_seed
+    from cpuspec.cli.answer import check_exact, collect, describe_params, explanation, figures, keep_quiet, memory, with_seed
 
     question = text if raw else messages
     with _load(model, draft, running) as llm:
@@ -196,7 +196,7 @@ def generate(
     if verify_exact and answer.finish_reason != "aborted":
         # A model loaded anew, so that nothing of the first answer can help the second.
         with _load(model, "none", running) as llm:
-            check = compare(answer, collect(llm, question, params, keep_quiet), llm.row_invariant)
+            check = check_exact(answer, collect(llm, question, params, keep_quiet), llm.row_invariant)
     if as_json:
         emit_json(shown | {"verify_exact": check and asdict(check)})
     note(figures(answer, defaults))
@@ -218,9 +218,9 @@ def generate(
 @options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "ignore_eos", "logprobs"))
 def chat(
     *,
-    model: options.Model = DEFAULT_RECIPE,
-    draft: options.Draft = None,
-    system: options.System = None,
+    model: options.ModelOption = DEFAULT_RECIPE,
+    draft: options.DraftOption = None,
+    system: options.SystemOption = None,
     sampling: dict[str, Any],
     running: options.Running,
 ) -> None:
@@ -247,7 +247,7 @@ def pull(
             help="Models to fetch: names from `cpuspec models` (of a chain target and drafts), owner/name:QUANT of the hub.",
         ),
     ],
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Fetch models, check them, and print where they are. What is already there is not fetched again.
 
@@ -282,7 +282,7 @@ def _named_models(name: str) -> list[str]:
 
 @app.command()
 @exit_codes()
-def models(as_json: options.Json = False) -> None:
+def models(as_json: options.JsonOption = False) -> None:
     """List the models that can be named: recipes, with size, licence, and whether they are fetched; chains of drafts; local models.
 
     Local models are those that huggingface_hub, LM Studio and Ollama hold on this machine.
@@ -290,7 +290,7 @@ def models(as_json: options.Json = False) -> None:
     (rows, problems), chains, found = known_models(), known_chains(), found_models()
     for problem in problems:
         note(f"warning: left out: {problem}")
-    deliver(rows + chains + found, as_json, lambda _: show_models(rows, chains, found))
+    print_report(rows + chains + found, as_json, lambda _: show_models(rows, chains, found))
 
 
 @app.command()
@@ -307,7 +307,7 @@ def inspect(
             help="Read the model's files and packed weights whole, and compare their checksums; exit code 1 if one differs.",
         ),
     ] = False,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:
     """Show a model's shape and formats, and how fast this machine's memory could feed it; of a chain, the target's."""
@@ -317,7 +317,7 @@ def inspect(
     if verify:
         with busy("reading the model's files"):
             report["verified"] = verify_model(checkpoint, threads)
-    deliver(report, as_json, show_model)
+    print_report(report, as_json, show_model)
     if verify and not report["verified"]["passed"]:
         raise typer.Exit(ERROR)
 
@@ -352,7 +352,7 @@ def bench(
         str | None,
         typer.Option("--output", "-o", metavar="FORMAT", callback=_known_output, help="md, csv or json; md by default."),
     ] = None,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Measure a model's speed: prefill, decoding, and forwards over a few rows. Random tokens, no sampling; of a chain, the target.
 
@@ -388,7 +388,7 @@ def bench(
 def certify(
     model: options.ModelArgument,
     *,
-    draft: options.Draft = None,
+    draft: options.DraftOption = None,
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -403,7 +403,7 @@ def certify(
         int, typer.Option("--samples", metavar="N", min=MIN_SAMPLES, help="Sampled answers at each of three temperatures.")
     ] = NUM_SAMPLES,
     running: options.Running,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Test that drafts change no answer: greedy token ids, and the distribution of sampled ones. Exit code 1 if they do.
 
@@ -416,7 +416,7 @@ def certify(
     backend, settings = running
     found = certify_drafts(checkpoint, spec, questions, tokens, samples, backend=backend, settings=settings, on_progress=note)
     report = describe_certificate(model, checkpoint, backend, settings, found)
-    deliver(report, as_json, show_certificate)
+    print_report(report, as_json, show_certificate)
     if not found.passed:
         raise typer.Exit(ERROR)
 
@@ -485,7 +485,7 @@ def parity(
         ),
     ] = None,
     identical: Annotated[bool, typer.Option("--identical", help="Fail where a greedy answer differs.")] = False,
-    as_json: options.Json = False,
+    as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:
     """Compare two backends, or a backend and a record from another machine: logits, greedy answers, drafts, speed.
@@ -498,15 +498,19 @@ def parity(
     check_record(record)
     if b is None and record is None:
         raise typer.BadParameter("there is nothing to compare with; name a second backend or record, or a file with --record")
-    if record is not None and isinstance(sides[0], Run):
+    if record is not None and isinstance(sides[0], Recording):
         raise typer.BadParameter(f"--record writes what a backend says, and {a} is a record already")
     checkpoint, spec = None, SpecConfig()
-    if model is None and not all(isinstance(side, Run) for side in sides):
+    if model is None and not all(isinstance(side, Recording) for side in sides):
         model = DEFAULT_RECIPE
     if model is not None:
         checkpoint, spec = _open_with_drafts(model, draft)
         spec = SpecConfig() if draft is None and spec == AUTO else spec
-    identity = ModelIdentity.of(checkpoint) if checkpoint else next(side.model for side in sides if isinstance(side, Run))
+    identity = (
+        ModelIdentity.from_checkpoint(checkpoint)
+        if checkpoint
+        else next(side.model for side in sides if isinstance(side, Recording))
+    )
     questions = shared_questions(sides, identity)
     if questions is None:
         assert checkpoint is not None, "where there is no record there is a backend, which runs a model"
@@ -516,7 +520,7 @@ def parity(
     with ExitStack() as stack:
         loaded = []
         for side in sides:
-            with nullcontext() if isinstance(side, Run) else busy(f"loading {side.name}"):
+            with nullcontext() if isinstance(side, Recording) else busy(f"loading {side.name}"):
                 loaded.append(stack.enter_context(loaded_side(side, checkpoint, questions, spec)))
         with StepProgress() as progress:
             found = measure(loaded, identity, questions, record, (top, whole_rows), progress)
@@ -526,7 +530,7 @@ def parity(
         return
     failures = found.failures(Limits(min_same_top, max_kl, max_difference, identical))
     report = describe_parity(identity, found, failures)
-    deliver(report, as_json, show_parity)
+    print_report(report, as_json, show_parity)
     if failures:
         raise typer.Exit(ERROR)
 
@@ -552,11 +556,11 @@ def export(
 
 @app.command()
 @exit_codes()
-def info(as_json: options.Json = False) -> None:
+def info(as_json: options.JsonOption = False) -> None:
     """Show what cpuspec makes of this machine: processor, kernels chosen for it, memory, versions, caches."""
     with busy("measuring this machine's memory bandwidth"):
         report = describe_machine()
-    deliver(report, as_json, show_machine)
+    print_report(report, as_json, show_machine)
 
 
 def _open(model: str, mmap: bool = True) -> Checkpoint:

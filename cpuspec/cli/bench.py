@@ -1,4 +1,4 @@
-"""What `cpuspec bench` shows: the figures of a run as Markdown for people, as CSV for tables, as JSON for scripts."""
+"""Prints the figures of `cpuspec bench`: Markdown for people, CSV for tables, JSON for scripts."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""What `cpuspec certify` shows: a certificate with what it is about, as JSON or in some lines."""
+"""Prints the certificate of `cpuspec certify`, with the model and the machine that it is about."""
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli.console import Report, accepted, print_facts

@@ -42,20 +42,20 @@ class Chat:
 
     @property
     def params(self) -> SamplingParams:
-        """What the next answer is generated with."""
+        """The sampling params of the next answer."""
         return self.params_with(self.given)
 
     def params_with(self, given: Mapping[str, Any]) -> SamplingParams:
-        """The same, were these the user's settings. Raises ConfigError."""
+        """The sampling params under other settings of the user's. Raises ConfigError."""
         return self.llm.sampling_defaults.under({"max_tokens": CHAT_TOKENS, **given})
 
     @property
     def messages(self) -> list[Message]:
-        """What the chat template gets."""
+        """The messages for the chat template."""
         return self.messages_after(0)
 
     def messages_after(self, num_exchanges: int) -> list[Message]:
-        """The same without so many of the oldest exchanges."""
+        """The messages without the `num_exchanges` oldest exchanges."""
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
         return first + self.turns[2 * num_exchanges :]
 
@@ -188,7 +188,7 @@ def _answer(chat: Chat, text: str) -> bool:
 
 
 def _make_room(chat: Chat) -> bool:
-    """Where the messages do not fit into the context, forget the oldest if whoever is at the terminal agrees; False where they fit.
+    """If the messages exceed the context, forget the oldest, should the user at the terminal agree. False if they fit.
 
     Raises ConfigError, with what can be done, where they do not fit and stay.
     """
@@ -210,7 +210,7 @@ def _make_room(chat: Chat) -> bool:
 
 
 def _num_tokens(chat: Chat, num_dropped: int) -> int:
-    """Of the prompt that the messages make, without so many of the oldest exchanges."""
+    """The tokens of the prompt that the messages make without the `num_dropped` oldest exchanges."""
     return len(chat.llm.tokenizer.encode_chat(chat.messages_after(num_dropped)))
 
 
@@ -325,7 +325,7 @@ def _number(kind: type, unset: bool = False) -> Callable[[str, str], Any]:
 
 
 def _words(name: str, text: str) -> list[str]:
-    """What is separated by spaces, outside quotes; none is nothing."""
+    """The words between spaces, outside quotes; no words for none."""
     try:
         return [] if text == "none" else shlex.split(text)
     except ValueError as error:

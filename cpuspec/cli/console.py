@@ -1,4 +1,4 @@
-"""How the command line speaks: results, notes, progress, and errors as exit codes. Knows nothing of commands.
+"""Prints results, notes, progress and tables, and turns errors into exit codes. It knows nothing of commands.
 
 Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrupted, 141 the reader of the output has gone.
 """
@@ -99,7 +99,7 @@ class _Stream:
 
 @contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Within, output that cannot be written ends the command with an exit code, and notes that cannot be are dropped."""
+    """Within this context, output that cannot be written ends the command with an exit code, and such notes are dropped."""
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks must not end an answer
@@ -200,7 +200,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 class FetchProgress:
-    """Tells how far a download is: a bar on a terminal, a line for each new thing elsewhere. Nothing if nothing is fetched."""
+    """Shows the progress of a download: a bar on a terminal, a line for each new file elsewhere. It is silent without one."""
 
     def __init__(self, name: str) -> None:
         self._name = printable(name)
@@ -217,7 +217,7 @@ class FetchProgress:
             self._bar.stop()
 
     def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """What `cpuspec.checkpoints.download.Progress` asks for."""
+        """Update, as `cpuspec.checkpoints.download.Progress` demands."""
         what = printable(what)
         if not _is_live(self._console):
             if what != self._last:
@@ -241,7 +241,7 @@ class FetchProgress:
 
 
 class StepProgress:
-    """Tells how far a measurement is: a bar on a terminal, a line for each new thing elsewhere.
+    """Shows the progress of a measurement: a bar on a terminal, a line for each new step elsewhere.
 
     The bar is drawn when there is something to tell and at no other time: a thread that draws would take turns with those measured.
     """
@@ -259,7 +259,7 @@ class StepProgress:
             self._bar.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """What `cpuspec.evaluate.parity.OnProgress` asks for."""
+        """Update, as `cpuspec.evaluate.parity.OnStep` demands."""
         console = stderr_console()
         if not _is_live(console):
             if what != self._last:
@@ -275,7 +275,7 @@ class StepProgress:
         self._last = what
 
 
-def deliver(report: Report, as_json: bool, show: Callable[[Any], None]) -> None:
+def print_report(report: Report, as_json: bool, show: Callable[[Any], None]) -> None:
     """Print a report, as JSON or as `show` prints it."""
     if as_json:
         emit_json(report)

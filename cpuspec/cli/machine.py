@@ -1,4 +1,4 @@
-"""What `cpuspec info` shows: the processor and memory as cpuspec sees them, what it chose, what it runs on, what it keeps."""
+"""Describes the machine: processor, memory, the kernels chosen for them, versions, and cached files."""
 
 import os
 import platform
@@ -56,7 +56,7 @@ def describe_machine() -> Report:
 
 
 def describe_hardware() -> Report:
-    """The processor and its memory, and what the kernels make of them. Measures nothing."""
+    """The processor, its memory, and the kernels chosen for them. It measures nothing."""
     from cpuspec.kernels import isa  # imports numba
 
     threads = usable_cores()
@@ -77,7 +77,7 @@ def describe_hardware() -> Report:
 
 
 def describe_run(model: str, backend: str, settings: EngineConfig) -> Report:
-    """What a measurement is about: the model, the backend with its settings, the processor."""
+    """The subject of a measurement: the model, the backend with its settings, the processor."""
     from cpuspec.kernels import isa  # imports numba
 
     chosen = {name: getattr(settings, name) for name in ("kv_format", *OWN_SETTINGS)}

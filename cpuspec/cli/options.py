@@ -53,9 +53,9 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in known_names() if name.startswith(incomplete)]
 
 
-Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
+ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
-Draft = Annotated[
+DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft",
@@ -68,8 +68,8 @@ Draft = Annotated[
         "never what is generated.",
     ),
 ]
-System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+SystemOption = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
 BACKEND_HELP = (

@@ -1,4 +1,4 @@
-"""What `cpuspec parity` reads and shows: the two sides by name or as records, and the comparison as JSON or in some lines."""
+"""Reads the two sides of `cpuspec parity`, by name or as records, and prints their comparison."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,16 +18,16 @@ from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import PROMPTS
 from cpuspec.evaluate.parity import (
     ModelIdentity,
-    OnProgress,
+    OnStep,
     Parity,
     Question,
-    Run,
+    Recording,
     Side,
     compare,
     open_side,
     record,
 )
-from cpuspec.evaluate.parity_file import read_run, write_run
+from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.evaluate.prompts import Prompt, prompt_ids, read_prompts, read_text_ids
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.tokenizer import make_tokenizer
@@ -42,13 +42,13 @@ class Wanted:
     settings: EngineConfig
 
 
-def read_side(text: str, settings: EngineConfig) -> Wanted | Run:
+def read_side(text: str, settings: EngineConfig) -> Wanted | Recording:
     """A backend with its settings, as numba:threads=1; otherwise the record in the file of that name.
 
     Raises BadParameter where it is neither.
     """
     if text.partition(":")[0] not in BACKENDS and (Path(text).is_file() or text.endswith(".json")):
-        return read_run(Path(text))
+        return read_recording(Path(text))
     with options.usage_errors():
         backend, settings = read_backend(text, settings)
         check_backend(backend, settings)
@@ -57,15 +57,17 @@ def read_side(text: str, settings: EngineConfig) -> Wanted | Run:
 
 
 def check_record(path: Path | None) -> None:
-    """Raise BadParameter where nothing can be written: to be asked before minutes of measuring."""
+    """Raise BadParameter where nothing can be written. Call it before minutes of measuring."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise typer.BadParameter(f"--record {path}: wanted a file in a directory that exists")
 
 
 @contextmanager
-def loaded_side(side: Wanted | Run, checkpoint: Checkpoint | None, questions: list[Question], spec: SpecConfig) -> Iterator[Side]:
+def loaded_side(
+    side: Wanted | Recording, checkpoint: Checkpoint | None, questions: list[Question], spec: SpecConfig
+) -> Iterator[Side]:
     """A backend, loaded and closed in the end; a record as it is."""
-    if isinstance(side, Run):
+    if isinstance(side, Recording):
         yield side
         return
     from cpuspec.kernels import isa  # imports numba
@@ -78,16 +80,16 @@ def loaded_side(side: Wanted | Run, checkpoint: Checkpoint | None, questions: li
 
 
 def make_questions(checkpoint: Checkpoint, prompts: list[str], texts: list[str], num_tokens: int) -> list[Question]:
-    """Prompts (FILE:FIELD:N) to be answered with so many tokens, texts to be read (FILE:TOKENS). By default prompts of its own."""
+    """Prompts (FILE:FIELD:N) to be answered with `num_tokens` tokens, its own by default, and texts to be read (FILE:TOKENS)."""
     asked: list[Prompt] = [one for text in prompts for one in read_prompts(options.checked_text(text, "--prompts")).prompts]
     tokenizer = make_tokenizer(checkpoint)
     answered = [Question(prompt_ids(tokenizer, one), num_tokens) for one in asked or PROMPTS]
     return answered + [Question(read_text_ids(options.checked_text(text, "--text"), tokenizer), 0) for text in texts]
 
 
-def shared_questions(sides: list[Wanted | Run], model: ModelIdentity | None) -> list[Question] | None:
+def shared_questions(sides: list[Wanted | Recording], model: ModelIdentity | None) -> list[Question] | None:
     """The questions of the records among the sides, None without a record. Raises ConfigError unless they and the model agree."""
-    runs = [side for side in sides if isinstance(side, Run)]
+    runs = [side for side in sides if isinstance(side, Recording)]
     for run in runs:
         (model or runs[0].model).check_same(run.model, run.about["recorded"])
         if run.questions != runs[0].questions:
@@ -102,12 +104,12 @@ def measure(
     questions: list[Question],
     path: Path | None,
     keep: tuple[int, int],
-    on_progress: OnProgress,
+    on_progress: OnStep,
 ) -> Parity | None:
     """Record the first side where a path is given, then compare the two, if there are two. keep: ids of a row, whole rows."""
     if path is not None:
         beside = sides[1] if len(sides) > 1 else None
-        write_run(record(sides[0], model, questions, beside, *keep, on_progress=on_progress), path)
+        write_recording(record(sides[0], model, questions, beside, *keep, on_progress=on_progress), path)
     return compare(sides[0], sides[1], questions, on_progress) if len(sides) > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""What `cpuspec models` and `cpuspec inspect` show: gathered as plain data, printed as tables or as JSON."""
+"""Gathers the reports of `cpuspec models` and `cpuspec inspect` as plain data, and prints them as tables."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from cpuspec.metrics import read_bandwidth
 
 
 def known_models() -> tuple[list[Report], list[str]]:
-    """Every recipe, whether its file is in the caches and where; and what is wrong with recipes that cannot be read."""
+    """Every recipe, with its file in the caches if there is one; and the errors of recipes that cannot be read."""
     recipes, _, problems = load_all()
     rows = []
     for recipe in recipes.values():
@@ -51,7 +51,7 @@ def known_chains() -> list[Report]:
 
 
 def found_models() -> list[Report]:
-    """What other programs hold on this machine."""
+    """The models of other programs on this machine."""
     return [{"name": one.name, "source": one.source, "bytes": one.num_bytes, "path": str(one.path)} for one in local_models()]
 
 

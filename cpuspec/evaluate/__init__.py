@@ -1,1 +1,1 @@
-"""How good a model's output is: measured against text, and against the same model at higher precision."""
+"""Measures a model's output against text and against other backends, its speed, and the exactness of drafts."""

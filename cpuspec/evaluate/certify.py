@@ -7,9 +7,9 @@ is run on a proposer that lies about its rows, and must reject it.
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,7 @@ from cpuspec.evaluate.statistics import chi_square
 from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
 from cpuspec.sampling import TokenHistory, dense, distribution
-from cpuspec.sequence import Sequence as Tokens
-from cpuspec.sequence import shared_prefix
+from cpuspec.sequence import Sequence, shared_prefix
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer
@@ -58,15 +57,15 @@ FALSE_ALARM = 1e-4
 
 NUM_SAMPLES, MIN_SAMPLES = 300, 50  # at each temperature
 
-_PARTS = {f"tokens 1 to {_LENGTH}": slice(_LENGTH), **{f"token {i + 1}": slice(i, i + 1) for i in range(_LENGTH)}}
+_COUNTED = {f"tokens 1 to {_LENGTH}": slice(_LENGTH), **{f"token {i + 1}": slice(i, i + 1) for i in range(_LENGTH)}}
 
 OnProgress = Callable[[str], None]
-Path = tuple[int, ...]  # the first tokens of an answer
+Beginning = tuple[int, ...]  # the first tokens of an answer
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of generating the greedy answers, and what came of it. first_differences: position in the answer, by prompt."""
+    """One way of generating the greedy answers, and its result. first_differences: position in the answer, by prompt."""
 
     spec: str
     threads: int
@@ -124,7 +123,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was found. control: the sampled part for a proposer that lies."""
+    """The result of all tests. control: the sampled part for a proposer that lies."""
 
     spec: str
     threads: int
@@ -134,12 +133,12 @@ class Certificate:
 
     @property
     def control_rejected(self) -> bool:
-        """Whether the lie was seen at every temperature."""
+        """Whether the lie was found at every temperature."""
         return self.control.rejected_at() == set(TEMPERATURES)
 
     @property
     def passed(self) -> bool:
-        """Whether the drafts change nothing, as far as tests see that see a lie."""
+        """Whether the tests found no change by drafts, and did find the lie."""
         return self.greedy.passed and self.sampled.passed and self.control_rejected
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,14 +150,14 @@ class Certificate:
         return verdicts | {"spec": self.spec, "threads": self.threads} | parts | {"control": asdict(self.control)}
 
 
-Answer = tuple[list[int], RequestStats]
-Answering = Callable[[list[SamplingParams]], list[Answer]]  # one answer to the same prompt for each
+SampledAnswer = tuple[list[int], RequestStats]
+Answering = Callable[[list[SamplingParams]], list[SampledAnswer]]  # one answer to the same prompt for each
 
 
 def certify(
     checkpoint: Checkpoint,
     spec: SpecConfig,
-    prompts: Sequence[Prompt] = PROMPTS,
+    prompts: Iterable[Prompt] = PROMPTS,
     max_tokens: int = 128,
     num_samples: int = NUM_SAMPLES,
     *,
@@ -195,7 +194,7 @@ def certify(
     on_progress(f"a proposer that lies about its rows {verdict}")
     with LLM(checkpoint, spec, backend, settings=settings) as llm:
 
-        def answering(each: list[SamplingParams]) -> list[Answer]:
+        def answering(each: list[SamplingParams]) -> list[SampledAnswer]:
             return [(one.token_ids, one.stats) for one in llm.generate([prompt] * len(each), each)]
 
         sampled = check_sampled(answering, rows, num_samples, on_progress)
@@ -205,7 +204,7 @@ def certify(
 def check_greedy(
     checkpoint: Checkpoint,
     spec: SpecConfig,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     max_tokens: int,
     backend: str,
     settings: EngineConfig,
@@ -245,10 +244,10 @@ def check_greedy(
     return Greedy(len(plain), num_tokens, tuple(arms))
 
 
-def plain_rows(backend: Backend, prompt: list[int]) -> dict[Path, F32]:
+def plain_rows(backend: Backend, prompt: list[int]) -> dict[Beginning, F32]:
     """The model's logits [V] after the prompt and after each beginning of an answer that can be sampled, from scratch."""
-    rows: dict[Path, F32] = {}
-    beginnings: list[Path] = [()]
+    rows: dict[Beginning, F32] = {}
+    beginnings: list[Beginning] = [()]
     for _ in range(_LENGTH):
         for path in beginnings:
             *_, last = logits_of(backend, [*prompt, *path], backend.max_rows)
@@ -258,7 +257,7 @@ def plain_rows(backend: Backend, prompt: list[int]) -> dict[Path, F32]:
 
 
 def check_sampled(
-    answering: Answering, rows: Mapping[Path, F32], num_samples: int, on_progress: OnProgress = lambda text: None
+    answering: Answering, rows: Mapping[Beginning, F32], num_samples: int, on_progress: OnProgress = lambda text: None
 ) -> Sampled:
     """Compare answers at each temperature with what `rows` (of `plain_rows`) says of them."""
     level = FALSE_ALARM / (len(TEMPERATURES) * (_LENGTH + 1))
@@ -269,15 +268,15 @@ def check_sampled(
         stats += [one for _, one in answers]
         counts = Counter(tuple(ids[:_LENGTH]) for ids, _ in answers)
         probs = _beginnings(rows, SamplingParams(**settings))  # type: ignore[arg-type]
-        for what, part in _PARTS.items():
-            seen: Counter[Path] = Counter()
-            expected: dict[Path, float] = defaultdict(float)
+        for what, part in _COUNTED.items():
+            seen: Counter[Beginning] = Counter()
+            expected: dict[Beginning, float] = defaultdict(float)
             for path, count in counts.items():
                 seen[path[part]] += count
             for path, prob in probs.items():
                 expected[path[part]] += prob
             comparisons.append(Comparison(temperature, what, *chi_square(seen, expected)))
-        p_value = min(one.p_value for one in comparisons[-len(_PARTS) :])
+        p_value = min(one.p_value for one in comparisons[-len(_COUNTED) :])
         on_progress(f"sampled at temperature {temperature:g}: {num_samples} answers, smallest p-value {p_value:.3g}")
     return Sampled(num_samples, level, tuple(comparisons), *_drafts(stats))
 
@@ -290,11 +289,11 @@ class Liar(NullProposer):
 
     name = "liar"
 
-    def __init__(self, vocab_size: int, rows: Mapping[Path, F32]) -> None:
+    def __init__(self, vocab_size: int, rows: Mapping[Beginning, F32]) -> None:
         self._declared = np.full(vocab_size, 1 / vocab_size)
         self._less_likely = {path: _likeliest(row)[_TOP_K // 2 :] for path, row in rows.items()}
 
-    def propose(self, seqs: list[Tokens], limits: list[int]) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """Up to `limits[i]` tokens for each sequence, while something is known about it."""
         drafts = []
         for seq, limit in zip(seqs, limits, strict=True):
@@ -307,7 +306,7 @@ class Liar(NullProposer):
         return drafts
 
 
-def file_identity(path: FilePath) -> list[dict[str, Any]]:
+def file_identity(path: Path) -> list[dict[str, Any]]:
     """Name, bytes and sha256 of each of a model's files: the parts of a GGUF model, or a directory's weights and settings."""
     files = part_paths(path) if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
     found = []
@@ -318,11 +317,11 @@ def file_identity(path: FilePath) -> list[dict[str, Any]]:
     return found
 
 
-def _beginnings(rows: Mapping[Path, F32], params: SamplingParams) -> dict[Path, float]:
+def _beginnings(rows: Mapping[Beginning, F32], params: SamplingParams) -> dict[Beginning, float]:
     """The probability of every beginning of _LENGTH tokens."""
-    probs: dict[Path, float] = {(): 1.0}
+    probs: dict[Beginning, float] = {(): 1.0}
     for _ in range(_LENGTH):
-        longer: dict[Path, float] = {}
+        longer: dict[Beginning, float] = {}
         for path, prob in probs.items():
             row = dense(distribution(rows[path], params, TokenHistory([])))
             longer |= {(*path, int(token)): prob * float(row[token]) for token in np.flatnonzero(row)}
@@ -335,7 +334,7 @@ def _likeliest(row: F32) -> list[int]:
     return np.argsort(-row, kind="stable")[:_TOP_K].tolist()
 
 
-def _answers(engine: Engine, prompt: list[int], each: list[SamplingParams]) -> list[Answer]:
+def _answers(engine: Engine, prompt: list[int], each: list[SamplingParams]) -> list[SampledAnswer]:
     ids = [engine.add_request(prompt, params) for params in each]
     tokens: dict[int, list[int]] = defaultdict(list)
     stats: dict[int, RequestStats] = {}
@@ -354,5 +353,5 @@ def _drafts(stats: Iterable[RequestStats]) -> tuple[int, int]:
 
 
 def _room(checkpoint: Checkpoint, num_tokens: int) -> int:
-    """A context for so many tokens, or the longest that the model has."""
+    """A context for `num_tokens` tokens, or the longest that the model has."""
     return min(num_tokens, checkpoint.config.context_length)

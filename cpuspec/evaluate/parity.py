@@ -31,16 +31,16 @@ WHOLE_ROWS = 2  # rows of which a record keeps every logit
 _LEAST_REST = 1e-12  # probabilities of what is left of a row are differences of sums: below this they are rounding
 _WARM_UP_TOKENS = 4
 
-OnProgress = Callable[[str, int, int], None]  # what begins, how many of its kind are done, and of how many
+OnStep = Callable[[str, int, int], None]  # what begins, the number of its kind that are done, and the number of all
 
 
 def _quiet(what: str, done: int, total: int) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What both sides are fed: token ids, and how many tokens of an answer they are asked for. 0: a text that is only read."""
+    """Token ids that both sides are fed, and the number of tokens that they are asked for; 0 for a text that is only read."""
 
     ids: list[int]
     num_tokens: int
@@ -56,7 +56,7 @@ class ModelIdentity:
     files: tuple[Mapping[str, Any], ...]
 
     @staticmethod
-    def of(checkpoint: Checkpoint) -> "ModelIdentity":
+    def from_checkpoint(checkpoint: Checkpoint) -> "ModelIdentity":
         """That of an opened checkpoint. Reads its files."""
         config = checkpoint.config
         return ModelIdentity(checkpoint.path.name, config.architecture, config.vocab_size, tuple(file_identity(checkpoint.path)))
@@ -73,7 +73,7 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True)
-class Row:
+class LogitRow:
     """Logits [k] of one position. ids: [k] they belong to, the likeliest first; None: of every id, in order.
 
     logsumexp: over every id, so that probabilities of those known are right whatever is not known.
@@ -84,26 +84,26 @@ class Row:
     logsumexp: float
 
     @staticmethod
-    def whole(logits: F32) -> "Row":
+    def whole(logits: F32) -> "LogitRow":
         """A row with every logit."""
         x = logits.astype(np.float64)
         most = x.max()
-        return Row(logits, None, float(most + np.log(np.exp(x - most).sum())))
+        return LogitRow(logits, None, float(most + np.log(np.exp(x - most).sum())))
 
     @property
     def best(self) -> int:
         """The likeliest id, the lower one of two that are equally likely, as `sampling.argmax` has it."""
         return int(self.logits.argmax()) if self.ids is None else int(self.ids[0])
 
-    def likeliest(self, k: int) -> "Row":
-        """The same row with the k likeliest ids only."""
+    def likeliest(self, k: int) -> "LogitRow":
+        """The row with its k likeliest ids only."""
         assert self.ids is None, "a row is shortened once"
         k = min(k, len(self.logits))
         ids = np.sort(np.argpartition(-self.logits, k - 1)[:k])
         ids = ids[np.argsort(-self.logits[ids], kind="stable")]
-        return Row(self.logits[ids], ids.astype(np.int32), self.logsumexp)
+        return LogitRow(self.logits[ids], ids.astype(np.int32), self.logsumexp)
 
-    def of(self, ids: I32) -> F64:
+    def logits_for(self, ids: I32) -> F64:
         """Logits of some ids, NaN of those that are not known."""
         if self.ids is None:
             return self.logits[ids].astype(np.float64)
@@ -113,7 +113,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowDifference:
-    """What two rows of one position differ in.
+    """The differences of two rows of one position.
 
     kl: divergence of the second from the first in nats, of the ids that both rows have and of all others as one: never more than
     that of the whole rows (data processing inequality), and equal to it where `whole`. max_abs: over the ids that both have.
@@ -128,7 +128,7 @@ class RowDifference:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GreedyAnswer:
     """A greedy answer, and the seconds from its first step to its last token, in which `num_decoded` tokens came."""
 
     ids: list[int]
@@ -145,11 +145,11 @@ class Side(Protocol):
         """Its name and what ran it, for people and reports."""
         ...
 
-    def answer(self, number: int) -> Answer:
+    def answer(self, number: int) -> GreedyAnswer:
         """The plain answer to a question; of no tokens where it asks for none."""
         ...
 
-    def drafted(self, number: int) -> Answer | None:
+    def drafted(self, number: int) -> GreedyAnswer | None:
         """The answer with drafts; None where there are none."""
         ...
 
@@ -157,7 +157,7 @@ class Side(Protocol):
         """The tokens that its rows belong to; None where it can be fed any."""
         ...
 
-    def rows(self, number: int, text: list[int]) -> Iterator[Row]:
+    def rows(self, number: int, text: list[int]) -> Iterator[LogitRow]:
         """The row after each token of `text`, which `self.text` begins with if it is not None."""
         ...
 
@@ -168,7 +168,7 @@ class LiveSide:
     def __init__(self, about: Mapping[str, Any], llm: LLM, backend: Any, questions: Sequence[Question], has_drafts: bool) -> None:
         self.about = about
         self._llm, self._backend, self._questions, self._has_drafts = llm, backend, questions, has_drafts
-        self._answers: dict[tuple[int, bool], Answer] = {}
+        self._answers: dict[tuple[int, bool], GreedyAnswer] = {}
 
     def warm_up(self) -> None:
         """Answer something, so that what is compiled or captured at first use takes no measured time."""
@@ -178,18 +178,18 @@ class LiveSide:
                 params = SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True, max_draft_tokens=max_draft_tokens)
                 self._llm.generate(first.ids, replace(params, max_tokens=min(_WARM_UP_TOKENS, first.num_tokens)))
 
-    def answer(self, number: int) -> Answer:
+    def answer(self, number: int) -> GreedyAnswer:
         """The plain answer to a question."""
         return self._answer(number, drafts=False)
 
-    def drafted(self, number: int) -> Answer | None:
+    def drafted(self, number: int) -> GreedyAnswer | None:
         """The answer with the drafts that this side was opened with."""
         return self._answer(number, drafts=True) if self._has_drafts else None
 
     def text(self, number: int) -> None:
         """It can be fed any."""
 
-    def rows(self, number: int, text: list[int]) -> Iterator[Row]:
+    def rows(self, number: int, text: list[int]) -> Iterator[LogitRow]:
         """Feed the text to an empty cache, in chunks as long as the backend takes. Raises BackendError for NaN and infinity."""
         position = 0
         for chunk in logits_of(self._backend, text, self._backend.max_rows):
@@ -199,19 +199,19 @@ class LiveSide:
                 raise BackendError(
                     f"{self.about['name']} has logits that are not finite {where}; nothing can be compared with them"
                 )
-            yield from map(Row.whole, chunk)
+            yield from map(LogitRow.whole, chunk)
             position += len(chunk)
 
-    def _answer(self, number: int, drafts: bool) -> Answer:
+    def _answer(self, number: int, drafts: bool) -> GreedyAnswer:
         question, key = self._questions[number], (number, drafts)
         if not question.num_tokens:
-            return Answer([])
+            return GreedyAnswer([])
         if key not in self._answers:
             params = SamplingParams(max_tokens=question.num_tokens, ignore_eos=True, max_draft_tokens=None if drafts else 0)
             [found] = self._llm.generate(question.ids, params)
             stats = found.stats
             decode_s, levels = stats.decode_s or 0.0, stats.levels if drafts else None
-            self._answers[key] = Answer(found.token_ids, round(decode_s * (stats.tokens_per_s or 0)), decode_s, levels)
+            self._answers[key] = GreedyAnswer(found.token_ids, round(decode_s * (stats.tokens_per_s or 0)), decode_s, levels)
         return self._answers[key]
 
 
@@ -260,23 +260,23 @@ def open_side(
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one side made of all questions, kept: a side itself, on another day and another machine. One entry for each question."""
+class Recording:
+    """The answers and rows of one side, kept to be a side on another day and machine. One entry for each question."""
 
     about: Mapping[str, Any]
     model: ModelIdentity
     questions: tuple[Question, ...]
-    answers: tuple[Answer, ...]
-    drafts: tuple[Answer | None, ...]
+    answers: tuple[GreedyAnswer, ...]
+    drafts: tuple[GreedyAnswer | None, ...]
     texts: tuple[list[int], ...]
-    kept: tuple[tuple[Row, ...], ...]  # a row for each token of the text
-    whole: Mapping[tuple[int, int], Row]  # (question, position) of those with every logit
+    kept: tuple[tuple[LogitRow, ...], ...]  # a row for each token of the text
+    whole: Mapping[tuple[int, int], LogitRow]  # (question, position) of those with every logit
 
-    def answer(self, number: int) -> Answer:
+    def answer(self, number: int) -> GreedyAnswer:
         """The plain answer to a question."""
         return self.answers[number]
 
-    def drafted(self, number: int) -> Answer | None:
+    def drafted(self, number: int) -> GreedyAnswer | None:
         """The answer with drafts, if there were any."""
         return self.drafts[number]
 
@@ -284,7 +284,7 @@ class Run:
         """The tokens that were fed."""
         return self.texts[number]
 
-    def rows(self, number: int, text: list[int]) -> Iterator[Row]:
+    def rows(self, number: int, text: list[int]) -> Iterator[LogitRow]:
         """The rows that were kept, with every logit where that was kept."""
         assert shared_prefix(self.texts[number], text) == len(text), "a record has rows of its own text only"
         for position, row in enumerate(self.kept[number][: len(text)]):
@@ -298,8 +298,8 @@ def record(
     beside: Side | None = None,
     top: int = TOP,
     whole_rows: int = WHOLE_ROWS,
-    on_progress: OnProgress = _quiet,
-) -> Run:
+    on_progress: OnStep = _quiet,
+) -> Recording:
     """Ask a side everything, and keep `top` logits of each row and every logit of `whole_rows` rows, spread evenly.
 
     beside: what it is to be compared with; if that is a record, the tokens fed are that record's.
@@ -319,7 +319,7 @@ def record(
                 whole[number, position] = replace(row, logits=row.logits.copy())
         kept.append(tuple(short))
     on_progress(f"recording {side.about['name']}", len(questions), len(questions))
-    return Run(side.about, model, tuple(questions), tuple(answers), tuple(drafts), tuple(texts), tuple(kept), whole)
+    return Recording(side.about, model, tuple(questions), tuple(answers), tuple(drafts), tuple(texts), tuple(kept), whole)
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class PromptParity:
-    """What was found for one question. num_rows: that were compared."""
+    """The comparison for one question. num_rows: rows that were compared."""
 
     num_prompt_tokens: int
     num_tokens: int
@@ -351,7 +351,7 @@ class PromptParity:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a comparison must keep to, None what it need not."""
+    """The limits of a comparison; None is no limit."""
 
     min_same_top: float | None = None
     max_kl: float | None = None  # of the mean
@@ -361,7 +361,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Parity:
-    """How far two sides agree; the first is the reference. Divergences in nats.
+    """The agreement of two sides, the first of which is the reference. Divergences are in nats.
 
     whole_rows: rows of which both sides know every logit. Unless they are all, the divergences and the largest difference are lower
     bounds, from ids that have `covered_mean` of the reference's probability (`covered_min` in the worst row); in the whole rows the
@@ -393,7 +393,7 @@ class Parity:
         return all(one.greedy_identical for one in self.prompts)
 
     def failures(self, limits: Limits) -> list[str]:
-        """What limits are not kept; and drafts that changed an answer of a side which promises that they never do."""
+        """The limits that are not kept, and the sides whose drafts changed an answer although they promise that drafts never do."""
         checks = (
             ("same_top", self.same_top, limits.min_same_top, "at least"),
             ("kl_mean", self.kl_mean, limits.max_kl, "at most"),
@@ -415,7 +415,7 @@ class Parity:
         return failed
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure under its name, and what it was computed from."""
+        """Every figure under its name, with the data that it was computed from."""
         names = [field for field in self.__dataclass_fields__ if field not in ("sides", "prompts")]
         asked = [one for one in self.prompts if one.num_tokens]
         bound = "every logit" if self.exact else "the ids that both sides know of each row, and the rest as one; a lower bound"
@@ -437,7 +437,7 @@ class Parity:
         }
 
 
-def compare(a: Side, b: Side, questions: Sequence[Question], on_progress: OnProgress = _quiet) -> Parity:
+def compare(a: Side, b: Side, questions: Sequence[Question], on_progress: OnStep = _quiet) -> Parity:
     """Ask both sides everything, a question at a time, the first beginning, and compare.
 
     Rows are those of the prompt and the first's answer; where a side is a record, of what that was fed; of two records, of what
@@ -493,7 +493,7 @@ def compare(a: Side, b: Side, questions: Sequence[Question], on_progress: OnProg
     )
 
 
-def row_difference(row: Row, other: Row) -> RowDifference:
+def row_difference(row: LogitRow, other: LogitRow) -> RowDifference:
     """Compare two rows of one position, the first the reference."""
     whole = row.ids is None and other.ids is None
     if whole:
@@ -501,7 +501,7 @@ def row_difference(row: Row, other: Row) -> RowDifference:
     else:
         ids = row.ids if row.ids is not None else other.ids
         assert ids is not None, "one of the rows is not whole"
-        x, y = row.of(ids), other.of(ids)
+        x, y = row.logits_for(ids), other.logits_for(ids)
         known = ~np.isnan(x) & ~np.isnan(y)
         x, y = x[known], y[known]
     p, q = x - row.logsumexp, y - other.logsumexp
@@ -515,20 +515,20 @@ def row_difference(row: Row, other: Row) -> RowDifference:
 
 
 def _text(sides: Sequence[Side], number: int, question: Question) -> list[int]:
-    """What the sides are fed: what the records among them have in common, else the prompt and the first side's answer."""
+    """The tokens that the sides are fed: the common ones of the records among them, else the prompt and the first side's answer."""
     fed = [text for side in sides if (text := side.text(number)) is not None]
     if not fed:
         return question.ids + sides[0].answer(number).ids
     return fed[0][: shared_prefix(fed[0], fed[-1])]
 
 
-def _margin(row: Row, token: int, other: int) -> float | None:
-    ours, theirs = row.of(np.array([token, other], np.int32))
+def _margin(row: LogitRow, token: int, other: int) -> float | None:
+    ours, theirs = row.logits_for(np.array([token, other], np.int32))
     return None if np.isnan(ours - theirs) else float(ours - theirs)
 
 
 def _summary(side: Side, num_questions: int) -> dict[str, Any]:
-    """What a side is, and how its answers came."""
+    """A side, the speed of its answers, and the fate of its drafts."""
     numbers = [number for number in range(num_questions) if side.answer(number).ids]
     plain = [side.answer(number) for number in numbers]
     drafted = [(side.answer(number), one) for number in numbers if (one := side.drafted(number)) is not None]
@@ -545,7 +545,7 @@ def _summary(side: Side, num_questions: int) -> dict[str, Any]:
     return {**side.about, "tokens_per_s": _rate(plain), "drafted": with_drafts if drafted else None}
 
 
-def _rate(answers: Sequence[Answer]) -> float | None:
+def _rate(answers: Sequence[GreedyAnswer]) -> float | None:
     seconds = sum(one.decode_s for one in answers)
     return sum(one.num_decoded for one in answers) / seconds if seconds else None
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.evaluate.parity import Answer, ModelIdentity, Question, Row, Run
+from cpuspec.evaluate.parity import GreedyAnswer, LogitRow, ModelIdentity, Question, Recording
 from cpuspec.files import write_file
 from cpuspec.metrics import LevelCounters
 
@@ -34,12 +34,12 @@ MAX_TEXT = 200
 _TEXTS = ("name", "backend", "kv_format", "dtype", "weights", "activations", "draft", "processor", "device", "date")
 _COUNTS = ("threads", "weight_bytes")
 _SHA256 = re.compile("[0-9a-f]{64}")
-_ROW_OVERHEAD_BYTES = 512  # of a Row with its arrays
+_ROW_OVERHEAD_BYTES = 512  # of a LogitRow with its arrays
 _ROWS_AT_ONCE = 4096
 _ROUNDING = 1e-3  # that sums of probabilities may be off by
 
 
-def write_run(run: Run, path: Path) -> None:
+def write_recording(run: Recording, path: Path) -> None:
     """Write a run, all of it or nothing. Raises ConfigError where that cannot be."""
     top = max((len(row.logits) for rows in run.kept for row in rows), default=0)
     value = {
@@ -56,7 +56,7 @@ def write_run(run: Run, path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def read_run(path: Path) -> Run:
+def read_recording(path: Path) -> Recording:
     """The run that a file holds. Raises ConfigError: file, field, got, wanted, for whatever it must not hold."""
     try:
         record = Fields(str(path), read_json_object(path, MAX_FILE_BYTES))
@@ -69,7 +69,7 @@ def read_run(path: Path) -> Run:
         raise ConfigError(str(error)) from None
 
 
-def _prompt(run: Run, number: int) -> dict[str, Any]:
+def _prompt(run: Recording, number: int) -> dict[str, Any]:
     rows, drafted = run.kept[number], run.drafts[number]
     positions = [position for question, position in run.whole if question == number]
     return {
@@ -86,7 +86,7 @@ def _prompt(run: Run, number: int) -> dict[str, Any]:
     }
 
 
-def _answer(answer: Answer) -> dict[str, Any]:
+def _answer(answer: GreedyAnswer) -> dict[str, Any]:
     levels = None if answer.levels is None else {name: asdict(counts) for name, counts in answer.levels.items()}
     return {"ids": answer.ids, "num_decoded": answer.num_decoded, "decode_s": answer.decode_s, "levels": levels}
 
@@ -95,7 +95,7 @@ def _packed(array: NDArray[Any], dtype: str) -> str:
     return base64.b64encode(zlib.compress(array.astype(dtype).tobytes(), 9)).decode("ascii")
 
 
-def _read(record: Fields, path: Path) -> Run:
+def _read(record: Fields, path: Path) -> Recording:
     model = _read_model(record.object("model"))
     top = record.integer("top")
     if not 1 <= top <= model.vocab_size:
@@ -121,12 +121,12 @@ def _read(record: Fields, path: Path) -> Run:
         rows = _read_rows(one, len(text), top, model.vocab_size)
         logits = _array(one, "whole_logits", (len(some), model.vocab_size), "<f4")
         for position, values in zip(some, logits, strict=True):
-            whole[number, position] = Row.whole(values)
+            whole[number, position] = LogitRow.whole(values)
             if whole[number, position].best != rows[position].best or not _near(whole[number, position], rows[position]):
                 one.fail("whole_logits", "the row that top_logits has the beginning of")
         kept.append(rows)
     about = _read_about(record.object("run")) | {"recorded": path.name}
-    return Run(about, model, tuple(questions), tuple(answers), tuple(drafts), tuple(fed), tuple(kept), whole)
+    return Recording(about, model, tuple(questions), tuple(answers), tuple(drafts), tuple(fed), tuple(kept), whole)
 
 
 def _read_model(fields: Fields) -> ModelIdentity:
@@ -145,7 +145,7 @@ def _read_model(fields: Fields) -> ModelIdentity:
 
 
 def _read_about(fields: Fields) -> dict[str, Any]:
-    """What is known of the run; figures that reports show, texts that a terminal may show."""
+    """The facts about the run: figures for reports, and texts that a terminal may show."""
     about: dict[str, Any] = {"row_invariant": fields.boolean("row_invariant", False)}
     about |= {name: _text(fields, name) for name in _TEXTS if name in fields or name == "name"}
     about |= {name: _count(fields, name) for name in _COUNTS if name in fields}
@@ -153,7 +153,7 @@ def _read_about(fields: Fields) -> dict[str, Any]:
     return about | {"versions": {_shown(versions, name, name): _text(versions, name) for name in versions.names()}}
 
 
-def _read_answer(record: Fields, key: str, question: Question, vocab_size: int) -> Answer:
+def _read_answer(record: Fields, key: str, question: Question, vocab_size: int) -> GreedyAnswer:
     if key not in record:
         record.fail(key, "an answer")
     fields = record.object(key)
@@ -169,7 +169,7 @@ def _read_answer(record: Fields, key: str, question: Question, vocab_size: int) 
     if "levels" in fields:
         found = fields.object("levels")
         levels = {_shown(found, name, name): _read_counters(found.object(name)) for name in found.names()}
-    return Answer(ids, num_decoded, decode_s, levels)
+    return GreedyAnswer(ids, num_decoded, decode_s, levels)
 
 
 def _read_counters(counters: Fields) -> LevelCounters:
@@ -177,7 +177,7 @@ def _read_counters(counters: Fields) -> LevelCounters:
     return LevelCounters(**numbers, num_accepted_tokens_per_pos=_numbers(counters, "num_accepted_tokens_per_pos", 1 << 40))
 
 
-def _read_rows(record: Fields, num_rows: int, top: int, vocab_size: int) -> tuple[Row, ...]:
+def _read_rows(record: Fields, num_rows: int, top: int, vocab_size: int) -> tuple[LogitRow, ...]:
     all_ids = _array(record, "top_ids", (num_rows, top), "<i4").astype(np.int32, copy=False)
     all_logits = _array(record, "top_logits", (num_rows, top), "<f4").astype(np.float32, copy=False)
     all_sums = _array(record, "logsumexp", (num_rows,), "<f8").astype(np.float64, copy=False)
@@ -191,10 +191,10 @@ def _read_rows(record: Fields, num_rows: int, top: int, vocab_size: int) -> tupl
             known = np.exp(logits.astype(np.float64) - sums[:, None]).sum(axis=1)
         if not (known <= 1 + _ROUNDING).all():
             record.fail("logsumexp", "of every logit of a row, those in top_logits among them")
-    return tuple(Row(*row) for row in zip(all_logits, all_ids, all_sums.tolist(), strict=True))
+    return tuple(LogitRow(*row) for row in zip(all_logits, all_ids, all_sums.tolist(), strict=True))
 
 
-def _near(whole: Row, short: Row) -> bool:
+def _near(whole: LogitRow, short: LogitRow) -> bool:
     assert short.ids is not None, "a record's rows name their ids"
     return bool((whole.logits[short.ids] == short.logits).all()) and abs(whole.logsumexp - short.logsumexp) < _ROUNDING
 

@@ -19,7 +19,7 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Quality:
-    """What a backend loses against a reference on one text. KL divergences are in nats, over all predicted rows."""
+    """The loss of a backend against a reference on one text. KL divergences are in nats, over all predicted rows."""
 
     num_tokens: int
     reference_perplexity: float
@@ -90,13 +90,14 @@ def logits_of(backend: Backend, tokens: Sequence[int], chunk: int) -> Iterator[F
 
 
 def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:
-    """The most likely token after each of `tokens`, which are fed to an empty cache: what a greedy draft would propose there."""
+    """The most likely token after each of `tokens`, which are fed to an empty cache: a greedy draft would propose it there."""
     return np.concatenate([argmax(logits) for logits in logits_of(backend, tokens, backend.max_rows)])
 
 
 def kl_divergence(reference: F64, other: F64) -> F64:
     """KL divergence in nats of each row of `other` from `reference`, both log probabilities [..., ids]."""
-    return (np.exp(reference) * (reference - other)).sum(axis=-1)
+    divergence: F64 = (np.exp(reference) * (reference - other)).sum(axis=-1)
+    return divergence
 
 
 def log_softmax(logits: F32) -> F64:

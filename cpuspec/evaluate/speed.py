@@ -1,4 +1,4 @@
-"""How fast a backend is: prefill, decoding at a depth of context, and what a forward costs over a few rows with all logits.
+"""Measures the speed of a backend: prefill, decoding at a depth of context, and forwards over a few rows with all logits.
 
 Works at the backend's seam, with random tokens and without sampling, as llama.cpp's llama-bench does. The workloads take turns,
 round by round, and so does the measuring of memory's speed, so that a machine's moods hit all of them alike.
@@ -40,7 +40,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. 0 tokens, or no rows, leave that part out.
+    """The workloads to measure. 0 tokens, or no rows, leave that part out.
 
     prompt_tokens and new_tokens are measured at each of `depths`, forwards over each number of `rows` at `rows_depth`.
     """
@@ -98,7 +98,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Speed:
-    """What one workload took. Rates without a prefix are of the median time; sd is 0 for a single sample.
+    """The time of one workload. Rates without a prefix are of the median time; sd is 0 for a single sample.
 
     gb_per_s: weights, keys and values that its forwards read / time, where each reads what it needs once (None for prompts, which
     arithmetic bounds). bandwidth_share: that over the read bandwidth measured in the same round, median of the rounds (None on a
@@ -122,7 +122,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class RowsSpeed:
-    """What a forward over `rows` rows took, and its time over that of one row, forward by forward (None if one is not measured)."""
+    """The time of a forward over `rows` rows, and its ratio to one row, forward by forward (None if one row is not measured)."""
 
     rows: int
     over_one_row: float | None

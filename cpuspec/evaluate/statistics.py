@@ -1,4 +1,4 @@
-"""What samples say: chi-square of counts against probabilities, geometric means with their uncertainty. Standard library only."""
+"""Statistics of samples: chi-square of counts against probabilities, geometric means with intervals. Standard library only."""
 
 import math
 import random
@@ -38,7 +38,7 @@ def chi_square(counts: Mapping[_T, int], probs: Mapping[_T, float]) -> ChiSquare
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
-    """Probability that chi-square with so many degrees of freedom exceeds `statistic`; 1 for no degree.
+    """Probability that chi-square with `degrees` degrees of freedom exceeds `statistic`; 1 for no degree.
 
     The recurrence of the incomplete gamma function, which for half and whole numbers begins in closed form (DLMF 8.8.2, 8.4).
     """
@@ -55,7 +55,7 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive values, at least one. Raises ValueError for a value that is not positive."""
+    """The geometric mean of at least one value. Raises ValueError for a value that is not positive."""
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 

@@ -18,7 +18,7 @@ from tools.make_tiny_model import make_tiny_gguf
 def run(tmp_path, monkeypatch):
     """Compares answers of a tiny model, with few drafts; returns the result and what was saved."""
     monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
-    monkeypatch.setattr(identity, "DRAFTS", ("ngram", "OTHER@2,self:q8_0@3", "match:OTHER"))
+    monkeypatch.setattr(identity, "DRAFTS", ("ngram", "OTHER@2,self:q8_0@3", "text:OTHER"))
     models = [make_tiny_gguf(tmp_path / f"{size}.gguf", vocab_size=size) for size in (384, 300)]
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"the cat {n} the cat"}) + "\n" for n in range(3)), "utf-8")
@@ -64,7 +64,7 @@ def test_a_token_that_differs_is_seen(run, monkeypatch):
     class Wrong(LLM):
         def generate(self, prompts, params=None):
             answers = super().generate(prompts, params)
-            if "match" in str(self.spec):
+            if "text:" in str(self.spec):
                 answers[-1].token_ids[3] += 1
             return answers
 

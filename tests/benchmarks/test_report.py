@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.evaluate.parity import ModelIdentity, Question, open_side, record
-from cpuspec.evaluate.parity_file import write_run
+from cpuspec.evaluate.parity_file import write_recording
 from tools.make_readme_tables import RESULTS
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -222,7 +222,7 @@ def test_recorded_runs_of_a_model_are_compared(tmp_path, drawn):
         with open_side("numpy", checkpoint, questions, drafts, settings, about) as side:
             run = record(side, ModelIdentity.of(checkpoint), questions, first, top=8)
         first = first or run
-        write_run(run, tmp_path / "runs" / f"{name}.json")
+        write_recording(run, tmp_path / "runs" / f"{name}.json")
     text = chapter(made(tmp_path), "Backends and machines")
     assert "reference numpy on cuda:0" in text
     assert re.search(r"\| numpy on A processor \| 7 \| [\d.]+% \| \S+ \| \S+ \| [01] of 1 \| [01] of 1 \|", text)

@@ -262,7 +262,7 @@ def test_a_draft_that_does_not_fit_fails_before_weights_are_loaded(
         LLM(models / "target.gguf", draft, "numpy")
 
 
-@pytest.mark.parametrize("name", [*OWN_WEIGHTS, "text", "match"])
+@pytest.mark.parametrize("name", [*OWN_WEIGHTS, "text"])
 def test_models_of_the_targets_own_take_an_argument(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} takes an argument"):
         check_spec(SpecConfig.parse(name))
@@ -371,7 +371,7 @@ def test_a_level_may_have_settings_of_its_own(models: Path) -> None:
     with LLM(models / "target.gguf", f"ngram,numba:kv_format=f32:{models / 'draft.gguf'}", threads=1) as llm:
         [draft] = llm._drafts
         assert draft.name == "numba:kv_format=f32:draft.gguf"
-        assert draft.context.cache.bytes_per_token == 2 * 2 * 32 * 4  # keys and values of one head in one layer
+        assert draft.context.cache.bytes_per_token == 2 * 32 * 4  # keys and values of one head in one layer
         assert len(llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
     with pytest.raises(CpuspecError, match="dtype bf16 is a setting of the torch backend"):
         LLM(models / "target.gguf", f"numba:dtype=bf16:{models / 'draft.gguf'}")

@@ -18,17 +18,17 @@ from cpuspec.config import EngineConfig, SpecConfig
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate import parity_file, quality
 from cpuspec.evaluate.parity import (
-    Answer,
+    GreedyAnswer,
     Limits,
+    LogitRow,
     ModelIdentity,
     Question,
-    Row,
     compare,
     open_side,
     record,
     row_difference,
 )
-from cpuspec.evaluate.parity_file import read_run, write_run
+from cpuspec.evaluate.parity_file import read_recording, write_recording
 from tests.backends.models import tiny
 
 RNG = np.random.default_rng(0)
@@ -70,7 +70,7 @@ def live(two):
 def saved(two, checkpoints, tmp_path_factory):
     """A record of the model, and what is in its file."""
     path = tmp_path_factory.mktemp("records") / "run.json"
-    write_run(record(two[0], ModelIdentity.of(checkpoints[0]), QUESTIONS, top=TOP, whole_rows=3), path)
+    write_recording(record(two[0], ModelIdentity.from_checkpoint(checkpoints[0]), QUESTIONS, top=TOP, whole_rows=3), path)
     return path, json.loads(path.read_text("utf-8"))
 
 
@@ -82,7 +82,7 @@ def whole_text(side, number):
 
 
 def rows(vocab_size=500):
-    return [Row.whole(RNG.normal(0, 4, vocab_size).astype(np.float32)) for _ in range(2)]
+    return [LogitRow.whole(RNG.normal(0, 4, vocab_size).astype(np.float32)) for _ in range(2)]
 
 
 def test_whole_rows_are_compared_as_the_definitions_say():
@@ -111,7 +111,7 @@ def test_what_short_rows_say_is_a_lower_bound_that_more_ids_make_no_worse(shorte
 
 
 def test_a_short_row_has_the_likeliest_ids_the_lower_of_equals_first():
-    row = Row.whole(np.array([1, 3, 2, 3, 0], np.float32))
+    row = LogitRow.whole(np.array([1, 3, 2, 3, 0], np.float32))
     short = row.likeliest(3)
     assert (short.ids.tolist(), short.logits.tolist(), short.logsumexp) == ([1, 3, 2], [3, 3, 2], row.logsumexp)
     assert (row.best, short.best) == (1, 1)
@@ -245,7 +245,7 @@ def test_drafts_may_change_answers_only_where_nobody_promised_that_they_do_not(t
 
         def drafted(self, number):
             ids = two[0].answer(number).ids
-            return Answer([*ids[:-1], ids[-1] ^ 1], levels={}) if ids else None
+            return GreedyAnswer([*ids[:-1], ids[-1] ^ 1], levels={}) if ids else None
 
     failures = compare(Changed(), two[1], QUESTIONS).failures(Limits())
     assert len(failures) == promised
@@ -278,9 +278,9 @@ def test_prompts_that_the_context_cannot_hold_are_refused_before_loading(checkpo
 
 
 def test_a_record_is_read_as_it_was_written(two, checkpoints, tmp_path):
-    run = record(two[0], ModelIdentity.of(checkpoints[0]), QUESTIONS, top=TOP, whole_rows=3)
-    write_run(run, tmp_path / "run.json")
-    read = read_run(tmp_path / "run.json")
+    run = record(two[0], ModelIdentity.from_checkpoint(checkpoints[0]), QUESTIONS, top=TOP, whole_rows=3)
+    write_recording(run, tmp_path / "run.json")
+    read = read_recording(tmp_path / "run.json")
     assert (read.model, read.questions, read.texts) == (run.model, run.questions, run.texts)
     assert (read.answers, read.drafts) == (run.answers, run.drafts)
     assert read.about == run.about | {"recorded": "run.json", "versions": {}}
@@ -295,7 +295,7 @@ def test_a_record_is_read_as_it_was_written(two, checkpoints, tmp_path):
 
 
 def test_a_side_agrees_with_its_own_record(two, saved):
-    found = compare(read_run(saved[0]), two[0], QUESTIONS)
+    found = compare(read_recording(saved[0]), two[0], QUESTIONS)
     assert (found.kl_max, found.max_abs_logit_difference, found.same_top) == (pytest.approx(0, abs=1e-9), 0, 1)
     assert found.greedy_identical
     assert (found.whole_rows, found.whole_rows_max_abs_logit_difference) == (3, 0)
@@ -303,7 +303,7 @@ def test_a_side_agrees_with_its_own_record(two, saved):
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_record_says_what_it_knows_and_nothing_more(two, live, saved, swapped):
-    pair = (read_run(saved[0]), two[1])
+    pair = (read_recording(saved[0]), two[1])
     found = compare(*pair[::-1] if swapped else pair, QUESTIONS)
     assert not found.exact
     assert (found.num_rows, found.whole_rows) == (live.num_rows, 3)
@@ -325,9 +325,9 @@ def test_a_record_says_what_it_knows_and_nothing_more(two, live, saved, swapped)
 
 
 def test_a_run_recorded_beside_another_has_rows_of_the_same_tokens(two, checkpoints, saved):
-    first = read_run(saved[0])
-    beside = record(two[1], ModelIdentity.of(checkpoints[1]), QUESTIONS, first)
-    alone = record(two[1], ModelIdentity.of(checkpoints[1]), QUESTIONS)
+    first = read_recording(saved[0])
+    beside = record(two[1], ModelIdentity.from_checkpoint(checkpoints[1]), QUESTIONS, first)
+    alone = record(two[1], ModelIdentity.from_checkpoint(checkpoints[1]), QUESTIONS)
     assert beside.texts == first.texts
     assert compare(first, beside, QUESTIONS).num_rows == sum(map(len, first.texts))
     fewer = compare(first, alone, QUESTIONS)
@@ -426,7 +426,7 @@ def test_a_file_that_no_run_wrote_is_refused_with_what_is_wrong(saved, tmp_path,
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps(value), "utf-8")
     with pytest.raises(ConfigError, match=wanted) as raised:
-        read_run(path)
+        read_recording(path)
     assert str(path) in str(raised.value)
     assert len(str(raised.value)) < 800
 
@@ -447,7 +447,7 @@ def test_whatever_stands_in_a_fields_place_the_error_is_one_line_or_there_is_non
         _set(*place, instead)(value)
         path.write_text(json.dumps(value), "utf-8")
         try:
-            read_run(path)
+            read_recording(path)
         except ConfigError as error:
             errors.append(str(error))
     assert all(str(path) in error for error in errors)
@@ -459,13 +459,13 @@ def test_a_file_that_was_cut_short_is_refused(saved, tmp_path):
     for length in (0, 1, 100, len(text) // 2, len(text) - 3):
         path.write_text(text[:length], "utf-8")
         with pytest.raises(ConfigError, match="not sound JSON"):
-            read_run(path)
+            read_recording(path)
 
 
 def test_more_rows_than_memory_should_hold_are_refused_before_they_are_made(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(parity_file, "MAX_ROW_BYTES", 1000)
     with pytest.raises(ConfigError, match="wanted at most 1000"):
-        read_run(saved[0])
+        read_recording(saved[0])
 
 
 def test_a_small_file_cannot_ask_for_much_memory(saved, tmp_path):
@@ -483,7 +483,7 @@ def test_a_small_file_cannot_ask_for_much_memory(saved, tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(ConfigError, match=r"its rows would take [0-9]+ bytes, wanted at most [0-9]+ for a file of its size"):
-            read_run(path)
+            read_recording(path)
         assert tracemalloc.get_traced_memory()[1] < 30 * path.stat().st_size
     finally:
         tracemalloc.stop()
@@ -491,7 +491,7 @@ def test_a_small_file_cannot_ask_for_much_memory(saved, tmp_path):
 
 def test_a_file_that_cannot_be_read_or_written_is_named(two, checkpoints, tmp_path):
     with pytest.raises(ConfigError, match=r"gone\.json does not exist"):
-        read_run(tmp_path / "gone.json")
-    run = record(two[0], ModelIdentity.of(checkpoints[0]), QUESTIONS[:1], top=1, whole_rows=0)
+        read_recording(tmp_path / "gone.json")
+    run = record(two[0], ModelIdentity.from_checkpoint(checkpoints[0]), QUESTIONS[:1], top=1, whole_rows=0)
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_run(run, tmp_path / "no directory" / "run.json")
+        write_recording(run, tmp_path / "no directory" / "run.json")

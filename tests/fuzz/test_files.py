@@ -15,8 +15,8 @@ from cpuspec.checkpoints.download import fetch
 from cpuspec.checkpoints.recipes import find_recipe, load_all, read_recipe
 from cpuspec.cli.parity import describe_parity
 from cpuspec.engine.assemble import check_spec, model_and_spec
-from cpuspec.evaluate.parity import Answer, ModelIdentity, Question, Row, Run, compare
-from cpuspec.evaluate.parity_file import read_run, write_run
+from cpuspec.evaluate.parity import GreedyAnswer, LogitRow, ModelIdentity, Question, Recording, compare
+from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import pack
 from cpuspec.metrics import LevelCounters
@@ -104,14 +104,14 @@ def test_damaged_machine_code_is_never_run() -> None:
 # ---------------------------------------------------------------------------------------------------------------- parity records
 
 
-def run_of(seed: int) -> Run:
+def run_of(seed: int) -> Recording:
     rng, vocab = np.random.default_rng(seed), 40
     ids = [5, 6, 7, 8]
-    whole = [Row.whole(rng.standard_normal(vocab).astype(np.float32)) for _ in range(8)]
+    whole = [LogitRow.whole(rng.standard_normal(vocab).astype(np.float32)) for _ in range(8)]
     levels = {"ngram": LevelCounters(num_drafts=2, num_draft_tokens=4, num_accepted_tokens=1, num_accepted_tokens_per_pos=[1, 0])}
-    answer, drafted = Answer([1, 2, 3, 4], 3, 0.5), Answer([1, 2, 3, 4], 3, 0.25, levels)
+    answer, drafted = GreedyAnswer([1, 2, 3, 4], 3, 0.5), GreedyAnswer([1, 2, 3, 4], 3, 0.25, levels)
     about = {"name": "numpy", "backend": "numpy", "threads": 1, "row_invariant": True, "versions": {"numpy": "2"}}
-    return Run(
+    return Recording(
         about,
         ModelIdentity("m.gguf", "llama", vocab, ({"name": "m.gguf", "bytes": 9, "sha256": "0" * 64},)),
         (Question(ids, 4),),
@@ -126,14 +126,14 @@ def run_of(seed: int) -> Run:
 @cache
 def record_sample() -> dict:
     with tempfile.TemporaryDirectory() as directory:
-        write_run(run_of(1), Path(directory) / "run.json")
+        write_recording(run_of(1), Path(directory) / "run.json")
         return json.loads((Path(directory) / "run.json").read_text())
 
 
 def parity_record(rng: random.Random, directory: Path) -> None:
     path = directory / "run.json"
     path.write_bytes(mutate_json(record_sample(), rng))
-    run = read_run(path)
+    run = read_recording(path)
     other = run_of(2)
     found = compare(run, other, run.questions) if run.questions == other.questions else compare(run, run, run.questions)
     json.dumps(describe_parity(run.model, found, []))

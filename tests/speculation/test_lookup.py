@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from cpuspec.config import SamplingParams
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.lookup import END, MAX_MATCH, MAX_OCCURRENCES, RUNS, Match, Source, Text, draft_likely, next_probs
+from cpuspec.speculation.drafters.lookup import (
+    END,
+    MAX_MATCH,
+    MAX_OCCURRENCES,
+    RUNS,
+    Evidence,
+    Match,
+    Text,
+    draft_likely,
+    next_probs,
+)
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 NUM_AHEAD = 5
@@ -44,7 +54,7 @@ def all_matches(text: list[int], latest: list[int], num_ahead: int) -> list[Matc
     return [Match(length, ahead) for length, _, ahead in sorted(found, reverse=True) if length]
 
 
-def exact_probs(sources: list[Source], depth: int) -> dict[int, Fraction]:
+def exact_probs(sources: list[Evidence], depth: int) -> dict[int, Fraction]:
     """`next_probs` by its definition, one order of context after the other, from the last source's shortest up."""
     probs: dict[int, Fraction] = {}
     for matches, strength in reversed(sources):
@@ -58,7 +68,7 @@ def exact_probs(sources: list[Source], depth: int) -> dict[int, Fraction]:
     return probs
 
 
-def narrowed(sources: list[Source], path: list[int]) -> list[Source]:
+def narrowed(sources: list[Evidence], path: list[int]) -> list[Evidence]:
     return [([match for match in matches if match.ahead[: len(path)] == path], strength) for matches, strength in sources]
 
 
@@ -67,7 +77,7 @@ def path_to(draft: Draft, node: int) -> list[int]:
 
 
 @st.composite
-def some_sources(draw: st.DrawFn) -> list[Source]:
+def some_sources(draw: st.DrawFn) -> list[Evidence]:
     own, past = draw(TOKENS), draw(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5))
     num_matches = draw(st.integers(1, 9))
     remembered = text_of([token for answer in past for token in [*answer, END]])
@@ -140,7 +150,7 @@ def test_what_is_forgotten_bit_by_bit_is_forgotten(changes: list[tuple[int, list
 
 @settings(max_examples=300, deadline=None)
 @given(some_sources(), st.integers(0, NUM_AHEAD))
-def test_probabilities_are_frequencies_smoothed_order_by_order(sources: list[Source], depth: int) -> None:
+def test_probabilities_are_frequencies_smoothed_order_by_order(sources: list[Evidence], depth: int) -> None:
     probs = next_probs(sources, depth)
     assert probs == pytest.approx({token: float(prob) for token, prob in exact_probs(sources, depth).items()}, abs=1e-12)
     assert sum(probs.values()) < 1
@@ -159,7 +169,9 @@ def test_more_and_longer_matches_that_agree_are_likelier_and_dissent_counts() ->
 
 @settings(max_examples=300, deadline=None)
 @given(some_sources(), st.integers(0, NUM_AHEAD), st.sampled_from([0.0, 0.0517, 0.2113, 0.5031]))
-def test_a_chain_takes_the_likeliest_tokens_while_they_are_likely(sources: list[Source], num_tokens: int, min_prob: float) -> None:
+def test_a_chain_takes_the_likeliest_tokens_while_they_are_likely(
+    sources: list[Evidence], num_tokens: int, min_prob: float
+) -> None:
     draft = draft_likely(sources, num_tokens, min_prob, "test")
     assert draft.is_chain
     assert draft.probs is None
@@ -180,7 +192,7 @@ def test_a_chain_takes_the_likeliest_tokens_while_they_are_likely(sources: list[
 
 @settings(max_examples=200, deadline=None)
 @given(some_sources(), st.integers(1, 12), st.sampled_from([0.0217, 0.1013, 0.3071]))
-def test_a_tree_is_made_of_the_likeliest_paths(sources: list[Source], num_tokens: int, min_prob: float) -> None:
+def test_a_tree_is_made_of_the_likeliest_paths(sources: list[Evidence], num_tokens: int, min_prob: float) -> None:
     def paths(path: list[int], path_prob: float) -> dict[tuple[int, ...], float]:
         found: dict[tuple[int, ...], float] = {}
         if len(path) < NUM_AHEAD:

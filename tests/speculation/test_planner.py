@@ -13,7 +13,9 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner import costs as costs_module
 from cpuspec.speculation.planner import planner as planner_module
+from cpuspec.speculation.planner.choose import Option, choose
 from cpuspec.speculation.planner.costs import Costs, find_costs
+from cpuspec.speculation.planner.exploration import TrialBudget
 from cpuspec.speculation.planner.planner import Planner
 from cpuspec.speculation.proposer import NullProposer
 from cpuspec.speculation.verify import Verdict
@@ -314,16 +316,17 @@ MODEL_SECONDS = [(0.1, 0.005), (0.3, 0.02), (0.5, 0.08), (0.9, 0.3)]  # of a dra
 
 
 @pytest.mark.parametrize(("drafted_s", "fed_s"), MODEL_SECONDS)
-@pytest.mark.parametrize("slope", [0.02, 0.2])
-@pytest.mark.parametrize("confidence", [None, 0.9])
-def test_where_nothing_helps_it_costs_three_hundredths_at_most(
+@pytest.mark.parametrize("slope", [0.02, 0.4])
+@pytest.mark.parametrize("confidence", [None, 0.3, 0.9])
+def test_where_nothing_helps_it_costs_as_little_as_the_log_says(
     clock: Clock, confidence: float | None, slope: float, drafted_s: float, fed_s: float
 ) -> None:
+    """The simulation of benchmarks/LOG.md: at most 2.8 % over 25 answers."""
     model = TimedModel(clock, drafted_s, fed_s)
     texts = [] if confidence is None else [Text(confidence)]
     planner = Planner(rising(slope), texts, [(model, model.costs)])  # type: ignore[list-item]
-    ratios = _answers(planner, clock, rising(slope), lambda answer: 0.0, 20)
-    assert 1 <= np.mean(ratios) <= 1.03
+    ratios = _answers(planner, clock, rising(slope), lambda answer: 0.0, 25)
+    assert 1 <= np.mean(ratios) <= 1.028
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.03, 0.1, 1.0])
@@ -526,3 +529,19 @@ def test_forwards_are_measured_until_a_round_finds_none_quicker(tmp_path: Path, 
         monkeypatch.setattr(costs_module, "_time", time)
         assert costs_module.measure_costs(backend).seconds == [1.0 if busy_rounds < 99 else pytest.approx(1.1)] * 2
         assert len(calls) == 2 * wanted_rounds
+
+
+def test_a_choice_takes_the_most_tokens_per_second_and_a_trial_that_hopes_for_more_where_the_budget_has_its_risk() -> None:
+    plain, good = Option(None, 0, 1.0, 1.0), Option("model", 4, 3.0, 2.0)
+    trial = Option("lookup", 2, 3.0, 1.1, trial=True, risk_s=0.1)
+    budget = TrialBudget(1)
+    assert choose([plain], budget) is plain
+    assert choose([plain, good], budget) is good
+    assert choose([plain, good, trial], budget) is good  # no time has passed that a share could be lost of
+    budget.earn(5.0)  # two hundredths are 0.1
+    assert choose([plain, good._replace(tokens=9.0), trial], budget).num_tokens == 4
+    assert choose([plain, good, trial], budget) is trial
+    assert choose([plain, good, trial], budget) is good
+    budget.give_back("lookup", 0.1)
+    assert choose([plain, trial._replace(part=0.5)], budget) is plain
+    assert choose([plain, trial._replace(risk_s=0.0)], TrialBudget(1)).trial  # a round of a trial that is paid

@@ -1,14 +1,13 @@
-"""What followed the latest tokens wherever they occurred before, and how likely it is to follow again.
+"""Finds the tokens that followed the latest ones wherever these occurred before, and how likely they are to follow again.
 
-Of each run of one, two and four tokens it is noted where it occurred last, and of each occurrence where the one before is: what
-the latest tokens followed before is found, and a token that is taken back undone, in a few steps, without a numpy array, which
-would take longer to make. Shared by the proposers that draft from text alone; knows no models and draws nothing.
+An index keeps, for each run of one, two and four tokens, the place where it occurred last, and for each place the one before. So a
+match is found, and a token that is taken back is undone, in a few steps and without a numpy array, which would take longer to make.
+All lookup drafters share this file. It knows no models and draws no random numbers.
 """
 
 import heapq
 import math
 from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
 from functools import cache
 from itertools import count
 from typing import NamedTuple
@@ -30,17 +29,17 @@ END = -1  # stands after each text where several follow one another
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of the latest tokens: how many of them agree, and what followed."""
+    """An earlier occurrence of the latest tokens: the number of tokens that agree, and those that followed."""
 
     length: int
     ahead: list[int]
 
 
-Source = tuple[list[Match], float]  # matches, the longest first, and the strength of what they are smoothed by
+Evidence = tuple[list[Match], float]  # matches, the longest first, and the strength of the prior that smooths them
 
 
 class _Runs:
-    """Where each run of `size` tokens of a text ended last. Told apart by a hash, so what is found may be another one."""
+    """The places where each run of `size` tokens of a text ended last. A hash tells them apart, so one may be wrong."""
 
     def __init__(self, size: int, tokens: list[int]) -> None:
         self.size = size
@@ -53,7 +52,7 @@ class _Runs:
         return self._latest.get(self._run(tokens, len(tokens) - 1), -1)
 
     def extend(self, tokens: list[int]) -> None:
-        """Take in what is new of the text's tokens."""
+        """Index the tokens that were added to the text."""
         latest, before = self._latest, self.before
         for end in range(len(before), len(tokens)):
             run = self._run(tokens, end)
@@ -61,7 +60,7 @@ class _Runs:
             latest[run] = end
 
     def retract(self, tokens: list[int], num_tokens: int) -> None:
-        """Only the first `num_tokens` of those that were taken in remain."""
+        """Forget all indexed tokens but the first `num_tokens`."""
         for end in range(len(self.before) - 1, num_tokens - 1, -1):
             run, before = self._run(tokens, end), self.before.pop()
             if before < 0:
@@ -95,14 +94,14 @@ class Text:
         self.extend(seq.tokens[unchanged:])
         self._mark = seq.mark()
 
-    def extend(self, tokens: Tokens[int]) -> None:
+    def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens."""
         self.tokens.extend(tokens)
         for runs in self._runs:
             runs.extend(self.tokens)
 
     def forget(self, num_tokens: int) -> None:
-        """Forget that many of the first tokens. They are given up in large portions: it takes reading in all that remain."""
+        """Forget the first `num_tokens` tokens. It is done in large portions, because it means indexing all that remain."""
         self._num_forgotten += num_tokens
         if 4 * self._num_forgotten > len(self.tokens):
             self.tokens, self._num_forgotten = self.tokens[self._num_forgotten :], 0
@@ -123,10 +122,10 @@ class Text:
         return self._matches(latest, num_matches, num_ahead, self._runs, 0)
 
     def matches_before_a_change(self, num_matches: int, num_ahead: int) -> list[Match]:
-        """The same for the text's latest tokens without the last one, which took the place of the one that followed there.
+        """Matches of the latest tokens before the last one, which replaced the token that followed there.
 
-        What follows that one may follow again: who quotes and changes a word goes on quoting. Only runs of the longest kind are
-        looked up, and however much agrees says no more than they: the next change may be near.
+        A quote may go on after a changed word. Only runs of the longest kind are looked up, and a longer match counts no more than
+        they do: the next change may be near.
         """
         found = self._matches(self.tokens[-MAX_MATCH:-1], num_matches, num_ahead, self._runs[:1], 1)
         return [Match(RUNS[0], match.ahead) for match in found]
@@ -165,7 +164,7 @@ class Text:
         return ahead
 
 
-def next_probs(sources: Iterable[Source], depth: int) -> dict[int, float]:
+def next_probs(evidence: Iterable[Evidence], depth: int) -> dict[int, float]:
     """For each token that followed a match `depth` tokens on: how likely it is to follow again. They sum to less than one.
 
     Frequencies after the longest context are smoothed by those after the next shorter one, and so on: with c occurrences of a
@@ -174,7 +173,7 @@ def next_probs(sources: Iterable[Source], depth: int) -> dict[int, float]:
     """
     probs: dict[int, float] = {}
     mass = 1.0
-    for matches, strength in sources:
+    for matches, strength in evidence:
         live = [match for match in matches if len(match.ahead) > depth]
         counts: dict[int, int] = {}
         for num, match in enumerate(live, 1):
@@ -189,12 +188,12 @@ def next_probs(sources: Iterable[Source], depth: int) -> dict[int, float]:
     return probs
 
 
-def draft_likely(sources: list[Source], num_tokens: int, min_prob: float, name: str, tree: bool = False) -> Draft:
+def draft_likely(evidence: list[Evidence], num_tokens: int, min_prob: float, name: str, tree: bool = False) -> Draft:
     """The likeliest tokens ahead, at most `num_tokens`, as long as the path to a token has a probability of `min_prob`.
 
     A chain of the best next tokens, or a tree of the likeliest paths (arXiv 2411.04975, section 3). Point masses, with confidence.
     """
-    nodes = (_likely_tree if tree else _likely_chain)(sources, num_tokens, min_prob)
+    nodes = (_likely_tree if tree else _likely_chain)(evidence, num_tokens, min_prob)
     if not nodes:
         return _nothing(name)
     tokens, parents, confidence = zip(*nodes, strict=True)
@@ -205,16 +204,16 @@ def draft_likely(sources: list[Source], num_tokens: int, min_prob: float, name: 
 _Node = tuple[int, int, float]  # token, parent, probability after its parent
 
 
-def _likely_chain(sources: list[Source], num_tokens: int, min_prob: float) -> list[_Node]:
+def _likely_chain(evidence: list[Evidence], num_tokens: int, min_prob: float) -> list[_Node]:
     nodes: list[_Node] = []
     path_prob = 1.0
     while (depth := len(nodes)) < num_tokens:
-        probs = next_probs(sources, depth)
+        probs = next_probs(evidence, depth)
         token = max(probs, key=probs.__getitem__, default=END)
-        sources = _narrowed(sources, depth, token)
+        evidence = _narrowed(evidence, depth, token)
         going_on = [(token, probs.get(token, 0.0))]
         if len(probs) == 1:
-            going_on += _alike(sources, depth + 1, probs[token])
+            going_on += _alike(evidence, depth + 1, probs[token])
         for token, prob in going_on[: num_tokens - depth]:
             path_prob *= prob
             if not prob or path_prob < min_prob:
@@ -223,14 +222,14 @@ def _likely_chain(sources: list[Source], num_tokens: int, min_prob: float) -> li
     return nodes
 
 
-def _alike(sources: list[Source], depth: int, prob: float) -> list[tuple[int, float]]:
+def _alike(evidence: list[Evidence], depth: int, prob: float) -> list[tuple[int, float]]:
     """The tokens from `depth` on in which all matches agree, with what `next_probs` has for them. prob: of the one before.
 
     Each token is one context more, in which all of them went on alike.
     """
-    left = math.prod(strength / (strength + len(matches)) for matches, strength in sources)
+    left = math.prod(strength / (strength + len(matches)) for matches, strength in evidence)
     found = []
-    for token, *others in zip(*(match.ahead[depth:] for matches, _ in sources for match in matches), strict=False):
+    for token, *others in zip(*(match.ahead[depth:] for matches, _ in evidence for match in matches), strict=False):
         if others.count(token) < len(others):
             break
         prob = 1 - (1 - prob) * left
@@ -241,16 +240,16 @@ def _alike(sources: list[Source], depth: int, prob: float) -> list[tuple[int, fl
 class _Leaf(NamedTuple):
     """Tokens that could be drafted next, one after the other, and where they would hang.
 
-    going_on: each with its probability. depth: of the first. sources: the matches that it left, which all have the others.
+    going_on: each with its probability. depth: of the first. evidence: the matches that it left, which all have the others.
     """
 
     going_on: list[tuple[int, float]]
     parent: int
     depth: int
-    sources: list[Source]
+    evidence: list[Evidence]
 
 
-def _likely_tree(sources: list[Source], num_tokens: int, min_prob: float) -> list[_Node]:
+def _likely_tree(evidence: list[Evidence], num_tokens: int, min_prob: float) -> list[_Node]:
     nodes: list[_Node] = []
     leaves: list[tuple[float, int, _Leaf]] = []  # a heap, the likeliest path first
     order = count()
@@ -260,15 +259,15 @@ def _likely_tree(sources: list[Source], num_tokens: int, min_prob: float) -> lis
         if path_prob >= min_prob:
             heapq.heappush(leaves, (-path_prob, next(order), leaf))
 
-    def branch(sources: list[Source], depth: int, parent: int, path_prob: float) -> None:
-        probs = next_probs(sources, depth)
+    def branch(evidence: list[Evidence], depth: int, parent: int, path_prob: float) -> None:
+        probs = next_probs(evidence, depth)
         for token, prob in probs.items():
             if path_prob * prob >= min_prob:
-                left = _narrowed(sources, depth, token)
+                left = _narrowed(evidence, depth, token)
                 alone = _alike(left, depth + 1, prob) if len(probs) == 1 else []
                 add(_Leaf([(token, prob), *alone], parent, depth, left), path_prob)
 
-    branch(sources, 0, -1, 1.0)
+    branch(evidence, 0, -1, 1.0)
     while leaves and len(nodes) < num_tokens:
         negative, _, leaf = heapq.heappop(leaves)
         (token, prob), *rest = leaf.going_on
@@ -276,13 +275,13 @@ def _likely_tree(sources: list[Source], num_tokens: int, min_prob: float) -> lis
         if rest:
             add(leaf._replace(going_on=rest, parent=len(nodes) - 1, depth=leaf.depth + 1), -negative)
         else:
-            branch(leaf.sources, leaf.depth + 1, len(nodes) - 1, -negative)
+            branch(leaf.evidence, leaf.depth + 1, len(nodes) - 1, -negative)
     return nodes
 
 
-def _narrowed(sources: list[Source], depth: int, token: int) -> list[Source]:
+def _narrowed(evidence: list[Evidence], depth: int, token: int) -> list[Evidence]:
     """The matches that a token follows, `depth` tokens on."""
-    return [([m for m in matches if len(m.ahead) > depth and m.ahead[depth] == token], strength) for matches, strength in sources]
+    return [([m for m in matches if len(m.ahead) > depth and m.ahead[depth] == token], strength) for matches, strength in evidence]
 
 
 @cache

@@ -45,7 +45,7 @@ class NgramProposer:
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Nothing to do: `propose` takes in what is new."""
+        """Do nothing: `propose` follows the sequence."""
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence."""
@@ -53,6 +53,6 @@ class NgramProposer:
 
 
 def make_ngram(level: LevelSpec) -> NgramProposer:
-    """As a draft spec has it: `ngram`, `ngram@8`, `ngram:tree@8:0.2`."""
+    """Make it from a level of a draft spec: `ngram`, `ngram@8`, `ngram:tree@8:0.2`."""
     num_tokens, min_prob = level.num_tokens or DEFAULT_NUM_TOKENS, level.min_confidence or MIN_PROB
     return NgramProposer(num_tokens, min_prob, tree=wants_tree(level))

@@ -1,4 +1,4 @@
-"""Suffix decoding: what most often followed the latest tokens, in the request and in past answers (arXiv 2411.04975)."""
+"""Suffix decoding drafts the tokens that most often followed the latest ones (arXiv 2411.04975)."""
 
 from cpuspec.config import LevelSpec
 from cpuspec.model.batch import F32
@@ -57,14 +57,14 @@ class SuffixProposer:
             latest = text.latest
             own = text.matches(latest, NUM_MATCHES, num_tokens)
             past = self._past.matches(latest, NUM_MATCHES, num_tokens)
-            sources = [(own, STRENGTH), (past, PAST_STRENGTH)]
+            evidence = [(own, STRENGTH), (past, PAST_STRENGTH)]
             if not own or own[0].length <= SHORT_MATCH:
-                sources.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
-            drafts.append(draft_likely(sources, num_tokens, self.min_prob, self.name, self.tree))
+                evidence.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
+            drafts.append(draft_likely(evidence, num_tokens, self.min_prob, self.name, self.tree))
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Nothing to do: `propose` takes in what is new."""
+        """Do nothing: `propose` follows the sequence."""
 
     def end(self, seq: Sequence) -> None:
         """Remember the answer and forget the sequence."""
@@ -74,6 +74,6 @@ class SuffixProposer:
 
 
 def make_suffix(level: LevelSpec) -> SuffixProposer:
-    """As a draft spec has it: `suffix`, `suffix@16`, `suffix:tree@16:0.2`."""
+    """Make it from a level of a draft spec: `suffix`, `suffix@16`, `suffix:tree@16:0.2`."""
     num_tokens, min_prob = level.num_tokens or DEFAULT_NUM_TOKENS, level.min_confidence or MIN_PROB
     return SuffixProposer(num_tokens, min_prob, tree=wants_tree(level))

@@ -23,7 +23,7 @@ _MOST_UNCUT, _LEAST_UNCUT = 32, 8
 
 
 class TranslatedProposer:
-    """Drafts what a chain over another vocabulary drafts, in the verifier's tokens.
+    """Translates the drafts of a chain over another vocabulary into the verifier's tokens.
 
     The chain runs on sequences of its own, and so do the levels below it. They hold the text of the verifier's tokens as the
     draft's tokenizer splits it, kept up by truncate and feed: a draft that was accepted is there already, unless its text splits
@@ -43,7 +43,7 @@ class TranslatedProposer:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the chain drafts at most."""
+        """The most tokens that the chain drafts."""
         return self._chain.num_tokens
 
     @property
@@ -52,17 +52,17 @@ class TranslatedProposer:
         return self._chain.context
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Nothing yet: a request that never asks for a draft needs no translation."""
+        """Do nothing yet: a request that never asks for a draft needs no translation."""
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """What the chain drafts for the same texts."""
+        """The chain's drafts for the same texts, translated."""
         others = [self._follow(seq) for seq in seqs]
         limits = [limit if other.can_draft else 0 for other, limit in zip(others, limits, strict=True)]
         drafts = self._chain.propose([other.seq for other in others], limits)
         return [self._translated(draft, limit) for draft, limit in zip(drafts, limits, strict=True)]
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Nothing to do: the text is followed at the next draft."""
+        """Do nothing: the next draft follows the text."""
 
     def end(self, seq: Sequence) -> None:
         """Let the levels below see the whole answer, then forget it."""

@@ -1,6 +1,6 @@
 """A user's own proposer, named by where its class is: `module:Class` or `path/to/file.py:Class`.
 
-It is bad input like any other: whatever it lacks, returns or raises becomes an error that names it.
+It is input like any other: a missing method, a wrong draft or an exception becomes an error that names the class.
 """
 
 import inspect
@@ -60,7 +60,7 @@ class UserProposer:
             raise ConfigError(f"begin of {level.drafter} must take a sequence and the number of its cached tokens")
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Call the user's `begin`, and turn an exception into ConfigError."""
+        """Call the user's `begin`, and turn its exceptions into ConfigError."""
         self._call("begin", self._proposer.begin, *(seq, num_cached)[: self._num_begin_arguments])
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
@@ -82,7 +82,7 @@ class UserProposer:
         self._call("accept", self._proposer.accept, seq, verdict, hidden)
 
     def end(self, seq: Sequence) -> None:
-        """Call the user's `end`, unless the object has failed: the requests that are aborted then end without it."""
+        """Call the user's `end`, unless the object has failed: the aborted requests then end without it."""
         if not self._failed:
             self._call("end", self._proposer.end, seq)
 

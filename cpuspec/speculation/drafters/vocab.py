@@ -1,4 +1,4 @@
-"""What two vocabularies have in common, and how text goes from the tokens of one to those of the other.
+"""The tokens that two vocabularies share, and the translation of text from one to the other.
 
 Padded vocabularies need none of this: their ids are the same (`Context.vocab_size`).
 """
@@ -79,7 +79,7 @@ class SharedTokens:
         return SparseRow(ids[order], row.probs[order], self.num_rows)
 
     def bias_for_draft(self, bias: Mapping[int, float]) -> dict[int, float]:
-        """What a request adds to logits, by the draft's ids; tokens without a partner have none."""
+        """A request's logit biases by the draft's ids, of the tokens that have a partner."""
         partner = dict(zip(self.verifier_ids.tolist(), self.draft_ids.tolist(), strict=True)) if bias else {}
         return {partner[token]: added for token, added in bias.items() if token in partner}
 
@@ -122,12 +122,12 @@ def _by_meaning(tokenizer: Tokenizer, num_rows: int) -> dict[bytes | str, int]:
 
 
 def _left(ids: Iterable[int | None], known: Iterable[int]) -> list[int]:
-    """Those ids that are not known yet."""
+    """The ids that are not known yet, in order."""
     return sorted({token for token in ids if token is not None}.difference(known))
 
 
 def _whole_characters(data: bytes) -> bytes:
-    """Without a character at the end that misses bytes."""
+    """The data without a last character that misses bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     decoder.decode(data)
     return data[: len(data) - len(decoder.getstate()[0])]

@@ -17,7 +17,7 @@ from cpuspec.metrics import elapsed_s
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 
-ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # the numbers of rows that are measured; between them cost grows evenly
+MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # the numbers of rows that are measured; between them cost grows evenly
 _DEPTH = 32  # tokens of context under the measured forwards
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
@@ -146,7 +146,7 @@ def _read(path: Path) -> Costs | None:
         len(rows) != len(seconds)
         or rows != sorted(set(rows))
         or rows[0] != 1
-        or not all(isinstance(n, int) and n in ROWS for n in rows)
+        or not all(isinstance(n, int) and n in MEASURED_ROWS for n in rows)
     ):
         return None
     return Costs(rows, seconds, path)
@@ -154,7 +154,7 @@ def _read(path: Path) -> Costs | None:
 
 def measure_costs(backend: Backend) -> Costs:
     """Time forwards, each by its quickest round, until a round finds none quicker. Disturbances only ever add time."""
-    rows = [n for n in ROWS if n <= min(backend.max_rows, backend.config.context_length - _DEPTH)] or [1]
+    rows = [n for n in MEASURED_ROWS if n <= min(backend.max_rows, backend.config.context_length - _DEPTH)] or [1]
     depth = min(_DEPTH, backend.max_rows, backend.config.context_length - rows[-1])
     cache = backend.new_cache(1, depth + rows[-1])
     backend.forward(_batch(backend, 0, depth), cache)
