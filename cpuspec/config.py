@@ -462,7 +462,7 @@ class EngineConfig:
     # Rows of one forward; longer prefills go in chunks of this.
     max_rows: int = _setting(256, partial(whole, low=1, high=8192), "an integer from 1 to 8192")
     # Rows of prompts that a step reads beside sequences that generate (benchmarks/interleaving.py).
-    prompt_rows: int = _setting(64, partial(whole, low=1, high=8192), "an integer from 1 to 8192")
+    prompt_rows: int = _setting(32, partial(whole, low=1, high=8192), "an integer from 1 to 8192")
     # None: physical cores that this process may use.
     threads: int | None = _setting(None, _or_none(partial(whole, low=1, high=1024)), "None or an integer from 1 to 1024")
     # Whether weights in the order of the kernels are kept on the disk for the next start.
