@@ -61,7 +61,7 @@ class LLM:
     spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
     context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
     max_sequences: how many run at once; more wait their turn.
-    prompt_rows: rows of prompts that a step reads beside running requests: fewer shorten these requests' gaps, more read prompts faster.
+    prompt_rows: rows of prompts that a step reads beside requests that generate, as `EngineConfig` says.
     keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
     mmap: whether model files are mapped into memory. If not they are read, at the cost of a slower start and of memory: for files
     that somebody may shorten meanwhile, as on a shared directory, which ends a process that has mapped them (SIGBUS).
