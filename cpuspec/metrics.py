@@ -13,10 +13,10 @@ import numpy as np
 
 @dataclass
 class LevelCounters:
-    """What one draft level proposed and what its verifier made of it.
+    """How many tokens one draft level proposed, and how many its verifier accepted.
 
-    A cycle is one verification of one sequence, drafted for or not. Evaluated tokens end at the first rejected one; what a tree
-    has for one position counts as one.
+    A cycle is one verification of one sequence, with a draft or without. Evaluated tokens end at the first rejected one; the
+    alternatives that a tree has for one position count as one.
     """
 
     num_cycles: int = 0
@@ -80,9 +80,9 @@ class LevelCounters:
 
 @dataclass(frozen=True)
 class LevelMemory:
-    """What one model of a chain holds: weights that a forward reads, and keys and values of the most tokens it held so far.
+    """The memory of one model of a chain: weights that a forward reads, and keys and values of the most tokens it held so far.
 
-    shared_bytes of the weights are the target's own, and in memory once.
+    shared_bytes of the weights are the target's own; they are in memory once.
     """
 
     name: str
@@ -93,7 +93,7 @@ class LevelMemory:
 
 @dataclass(frozen=True)
 class RequestStats:
-    """What one request cost. Rates and latencies of decoding are None where a single step generated everything.
+    """The cost of one request. Rates and latencies of decoding are None where a single step generated everything.
 
     ttft_s runs from the arrival to the first token; the rest describes the time from then to the last token.
     tokens_per_s: tokens after the first step / that time. gb_per_s: weights and this request's keys and values that its
@@ -104,8 +104,8 @@ class RequestStats:
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens that a slot's earlier content supplied
     num_new_tokens: int
-    num_forwards: int  # of the target, prefill chunks included
-    num_forwards_saved: int  # of the target: tokens that no step of their own was needed for
+    num_forwards: int  # of the target from the request's admission to its end, chunks of other requests' prompts included
+    num_forwards_saved: int  # of the target: tokens that needed no step of their own
     ttft_s: float | None
     decode_s: float | None
     tpot_s: float | None
@@ -128,7 +128,7 @@ _Cycles = Sequence[tuple[str, int, int, int]]
 
 
 class RequestMeter:
-    """Collects what `RequestStats` needs while a request runs. Its clock starts when it is made."""
+    """Collects the counts and times of a request for `RequestStats` while it runs. Its clock starts when it is made."""
 
     def __init__(self, num_prompt_tokens: int, reads: Sequence[tuple[int, int]]) -> None:
         """reads: of the target, then of each draft model, the bytes of weights and of one token's keys and values."""
@@ -136,15 +136,15 @@ class RequestMeter:
         self._num_prompt_tokens = num_prompt_tokens
         self._reads = reads
         self._first_forwards: tuple[int, ...] = ()  # of each model, before the first step
-        self._steps: list[tuple[float, int, tuple[int, ...], _Cycles]] = []  # when each ended, and what was told of it
+        self._steps: list[tuple[float, int, tuple[int, ...], _Cycles]] = []  # when each ended, and the arguments of `record_step`
         self._arrival_s = perf_counter()
 
     def begin(self, num_forwards: tuple[int, ...]) -> None:
-        """The first step begins. num_forwards: of each model, as `reads` has them, until now."""
+        """Note that the request was admitted. num_forwards: of each model so far, in the order of `reads`."""
         self._first_forwards = num_forwards
 
     def record_step(self, num_new_tokens: int, num_forwards: tuple[int, ...], cycles: _Cycles) -> None:
-        """Note a step that has just committed tokens; what follows from that is computed when somebody asks for it.
+        """Note a step that has just committed tokens; figures are computed when they are asked for.
 
         cycles: its verifications, the cheapest level's first: the level's name, then what `LevelCounters.record` takes.
         """

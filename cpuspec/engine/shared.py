@@ -11,9 +11,8 @@ held would leave it held for ever, and the garbage collector may close a stream 
 import os
 import threading
 import weakref
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -23,11 +22,11 @@ from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from cpuspec.metrics import RequestStats
 
-_Inbox = SimpleQueue[Output | None]  # None says: look whether the turn is free
+_Inbox = SimpleQueue[Output | None]  # None tells its thread to try for the turn
 
 
 class SharedEngine:
-    """What several threads may call at once. survives_fork: whether the models can run in a forked child."""
+    """An engine that several threads may call at once. survives_fork: whether the models can run in a forked child."""
 
     def __init__(self, engine: Engine, survives_fork: bool) -> None:
         self.aborted_stats: RequestStats | None = None  # of the request that was aborted last
@@ -40,10 +39,10 @@ class SharedEngine:
     def _begin(self) -> None:
         self._turn: dict[str, int] = {}  # "thread": the one that runs the engine; empty if none does
         self._commands: deque[Callable[[], object]] = deque()
-        self._inboxes: dict[int, _Inbox] = {}  # by request, of those that somebody will ask for
-        self._waiting: dict[object, _Inbox] = {}  # of the threads that wait
+        self._inboxes: dict[int, _Inbox] = {}  # by request, while a thread will ask for its outputs
+        self._waiting: dict[object, _Inbox] = {}  # the inboxes of the threads that wait
 
-    def submit(self, prompt: Tokens[int], params: SamplingParams) -> int:
+    def submit(self, prompt: abc.Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt; returns the request's id. Raises ConfigError for one that cannot run, or if the engine is closed."""
         self.check_open()
         request = self._engine.prepare(prompt, params)
@@ -52,7 +51,7 @@ class SharedEngine:
         return request.seq.id
 
     def outputs(self, request_id: int) -> Iterator[Output]:
-        """The outputs of a request up to its last, each as soon as it is there.
+        """Yield the outputs of a request up to its last, each as soon as it is there.
 
         Raises CpuspecError if an interrupt lost the end, or the request was left to the parent process in a fork.
         """
@@ -63,7 +62,7 @@ class SharedEngine:
                 return
 
     def drop(self, request_id: int) -> None:
-        """Forget a request; one that runs is aborted, now or before the next step."""
+        """Forget a request. A running one is aborted, now or before the next step."""
         if self._inboxes.pop(request_id, None) is None:
             return
         self._commands.append(partial(self._abort, request_id))
@@ -76,7 +75,7 @@ class SharedEngine:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the engine still: no step runs meanwhile."""
+        """Hold the engine still: no step runs within the `with` block."""
         inbox: _Inbox = SimpleQueue()
         while not self._take_turn():
             self._wait(inbox, inbox)
@@ -86,7 +85,7 @@ class SharedEngine:
             self._leave()
 
     def close(self) -> None:
-        """Let no step begin any more; returns when none runs."""
+        """Let no step begin any more; returns when the running step has ended."""
         self._closed = True
         with self.turn():
             pass
@@ -133,7 +132,7 @@ class SharedEngine:
                 return output
 
     def _run(self) -> None:
-        """Carry out the commands and run one step. What interrupts it aborts everything that runs."""
+        """Carry out the commands and run one step. An exception or an interrupt aborts every running request."""
         try:
             self.check_open()
             self._obey()
@@ -153,7 +152,7 @@ class SharedEngine:
             self.aborted_stats = output.stats
 
     def _take_turn(self) -> bool:
-        """Whether this thread may run the engine now. One that was interrupted while it left still has its turn."""
+        """Whether this thread may run the engine now. A thread that was interrupted while it left still has its turn."""
         return self._turn.setdefault("thread", threading.get_ident()) == threading.get_ident()
 
     def _leave(self) -> None:
@@ -163,10 +162,10 @@ class SharedEngine:
                 inbox.put(None)
 
     def _wait(self, key: object, inbox: _Inbox) -> Output | None:
-        """What comes first: an output, or None for a turn that may be free."""
+        """Wait for an output, or for None where the turn may be free."""
         self._waiting[key] = inbox
         try:
-            # A turn that ended before this thread could be seen waiting woke nobody.
+            # A turn that ended before this thread was listed as waiting has not woken it.
             return inbox.get() if self._turn else None
         finally:
             del self._waiting[key]

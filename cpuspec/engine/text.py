@@ -4,19 +4,19 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """Turns ids into text piece by piece."""
+    """Turns token ids into text piece by piece."""
 
     def push(self, id: int) -> str:
         """Text that is complete after this token."""
         ...
 
     def finish(self) -> str:
-        """Text of whatever was incomplete."""
+        """Text of the bytes that were left incomplete."""
         ...
 
 
 class StopText:
-    """Text of one request. Holds back what may be the beginning of a stop string and cuts before a whole one."""
+    """The text of one request. Holds back text that may begin a stop string, and cuts before a whole one."""
 
     def __init__(self, decoder: Decoder, stop: tuple[str, ...]) -> None:
         self.stopped = False
@@ -30,7 +30,7 @@ class StopText:
         return self._release(piece) if self._stop else piece
 
     def finish(self) -> str:
-        """What was held back, at the end of a sequence that no stop string ended."""
+        """The text that was held back, at the end of a sequence that no stop string ended."""
         shown = self._release(self._decoder.finish())
         shown, self._pending = shown + self._pending, ""
         return shown

@@ -36,7 +36,9 @@ def shared_by(ours: PieceTokenizer, theirs: PieceTokenizer) -> SharedTokens:
 class FloatRows(ExactContext):
     """For a chain that chooses greedily, which looks at logits and draws nothing."""
 
-    def score(self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = ()) -> list[ForwardOutput]:
+    def score(
+        self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = (), chunks: object = ()
+    ) -> list[ForwardOutput]:
         return [ForwardOutput(output.logits.astype(np.float32)) for output in super().score(seqs, drafts)]
 
 
