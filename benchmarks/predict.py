@@ -4,7 +4,7 @@
 
 What depends on the machine is measured: the seconds of a forward by its rows, of every model. What depends on the texts is given:
 how often a drafted token is accepted, at every level alike. So weights may be random ones of the right shape. Lengths and speed-ups
-over plain decoding are the best of the closed form in `cpuspec/speculation/planner/planner.py`, level by level from the cheapest.
+over plain decoding are the best of the closed form in `cpuspec/speculation/planner/choose.py`, level by level from the cheapest.
 """
 
 from contextlib import closing
@@ -20,8 +20,8 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
+from cpuspec.speculation.planner.choose import best_chain
 from cpuspec.speculation.planner.costs import Costs, measure_costs
-from cpuspec.speculation.planner.planner import best_chain
 
 ACCEPTANCES = [0.6, 0.7, 0.75, 0.8, 0.9]
 
@@ -54,8 +54,8 @@ def main(
         for count in range(1, len(models))
     ]
     for name, costs in models:
-        by_rows = ", ".join(f"{n}: {costs.of(n) / costs.of(1):.2f}" for n in costs.rows)
-        print(f"{name}: {1e3 * costs.of(1):.1f} ms; by rows {by_rows}")
+        by_rows = ", ".join(f"{n}: {costs.forward_s(n) / costs.forward_s(1):.2f}" for n in costs.rows)
+        print(f"{name}: {1e3 * costs.forward_s(1):.1f} ms; by rows {by_rows}")
     print("\n| acceptance | drafts | lengths | tokens a round | over plain |\n|---|---|---|---|---|")
     for one in predictions:
         lengths = ", ".join(map(str, one["lengths"]))
@@ -76,7 +76,7 @@ def _timed(name: str, threads: int) -> Timed:
 def _predicted(models: list[Timed], acceptance: float) -> dict[str, Any]:
     """Target first."""
     choices = best_chain([model.costs for model in models], acceptance)
-    best, plain_s = choices[0], models[0].costs.of(1)
+    best, plain_s = choices[0], models[0].costs.forward_s(1)
     return {"lengths": [one.num_tokens for one in choices], "tokens": best.tokens, "over_plain": best.tokens_per_s * plain_s}
 
 

@@ -1,6 +1,6 @@
 """Quantized language models on x86 CPUs, with speculative decoding that is exact.
 
-Names are loaded when first used, so that importing cpuspec costs nothing: no numpy, no numba, no torch.
+A name is loaded when it is first used, so that importing cpuspec costs nothing: no numpy, no numba, no torch.
 """
 
 from importlib import import_module
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         FormatError,
         TokenizerError,
     )
+    from cpuspec.speculation.draft import Draft
+    from cpuspec.speculation.proposer import Proposer
 
 __version__ = "0.1.0"
 
@@ -32,11 +34,13 @@ __all__ = [
     "ConfigError",
     "CpuspecError",
     "DownloadError",
+    "Draft",
     "EngineConfig",
     "FormatError",
     "LevelSpec",
     "ModelConfig",
     "Output",
+    "Proposer",
     "SamplingParams",
     "SpecConfig",
     "TokenizerError",
@@ -51,6 +55,8 @@ _HOMES = {
     "ModelConfig": "cpuspec.config",
     "SamplingParams": "cpuspec.config",
     "SpecConfig": "cpuspec.config",
+    "Draft": "cpuspec.speculation.draft",
+    "Proposer": "cpuspec.speculation.proposer",
 }
 
 

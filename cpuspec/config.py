@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from numbers import Integral, Real
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from cpuspec.errors import ConfigError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma2", "gemma3")
 _LONGEST_CONTEXT = 1 << 26
 
 
@@ -115,6 +114,7 @@ class Rope:
 class ModelConfig:
     """Shape and flags of one decoder-only transformer: everything that a forward needs besides the weights.
 
+    architecture: the name of its family; nothing is computed by it.
     norms: where a branch (attention, MLP) has RMS norms: "before", "after" (of its output) or "both".
     activation: of the gate in the MLP, "silu" or "gelu_tanh".
     embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
@@ -151,7 +151,7 @@ class ModelConfig:
     local_rope_base: float = 10000.0
 
     def __post_init__(self) -> None:
-        choices = {"architecture": ARCHITECTURES, "norms": ("before", "after", "both"), "activation": ("silu", "gelu_tanh")}
+        choices = {"norms": ("before", "after", "both"), "activation": ("silu", "gelu_tanh")}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not supported; wanted one of {', '.join(known)}")
@@ -198,23 +198,33 @@ class ModelConfig:
 _T = TypeVar("_T")
 
 
-def _setting(default: object, read: Callable[[object], object], wanted: str) -> Any:
-    """A field of settings: its default, the function that checks and normalises a value (ValueError), and what is wanted."""
-    return field(default=default, metadata={"read": read, "wanted": wanted})
+class _Kind(NamedTuple):
+    """A kind of setting: the function that checks and normalises a value (ValueError), and what it takes, for errors."""
+
+    read: Callable[[object], object]
+    wanted: str
+
+
+def _setting(default: object, kind: _Kind, help: str, metavar: str = "", of_backend: bool = False) -> Any:
+    """A field of settings: everything that Python, the command line and a backend's spelling need to know of it.
+
+    help, metavar: of its option. of_backend: whether `read_backend` takes it.
+    """
+    return field(default=default, metadata={"kind": kind, "help": help, "metavar": metavar, "of_backend": of_backend})
 
 
 def _read_settings(settings: Any) -> None:
-    """Replace every value by what its field's function makes of it. Raises ConfigError."""
+    """Check and normalise every value by its field's function. Raises ConfigError."""
     for one in fields(settings):
-        value = getattr(settings, one.name)
+        value, kind = getattr(settings, one.name), one.metadata["kind"]
         try:
-            object.__setattr__(settings, one.name, one.metadata["read"](value))
+            object.__setattr__(settings, one.name, kind.read(value))
         except (ValueError, TypeError, OverflowError):
-            raise ConfigError(f"{one.name} must be {one.metadata['wanted']}, got {_shown(value)}") from None
+            raise ConfigError(f"{one.name} must be {kind.wanted}, got {_shown(value)}") from None
 
 
 class _FrozenDict(dict[int, float]):
-    """A dict that stays as it is and can be hashed."""
+    """A dict that never changes and has a hash."""
 
     def _refuse(self, *arguments: object, **named: object) -> NoReturn:
         raise TypeError("sampling params do not change; make others with dataclasses.replace(params, logit_bias=...)")
@@ -275,34 +285,85 @@ def _or_none(read: Callable[[object], _T]) -> Callable[[object], _T | None]:
     return lambda value: None if value is None else read(value)
 
 
+def _choice(choices: tuple[str, ...]) -> _Kind:
+    return _Kind(partial(_one_of, choices), f"one of {', '.join(choices)}")
+
+
+def _whole(low: int, high: int) -> _Kind:
+    return _Kind(partial(whole, low=low, high=high), f"an integer from {low} to {high}")
+
+
+def _optional(kind: _Kind) -> _Kind:
+    return _Kind(_or_none(kind.read), f"None or {kind.wanted}")
+
+
+_NUMBER = _Kind(number, "a finite number")
+_COUNT, _POSITIVE_COUNT = (_Kind(partial(whole, low=low), f"an integer >= {low}") for low in (0, 1))
+_BOOLEAN, _TEXT = _Kind(_flag, "True or False"), _Kind(_text, "a text")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request turns logits into tokens, and when it ends. The default is greedy.
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalties at their defaults are off.
-    n: how many answers `LLM.generate` and `LLM.chat` give to the prompt; with a seed, the second has seed + 1, and so on.
-    logprobs: None, or how many alternatives to report beside each chosen token (0 = the chosen token alone).
-    max_draft_tokens: at most so many drafted tokens a round for this request, 0 = none; None = what the model was loaded with.
+    n: answers that `LLM.generate` and `LLM.chat` give to the prompt; with a seed, the second has seed + 1, and so on.
+    logprobs: None, or the number of alternatives to report beside each chosen token (0 = the chosen token alone).
+    max_draft_tokens: most tokens drafted in a round for this request, 0 = none; None = as the model was loaded.
     """
 
-    temperature: float = _setting(0.0, partial(number, low=0), "a number >= 0")
-    top_k: int = _setting(0, partial(whole, low=0), "an integer >= 0 (0 = off)")
-    top_p: float = _setting(1.0, partial(number, above=0, high=1), "a number in (0, 1]")
-    min_p: float = _setting(0.0, partial(number, low=0, high=1), "a number in [0, 1]")
-    repetition_penalty: float = _setting(1.0, partial(number, above=0), "a number > 0")
-    presence_penalty: float = _setting(0.0, number, "a finite number")
-    frequency_penalty: float = _setting(0.0, number, "a finite number")
-    logit_bias: Mapping[int, float] = _setting(
-        _FrozenDict(), _biases, "a mapping from token id to a number (-inf forbids), or None"
+    temperature: float = _setting(
+        0.0,
+        _Kind(partial(number, low=0), "a number >= 0"),
+        "0 takes the likeliest token, whatever the model's files recommend; higher is more random. This and the next four are "
+        "by default what the model's files or its recipe recommend, else greedy.",
+        "T",
     )
-    seed: int | None = _setting(None, _or_none(partial(whole, low=0)), "None or an integer >= 0")
-    stop: tuple[str, ...] = _setting((), _texts, "a text or several, none of them empty, or None")
-    stop_token_ids: tuple[int, ...] = _setting((), _ids, "token ids, or None")
-    ignore_eos: bool = _setting(False, _flag, "True or False")
-    max_tokens: int = _setting(256, partial(whole, low=1), "an integer >= 1")
-    n: int = _setting(1, partial(whole, low=1), "an integer >= 1")
-    logprobs: int | None = _setting(None, _or_none(partial(whole, low=0)), "None or an integer >= 0")
-    max_draft_tokens: int | None = _setting(None, _or_none(partial(whole, low=0)), "None or an integer >= 0")
+    top_k: int = _setting(0, _COUNT, "Sample among the K likeliest tokens; 0 is off.", "K")
+    top_p: float = _setting(
+        1.0,
+        _Kind(partial(number, above=0, high=1), "a number in (0, 1]"),
+        "Sample among the likeliest tokens that together have P; 1 is off.",
+        "P",
+    )
+    min_p: float = _setting(
+        0.0,
+        _Kind(partial(number, low=0, high=1), "a number in [0, 1]"),
+        "Drop tokens less likely than P times the likeliest; 0 is off.",
+        "P",
+    )
+    repetition_penalty: float = _setting(
+        1.0,
+        _Kind(partial(number, above=0), "a number > 0"),
+        "Above 1, tokens of prompt and answer become less likely to come again; 1 is off.",
+        "X",
+    )
+    presence_penalty: float = _setting(0.0, _NUMBER, "Taken from the logits of tokens of the answer.", "X")
+    frequency_penalty: float = _setting(0.0, _NUMBER, "Likewise, once for each time the token was generated.", "X")
+    logit_bias: Mapping[int, float] = _setting(
+        _FrozenDict(),
+        _Kind(_biases, "a mapping from token id to a number (-inf forbids), or None"),
+        "Added to a token's logit; -inf forbids it. Repeatable.",
+        "ID=BIAS",
+    )
+    seed: int | None = _setting(None, _optional(_COUNT), "Repeats a sampled answer; by default one is drawn, and shown.", "S")
+    stop: tuple[str, ...] = _setting(
+        (),
+        _Kind(_texts, "a text or several, none of them empty, or None"),
+        "End before this text, which is not shown. Taken literally. Repeatable.",
+        "TEXT",
+    )
+    stop_token_ids: tuple[int, ...] = _setting((), _Kind(_ids, "token ids, or None"), "End with this token, too. Repeatable.", "ID")
+    ignore_eos: bool = _setting(False, _BOOLEAN, "Go on when the model ends its answer, up to --max-tokens.")
+    max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N")
+    n: int = _setting(1, _POSITIVE_COUNT, "Answers to the prompt.", "N")
+    logprobs: int | None = _setting(
+        None,
+        _optional(_COUNT),
+        "With --json: log-probabilities of each token and of the N likeliest ones in its place.",
+        "N",
+    )
+    max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
 
     def __post_init__(self) -> None:
         _read_settings(self)
@@ -380,15 +441,125 @@ class SamplingDefaults:
 NO_DEFAULTS = SamplingDefaults()
 
 
+DTYPES = ("auto", "f32", "bf16", "f16")
+WEIGHTS = ("auto", "values", "codes")
+ACTIVATIONS = ("auto", "int8", "f32")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine reserves, and how its backend computes.
+
+    The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
+    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy; others take "auto", and "cpu" as
+    the device (`cpuspec.backends.check_backend`).
+    """
+
+    max_sequences: int = _setting(16, _whole(1, 4096), "Sequences that run at once; more wait their turn.", "N")
+    context_length: int | None = _setting(
+        None,
+        _optional(_Kind(partial(whole, low=2), "an integer >= 2")),
+        "Tokens that prompt and answer may have together; by default what the model was trained for.",
+        "N",
+    )
+    max_rows: int = _setting(256, _whole(1, 8192), "Rows of one forward; longer prompts go in chunks.", "N")
+    prompt_rows: int = _setting(
+        64,
+        _whole(1, 8192),
+        "Rows of prompts that a step reads beside running answers: more of them read prompts sooner and delay answers.",
+        "N",
+    )
+    threads: int | None = _setting(
+        None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N", of_backend=True
+    )
+    keep_packed: bool = _setting(True, _BOOLEAN, "Keep weights in the order of the kernels on the disk, for a quick next start.")
+    mmap: bool = _setting(
+        True,
+        _BOOLEAN,
+        "Read model files into memory instead of mapping them: slower to start, and safe from files that are shortened.",
+    )
+    # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
+    kv_format: str = _setting(
+        "f16",
+        _TEXT,
+        "What keys and values are kept in, one of f32, f16, bf16, int8. Fewer bits are faster in a long context.",
+        "F",
+        of_backend=True,
+    )
+    device: str = _setting(
+        "auto",
+        _TEXT,
+        "Where the torch backend computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.",
+        "D",
+        of_backend=True,
+    )
+    dtype: str = _setting(
+        "auto",
+        _choice(DTYPES),
+        f"In what the torch backend multiplies with weights, one of {', '.join(DTYPES)}; auto is f32 on a CPU and bf16 on a GPU.",
+        "T",
+        of_backend=True,
+    )
+    weights: str = _setting(
+        "auto",
+        _choice(WEIGHTS),
+        "What the torch backend keeps of weights: values, dequantized at load; codes, as small as in the file; or auto, codes on "
+        "a GPU.",
+        "W",
+        of_backend=True,
+    )
+    activations: str = _setting(
+        "auto",
+        _choice(ACTIVATIONS),
+        f"What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with, one of {', '.join(ACTIVATIONS)}: int8 is fast and "
+        "what auto is, f32 exact but for the order of sums. numpy with int8 shows what that rounding costs.",
+        "A",
+        of_backend=True,
+    )
+
+    def __post_init__(self) -> None:
+        _read_settings(self)
+
+
+_DEVICE = r"(?:auto|cpu|cuda(?::\d+)?)"
+_OF_BACKEND = tuple(one.name for one in fields(EngineConfig) if one.metadata["of_backend"])
+_NAMED = rf"(?:device={_DEVICE}|(?:{'|'.join(_OF_BACKEND)})=\w+)"
+BACKEND_SETTINGS = rf"(?:{_DEVICE}|{_NAMED})(?:,{_NAMED})*"  # what follows a backend's name and a colon
+
+
+def read_backend(text: str, settings: EngineConfig) -> tuple[str, EngineConfig]:
+    """The name of a backend, and `settings` with those that its spelling sets, as in `torch:cuda,dtype=bf16` or `numba:threads=1`.
+
+    A setting without a name is the device. Names of backends are checked where they are known (`backends.check_backend`).
+    Raises ConfigError.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"a backend is a text such as 'numba' or 'torch:cuda,dtype=bf16'; got {_shown(text)}")
+    backend, _, changes = text.partition(":")
+    found: dict[str, Any] = {}
+    for change in changes.split(",") if changes else ():
+        name, _, value = change.rpartition("=")
+        name = name or "device"
+        if name not in _OF_BACKEND or not value:
+            raise ConfigError(
+                f"cannot read {change!r} in {text!r}; wanted BACKEND:SETTING=VALUE,... with some of {', '.join(_OF_BACKEND)}"
+            )
+        if name == "threads" and not (value.isascii() and value.isdigit() and len(value) < 5):
+            raise ConfigError(f"threads in {text!r} are a whole number, got {value!r}")
+        found[name] = int(value) if name == "threads" else value
+    return backend, replace(settings, **found)
+
+
 MAX_DRAFT_TOKENS = 255  # at most a row less than a forward has
+_OLD_NAME = re.compile(rf"\A((?:\w+(?::{BACKEND_SETTINGS})?:)?)match:")  # of text:MODEL, which it still stands for
 
 
 @dataclass(frozen=True)
 class LevelSpec:
     """One drafter: `name`, or `name:argument` for those that take one, and its settings.
 
-    num_tokens: at most so many a round, None for the drafter's own number. min_confidence: a draft ends where its drafter is less
-    sure than this, 0 for the drafter's own bound. then: drafters that continue its tokens within the same verification.
+    num_tokens: most tokens drafted in a round, None for the drafter's own number. min_confidence: a draft ends where its drafter is
+    less sure than this, 0 for the drafter's own bound. then: drafters that continue its tokens within the same verification.
     """
 
     drafter: str
@@ -399,6 +570,7 @@ class LevelSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.drafter, str) or not self.name or self.name == "none" or self.drafter.endswith(":"):
             raise ConfigError(f"a draft level begins with the name of a drafter, got {self.drafter!r}")
+        object.__setattr__(self, "drafter", _OLD_NAME.sub(r"\1text:", self.drafter))
         try:
             object.__setattr__(self, "num_tokens", _or_none(partial(whole, low=1, high=MAX_DRAFT_TOKENS))(self.num_tokens))
         except ValueError:
@@ -410,12 +582,12 @@ class LevelSpec:
 
     @property
     def name(self) -> str:
-        """What stands before the colon."""
+        """The text before the first colon."""
         return self.drafter.partition(":")[0]
 
     @property
     def argument(self) -> str:
-        """What stands after the colon."""
+        """The text after the first colon."""
         return self.drafter.partition(":")[2]
 
     def __str__(self) -> str:
@@ -425,6 +597,7 @@ class LevelSpec:
         return "+".join([f"{self.drafter}{cap}", *map(str, self.then)])
 
 
+_NEXT_LEVEL = re.compile(rf",(?!(?:{'|'.join(_OF_BACKEND)})=)")  # other commas separate the settings of a level's backend
 _LEVEL = re.compile(r"(?P<drafter>.+?)(@(?P<tokens>[0-9]{1,9})?(:(?P<confidence>[0-9]*\.?[0-9]+))?)?")
 _GRAMMAR = "wanted none, or levels drafter[:argument][@tokens[:confidence]], cheapest first, separated by commas, or joined by +"
 
@@ -437,18 +610,20 @@ class SpecConfig:
 
     @staticmethod
     def parse(text: str) -> "SpecConfig":
-        """Read what `--draft` takes, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`.
+        """Read the text of `--draft`, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`.
 
         Names are checked where drafters are known (`cpuspec.engine.assemble`). Raises ConfigError on bad grammar.
         """
-        return SpecConfig() if text.strip() in ("", "none") else SpecConfig.read(text.split(","))
+        return SpecConfig() if text.strip() in ("", "none") else SpecConfig.read(_NEXT_LEVEL.split(text))
 
     @staticmethod
     def read(levels: object) -> "SpecConfig":
         """The same from a list, as TOML and JSON have it: each level a text, or a table with the fields of `LevelSpec`.
 
-        In a table a drafter may contain any character. Raises ConfigError.
+        In a table a drafter may contain any character. A SpecConfig is returned as it is. Raises ConfigError.
         """
+        if isinstance(levels, SpecConfig):
+            return levels
         if isinstance(levels, str):
             return SpecConfig.parse(levels)
         if not isinstance(levels, list | tuple):
@@ -481,43 +656,3 @@ def _read_drafter(text: str, level: str) -> LevelSpec:
         raise ConfigError(f"cannot read {level!r} in a draft spec; {_GRAMMAR}")
     tokens, confidence = found["tokens"], found["confidence"]
     return LevelSpec(found["drafter"], int(tokens) if tokens else None, float(confidence) if confidence else 0.0)
-
-
-DTYPES = ("auto", "f32", "bf16", "f16")
-WEIGHTS = ("auto", "values", "codes")
-ACTIVATIONS = ("auto", "int8", "f32")
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What an engine reserves: sequences at once, tokens a sequence may hold, rows of one forward, threads, disk, KV format.
-
-    The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
-    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy; others take "auto", and "cpu" as
-    the device (`cpuspec.backends.check_backend`).
-    """
-
-    max_sequences: int = _setting(16, partial(whole, low=1, high=4096), "an integer from 1 to 4096")
-    # None: what the model was trained for. At least a token of the prompt and one of the answer.
-    context_length: int | None = _setting(None, _or_none(partial(whole, low=2)), "None or an integer >= 2")
-    # Rows of one forward; longer prefills go in chunks of this.
-    max_rows: int = _setting(256, partial(whole, low=1, high=8192), "an integer from 1 to 8192")
-    # None: physical cores that this process may use.
-    threads: int | None = _setting(None, _or_none(partial(whole, low=1, high=1024)), "None or an integer from 1 to 1024")
-    # Whether weights in the order of the kernels are kept on the disk for the next start.
-    keep_packed: bool = _setting(True, _flag, "True or False")
-    # Whether model files and kept weights are mapped; if not, they are read into memory.
-    mmap: bool = _setting(True, _flag, "True or False")
-    # Keys and values: f16 halves what f32 reads at depth and costs nothing that can be measured (benchmarks/LOG.md).
-    kv_format: str = _setting("f16", _text, "a text")
-    # auto: cuda where there is one, else cpu; or cpu, cuda, cuda:N.
-    device: str = _setting("auto", _text, "a text")
-    # Of products with weights; auto: f32 on a CPU and bf16 on a GPU.
-    dtype: str = _setting("auto", partial(_one_of, DTYPES), f"one of {', '.join(DTYPES)}")
-    # values: dequantized at load; codes: as in the file, unpacked on the device; auto: codes on a GPU.
-    weights: str = _setting("auto", partial(_one_of, WEIGHTS), f"one of {', '.join(WEIGHTS)}")
-    # That matrices in codes are multiplied with; auto: int8, but f32 in the reference.
-    activations: str = _setting("auto", partial(_one_of, ACTIVATIONS), f"one of {', '.join(ACTIVATIONS)}")
-
-    def __post_init__(self) -> None:
-        _read_settings(self)

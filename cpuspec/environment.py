@@ -3,8 +3,8 @@
 CPUSPEC_CACHE      directory for models and everything else that can be fetched or built again
 CPUSPEC_PACKED_GB  gigabytes of it that packed weights may take, by default 20; 0 keeps none
 CPUSPEC_OFFLINE    set to anything but 0, no or false: nothing is downloaded
-HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME and what else moves the model hub, its cache and its token: as huggingface_hub
-reads them. OLLAMA_MODELS: as Ollama reads it.
+HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME and the other variables of the model hub, its cache and its token mean what they
+mean to huggingface_hub, and OLLAMA_MODELS what it means to Ollama.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def packed_limit_bytes() -> int:
 
 
 def sources_digest(directory: Path) -> str:
-    """A hash of the Python sources in a directory: what a cache of something that they make is named after."""
+    """A hash of the Python sources in a directory. A cache of things that they make has it in its name."""
     digest = hashlib.sha256()
     for source in sorted(directory.glob("*.py")):
         digest.update(source.read_bytes())
@@ -61,9 +61,9 @@ def sources_digest(directory: Path) -> str:
 
 
 def who_else_writes(status: os.stat_result) -> str:
-    """Who but this user and root can change a file or fill a directory, as a verb and an object; nothing if nobody can.
+    """Says, as a verb and an object, that others than this user and root can change a file or fill a directory; "" if none can.
 
-    On Windows nothing: the cache directory is the user's own there.
+    On Windows always "": the cache directory belongs to the user there.
     """
     if not hasattr(os, "geteuid"):
         return ""
@@ -75,7 +75,7 @@ def who_else_writes(status: os.stat_result) -> str:
 
 
 def boot_id() -> str:
-    """What tells this run of the operating system from the one before; nothing where that cannot be known."""
+    """The id that Linux gives each boot; "" on other systems."""
     return _read("/proc/sys/kernel/random/boot_id")
 
 
@@ -90,7 +90,7 @@ def hub_endpoint() -> str:
 
 
 def hub_offline() -> str:
-    """The variable that forbids the model hub, or nothing. HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE: 1, on, yes or true."""
+    """The variable that forbids the model hub; "" if none does. HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE: 1, on, yes or true."""
     if offline():
         return "CPUSPEC_OFFLINE"
     # An empty HF_HUB_OFFLINE leaves the question to TRANSFORMERS_OFFLINE (huggingface_hub/constants.py).
@@ -106,7 +106,7 @@ def hub_cache_dir() -> Path:
 
 
 def has_proxy() -> bool:
-    """Whether requests go through a proxy, so that a host need not be reachable by itself."""
+    """Whether requests go through a proxy: then a host may be reached though its name cannot be resolved here."""
     return any(os.environ.get(name) for kind in ("http", "https", "all") for name in (f"{kind}_proxy", f"{kind}_PROXY".upper()))
 
 
@@ -135,12 +135,12 @@ def usable_cores() -> int:
 
 
 def processor_name() -> str:
-    """What the processor calls itself."""
+    """The name that the processor gives itself."""
     return proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def proc_field(path: str, field: str) -> str:
-    """The first value of `field` in a file of `name : value` lines, or nothing."""
+    """The first value of `field` in a file of `name : value` lines; "" if there is none."""
     for line in _read(path).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == field:
@@ -156,5 +156,5 @@ def _read(path: str) -> str:
 
 
 def child_environment(temporary: Path) -> dict[str, str]:
-    """This process's environment for a child whose temporary files shall go to `temporary`."""
+    """This process's environment for a child that keeps its temporary files in `temporary`."""
     return {**os.environ, "TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}

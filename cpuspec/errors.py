@@ -1,4 +1,4 @@
-"""What can go wrong, by whose fault. A message says what, got, wanted, remedy."""
+"""What can go wrong, by whose fault. A message says what, got, wanted, remedy; words of others in it are made printable."""
 
 
 class CpuspecError(Exception):
@@ -31,3 +31,16 @@ class CacheError(CpuspecError):
 
 class BackendError(CpuspecError):
     """A backend that is not installed, or cannot run this model or batch."""
+
+
+def printable(text: str) -> str:
+    """The text of a stranger with every character written out, as \\x1b, that a terminal may obey or that is not visible.
+
+    Tabs and newlines stay.
+    """
+    return "".join(char if char.isprintable() or char in "\t\n" else ascii(char)[1:-1] for char in text)
+
+
+def in_one_line(text: str, most: int = 200) -> str:
+    """The text of a stranger in a message: the first `most` characters, printable, with single spaces for all white space."""
+    return printable(" ".join(text[:most].split()))

@@ -1,7 +1,7 @@
-"""One request's tokens and what decides its next one. Plain data: nothing here knows models, text or slots."""
+"""One request's tokens, its sampling settings and its random numbers. Plain data: it knows no models, text or slots."""
 
 import secrets
-from collections.abc import Sequence as Tokens
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from cpuspec.sampling import TokenHistory
 
 @dataclass(slots=True)
 class Mark:
-    """A state of a sequence, to ask later what has changed since (`Sequence.unchanged`)."""
+    """A state of a sequence; `Sequence.unchanged` tells later how much of it still stands."""
 
     length: int = 0
     num_rewinds: int = 0
@@ -33,19 +33,20 @@ class Sequence:
     rng: np.random.Generator
     finish_reason: str | None = None  # "stop", "length", "aborted"
     rewinds: list[int] = field(default_factory=list)  # the lengths that were rewound to
-    takes_best: bool = field(init=False)  # whether each token is the argmax of the raw logits
     _history: TokenHistory | None = None
     _num_counted: int = 0  # of the tokens, in the history
 
-    def __post_init__(self) -> None:
-        self.takes_best = self.params.greedy and self.params.keeps_order
-
     @staticmethod
-    def new(id: int, prompt: Tokens[int], params: SamplingParams) -> "Sequence":
+    def new(id: int, prompt: Iterable[int], params: SamplingParams) -> "Sequence":
         """A sequence that holds the prompt and has generated nothing."""
         tokens = [int(t) for t in prompt]
         seed = secrets.randbits(64) if params.seed is None else params.seed
         return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed))
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether each token is the argmax of the raw logits."""
+        return self.params.greedy and self.params.keeps_order
 
     @property
     def output(self) -> list[int]:
@@ -59,7 +60,7 @@ class Sequence:
 
     @property
     def history(self) -> TokenHistory:
-        """What penalties count. Brought up to date when asked for: most requests have no penalties."""
+        """The tokens that penalties count. Brought up to date when it is asked for: most requests have no penalties."""
         if self._history is None:
             self._history, self._num_counted = TokenHistory(self.tokens[: self.num_prompt_tokens]), self.num_prompt_tokens
         self._history.extend(self.tokens[self._num_counted :])
@@ -71,7 +72,7 @@ class Sequence:
         """How many tokens the request may still generate."""
         return self.params.max_tokens - self.num_output_tokens
 
-    def extend(self, tokens: Tokens[int]) -> None:
+    def extend(self, tokens: Iterable[int]) -> None:
         """Commit generated tokens."""
         self.tokens.extend(tokens)
 

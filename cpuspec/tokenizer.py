@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from cpuspec.byte_pairs import BytePairs, merge_order
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, HfTokenizerFiles
-from cpuspec.errors import TokenizerError
-from cpuspec.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text, read_tokenizer_json, said
+from cpuspec.errors import TokenizerError, in_one_line
+from cpuspec.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text, read_tokenizer_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -755,10 +755,10 @@ def _library_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise TokenizerError(f"{what}: {said(error)}") from error
+        raise TokenizerError(f"{what}: {in_one_line(str(error))}") from error
     except BaseException as error:
         if type(error).__name__ == "PanicException":
-            raise TokenizerError(f"{what}: {said(error)}") from error
+            raise TokenizerError(f"{what}: {in_one_line(str(error))}") from error
         raise
 
 

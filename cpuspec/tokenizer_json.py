@@ -1,8 +1,8 @@
 """Reads a Hugging Face tokenizer.json, and the files beside it, and trusts nothing in them: every field is read by name and type.
 
-Fields that serve training are ignored: `truncation` and `padding`, which `transformers` resets too, and `dropout`, which would make
-ids random. Steps that could make a text grow without bound, and patterns that could backtrack without end, are refused. Knows files
-and their fields, makes no tokenizer.
+Three fields for training are ignored: `truncation` and `padding`, which `transformers` resets too, and `dropout`, which would make
+ids random. Steps that could make a text grow without bound are refused, and so are patterns that could backtrack without end. This
+module knows files and their fields; it makes no tokenizer.
 """
 
 import base64
@@ -10,13 +10,13 @@ import binascii
 import json
 import re
 import reprlib
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpuspec.errors import TokenizerError
+from cpuspec.errors import TokenizerError, in_one_line
+from cpuspec.files import read_file
 from cpuspec.pattern_cost import pattern_cost
 
 _MOST_BYTES = 1 << 26  # of one file; the largest in use has 33 MB
@@ -29,7 +29,7 @@ _MOST_ADDED = 1 << 21  # characters of all of them
 _SPACE = "▁"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-# How many characters each step may make of one, beyond what Unicode's own forms do. Replace and Precompiled say it themselves.
+# The characters that each step may make of one, besides those of Unicode's own forms. Replace and Precompiled state theirs.
 _NORMALIZERS = {
     **dict.fromkeys(
         ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Nmt", "Strip", "StripAccents", "Prepend", "Replace", "Precompiled"), 1
@@ -85,35 +85,21 @@ _short.maxlevel = 2
 
 
 def quoted(value: Any) -> str:
-    """A value of a file, for a message: cut to some 80 characters, with control characters escaped."""
+    """A value of a file, for a message: cut to 100 characters, with control characters escaped."""
     text = _short.repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
-
-
-def said(error: BaseException) -> str:
-    """Another library's message, which may quote a file: cut to 200 characters, with control characters escaped."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(error)[:200])
 
 
 def read_text(path: Path) -> str:
     """The text of a regular file of UTF-8, 64 MiB at most. Raises TokenizerError for any other, without opening it."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise TokenizerError(f"{path} is not a regular file")
-        if status.st_size > _MOST_BYTES:
-            raise TokenizerError(f"{path} has {status.st_size} bytes; at most {_MOST_BYTES} are read")
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        return content.decode("utf-8")
-    except OSError as error:
-        raise TokenizerError(f"{path} cannot be read: {error.strerror or error}") from error
+        return read_file(path, _MOST_BYTES, TokenizerError).decode("utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def exists(path: Path) -> bool:
-    """Whether the path exists, be it a file, a pipe or a link to nothing. Raises TokenizerError where that cannot be told."""
+    """Whether the path exists, as a file, a pipe or even a broken link. Raises TokenizerError where the system does not tell."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -131,7 +117,7 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not JSON: {said(error)}") from error
+        raise TokenizerError(f"{path} is not JSON: {in_one_line(str(error))}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} holds {type(value).__name__}; wanted an object")
     return value
@@ -277,7 +263,7 @@ def _steps(data: dict[str, Any], name: str, inside: str) -> list[dict[str, Any]]
 
 
 def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
-    """A Metaspace step of older files in today's words."""
+    """The step; a Metaspace step of an older file under the field names of today."""
     if step["type"] != "Metaspace":
         return step
     scheme = "never" if step.get("add_prefix_space") is False else step.get("prepend_scheme", "always")
@@ -286,7 +272,7 @@ def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]]) -> float:
-    """How many characters steps together may make of one. Refuses too many, and steps that may search a text too long."""
+    """The characters that all steps together may make of one. Refuses too many, and patterns that may search for too long."""
     growth = 1.0
     for name, known, steps in (("normalizer", _NORMALIZERS, normalizer), ("pre_tokenizer", _PRE_TOKENIZERS, pre_tokenizer)):
         for step in steps:
@@ -311,7 +297,7 @@ def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]
 
 
 def _min_match(step: dict[str, Any], name: str) -> int:
-    """Characters that the step's pattern takes at least."""
+    """The least number of characters that the step's pattern matches."""
     match step.get("pattern"):
         case {"String": str(text)}:
             return len(text)
@@ -335,7 +321,7 @@ def _longest_replacement(charsmap: Any) -> int:
 
 
 def _read_decoder(data: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether pieces are byte-level, and whether the first space of a text is not part of it."""
+    """Whether pieces are byte-level, and whether decoding drops the first space of a text."""
     steps = _steps(data, "decoder", "decoders")
     kinds = {step["type"] for step in steps}
     if kinds == {"ByteLevel"}:
@@ -357,7 +343,7 @@ def _read_decoder(data: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _read_around(data: dict[str, Any], num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the file's post-processor puts before and behind every text."""
+    """The ids that the file's post-processor puts before and behind every text."""
     prefix: list[int] = []
     suffix: list[int] = []
     for step in _steps(data, "post_processor", "processors"):

@@ -45,7 +45,10 @@ class ToyBackend:
         def copy_rows(storage: np.ndarray, rows: np.ndarray, first: int) -> None:
             storage[first : first + len(rows)] = storage[rows]
 
-        return KVCache(num_slots, capacity, lambda: np.full((capacity, 2), -1, np.int64), copy_rows, 8)
+        def copy_prefix(source: np.ndarray, storage: np.ndarray, length: int) -> None:
+            storage[:length] = source[:length]
+
+        return KVCache(num_slots, capacity, lambda: np.full((capacity, 2), -1, np.int64), copy_rows, copy_prefix, 8)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         c = self.config
@@ -81,6 +84,77 @@ class ToyBackend:
             one = [np.array(x, np.int32) for x in ([token], [position], [0], [0, 1])]
             output = self.forward(ForwardBatch(*one), cache)
         return output.logits[0]
+
+
+class RecurrentBackend:
+    """A row-invariant model whose one layer has a state that cannot be truncated: state = tanh(A state + B[token]).
+
+    kept: from the tokens that a slot held before a forward, and after it, to the lengths of which the states are kept.
+    """
+
+    name = "recurrent"
+    row_invariant = survives_fork = True
+    threads = 1
+    weight_bytes, shared_bytes = 1000, 0
+
+    def __init__(self, seed: int, kept: Callable[[int, int], Iterable[int]], vocab_size: int = 8, max_rows: int = 7) -> None:
+        rng = np.random.default_rng(seed)
+        self.config = ModelConfig("llama", vocab_size, 4, 4, 2, 1, 1, 4, 64)
+        self.max_rows = max_rows
+        self.num_rows = 0
+        self._kept = kept
+        self._state, self._token = rng.normal(size=(4, 4)), 2 * rng.normal(size=(vocab_size, 4))
+        self._output = 3 * rng.normal(size=(vocab_size, 4))
+
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        States = dict[int, np.ndarray]  # by the number of tokens that a state covers
+
+        def copy_rows(storage: States, rows: np.ndarray, first: int) -> None:
+            moved = {first + i + 1: storage.get(row + 1) for i, row in enumerate(rows.tolist())}
+            for length, state in moved.items():
+                storage.pop(length, None)
+                if state is not None:
+                    storage[length] = state
+
+        def copy_prefix(source: States, storage: States, length: int) -> None:
+            storage |= {number: state for number, state in source.items() if number <= length}
+
+        def restore(storage: States, length: int) -> int:
+            for number in [number for number in storage if number > length]:
+                del storage[number]
+            return max(storage)
+
+        return KVCache(num_slots, capacity, lambda: {0: np.zeros(4)}, copy_rows, copy_prefix, 8, restore)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        batch.check(self.config, cache, self.max_rows)
+        self.num_rows += len(batch.tokens)
+        states = np.empty((len(batch.tokens), 4))
+        for b, slot in enumerate(batch.slots):
+            start, end, held = int(batch.q_start[b]), int(batch.q_start[b + 1]), cache.lengths[slot]
+            storage = cache.storage(slot)
+            for t in range(start, end):
+                parent = t - 1 if batch.parents is None else int(batch.parents[t])
+                before = states[parent] if parent >= start else storage[held]
+                states[t] = np.tanh(self._state @ before + self._token[batch.tokens[t]])
+                storage[held + t - start + 1] = states[t]
+            kept = {0, *self._kept(held, held + end - start)}
+            for length in [length for length in storage if length not in kept]:
+                del storage[length]
+        cache.advance(batch)
+        scored = states if batch.logit_rows is None else states[batch.logit_rows]
+        return ForwardOutput(np.array([self._output @ state for state in scored], np.float32).reshape(-1, len(self._output)))
+
+    def close(self) -> None:
+        pass
+
+    def row(self, tokens: list[int]) -> np.ndarray:
+        """Logits [V] after `tokens`, from scratch."""
+        state = np.zeros(4)
+        for token in tokens:
+            state = np.tanh(self._state @ state + self._token[token])
+        logits: np.ndarray = (self._output @ state).astype(np.float32)
+        return logits
 
 
 class ToyTokenizer:
@@ -128,6 +202,7 @@ class SampledProposer:
     """
 
     name = "sampled"
+    levels = ()
 
     def __init__(
         self,
@@ -141,7 +216,7 @@ class SampledProposer:
         self._parents = parents
         self._declare = declare
 
-    def begin(self, seq: Any) -> None:
+    def begin(self, seq: Any, num_cached: int) -> None:
         pass
 
     def propose(self, seqs: list[Any], limits: list[int]) -> list[Draft]:
@@ -166,7 +241,9 @@ class SampledProposer:
         pass
 
 
-def plain_greedy(model: ToyBackend, tokenizer: ToyTokenizer, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+def plain_greedy(
+    model: ToyBackend | RecurrentBackend, tokenizer: ToyTokenizer, prompt: list[int], params: SamplingParams
+) -> dict[str, Any]:
     """What greedy decoding means, one token at a time from scratch, with its own penalties, stops and log-probabilities."""
     tokens, logprobs, reason = list(prompt), [], None
     while reason is None:

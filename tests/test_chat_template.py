@@ -17,19 +17,10 @@ from markupsafe import Markup
 from cpuspec import chat_template
 from cpuspec.chat_template import ChatTemplate
 from cpuspec.chat_template.budget import Budget
+from cpuspec.chat_template.filters import FILTERS, TESTS, apply_filter
 from cpuspec.chat_template.interpreter import KNOWN_NODES, Interpreter, parse
-from cpuspec.chat_template.operations import (
-    DICT_METHODS,
-    FILTERS,
-    SEQUENCE_METHODS,
-    STR_METHODS,
-    TESTS,
-    Function,
-    Loop,
-    Namespace,
-    Operations,
-    Stream,
-)
+from cpuspec.chat_template.operations import DICT_METHODS, SEQUENCE_METHODS, STR_METHODS, Operations
+from cpuspec.chat_template.values import Function, Loop, Namespace, Stream
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.errors import TokenizerError
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
@@ -460,7 +451,7 @@ def test_no_attribute_of_a_python_object_is_reached_but_those_offered(value: Any
         for found in (
             operations.attribute(value, name),
             operations.item(value, name),
-            operations.filter("attr", value, [name], {}),
+            apply_filter(operations, "attr", value, [name], {}),
         ):
             assert isinstance(found, Undefined) is (name not in offered), name
     with pytest.raises(jinja2.UndefinedError):

@@ -33,7 +33,7 @@ from cpuspec.cli.app import app
 from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
 from cpuspec.config import EngineConfig, SamplingDefaults
-from cpuspec.engine.assemble import MODELS, SOURCES
+from cpuspec.engine.assemble import LOOKUPS, MODELS
 from cpuspec.engine.engine import Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate import speed
@@ -105,7 +105,7 @@ def test_the_spellings_that_scripts_rely_on_exist() -> None:
 
 def test_help_names_every_backend_proposer_and_kv_format() -> None:
     shown = ok("generate", "--help")
-    assert all(name in shown for name in (*BACKENDS, *SOURCES, *MODELS, *KV_FORMATS))
+    assert all(name in shown for name in (*BACKENDS, *LOOKUPS, *MODELS, *KV_FORMATS))
 
 
 def test_version() -> None:

@@ -17,13 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import tensor_shapes
+from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, layer_flags
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
+from cpuspec.config import ModelConfig, RopeScaling
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
 
@@ -55,41 +56,6 @@ _CORPUS = (
     "user system assistant write a poem about memory and return the answer as a list of words in one line "
     "def main return import print for in range if else while not none true false self class"
 )
-
-_GGUF_LAYER_NAMES = {
-    "attn_norm": "attn_norm.weight",
-    "q": "attn_q.weight",
-    "k": "attn_k.weight",
-    "v": "attn_v.weight",
-    "q_bias": "attn_q.bias",
-    "k_bias": "attn_k.bias",
-    "v_bias": "attn_v.bias",
-    "o": "attn_output.weight",
-    "o_bias": "attn_output.bias",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-}
-_HF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "o": "self_attn.o_proj.weight",
-    "o_bias": "self_attn.o_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
 
 
 @dataclass(frozen=True)
@@ -171,8 +137,17 @@ def tiny_config(
     rope_scaling: RopeScaling | None = None,
     qkv_bias: bool | None = None,
     o_bias: bool = False,
+    window: int | None = None,
+    query_scale: float | None = None,
 ) -> ModelConfig:
-    """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format."""
+    """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
+
+    window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
+    softcaps are small enough to matter.
+    """
+    family = FAMILIES[architecture]
+    gemma = architecture.startswith("gemma")
+    every = family.unrotated_every or num_layers + 1
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -188,8 +163,18 @@ def tiny_config(
         rope_scaling=rope_scaling,
         qkv_bias=architecture == "qwen2" if qkv_bias is None else qkv_bias,
         o_bias=o_bias,
-        qk_norm=architecture == "qwen3",
         tied_embeddings=tied,
+        embedding_scale=math.sqrt(hidden_size) if family.scales_embeddings else 1.0,
+        query_scale=query_scale,
+        attention_softcap=2.0 if architecture == "gemma2" else 0.0,
+        logit_softcap=3.0 if architecture == "gemma2" else 0.0,
+        **layer_flags(
+            (8 if gemma else 0) if window is None else window,
+            [not gemma or i % 2 == 0 for i in range(num_layers)],
+            [(i + 1) % every != 0 for i in range(num_layers)],
+            has_local_rope=architecture == "gemma3",
+        ),
+        **family.flags,
     )
 
 
@@ -223,79 +208,25 @@ def make_tiny_gguf(
     embed_format: str | None = None,
     output_format: str | None = None,
     seed: int = 0,
-    hidden_size: int = 256,
-    intermediate_size: int = 512,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 64,
-    vocab_size: int = 384,
-    context_length: int = 512,
-    tied: bool = True,
-    rope_base: float = 10000.0,
-    rope_scaling: RopeScaling | None = None,
-    qkv_bias: bool | None = None,
-    o_bias: bool = False,
+    **shape: Any,
 ) -> Path:
-    """Write a small random model as one GGUF file and return its path. Embedding and output formats default to the weights'."""
-    config = tiny_config(
-        architecture,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        context_length=context_length,
-        tied=tied,
-        rope_base=rope_base,
-        rope_scaling=rope_scaling,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-    )
+    """Write a small random model as one GGUF file and return its path. Embedding and output formats default to the weights'.
+
+    shape: arguments of `tiny_config`.
+    """
+    config = tiny_config(architecture, **shape)
     weights = random_weights(config, seed)
     return write_gguf(path, config, weights, weight_format=weight_format, embed_format=embed_format, output_format=output_format)
 
 
 def make_tiny_hf(
-    directory: str | Path,
-    architecture: str = "qwen2",
-    *,
-    dtype: str = "f32",
-    num_shards: int = 1,
-    seed: int = 0,
-    hidden_size: int = 256,
-    intermediate_size: int = 512,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 64,
-    vocab_size: int = 384,
-    context_length: int = 512,
-    tied: bool = True,
-    rope_base: float = 10000.0,
-    rope_scaling: RopeScaling | None = None,
-    qkv_bias: bool | None = None,
-    o_bias: bool = False,
+    directory: str | Path, architecture: str = "qwen2", *, dtype: str = "f32", num_shards: int = 1, seed: int = 0, **shape: Any
 ) -> Path:
-    """Write a small random model as a Hugging Face directory and return its path. dtype: f32, f16 or bf16."""
-    config = tiny_config(
-        architecture,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        context_length=context_length,
-        tied=tied,
-        rope_base=rope_base,
-        rope_scaling=rope_scaling,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-    )
+    """Write a small random model as a Hugging Face directory and return its path. dtype: f32, f16 or bf16.
+
+    shape: arguments of `tiny_config`.
+    """
+    config = tiny_config(architecture, **shape)
     return write_huggingface(directory, config, random_weights(config, seed), dtype=dtype, num_shards=num_shards)
 
 
@@ -317,7 +248,7 @@ def write_gguf(
     for name, values in weights.items():
         format_name = _fitting_format(chosen.get(name, weight_format), values.shape)
         stored = QuantTensor.encode(get_format(format_name), _gguf_rows(name, values, config))
-        writer.add_tensor(_gguf_name(name), stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
+        writer.add_tensor(_gguf_name(name, config), stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -346,7 +277,11 @@ def write_random_gguf(
         formats[name] = format
         byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
         writer.add_tensor_info(
-            _gguf_name(name), byte_shape, np.dtype(np.uint8), math.prod(byte_shape), gguf.GGMLQuantizationType[format.name.upper()]
+            _gguf_name(name, config),
+            byte_shape,
+            np.dtype(np.uint8),
+            math.prod(byte_shape),
+            gguf.GGMLQuantizationType[format.name.upper()],
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -368,7 +303,10 @@ def write_huggingface(
     """Write weights under canonical names as a Hugging Face directory with configuration and tokenizer. Returns the directory."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    stored = {_hf_name(name): QuantTensor.encode(get_format(dtype), values) for name, values in weights.items()}
+    family, stored = FAMILIES[config.architecture], {}
+    for name, values in weights.items():
+        offset = np.float32(family.norm_offset if name.endswith("norm") else 0)
+        stored[_hf_name(name, config)] = QuantTensor.encode(get_format(dtype), values - offset)
     if num_shards == 1:
         write_safetensors(directory / "model.safetensors", stored)
     else:
@@ -409,26 +347,33 @@ def _fitting_format(name: str, shape: tuple[int, ...]) -> str:
     return name if shape[-1] % get_format(name).block_size == 0 else "f16"
 
 
-def _gguf_name(name: str) -> str:
-    fixed = {"embed": "token_embd.weight", "norm": "output_norm.weight", "output": "output.weight"}
-    if name in fixed:
-        return fixed[name]
+def _hf_name(name: str, config: ModelConfig) -> str:
+    if name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[name][1]
     _, layer, part = name.split(".")
-    return f"blk.{layer}.{_GGUF_LAYER_NAMES[part]}"
+    return f"model.layers.{layer}.{FAMILIES[config.architecture].layer_names[part][1]}"
 
 
-def _hf_name(name: str) -> str:
-    fixed = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "output": "lm_head.weight"}
-    if name in fixed:
-        return fixed[name]
-    _, layer, part = name.split(".")
-    return f"model.layers.{layer}.{_HF_LAYER_NAMES[part]}"
+def _gguf_architecture(config: ModelConfig) -> str:
+    return FAMILIES[config.architecture].gguf_architecture or config.architecture
+
+
+def _gguf_name(name: str, config: ModelConfig) -> str:
+    """The name that the gguf package's own table gives to a Hugging Face tensor of the architecture."""
+    import gguf
+
+    if name == "output":
+        return "output.weight"
+    architecture = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[_gguf_architecture(config)]
+    found = gguf.get_tensor_name_map(architecture, config.num_layers).get_name(_hf_name(name, config), (".weight", ".bias"))
+    assert found, f"gguf has no name for {name} of {config.architecture}"
+    return found
 
 
 def _gguf_rows(name: str, values: F32, config: ModelConfig) -> F32:
-    """Rows as GGUF stores them: llama files pair neighbouring rows of q and k for rotation instead of the two halves of a head."""
+    """Rows as GGUF stores them: some families pair neighbouring rows of q and k for rotation, not the two halves of a head."""
     part = name.rpartition(".")[2]
-    if config.architecture != "llama" or part not in ("q", "k", "q_bias", "k_bias"):
+    if not FAMILIES[config.architecture].pairs_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
         return values
     heads = config.num_heads if part.startswith("q") else config.num_kv_heads
     return values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
@@ -438,7 +383,7 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     """A `gguf.GGUFWriter` that holds all metadata of the model and its vocabulary."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, config.architecture)
+    writer = gguf.GGUFWriter(path, _gguf_architecture(config))
     writer.add_type("model")
     writer.add_name(f"tiny random {config.architecture}")
     writer.add_block_count(config.num_layers)
@@ -453,6 +398,15 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     writer.add_rope_freq_base(config.rope_base)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     _add_gguf_rope_scaling(writer, config)
+    if config.layer_windows:
+        writer.add_sliding_window(max(config.layer_windows))
+        writer.add_sliding_window_pattern([window > 0 for window in config.layer_windows])
+    if "local" in config.layer_ropes:
+        writer.add_rope_freq_base_swa(config.local_rope_base)
+    if config.attention_softcap:
+        writer.add_attn_logit_softcapping(config.attention_softcap)
+    if config.logit_softcap:
+        writer.add_final_logit_softcapping(config.logit_softcap)
 
     vocabulary = make_vocabulary(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -509,10 +463,9 @@ def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
 def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     """config.json in the spelling that every version of transformers reads."""
     vocabulary = make_vocabulary(config.vocab_size)
-    class_name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.architecture]
     fields: dict[str, object] = {
-        "architectures": [f"{class_name}ForCausalLM"],
-        "model_type": config.architecture,
+        "architectures": [FAMILIES[config.architecture].hf_class],
+        "model_type": "gemma3_text" if config.architecture == "gemma3" else config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -525,11 +478,26 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         "rope_theta": config.rope_base,
         "rope_scaling": _hf_rope_scaling(config.rope_scaling),
         "tie_word_embeddings": config.tied_embeddings,
-        "hidden_act": "silu",
         "bos_token_id": vocabulary.token_id("<|endoftext|>"),
         "eos_token_id": vocabulary.token_id("<|im_end|>"),
+        "pad_token_id": vocabulary.token_id("<|endoftext|>"),
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
     }
+    if config.architecture.startswith("gemma"):
+        fields["hidden_activation"] = "gelu_pytorch_tanh"
+        fields["query_pre_attn_scalar"] = config.head_dim if config.query_scale is None else round(config.query_scale**-2)
+        fields["attn_logit_softcapping"] = config.attention_softcap or None
+        fields["final_logit_softcapping"] = config.logit_softcap or None
+        fields["rope_local_base_freq"] = config.local_rope_base
+    else:
+        fields["hidden_act"] = "silu"
+    if config.architecture == "mistral":
+        fields["sliding_window"] = max(config.layer_windows, default=None)
+    elif config.layer_windows:
+        fields["use_sliding_window"], fields["sliding_window"] = True, max(config.layer_windows)
+        fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.layer_windows]
+    if "none" in config.layer_ropes:
+        fields["no_rope_layers"] = [int(kind != "none") for kind in config.layer_ropes]
     if config.architecture == "qwen2":
         if not config.qkv_bias or config.o_bias:
             raise ValueError("a Qwen2 directory always has q, k and v biases and no o bias")
@@ -613,7 +581,7 @@ def main() -> None:
     for command, text in (("gguf", "a small GGUF file"), ("hf", "a small Hugging Face directory")):
         small = commands.add_parser(command, help=text)
         small.add_argument("path", type=Path)
-        small.add_argument("--architecture", choices=ARCHITECTURES, default="qwen2")
+        small.add_argument("--architecture", choices=FAMILIES, default="qwen2")
         small.add_argument("--hidden-size", type=int, default=256)
         small.add_argument("--intermediate-size", type=int, default=512)
         small.add_argument("--layers", type=int, default=2)

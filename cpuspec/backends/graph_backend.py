@@ -68,7 +68,14 @@ class GraphBackend:
         """An empty cache for this model: f32 keys and values, rounded as the KV format rounds them."""
         c = self.config
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
-        return KVCache(num_slots, capacity, lambda: _Storage(c.num_layers, c.num_kv_heads, c.head_dim), _copy_rows, per_token)
+        return KVCache(
+            num_slots,
+            capacity,
+            lambda: _Storage(c.num_layers, c.num_kv_heads, c.head_dim),
+            _copy_rows,
+            _copy_prefix,
+            per_token,
+        )
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -123,3 +130,9 @@ class GraphBackend:
 def _copy_rows(storage: _Storage, rows: I32, first: int) -> None:
     for array in storage.arrays:
         array[:, first : first + len(rows)] = array[:, rows]
+
+
+def _copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
+    storage.provide(0, length)
+    for array, other in zip(source.arrays, storage.arrays, strict=True):
+        other[:, :length] = array[:, :length]

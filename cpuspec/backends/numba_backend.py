@@ -138,8 +138,12 @@ class NumbaBackend:
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
             attention.copy_rows(self._kv_format.name, dims, storage.memory, rows, first)
 
+        def copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
+            used = attention.head_bytes(self._kv_format.name, dims, length)
+            storage.memory[:, :used] = source.memory[:, :used]
+
         per_token = heads * 2 * stored_bytes(self._kv_format, dims)
-        return KVCache(num_slots, capacity, new_storage, copy_rows, per_token)
+        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states.

@@ -90,7 +90,11 @@ class NumpyBackend:
         c, dtype = self.config, self._model.dtype
         shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
-        return KVCache(num_slots, capacity, lambda: _Storage(np.zeros(shape, dtype), np.zeros(shape, dtype)), _copy_rows, per_token)
+
+        def new_storage() -> _Storage:
+            return _Storage(np.zeros(shape, dtype), np.zeros(shape, dtype))
+
+        return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
@@ -188,6 +192,11 @@ class _Forward:
 def _copy_rows(storage: _Storage, rows: I32, first: int) -> None:
     for kind in (storage.keys, storage.values):
         kind[:, first : first + len(rows)] = kind[:, rows]
+
+
+def _copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
+    storage.keys[:, :length] = source.keys[:, :length]
+    storage.values[:, :length] = source.values[:, :length]
 
 
 def _turned(x: Array, cos: Array, sin: Array) -> Array:

@@ -1,6 +1,5 @@
 """A model as a pair of files that others can run: OUT.onnx, and OUT.onnx.data with the weights (no protobuf takes 2 GB)."""
 
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
+from cpuspec.files import replacing
 from cpuspec.formats import Format
 from cpuspec.formats.kv import get_kv_format
 
@@ -44,9 +44,8 @@ def export_onnx(
     for taken in (path, data_path):
         if taken.exists():
             raise BackendError(f"{taken} exists; remove it or choose another name")
-    unfinished = [each.with_name(f"{each.name}.{os.getpid()}") for each in (path, data_path)]
     try:
-        with unfinished[1].open("xb") as file:
+        with replacing(path) as graph_file, replacing(data_path) as file:
 
             def append(name: str, array: NDArray[Any], type: int) -> "onnx.TensorProto":
                 file.write(b"\0" * (-file.tell() % _PAGE))
@@ -56,13 +55,7 @@ def export_onnx(
 
             tensors = weight_tensors(checkpoint, casts)
             graph = build_graph(checkpoint.config, tensors, append, activations, get_kv_format(kv_format).name)
-        unfinished[0].write_bytes(graph.SerializeToString())
-        num_bytes = sum(each.stat().st_size for each in unfinished)
-        os.replace(unfinished[1], data_path)
-        os.replace(unfinished[0], path)
+            graph_file.write(graph.SerializeToString())
+            return graph_file.tell() + file.tell()
     except OSError as error:
         raise BackendError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        for each in unfinished:
-            each.unlink(missing_ok=True)
-    return num_bytes

@@ -1,11 +1,11 @@
 """Packed weights on the disk: matrices in the order kernels read, made at a model's first start and mapped at later ones.
 
-A file holds the matrices of one model: an index, checksums, then each matrix at a multiple of 64 bytes. What a file ought to be
-is computed from the tensors, never read from it: its name, its size and its index must be exactly that, or it is written anew.
+A file holds the matrices of one model: an index, checksums, then each matrix at a multiple of 64 bytes. The name, the size and the
+index of the file are computed from the tensors. A file with any other is written anew.
 Pages of a mapped file are shared by all processes that run the model, and none of its weights is in memory twice.
 
 The first start after each boot compares the weights with their checksums, before anything is computed from them: a damaged file is
-removed and written anew. A directory that cannot be written, or a full disk, costs packing at every start and nothing else.
+removed and written anew. Where a directory cannot be written or a disk is full, every start packs in memory.
 """
 
 import hashlib
@@ -27,10 +27,12 @@ import numpy as np
 
 from cpuspec import formats
 from cpuspec.backends.weights import WeightTensor
-from cpuspec.checkpoints.jsonfile import JsonFields, parse_json_object
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.jsonfile import parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import boot_id, cache_dir, packed_limit_bytes, sources_digest, who_else_writes
 from cpuspec.errors import CheckpointError
+from cpuspec.files import replacing, write_file
 from cpuspec.formats import Cast
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack, tile_bytes
 from cpuspec.formats.tensor import U8
@@ -38,21 +40,21 @@ from cpuspec.formats.tensor import U8
 # Packing fewer bytes takes no longer than looking for them on the disk.
 _SMALLEST_BYTES = 8 << 20
 
-_LAYOUT = 2  # of the file: versions that write another do not overwrite each other's
+_LAYOUT = 2  # version of the file's layout: files of another version keep names of their own
 _PAGE = 4096
-_BLOCK_BYTES = 4 << 20  # that a checksum is of
+_BLOCK_BYTES = 4 << 20  # a checksum covers one block
 _CHECKSUM_BYTES = 8
-_VERIFIED_S = 86400.0  # how long a verification counts where nothing tells one boot from another
+_VERIFIED_S = 86400.0  # a verification counts for this long where the system has no boot id
 _MAX_HEAD_BYTES = 1 << 24
 _SAMPLE_BYTES = 256
-_ABANDONED_S = 3600.0  # an unfinished file that nobody has written to for so long is nobody's
+_ABANDONED_S = 3600.0  # an unfinished file that nobody has written to for this long has no writer any more
 
 # Odd numbers have inverses modulo 2^64, so that no change of one word leaves a sum of products as it was.
 _ODD = np.arange(1, _PAGE // 4, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 _log = logging.getLogger(__name__)
 
-# Taken once: sources edited under a running process did not make its weights.
+# Taken once: sources that are edited while a process runs did not make its weights.
 _FINGERPRINT = sources_digest(Path(formats.__file__).parent)
 
 
@@ -61,8 +63,8 @@ def packed_matrices(
 ) -> dict[str, PackedTensor]:
     """Every tensor, all of them matrices, in kernel order: mapped from the disk if an earlier start left them there.
 
-    name: of the model, for people who look into the cache. keep: whether to use the disk; if not, all is packed in memory.
-    mmap: whether to map the file; if not, it is read into memory.
+    name: the model's, for people who look into the cache. keep: use the disk; without it everything is packed in memory.
+    mmap: map the file; without it the file is read into memory.
     """
     with ThreadPoolExecutor(threads) as pool:
         if keep and sum(tensor.num_bytes for tensor in tensors.values()) >= _SMALLEST_BYTES and packed_limit_bytes():
@@ -75,7 +77,7 @@ def packed_matrices(
 def verify_packed(name: str, threads: int) -> dict[Path, bool]:
     """Compare every file of packed weights of a model with its checksums, and remove those that are damaged.
 
-    name: as `packed_matrices` was given it. Returns whether each file was sound.
+    name: the one given to `packed_matrices`. Returns for each file whether it was sound.
     """
     found = {}
     with ThreadPoolExecutor(threads) as pool:
@@ -91,7 +93,7 @@ def verify_packed(name: str, threads: int) -> dict[Path, bool]:
 
 
 def verify_again() -> None:
-    """Let the next start of every model compare its packed weights with their checksums, though this boot has done so."""
+    """Make the next start of every model compare its packed weights with their checksums again, though this boot has done so."""
     for marker in packed_directory().glob("*.verified"):
         with suppress(OSError):
             marker.unlink()
@@ -103,7 +105,7 @@ def packed_directory() -> Path:
 
 
 def packed_files() -> list[tuple[Path, int]]:
-    """What is kept and its bytes, the longest unused first; files that other processes are writing are among them."""
+    """Every kept file and its bytes, the longest unused first. Files that other processes are writing are among them."""
     found = []
     for path in packed_directory().glob("*.packed*"):
         with suppress(OSError):  # another process may have removed it
@@ -114,11 +116,11 @@ def packed_files() -> list[tuple[Path, int]]:
 
 
 class _PackedFile:
-    """The one file that these tensors may come from."""
+    """The one file that can hold these tensors."""
 
     def __init__(self, name: str, tensors: Mapping[str, WeightTensor], pool: Executor, mmap: bool) -> None:
         self._tensors, self._pool, self._mmap = tensors, pool, mmap
-        self._offsets: dict[str, int] = {}  # behind the head
+        self._offsets: dict[str, int] = {}  # from the first matrix
         index = []
         at = 0
         for tensor_name, tensor in tensors.items():
@@ -136,7 +138,7 @@ class _PackedFile:
         self._path = packed_directory() / f"{_readable(name)}-{key}.packed"
 
     def read(self) -> dict[str, PackedTensor] | None:
-        """The matrices of the file; None if there is no such file, or it is not what it ought to be."""
+        """The matrices of the file; None if there is no such file, or its index or a checksum is another."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -165,41 +167,38 @@ class _PackedFile:
         """Pack everything into the file and read it. Raises OSError where that cannot be done, leaving nothing behind."""
         self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         _make_room(self._path.parent, self._num_bytes)
-        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}-{threading.get_ident()}")
         try:
-            # Of no group, whatever the umask: files that others can write are warned of.
-            with open(unfinished, "xb+", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
-                file.write(self._head)
-                writing = threading.Lock()
-
-                def pack_into_file(name: str) -> None:
-                    packed = _pack(self._tensors[name])
-                    with writing:
-                        file.seek(self._start + self._offsets[name])
-                        file.write(packed.data.data)
-
-                for _ in self._pool.map(pack_into_file, self._tensors):
-                    pass
-                file.truncate(self._num_bytes)
-                file.flush()
-                checksums = _checksums(map_all_pages(file.fileno(), self._num_bytes)[self._start :], self._pool)
-                file.seek(len(self._head))
-                file.write(checksums)
-                file.flush()
-                # A name must not survive a crash that the bytes do not.
-                os.fsync(file.fileno())
-            # Closed by now: Windows renames no open file.
-            try:
-                os.replace(unfinished, self._path)
-            except OSError:
-                unfinished.unlink()  # nor does it replace one that another process, which was first, has mapped
-            matrices = self.read()
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
+            with replacing(self._path) as file:
+                self._fill(file)
+        except OSError:
+            # Windows replaces no file that another process, which was first, has mapped: then that one is read.
+            if not self._path.exists():
+                raise
+        matrices = self.read()
         if matrices is None:
             raise OSError("packed weights that were written cannot be read")
         return matrices
+
+    def _fill(self, file: BinaryIO) -> None:
+        file.write(self._head)
+        writing = threading.Lock()
+
+        def pack_into_file(name: str) -> None:
+            packed = _pack(self._tensors[name])
+            with writing:
+                file.seek(self._start + self._offsets[name])
+                file.write(packed.data.data)
+
+        for _ in self._pool.map(pack_into_file, self._tensors):
+            pass
+        file.truncate(self._num_bytes)
+        file.flush()
+        checksums = _checksums(map_all_pages(file.fileno(), self._num_bytes)[self._start :], self._pool)
+        file.seek(len(self._head))
+        file.write(checksums)
+        file.flush()
+        # A name must not survive a crash that the bytes do not.
+        os.fsync(file.fileno())
 
     def _bytes_of(self, file: BinaryIO) -> U8:
         if self._mmap:
@@ -235,27 +234,27 @@ def _checksum_bytes(num_bytes: int) -> int:
 
 
 def _checksums(data: U8, pool: Executor) -> bytes:
-    """The checksums of all blocks of whole pages, padded with zeros to whole pages themselves."""
+    """The checksums of all blocks of `data`, which is whole pages, padded with zeros to whole pages."""
     blocks = [data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES)]
     return b"".join(pool.map(_checksum, blocks)).ljust(_checksum_bytes(len(data)), b"\0")
 
 
 def _checksum(block: U8) -> bytes:
-    """Of each page a sum of products, of these a hash: no change of a word, a page or their order goes unseen but by chance.
+    """A hash of one sum of products for each page: only chance can hide a changed word, a changed page or a changed order.
 
-    As fast as memory is read; CRC-32 took seven times as long. It is no protection from somebody who changes weights on purpose.
+    It is as fast as memory is read; CRC-32 took seven times as long. It does not protect from weights changed on purpose.
     """
     pages = block.view("<u8").reshape(-1, _PAGE // 8)
     return hashlib.blake2b(np.einsum("ij,j->i", pages, _ODD).tobytes(), digest_size=_CHECKSUM_BYTES).digest()
 
 
 def _is_sound(path: Path, pool: Executor) -> bool:
-    """Whether a file is what its own head and checksums say. Raises FileNotFoundError if there is none."""
+    """Whether a file agrees with its own head and checksums. Raises FileNotFoundError if there is none."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             line = file.readline(_MAX_HEAD_BYTES)
-            head = JsonFields(path.name, parse_json_object(line, path.name))
+            head = Fields(path.name, parse_json_object(line, path.name))
             num_bytes = head.integer("bytes")
             start = _round_up(len(line), _PAGE) + _checksum_bytes(num_bytes)
             if num_bytes < _PAGE or num_bytes % _PAGE or size != start + num_bytes or path.stem[-32:] != head.text("key", ""):
@@ -281,13 +280,13 @@ def _marker(path: Path) -> Path:
 
 
 def _verification(status: os.stat_result) -> dict[str, object]:
-    """The file and the boot that a verification is of."""
+    """Which file was verified, and in which boot."""
     identity = {"device": status.st_dev, "inode": status.st_ino, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
     return {"boot": boot_id(), **identity}
 
 
 def _is_verified(path: Path, status: os.stat_result) -> bool:
-    """Whether a file was verified since the system was started; where that cannot be known, within a day."""
+    """Whether a file was verified in this boot; where the system has no boot id, within a day."""
     try:
         recent = bool(boot_id()) or 0 <= time.time() - _marker(path).stat().st_mtime < _VERIFIED_S
         return recent and parse_json_object(_marker(path).read_bytes(), path.name) == _verification(status)
@@ -296,14 +295,9 @@ def _is_verified(path: Path, status: os.stat_result) -> bool:
 
 
 def _note_verified(path: Path, status: os.stat_result) -> None:
-    """Remember it. In a cache that cannot be written, the file is verified at every start."""
-    unfinished = path.with_suffix(f".verified.{os.getpid()}-{threading.get_ident()}")
+    """Remember that a file was verified. In a cache that cannot be written, the file is verified at every start."""
     with suppress(OSError):
-        try:
-            unfinished.write_text(json.dumps(_verification(status)))
-            os.replace(unfinished, _marker(path))
-        except OSError:
-            unfinished.unlink(missing_ok=True)
+        write_file(_marker(path), json.dumps(_verification(status)))
 
 
 def _tiles(tensor: WeightTensor) -> int:
@@ -321,8 +315,11 @@ def _pack(tensor: WeightTensor) -> PackedTensor:
 
 
 def _identity(tensor: WeightTensor) -> tuple[object, ...]:
-    """What changes whenever the bytes of a tensor do: for those in a file its size and time of change, their place, and samples
-    of them; for others a hash of them all. A cast is known by its source."""
+    """Facts that change whenever the bytes of a tensor do.
+
+    Of bytes in a file: its size, its time of change, their place in it, and samples of them. Of other bytes: a hash. Of a cast:
+    those of its source.
+    """
     if isinstance(tensor, Cast):
         return ("cast", tensor.source.format.name, *_identity(tensor.source))
     data = tensor.data.reshape(-1)
@@ -336,7 +333,7 @@ def _identity(tensor: WeightTensor) -> tuple[object, ...]:
 
 
 def _make_room(directory: Path, num_bytes: int) -> None:
-    """Remove what was not used for longest until a new file fits into the limit. Raises OSError if it is not to be written."""
+    """Remove the longest unused files until a new one fits into the limit. Raises OSError if the new one must not be written."""
     limit = packed_limit_bytes()
     if num_bytes > limit:
         raise OSError("packed weights of this size are not kept")

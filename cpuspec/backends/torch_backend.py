@@ -131,8 +131,13 @@ class TorchBackend:
                 finalize(storage, recorder.clear)  # recordings know its memory, and do not hold it
             return storage
 
+        def copy_prefix(source: Storage, storage: Storage, length: int) -> None:
+            if storage.provide(length) and recorder:
+                recorder.clear()
+            source.copy_prefix(storage, length)
+
         per_token = 2 * c.num_layers * c.num_kv_heads * layout.row_bytes(c.head_dim)
-        return KVCache(num_slots, capacity, new_storage, Storage.copy_rows, per_token)
+        return KVCache(num_slots, capacity, new_storage, Storage.copy_rows, copy_prefix, per_token)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:

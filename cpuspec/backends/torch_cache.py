@@ -116,3 +116,9 @@ class Storage:
         for plane in self._planes:
             at = torch.from_numpy(rows.astype(np.int64)).to(plane.device)
             plane[:, :, :, first : first + len(rows)] = plane[:, :, :, at]  # indexing copies before anything is written
+
+    @torch.inference_mode()
+    def copy_prefix(self, storage: "Storage", length: int) -> None:
+        """Copy the first `length` keys and values, bit for bit, to the beginning of a storage that has room for them."""
+        for plane, other in zip(self._planes, storage._planes, strict=True):
+            other[:, :, :, :length] = plane[:, :, :, :length]

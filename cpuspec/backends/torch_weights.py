@@ -16,16 +16,16 @@ from torch.nn import functional
 from cpuspec.formats import Cast, QuantTensor
 from cpuspec.formats.format import Format, Scales, scales_of
 
-# Values unpacked at a time: what a product of codes needs besides its result.
+# Values unpacked at a time: a product of codes needs memory for them besides its result.
 _CHUNK_VALUES = 1 << 22
 
-FEW_ROWS = 32  # beyond, unpacking a matrix once and a library's product over it are faster
+FEW_ROWS = 32  # with more, unpacking the matrix once for a library's product is faster
 
 
 class Matrix(Protocol):
     """A matrix [N, K] on a device."""
 
-    nbytes: int  # that a product reads
+    nbytes: int  # bytes that a product reads
 
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]: every row times the matrix's rows, in the matrix's dtype."""
@@ -45,7 +45,7 @@ class Values:
 
 
 def _kept_bits(format: Format) -> int:
-    """Bits that a code takes: a byte holds whole ones, so three become four, and five and six become eight."""
+    """Bits that a code takes here: a byte holds whole codes, so three bits become four, and five and six become eight."""
     return next(bits for bits in (2, 4, 8) if bits >= format.code_bits)
 
 
@@ -54,7 +54,7 @@ def _tensor(array: NDArray[Any]) -> Tensor:
 
 
 def _scales(found: Scales) -> Scales:
-    """The factors as tensors. Powers of two come in f32, and bf16 has all of them."""
+    """The factors as tensors. Those in f32 are powers of two, which bf16 holds exactly."""
     tensors = [None if each is None else _tensor(each) for each in found]
     return Scales(*(each.to(torch.bfloat16) if each is not None and each.dtype == torch.float32 else each for each in tensors))
 
@@ -108,7 +108,7 @@ class Codes:
 
 
 def few_rows_kernel(device: torch.device) -> Callable[..., Tensor] | None:
-    """What multiplies up to FEW_ROWS rows with codes as they lie in memory: on a CUDA device, where Triton is installed."""
+    """A function that multiplies up to FEW_ROWS rows with packed codes; None without a CUDA device or Triton."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     from cpuspec.backends.torch_triton import times

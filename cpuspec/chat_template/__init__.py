@@ -1,13 +1,13 @@
 """Renders a chat template: a program in the Jinja language that came with somebody's model file, so it is not trusted.
 
-Knows messages and text. Which of that text are control tokens is the tokenizer's business.
+This package knows messages and text. The tokenizer decides which parts of that text are control tokens.
 
-Jinja only parses. The syntax tree is interpreted here, in a closed world, and that is why the budget is complete:
-the interpreter evaluates the nodes that it lists and pays a step for each, before it does; values are plain data, with
-integers of 64 bits; the operators, methods, filters and tests on them are those that `operations` lists, written there, and
-each pays for the work and the memory that its operands can cause, before it runs; what is paid is never given back.
-So steps bound the time and room bounds the memory, whatever a template keeps or shares. No name of a template
-ever reaches an attribute of a Python object, and no code is generated. What is new in a new Jinja is refused.
+Jinja only parses. The syntax tree is interpreted here, in a closed world, and so the budget is complete. The interpreter evaluates
+the nodes that it lists, and pays a step before each. Values are plain data with integers of 64 bits. Operators, methods, filters
+and tests are those that `operations` and `filters` list; each is written there and pays, before it runs, for the work and the
+memory that its operands can cause. Nothing is paid back. So steps bound the time and room bounds the memory, whatever a template
+keeps or shares. No name of a template ever reaches an attribute of a Python object, and no code is generated. New syntax of a
+newer Jinja is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,9 @@ import jinja2
 
 from cpuspec.chat_template.budget import PER_ENTRY, PER_ITEM, PER_VALUE, Budget
 from cpuspec.chat_template.interpreter import Interpreter, parse
-from cpuspec.chat_template.operations import MAX_DEPTH, MAX_INTEGER, MAX_KEY
-from cpuspec.errors import TokenizerError
+from cpuspec.chat_template.operations import MAX_DEPTH, MAX_KEY
+from cpuspec.chat_template.values import MAX_INTEGER
+from cpuspec.errors import TokenizerError, in_one_line
 
 __all__ = ["ROLES", "ChatTemplate"]
 
@@ -76,8 +77,7 @@ class ChatTemplate:
 
 def _say(error: BaseException) -> str:
     """The error in a line that can be shown: a template chooses its words."""
-    line = " ".join((str(error)[:1000] or type(error).__name__).split())[:300]
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    return in_one_line(str(error) or type(error).__name__, 300)
 
 
 class _Size:

@@ -17,7 +17,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Undefined
 
 from cpuspec.chat_template.budget import PER_ENTRY, PER_ITEM, PER_VALUE, Budget
-from cpuspec.chat_template.operations import MAX_INTEGER, Function, Loop, Namespace, Operations
+from cpuspec.chat_template.filters import apply_filter, apply_test
+from cpuspec.chat_template.operations import Operations
+from cpuspec.chat_template.values import MAX_INTEGER, Function, Loop, Namespace
 from cpuspec.errors import TokenizerError
 
 _MAX_NESTING = 120  # of nodes in nodes; a level is two calls in Python, whose stack ends at a thousand
@@ -290,10 +292,10 @@ class Interpreter:
 
     def _filter(self, node: nodes.Filter, scope: _Scope) -> Any:
         value = scope.find(_FILTERED) if node.node is None else self._evaluate(node.node, scope)
-        return self._do.filter(node.name, value, *self._arguments(node, scope))
+        return apply_filter(self._do, node.name, value, *self._arguments(node, scope))
 
     def _test(self, node: nodes.Test, scope: _Scope) -> bool:
-        return self._do.test(node.name, self._evaluate(node.node, scope), *self._arguments(node, scope))
+        return apply_test(self._do, node.name, self._evaluate(node.node, scope), *self._arguments(node, scope))
 
     def _call(self, node: nodes.Call, scope: _Scope, more: dict[str, Any] | None = None) -> Any:
         function = self._evaluate(node.node, scope)

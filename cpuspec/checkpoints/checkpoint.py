@@ -1,4 +1,4 @@
-"""What every reader hands on: a checked model, its tensors under canonical names, and where its vocabulary is."""
+"""The result of every reader: a checked model, its tensors under canonical names, and the place of its vocabulary."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ class Checkpoint:
     """A model whose tensors are exactly those that `config` asks for, with the right shapes; their bytes are still unread.
 
     tensors: canonical name -> QuantTensor: embed, norm, output (absent when tied) and layers.{i}.{attn_norm, q, k, v, q_bias,
-    k_bias, v_bias, o, o_bias, q_norm, k_norm, mlp_norm, gate, up, down}. Weights are [out, in] with q and k rows in
-    rotate-half order; norms and biases are vectors of f32, f16 or bf16.
+    k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}. Weights are [out, in]
+    with q and k rows in rotate-half order; norms and biases are vectors of f32, f16 or bf16.
     sampling: how its files say that it should be sampled.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
@@ -95,6 +95,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.qk_norm:
         layer |= {"q_norm": (head,), "k_norm": (head,)}
     layer |= {"mlp_norm": (hidden,), "gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}
+    if config.norms != "before":
+        layer |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
+    if config.norms == "after":
+        del layer["attn_norm"], layer["mlp_norm"]
     for i in range(config.num_layers):
         shapes |= {f"layers.{i}.{part}": shape for part, shape in layer.items()}
     return shapes

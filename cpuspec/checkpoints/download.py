@@ -8,9 +8,7 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from cpuspec.checkpoints.local_models import find_lm_studio, find_ollama
 from cpuspec.checkpoints.recipes import ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
 from cpuspec.environment import cache_dir, hub_cache_dir, hub_offline, offline
 from cpuspec.errors import ConfigError, DownloadError
+from cpuspec.files import write_file
 
 
 class Progress(Protocol):
@@ -181,12 +180,8 @@ def _marker(path: Path) -> Path:
 def _write_marker(recipe: Recipe, path: Path) -> None:
     status = path.stat()
     text = json.dumps({"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": recipe.sha256})
-    unfinished = _marker(path).with_name(f"{path.name}.verified.{os.getpid()}-{threading.get_ident()}")
-    try:
-        unfinished.write_text(text)
-        os.replace(unfinished, _marker(path))
-    except OSError:  # a cache that is only readable: the file is hashed again next time
-        unfinished.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a cache that is only readable: the file is hashed again next time
+        write_file(_marker(path), text)
 
 
 def _is_verified(recipe: Recipe, path: Path) -> bool:

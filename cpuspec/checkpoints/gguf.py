@@ -1,39 +1,22 @@
-"""GGUF files as checkpoints: architectures llama, qwen2 and qwen3, dense, in one file or several. Weights keep their bytes."""
+"""GGUF files as checkpoints: the dense families of `families`, in one file or several. Weights keep their bytes."""
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
-from cpuspec.checkpoints.gguf_file import GgufFile, Value
+from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.gguf_parts import read_parts
-from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling, SamplingDefaults
+from cpuspec.config import ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
-_GLOBAL_TENSORS = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
-_LAYER_TENSORS = {
-    "attn_norm.weight": "attn_norm",
-    "attn_q.weight": "q",
-    "attn_k.weight": "k",
-    "attn_v.weight": "v",
-    "attn_q.bias": "q_bias",
-    "attn_k.bias": "k_bias",
-    "attn_v.bias": "v_bias",
-    "attn_output.weight": "o",
-    "attn_output.bias": "o_bias",
-    "attn_q_norm.weight": "q_norm",
-    "attn_k_norm.weight": "k_norm",
-    "ffn_norm.weight": "mlp_norm",
-    "ffn_gate.weight": "gate",
-    "ffn_up.weight": "up",
-    "ffn_down.weight": "down",
-}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 # Sampling defaults (gguf-py's constants.py, Keys.General).
@@ -49,11 +32,10 @@ _SAMPLING_KEYS = {
 # What a model of these architectures may ask for and this reader does not compute: key, values that ask for nothing, name.
 _UNSUPPORTED = (
     ("expert_count", (0,), "a mixture of experts"),
-    ("attn_logit_softcapping", (0.0,), "softcapping of attention logits"),
-    ("final_logit_softcapping", (0.0,), "softcapping of final logits"),
     ("attention.clamp_kqv", (0.0,), "clamped q, k and v"),
     ("attention.max_alibi_bias", (0.0,), "ALiBi positions"),
     ("attention.scale", (0.0,), "an attention scale of its own"),
+    ("attention.temperature_scale", (0.0,), "attention whose temperature grows with the position"),
     ("attention.causal", (True,), "attention that is not causal"),
     ("use_parallel_residual", (False,), "parallel residuals"),
     ("logit_scale", (0.0, 1.0), "scaled logits"),
@@ -69,111 +51,45 @@ _UNSUPPORTED = (
 
 
 def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
-    """Read the header of a GGUF file; weights stay on disk until used, save q and k of llama files, whose rows are reordered.
+    """Read the header of a GGUF file; weights stay on disk until used, except q and k of families whose rows are reordered.
 
     path: of a model in several parts the first. Raises CheckpointError on anything damaged or not supported.
     """
     file = read_parts(path, mmap)
-    fields = _Fields(file, "")
+    fields = Fields(str(path), file.metadata)
     kind = fields.text("general.type", "model")
     if kind != "model":
         raise CheckpointError(f"{path} holds a {kind[:40]!r}, wanted a model")
     architecture = fields.text("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(ARCHITECTURES)}")
-    tensors = _canonical_names(file)
+    known = {family.gguf_architecture or family.architecture: family for family in FAMILIES.values()}
+    if architecture not in known:
+        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(known)}")
+    family = known[architecture]
+    tensors = _canonical_names(file, family)
+    settings = Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults)
     try:
-        config = _read_config(_Fields(file, f"{architecture}."), architecture, tensors, file.tensors.get(_ROPE_FACTORS))
+        config = _read_config(settings, family, tensors, file.tensors.get(_ROPE_FACTORS))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    vocabulary = _read_vocabulary(_Fields(file, "tokenizer."), config.vocab_size)
-    if architecture == "llama" and config.qk_norm:
-        raise CheckpointError(f"{path}: attn_q_norm has no place in a llama model")
+    vocabulary = _read_vocabulary(Fields(str(path), file.metadata, "tokenizer."), config.vocab_size)
     name = fields.text("general.name", "")
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
     checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file))
-    return replace(checkpoint, tensors=_unpermute(config, checkpoint.tensors)) if architecture == "llama" else checkpoint
+    return replace(checkpoint, tensors=_unpermute(config, checkpoint.tensors)) if family.pairs_neighbours else checkpoint
 
 
-class _Fields:
-    """Metadata under one prefix, read by type. Raises CheckpointError naming file, key, got and wanted."""
-
-    def __init__(self, file: GgufFile, prefix: str) -> None:
-        self._file = file
-        self._prefix = prefix
-        self.path = file.path
-
-    def __contains__(self, key: str) -> bool:
-        return self._prefix + key in self._file.metadata
-
-    def fail(self, key: str, wanted: str) -> NoReturn:
-        value = self._file.metadata.get(self._prefix + key)
-        shown = "nothing" if value is None else repr(value) if isinstance(value, str | int | float) else f"an array of {len(value)}"
-        raise CheckpointError(f"{self.path}: {self._prefix + key} is {shown[:80]}, wanted {wanted}")
-
-    def value(self, key: str) -> Value | None:
-        return self._file.metadata.get(self._prefix + key)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int:
-            self.fail(key, "an integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.fail(key, "a finite number")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.value(key)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            self.fail(key, "a boolean")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.value(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not str:
-            self.fail(key, "text")
-        return value
-
-    def strings(self, key: str) -> list[str]:
-        value = self.value(key)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            self.fail(key, "an array of strings")
-        return value
-
-    def numbers(self, key: str, kind: type, length: int) -> list:
-        """An array of `length` numbers as Python numbers; absent is empty."""
-        value = self.value(key)
-        if value is None:
-            return []
-        if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, kind) or len(value) != length:
-            self.fail(key, f"an array of {length} numbers ({kind.__name__})")
-        return value.tolist()
-
-
-def _canonical_names(file: GgufFile) -> dict[str, QuantTensor]:
+def _canonical_names(file: GgufFile, family: Family) -> dict[str, QuantTensor]:
     """The file's tensors under canonical names. Raises CheckpointError on a tensor that this reader would not use."""
+    canonical = {theirs: ours for ours, (theirs, _) in GLOBAL_NAMES.items()}
+    parts = {theirs: ours for ours, (theirs, _) in family.layer_names.items()}
     tensors = {}
     for name, tensor in file.tensors.items():
         layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
-        if name in _GLOBAL_TENSORS:
-            tensors[_GLOBAL_TENSORS[name]] = tensor
-        elif layer and layer[2] in _LAYER_TENSORS:
-            tensors[f"layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}"] = tensor
+        if name in canonical:
+            tensors[canonical[name]] = tensor
+        elif layer and layer[2] in parts:
+            tensors[f"layers.{layer[1]}.{parts[layer[2]]}"] = tensor
         elif name != _ROPE_FACTORS:
             feature = "a feature this version does not compute"
             if "_exp" in name or "ffn_gate_inp" in name:
@@ -184,15 +100,13 @@ def _canonical_names(file: GgufFile) -> dict[str, QuantTensor]:
     return tensors
 
 
-def _read_config(fields: _Fields, architecture: str, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
+def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
     """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
     for key, neutral, feature in _UNSUPPORTED:
         value = fields.value(key)
         if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             fields.fail(key, f"it absent: {feature} is not supported")
-    context_length = fields.integer("context_length")
-    if 0 < fields.integer("attention.sliding_window", 0) < context_length:
-        fields.fail("attention.sliding_window", f"none below the context of {context_length}; sliding windows are not supported")
+    context_length, num_layers = fields.integer("context_length"), fields.integer("block_count")
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
     if num_heads < 1:
@@ -206,13 +120,13 @@ def _read_config(fields: _Fields, architecture: str, tensors: dict[str, QuantTen
         fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
     embed = tensors.get("embed")
     if embed is None or len(embed.shape) != 2:
-        raise CheckpointError(f"{fields.path}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
+        raise CheckpointError(f"{fields.what}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
     return ModelConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         vocab_size=embed.shape[0],
         hidden_size=hidden_size,
         intermediate_size=fields.integer("feed_forward_length"),
-        num_layers=fields.integer("block_count"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -222,12 +136,35 @@ def _read_config(fields: _Fields, architecture: str, tensors: dict[str, QuantTen
         rope_scaling=_read_rope_scaling(fields, context_length, head_dim, factors),
         qkv_bias="layers.0.q_bias" in tensors,
         o_bias="layers.0.o_bias" in tensors,
-        qk_norm="layers.0.q_norm" in tensors,
         tied_embeddings="output" not in tensors,
+        embedding_scale=math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0,
+        query_scale=1 / math.sqrt(max(hidden_size // num_heads, 1)) if num_layers == family.gguf_wide_layers else None,
+        attention_softcap=fields.number("attn_logit_softcapping", 0.0),
+        logit_softcap=fields.number("final_logit_softcapping", 0.0),
+        local_rope_base=fields.number("rope.freq_base_swa", ModelConfig.local_rope_base),
+        **layer_flags(
+            fields.integer("attention.sliding_window", 0),
+            _slides(fields, num_layers, context_length),
+            each_layer(num_layers, lambda i: family.unrotated_every == 0 or (i + 1) % family.unrotated_every != 0),
+            "rope.freq_base_swa" in fields,
+        ),
+        **family.flags,
     )
 
 
-def _read_rope_scaling(fields: _Fields, context_length: int, head_dim: int, factors: QuantTensor | None) -> RopeScaling | None:
+def _slides(fields: Fields, num_layers: int, context_length: int) -> tuple[bool, ...]:
+    """For each layer whether it sees a window only. Raises CheckpointError where a file has a window, and no layers for it."""
+    window, key = fields.integer("attention.sliding_window", 0), "attention.sliding_window_pattern"
+    pattern = fields.value(key)
+    if window and isinstance(pattern, np.ndarray):
+        return tuple(fields.numbers(key, np.bool_, num_layers))
+    period = fields.integer(key, 0)
+    if 0 < window < context_length and pattern is None:
+        fields.fail("attention.sliding_window", f"none below the context of {context_length}; this architecture has no windows")
+    return each_layer(num_layers, lambda i: bool(window and pattern is not None and (period == 0 or (i + 1) % period)))
+
+
+def _read_rope_scaling(fields: Fields, context_length: int, head_dim: int, factors: QuantTensor | None) -> RopeScaling | None:
     """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported."""
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     # Files older than the type key mean linear scaling.
@@ -242,7 +179,7 @@ def _read_rope_scaling(fields: _Fields, context_length: int, head_dim: int, fact
             fields.fail("rope.scaling.type", f"none beside the tensor {_ROPE_FACTORS}")
         if factors.shape != (head_dim // 2,) or factors.format.block_size != 1:
             raise CheckpointError(
-                f"{fields.path}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, "
+                f"{fields.what}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, "
                 f"wanted a float for each of the {head_dim // 2} frequencies of a head"
             )
         return RopeScaling("factors", factors=tuple(factors.dequantize().tolist()))
@@ -288,7 +225,7 @@ def _read_sampling(file: GgufFile) -> SamplingDefaults:
     return replace(found, ignored=found.ignored + told)
 
 
-def _read_vocabulary(fields: _Fields, vocab_size: int) -> GgufVocabulary:
+def _read_vocabulary(fields: Fields, vocab_size: int) -> GgufVocabulary:
     """The tokenizer's tables, consistent with each other and with `vocab_size` embeddings."""
     model = fields.text("ggml.model")
     if model not in ("gpt2", "llama"):

@@ -1,7 +1,7 @@
 """The GGUF container, versions 2 and 3, little-endian: metadata and where each tensor's bytes lie. Knows no model.
 
 Files come from strangers. Every count, length and offset is compared with what is left of the file, in Python's unbounded
-integers, before anything of that size is touched; so a lying header costs no more time or memory than an honest one.
+integers, before anything of that size is touched; so a lying header costs as much time and memory as an honest one.
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -52,7 +52,7 @@ _OTHER_TYPES = {
     41: "Q1_0",
 }  # fmt: skip
 
-# Far above what models have, far below what would make a hostile file slow to read.
+# Models have far less; a hostile file with this much is still quick to read.
 _MAX_ENTRIES = 1 << 16
 _MAX_STRINGS = 1 << 22
 _MAX_KEY_BYTES = (1 << 16) - 1

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cpuspec.environment import cache_dir, has_proxy, hub_cache_dir, hub_endpoint
 from cpuspec.errors import ConfigError, DownloadError
+from cpuspec.files import write_file
 
 SAFETENSORS = "safetensors"  # stands where a quantization would: the repository's safetensors and not its GGUF files
 
@@ -151,7 +152,7 @@ def remember(model: HubModel, choice: Choice) -> None:
     """Keep what a name without a file and a quantization stands for, so that the next start need not ask the hub."""
     if not (model.file or model.quantization):
         _memory(model).parent.mkdir(parents=True, exist_ok=True)
-        _memory(model).write_text(choice.opened, "utf-8")
+        write_file(_memory(model), choice.opened)
 
 
 def write_ref(model: HubModel, commit: str) -> None:
@@ -159,9 +160,7 @@ def write_ref(model: HubModel, commit: str) -> None:
     if model.revision != commit:
         path = _repository_dir(model.repository) / "refs" / model.revision
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(commit)
-        os.replace(unfinished, path)
+        write_file(path, commit)
 
 
 def revision_of(path: Path) -> str | None:

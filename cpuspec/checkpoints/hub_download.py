@@ -25,7 +25,7 @@ from cpuspec.checkpoints.download import Progress
 from cpuspec.checkpoints.hub import HUB_TIMEOUT_S, HubModel, choose, remember, snapshot_dir, write_ref
 from cpuspec.checkpoints.huggingface import read_config
 from cpuspec.environment import hub_cache_dir, hub_endpoint
-from cpuspec.errors import DownloadError
+from cpuspec.errors import DownloadError, in_one_line
 
 _REPORT_EVERY_S = 0.1
 _SPARE_BYTES = 64 << 20
@@ -113,8 +113,7 @@ def _problem(model: HubModel, error: Exception) -> Exception:
         return DownloadError(f"the hub answered {status}{f' {HTTPStatus(status).phrase}' if known else ''}")
     if any("Timeout" in type(one).__name__ for one in causes):
         return DownloadError("the hub did not answer in time")
-    said = "".join(letter if letter.isprintable() else " " for letter in str(error))[:_MOST_QUOTED]
-    return DownloadError(f"the download broke off ({type(error).__name__}: {said})")
+    return DownloadError(f"the download broke off ({type(error).__name__}: {in_one_line(str(error), _MOST_QUOTED)})")
 
 
 def _is_safe(name: object) -> bool:

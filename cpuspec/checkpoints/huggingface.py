@@ -1,41 +1,29 @@
-"""Hugging Face directories as checkpoints: config.json with safetensors, for Llama, Qwen2 and Qwen3 causal language models.
+"""Hugging Face directories as checkpoints: config.json with safetensors, for the families of `families`.
 
 Weights are plain f32, f16 or bf16, or what optimum-intel exported there for OpenVINO. Pickles are never read. The tokenizer's files
 are only pointed at.
 """
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
-from cpuspec.checkpoints.jsonfile import JsonFields, read_json_object
+from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.jsonfile import read_json_object
 from cpuspec.checkpoints.safetensors import read_safetensors
 from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.formats import QuantTensor
+from cpuspec.formats import QuantTensor, get_format
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-
-_GLOBAL_TENSORS = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
-_LAYER_TENSORS = {
-    "input_layernorm.weight": "attn_norm",
-    "self_attn.q_proj.weight": "q",
-    "self_attn.k_proj.weight": "k",
-    "self_attn.v_proj.weight": "v",
-    "self_attn.q_proj.bias": "q_bias",
-    "self_attn.k_proj.bias": "k_bias",
-    "self_attn.v_proj.bias": "v_bias",
-    "self_attn.o_proj.weight": "o",
-    "self_attn.o_proj.bias": "o_bias",
-    "self_attn.q_norm.weight": "q_norm",
-    "self_attn.k_norm.weight": "k_norm",
-    "post_attention_layernorm.weight": "mlp_norm",
-    "mlp.gate_proj.weight": "gate",
-    "mlp.up_proj.weight": "up",
-    "mlp.down_proj.weight": "down",
-}
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Flags that a model may set and this reader does not compute.
+_UNSUPPORTED = {"mlp_bias": "biases in the feed-forward part are", "use_bidirectional_attention": "attention that is not causal is"}
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 25
@@ -47,15 +35,32 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     Raises CheckpointError on anything damaged, missing or not supported.
     """
     config = read_config(directory)
+    family = FAMILIES[config.architecture]
+    canonical = {theirs: ours for ours, (_, theirs) in GLOBAL_NAMES.items()}
+    parts = {theirs: ours for ours, (_, theirs) in family.layer_names.items()}
     tensors = {}
-    for name, tensor in _read_tensors(directory, mmap).items():
+    for file_name, tensor in _read_tensors(directory, mmap).items():
+        # In a model of several parts the language model has a prefix, at one of two places.
+        name = (
+            file_name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+            if family.hf_wrapper
+            else file_name
+        )
         layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
-        if name in _GLOBAL_TENSORS:
-            tensors[_GLOBAL_TENSORS[name]] = tensor
-        elif layer and layer[2] in _LAYER_TENSORS:
-            tensors[f"layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}"] = tensor
-        elif not name.endswith("rotary_emb.inv_freq"):  # derived from the configuration; old files store it
-            raise CheckpointError(f"{directory}: tensor {name!r} belongs to a feature this version does not compute")
+        if name in canonical:
+            ours = canonical[name]
+        elif layer and layer[2] in parts:
+            ours = f"layers.{layer[1]}.{parts[layer[2]]}"
+        elif name.endswith("rotary_emb.inv_freq"):  # derived from the configuration; old files store it
+            continue
+        elif "vision" in name or "multi_modal" in name:
+            raise CheckpointError(
+                f"{directory}: tensor {file_name!r} belongs to a part that sees images, which is not supported; "
+                "use a GGUF file of the model, which has the language model alone"
+            )
+        else:
+            raise CheckpointError(f"{directory}: tensor {file_name!r} belongs to a feature this version does not compute")
+        tensors[ours] = _with_offset(tensor, family.norm_offset) if ours.endswith("norm") else tensor
     if config.tied_embeddings:
         # Some exporters store the tied matrix twice; transformers uses the embedding for both.
         tensors.pop("output", None)
@@ -69,9 +74,16 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
 def read_config(directory: Path) -> ModelConfig:
     """Shapes and flags of a directory's config.json. Raises CheckpointError on anything damaged or not supported."""
     path = directory / "config.json"
-    fields = JsonFields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
+    fields = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
+    classes = {name: family for family in FAMILIES.values() for name in (family.hf_class, family.hf_wrapper) if name}
+    names = fields.items("architectures")
+    if len(names) != 1 or str(names[0]) not in classes:
+        fields.fail("architectures", f"one of {', '.join(classes)}")
+    family = classes[str(names[0])]
+    if names[0] == family.hf_wrapper:
+        fields = fields.object("text_config")
     try:
-        return _read_config(fields)
+        return _read_config(fields.over(family.hf_defaults), family)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -99,12 +111,8 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
     return replace(found, ignored=(*found.ignored, f"{path}: do_sample must be true or false; it is ignored"))
 
 
-def _read_config(fields: JsonFields) -> ModelConfig:
+def _read_config(fields: Fields, family: Family) -> ModelConfig:
     """Shapes and flags of config.json. Raises CheckpointError or ConfigError."""
-    class_names = fields.items("architectures")
-    if len(class_names) != 1 or str(class_names[0]) not in _ARCHITECTURES:
-        fields.fail("architectures", f"one of {', '.join(_ARCHITECTURES)}")
-    architecture = _ARCHITECTURES[str(class_names[0])]
     if "quantization_config" in fields:
         quantization = fields.object("quantization_config")
         method = quantization.text("quant_method", "an unnamed method")
@@ -112,49 +120,102 @@ def _read_config(fields: JsonFields) -> ModelConfig:
             f"{fields.what}: weights quantized with {method[:40]!r} are not supported by this version; "
             "use a GGUF file of the model, or its plain weights"
         )
-    activation = fields.text("hidden_act", "silu")
-    if activation != "silu":
-        fields.fail("hidden_act", "silu")
-    if fields.boolean("mlp_bias", False):
-        fields.fail("mlp_bias", "false; biases in the feed-forward part are not supported")
-    if fields.boolean("use_sliding_window", False):
-        fields.fail("use_sliding_window", "false; sliding windows are not supported")
-    if any(layer != "full_attention" for layer in fields.items("layer_types")):
-        fields.fail("layer_types", "full_attention in every layer")
-
+    activation_key = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
+    activation = fields.text(activation_key, "silu")
+    if activation not in _ACTIVATIONS:
+        fields.fail(activation_key, f"{' or '.join(_ACTIVATIONS)}")
+    for key, feature in _UNSUPPORTED.items():
+        if fields.boolean(key, False):
+            fields.fail(key, f"false; {feature} not supported")
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     if num_heads < 1:
         fields.fail("num_attention_heads", "at least 1")
-    head_dim = fields.integer("head_dim", 128 if architecture == "qwen3" else hidden_size // num_heads)
-    if "head_dim" not in fields and architecture != "qwen3" and hidden_size % num_heads:
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    if "head_dim" not in fields and hidden_size % num_heads:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden_size}, or head_dim")
     context_length = fields.integer("max_position_embeddings")
-    attention_bias = fields.boolean("attention_bias", False) and architecture != "qwen2"
+    num_layers = fields.integer("num_hidden_layers")
+    attention_bias = fields.boolean("attention_bias", False) and family.architecture != "qwen2"
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         fields.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
+    has_local_rope = "rope_local_base_freq" in family.hf_defaults
     rope = fields.object("rope_parameters")
+    rope, local = (rope.object("full_attention"), rope.object("sliding_attention")) if has_local_rope else (rope, rope)
+    if has_local_rope and _read_rope_scaling(local, context_length) is not None:
+        local.fail("rope_type", "default in layers with a window")
+    scaling = _read_rope_scaling(rope if rope.names() else fields.object("rope_scaling"), context_length)
+    pre_attention = fields.number("query_pre_attn_scalar", head_dim)
+    if pre_attention <= 0:
+        fields.fail("query_pre_attn_scalar", "a number above 0")
+    window = fields.integer("sliding_window", 0) if fields.boolean("use_sliding_window", False) else 0
+    rotated = _rotated(fields, family, num_layers)
     return ModelConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         context_length=context_length,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
-        rope_scaling=_read_rope_scaling(rope if rope.names() else fields.object("rope_scaling"), context_length),
-        qkv_bias=architecture == "qwen2" or attention_bias,
+        rope_scaling=scaling,
+        qkv_bias=family.architecture == "qwen2" or attention_bias,
         o_bias=attention_bias,
-        qk_norm=architecture == "qwen3",
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
+        embedding_scale=math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0,
+        query_scale=None if pre_attention == head_dim else 1 / math.sqrt(pre_attention),
+        attention_softcap=fields.number("attn_logit_softcapping", 0.0),
+        logit_softcap=fields.number("final_logit_softcapping", 0.0),
+        local_rope_base=local.number("rope_theta", fields.number("rope_local_base_freq", 1e4)) if has_local_rope else 1e4,
+        **layer_flags(window, _slides(fields, family, window, rotated), rotated, has_local_rope),
+        **{**family.flags, "activation": _ACTIVATIONS[activation]},
     )
 
 
-def _read_rope_scaling(rope: JsonFields, context_length: int) -> RopeScaling | None:
+def _rotated(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """For each layer whether it has rotary positions."""
+    if not family.unrotated_every:
+        return each_layer(num_layers, lambda i: True)
+    interval = fields.integer("no_rope_layer_interval", family.unrotated_every)
+    if interval < 1:
+        fields.fail("no_rope_layer_interval", "at least 1")
+    flags = fields.items("no_rope_layers")  # which says 1 where there are positions
+    if flags and (len(flags) != num_layers or any(flag not in (0, 1) for flag in flags)):
+        fields.fail("no_rope_layers", f"0 or 1 for each of the {num_layers} layers")
+    return tuple(flag == 1 for flag in flags) or each_layer(num_layers, lambda i: (i + 1) % interval != 0)
+
+
+def _slides(fields: Fields, family: Family, window: int, rotated: tuple[bool, ...]) -> tuple[bool, ...]:
+    """For each layer whether it sees a window only: as `layer_types` says, or else as transformers chooses for the family."""
+    if window and "sliding_window" not in family.hf_defaults:
+        fields.fail("use_sliding_window", f"false; {family.architecture} models have no sliding windows")
+    types, num_layers = fields.items("layer_types"), len(rotated)
+    allowed = ("full_attention", "sliding_attention") if window else ("full_attention",)
+    if any(kind not in allowed for kind in types) or len(types) not in (0, num_layers):
+        fields.fail("layer_types", f"{' or '.join(allowed)} in every layer")
+    if types or not window:
+        return tuple(kind == "sliding_attention" for kind in types) or (False,) * num_layers
+    if "sliding_window_pattern" in family.hf_defaults:
+        period = fields.integer("sliding_window_pattern")
+        if period < 1:
+            fields.fail("sliding_window_pattern", "at least 1")
+        return each_layer(num_layers, lambda i: (i + 1) % period != 0)
+    if family.unrotated_every:
+        return tuple(not turned for turned in rotated)
+    first = fields.integer("max_window_layers")
+    return each_layer(num_layers, lambda i: i >= first)
+
+
+def _with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
+    """The tensor plus `offset`, in f32, which has the sum of any f16 or bf16 weight near 1 and of 1."""
+    return QuantTensor.encode(get_format("f32"), tensor.dequantize() + np.float32(offset)) if offset else tensor
+
+
+def _read_rope_scaling(rope: Fields, context_length: int) -> RopeScaling | None:
     """`rope_parameters` (transformers 5) or `rope_scaling` (before); `type` is the oldest spelling of `rope_type`."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
@@ -208,7 +269,7 @@ def _read_tensors(directory: Path, mmap: bool) -> dict[str, QuantTensor]:
             )
         raise CheckpointError(f"{directory} has none of model.safetensors, model.safetensors.index.json and {openvino.MODEL}")
 
-    index = JsonFields(str(index_path), read_json_object(index_path, _MAX_INDEX_BYTES))
+    index = Fields(str(index_path), read_json_object(index_path, _MAX_INDEX_BYTES))
     weight_map = index.object("weight_map")
     if not weight_map.names():
         index.fail("weight_map", "an object from tensor names to file names")

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.hub import cached_models, regular_file, regular_files
-from cpuspec.checkpoints.jsonfile import JsonFields, read_json_object
+from cpuspec.checkpoints.jsonfile import read_json_object
 from cpuspec.environment import lm_studio_dirs, ollama_dirs
 from cpuspec.errors import CheckpointError, ConfigError
 
@@ -36,7 +37,7 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """All of them, by program and name. What cannot be read is left out."""
+    """All of them, sorted by program and name. Files that cannot be read are left out."""
     hub = [LocalModel(str(model), "huggingface", path, num_bytes) for model, path, num_bytes in cached_models()]
     return [*hub, *_lm_studio(), *_ollama()]
 
@@ -99,8 +100,8 @@ def _ollama() -> Iterator[LocalModel]:
 
 def _blob(directory: Path, manifest: Path) -> tuple[Path, int]:
     """The model's file that a manifest names, and its bytes. Raises CheckpointError."""
-    fields = JsonFields(str(manifest), read_json_object(manifest, _MAX_MANIFEST_BYTES))
-    layers = [JsonFields(f"{manifest}: layer", layer) for layer in fields.items("layers") if isinstance(layer, dict)]
+    fields = Fields(str(manifest), read_json_object(manifest, _MAX_MANIFEST_BYTES))
+    layers = [Fields(f"{manifest}: layer", layer) for layer in fields.items("layers") if isinstance(layer, dict)]
     of_kind = {kind: [layer for layer in layers if layer.text("mediaType", "") == kind] for kind in (_MODEL_LAYER, _ADAPTER_LAYER)}
     if of_kind[_ADAPTER_LAYER]:
         raise CheckpointError(

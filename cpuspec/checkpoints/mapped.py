@@ -15,13 +15,13 @@ _ALL_PAGES_NOW = getattr(mmap, "MAP_POPULATE", 0)  # a mapping that waits for no
 
 
 class _MappedFile(mmap.mmap):
-    """A mapping that knows its file by size and time of the last change: whatever its name is, and wherever it lies."""
+    """A mapping that knows the size and the time of the last change of its file, but not its name."""
 
     stamp: tuple[int, int]
 
 
 class _ReadFile(bytearray):
-    """The bytes of a file, likewise."""
+    """The bytes of a file in memory, with the same knowledge of it."""
 
     stamp: tuple[int, int]
 
@@ -29,8 +29,8 @@ class _ReadFile(bytearray):
 def map_file(path: Path, mmap: bool = True) -> U8:
     """The bytes of a regular file, U8 [size], read-only and memory-mapped; the mapping lives as long as any view of it.
 
-    mmap: if not, the file is read into memory. Who shortens a mapped file ends every process that reads on (SIGBUS): no program
-    can turn that into an error. A file that may be rewritten in place, as on a shared directory, is safe in memory alone.
+    mmap: without it, the file is read into memory. If a mapped file is shortened, every process that reads on is ended (SIGBUS);
+    no program can turn that into an error. A file that may be rewritten in place, as on a shared directory, is safe only in memory.
     Raises CheckpointError if there is no such file, it is not a regular file, or it is empty.
     """
     contents: _MappedFile | _ReadFile

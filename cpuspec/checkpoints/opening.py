@@ -1,4 +1,4 @@
-"""One way in: what kind of checkpoint a path is, by its bytes and not by its name."""
+"""Opens a checkpoint of any kind. The bytes decide on the kind, not the name."""
 
 from pathlib import Path
 

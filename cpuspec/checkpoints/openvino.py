@@ -1,8 +1,8 @@
 """Weights of OpenVINO models that optimum-intel exports: openvino_model.xml says what openvino_model.bin holds.
 
-Only weights are taken, under the names that the Hugging Face model gives them; what the graph computes is what config.json says.
-NNCF's 4-bit codes stay codes, and 8-bit ones do where they have no zero point or one in the middle; others become the numbers that
-they stand for, in f32 or, for mxfp8, bf16. Nothing of OpenVINO is needed. The XML has no entities, and every range is checked.
+Only weights are read, under the names that the Hugging Face model gives them; config.json describes the computation. NNCF's 4-bit
+codes stay codes. Its 8-bit codes stay codes if they have no zero point or one in the middle. All others are decoded, mxfp8 to bf16
+and the rest to f32. OpenVINO itself is not needed. XML with entities is refused, and every range is checked.
 
 Format: OpenVINO IR version 11, https://docs.openvino.ai/2025/documentation/openvino-ir-format.html
 """
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
+from cpuspec.files import read_file
 from cpuspec.formats import QuantTensor, get_format, mx
 from cpuspec.formats.tensor import F32, U8
 
@@ -30,7 +31,7 @@ _MODULE = re.compile(
     r"|input_layernorm|post_attention_layernorm)|model\.embed_tokens|model\.norm|lm_head)/"
 )
 
-_MAX_XML_BYTES = 1 << 25  # of which a parsed tree takes 25 times as many; a graph of 80 layers has 12 MB
+_MAX_XML_BYTES = 1 << 25  # a parsed tree takes 25 times the bytes of the file; a graph of 80 layers has 12 MB
 _MAX_DIMENSIONS = 8
 _FLOATS = {"f32": "f32", "f16": "f16", "bf16": "bf16"}
 _BITS = {
@@ -47,7 +48,7 @@ _BITS = {
     "i32": 32,
     "i64": 64,
 }
-_PASSED = ("Convert", "Reshape")  # what lies between a constant and the number that it is
+_PASSED = ("Convert", "Reshape")  # layers between a constant and the product that keep its numbers
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Constant:
 
 @dataclass(frozen=True)
 class _Weight:
-    """What a graph multiplies with: scale * (codes - zero), or plain numbers."""
+    """A matrix of the graph: scale * (codes - zero), or plain numbers."""
 
     codes: _Constant
     zero: _Constant | None = None
@@ -127,7 +128,7 @@ class _Graph:
             to.inputs[int(port)] = edge.get("from-layer", "")
 
     def weight(self, layer_id: str | None) -> _Weight | None:
-        """What a layer puts out, if it is constants alone."""
+        """The output of a layer that depends on constants alone; None for any other."""
         layer = self._behind(layer_id)
         if layer is None:
             return None
@@ -169,13 +170,7 @@ class _Graph:
 
 
 def _read_xml(path: Path) -> ElementTree.Element:
-    try:
-        size = path.stat().st_size
-        if size > _MAX_XML_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; no graph of a language model is larger than {_MAX_XML_BYTES}")
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    text = read_file(path, _MAX_XML_BYTES, CheckpointError)
     if b"<!DOCTYPE" in text or b"<!ENTITY" in text:
         raise CheckpointError(f"{path} declares entities, which no OpenVINO model does")
     try:

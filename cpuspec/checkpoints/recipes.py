@@ -7,7 +7,6 @@ A name is looked up by its file alone, so that a recipe that cannot be read hurt
 
 import difflib
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from cpuspec.checkpoints.hub import HubModel, find_cached, read_hub_name, revisi
 from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, SamplingDefaults, SpecConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import ConfigError
+from cpuspec.files import read_file
 
 DEFAULT_RECIPE = "smollm2-135m-instruct"
 
@@ -200,25 +200,16 @@ def _read(path: Path) -> Recipe | ChainRecipe:
 
 
 def _read_toml(path: Path) -> dict[str, object]:
+    content = read_file(path, _LARGEST_TOML, ConfigError, f"recipe {path}")
     try:
-        # Asked before opening: opening a named pipe would wait for a writer for ever.
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"recipe {path} is not a regular file")
-        if status.st_size > _LARGEST_TOML:
-            raise ConfigError(f"recipe {path} has {status.st_size} bytes; wanted at most {_LARGEST_TOML}")
-        text = path.read_bytes().decode("utf-8")
+        text = content.decode("utf-8")
         # tomllib takes a time that grows with the square of the parts of a key: 18 s for 32 kB of "a.a.a".
         if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
-            raise ConfigError(f"recipe {path} has a line with more than {_MOST_DOTS} dots")
+            raise ValueError(f"a line has more than {_MOST_DOTS} dots")
         return tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error.strerror or error}") from error
     except RecursionError:
         raise ConfigError(f"recipe {path} is nested too deep") from None
-    except (tomllib.TOMLDecodeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ValueError as error:
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
 
 

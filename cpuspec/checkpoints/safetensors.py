@@ -7,7 +7,8 @@ header (https://github.com/huggingface/safetensors). The header is checked like 
 import math
 from pathlib import Path
 
-from cpuspec.checkpoints.jsonfile import JsonFields, parse_json_object
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.jsonfile import parse_json_object
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import FORMATS, QuantTensor
@@ -37,7 +38,7 @@ def read_safetensors(path: Path, mmap: bool = True) -> dict[str, QuantTensor]:
             "the file is truncated or not safetensors"
         )
     payload = data[8 + header_bytes :]
-    header = JsonFields(f"{path}: header", parse_json_object(data[8 : 8 + header_bytes].tobytes(), f"{path}: header"))
+    header = Fields(f"{path}: header", parse_json_object(data[8 : 8 + header_bytes].tobytes(), f"{path}: header"))
 
     tensors = {}
     extents = []
@@ -78,7 +79,7 @@ def read_safetensors(path: Path, mmap: bool = True) -> dict[str, QuantTensor]:
     return tensors
 
 
-def _naturals(entry: JsonFields, key: str) -> tuple[int, ...]:
+def _naturals(entry: Fields, key: str) -> tuple[int, ...]:
     """Up to eight integers from 0 to 2^60."""
     values = tuple(value for value in entry.items(key) if type(value) is int and 0 <= value < 1 << 60)
     if len(values) != len(entry.items(key)) or len(values) > 8:

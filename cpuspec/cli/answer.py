@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from secrets import randbits
 from typing import Any, cast
 
-from cpuspec.cli.console import size
+from cpuspec.cli.console import accepted, size
 from cpuspec.config import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats
@@ -131,8 +131,8 @@ def figures(answer: Answer, defaults: SamplingDefaults) -> str:
     if stats.gb_per_s is not None:
         parts.append(f"{stats.gb_per_s:.1f} GB/s")
     for name, level in stats.levels.items():
-        accepted = f"{level.num_accepted_tokens} of {level.num_draft_tokens} drafted tokens accepted"
-        parts.append(f"{name}: {accepted}, {level.tau:.2f} tokens per round")
+        fate = accepted(level.num_accepted_tokens, level.num_draft_tokens)
+        parts.append(f"{name}: {fate}, {level.tau:.2f} tokens per round")
     if stats.levels:
         parts.append(f"{stats.num_forwards_saved} forwards saved")
     parts.append(chosen)

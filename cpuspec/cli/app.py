@@ -1,13 +1,12 @@
 """The commands. Each reads its options, asks the package, and prints; what they mean is decided elsewhere."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,16 +17,18 @@ from cpuspec.checkpoints.download import fetch, find_fetched, find_model, resolv
 from cpuspec.checkpoints.hub import HubModel, revision_of
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import INTERRUPTED, options
-from cpuspec.cli.bench import OUTPUTS, describe_run
+from cpuspec.cli.bench import OUTPUTS, describe_bench
 from cpuspec.cli.certificate import describe_certificate, show_certificate
 from cpuspec.cli.console import (
     ERROR,
     FetchProgress,
     StepProgress,
     busy,
+    deliver,
     deliver_again,
     emit,
     emit_generated,
+    emit_json,
     exit_codes,
     guarded_streams,
     note,
@@ -55,7 +56,7 @@ from cpuspec.cli.reports import (
     size_of,
     verify_model,
 )
-from cpuspec.config import AUTO, EngineConfig, SamplingDefaults, SpecConfig
+from cpuspec.config import AUTO, SamplingDefaults, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
@@ -118,8 +119,13 @@ def cpuspec(
     show_log()
 
 
+_HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # how a backend computes
+
+
 @app.command()
 @exit_codes()
+@options.takes_running("context_length", "mmap", *_HOW)
+@options.takes_sampling(options.GENERATE_TOKENS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer; without it, stdin.")] = None,
     *,
@@ -132,28 +138,6 @@ def generate(
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")] = False,
     as_json: options.Json = False,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    max_tokens: options.MaxTokens = options.GENERATE_TOKENS,
-    ignore_eos: options.IgnoreEos = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            metavar="N",
-            rich_help_panel="Sampling",
-            help="With --json: log-probabilities of each token and of the N likeliest ones in its place.",
-        ),
-    ] = None,
     verify_exact: Annotated[
         bool,
         typer.Option(
@@ -161,15 +145,8 @@ def generate(
             help="Answer greedily, or as --temperature says, then without drafts, and compare: exit code 1 if greedy ids differ.",
         ),
     ] = False,
-    backend: options.Backend = "numba",
-    threads: options.Threads = None,
-    context_length: options.ContextLength = None,
-    no_mmap: options.NoMmap = False,
-    kv_format: options.KVFormat = EngineConfig.kv_format,
-    device: options.Device = EngineConfig.device,
-    dtype: options.DType = EngineConfig.dtype,
-    weights: options.Weights = EngineConfig.weights,
-    activations: options.Activations = EngineConfig.activations,
+    sampling: dict[str, Any],
+    running: options.Running,
 ) -> None:
     """Answer one prompt. The text goes to stdout, everything else to stderr.
 
@@ -177,26 +154,11 @@ def generate(
     """
     if raw and system is not None:
         raise typer.BadParameter("--raw has no place for --system; put the text into the prompt")
+    logprobs = sampling.get("logprobs")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs are printed with --json only")
-    if verify_exact and temperature is None:
-        temperature = 0.0  # what must be identical are greedy answers
-    given = options.given_sampling(
-        logit_bias,
-        stop,
-        stop_token_id,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        ignore_eos=ignore_eos,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-    )
+    if verify_exact and "temperature" not in sampling:
+        sampling["temperature"] = 0.0  # greedy answers are the ones that must be identical
     text = options.read_prompt(prompt, file)
     if not text and not raw:
         raise typer.BadParameter("the prompt is empty; give some text")
@@ -206,27 +168,16 @@ def generate(
     from cpuspec.cli.answer import collect, compare, describe_params, explanation, figures, keep_quiet, memory, with_seed
 
     question = text if raw else messages
-    settings = EngineConfig(
-        1,
-        context_length,
-        threads=threads,
-        mmap=not no_mmap,
-        kv_format=kv_format,
-        device=device,
-        dtype=dtype,
-        weights=weights,
-        activations=activations,
-    )
-    with _load(model, draft, backend, settings) as llm:
+    with _load(model, draft, running) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
         defaults = _sampling_defaults(llm)
-        params = with_seed(defaults.under(given))
+        params = with_seed(defaults.under(sampling))
         answer = collect(llm, question, params, keep_quiet if as_json else emit_generated)
         shown = {
             "model": model,
             "revision": _revision(model),
-            "backend": backend,
+            "backend": running.backend,
             "threads": llm.threads,
             "draft": str(llm.spec),
             "text": answer.text,
@@ -244,10 +195,10 @@ def generate(
     check = None
     if verify_exact and answer.finish_reason != "aborted":
         # A model loaded anew, so that nothing of the first answer can help the second.
-        with _load(model, "none", backend, settings) as llm:
+        with _load(model, "none", running) as llm:
             check = compare(answer, collect(llm, question, params, keep_quiet), llm.row_invariant)
     if as_json:
-        _emit_json(shown | {"verify_exact": check and asdict(check)})
+        emit_json(shown | {"verify_exact": check and asdict(check)})
     note(figures(answer, defaults))
     for line in told:
         note(line)
@@ -263,69 +214,27 @@ def generate(
 
 @app.command()
 @exit_codes()
+@options.takes_running("context_length", "mmap", *_HOW)
+@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "ignore_eos", "logprobs"))
 def chat(
     *,
     model: options.Model = DEFAULT_RECIPE,
     draft: options.Draft = None,
     system: options.System = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    max_tokens: options.MaxTokens = options.CHAT_TOKENS,
-    backend: options.Backend = "numba",
-    threads: options.Threads = None,
-    context_length: options.ContextLength = None,
-    no_mmap: options.NoMmap = False,
-    kv_format: options.KVFormat = EngineConfig.kv_format,
-    device: options.Device = EngineConfig.device,
-    dtype: options.DType = EngineConfig.dtype,
-    weights: options.Weights = EngineConfig.weights,
-    activations: options.Activations = EngineConfig.activations,
+    sampling: dict[str, Any],
+    running: options.Running,
 ) -> None:
     """Talk with a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."""
-    given = options.given_sampling(
-        logit_bias,
-        stop,
-        stop_token_id,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        max_tokens=max_tokens,
-    )
     if system is not None:
         options.checked_text(system, "--system")
 
     from cpuspec.cli.chat import Chat, converse
 
-    settings = EngineConfig(
-        1,
-        context_length,
-        threads=threads,
-        mmap=not no_mmap,
-        kv_format=kv_format,
-        device=device,
-        dtype=dtype,
-        weights=weights,
-        activations=activations,
-    )
-    with _load(model, draft, backend, settings) as llm:
+    with _load(model, draft, running) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
         _sampling_defaults(llm)
-        converse(Chat(llm, model, given, system))
+        converse(Chat(llm, model, sampling, system))
 
 
 @app.command()
@@ -362,7 +271,7 @@ def pull(
         if not as_json:
             emit(f"{path}\n")
     if as_json:
-        _emit_json(done)
+        emit_json(done)
 
 
 def _named_models(name: str) -> list[str]:
@@ -381,16 +290,15 @@ def models(as_json: options.Json = False) -> None:
     (rows, problems), chains, found = known_models(), known_chains(), found_models()
     for problem in problems:
         note(f"warning: left out: {problem}")
-    if as_json:
-        _emit_json(rows + chains + found)
-    else:
-        show_models(rows, chains, found)
+    deliver(rows + chains + found, as_json, lambda _: show_models(rows, chains, found))
 
 
 @app.command()
 @exit_codes()
+@options.takes_running("threads", with_backend=False)
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=options.MODEL_HELP)],
+    model: options.ModelArgument,
+    *,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     verify: Annotated[
         bool,
@@ -399,26 +307,24 @@ def inspect(
             help="Read the model's files and packed weights whole, and compare their checksums; exit code 1 if one differs.",
         ),
     ] = False,
-    threads: options.Threads = None,
     as_json: options.Json = False,
+    running: options.Running,
 ) -> None:
     """Show a model's shape and formats, and how fast this machine's memory could feed it; of a chain, the target's."""
-    checkpoint = _open_target(model)
+    checkpoint, threads = _open_target(model), running.settings.threads or usable_cores()
     with busy("measuring this machine's memory bandwidth"):
-        report = describe_model(checkpoint, threads or usable_cores(), tensors)
+        report = describe_model(checkpoint, threads, tensors)
     if verify:
         with busy("reading the model's files"):
-            report["verified"] = verify_model(checkpoint, threads or usable_cores())
-    if as_json:
-        _emit_json(report)
-    else:
-        show_model(report)
+            report["verified"] = verify_model(checkpoint, threads)
+    deliver(report, as_json, show_model)
     if verify and not report["verified"]["passed"]:
         raise typer.Exit(ERROR)
 
 
 @app.command()
 @exit_codes()
+@options.takes_running(*_HOW)
 def bench(
     model: options.ModelArgument,
     *,
@@ -441,13 +347,7 @@ def bench(
     repetitions: Annotated[
         int, typer.Option("--repetitions", "-r", metavar="N", min=1, help="Rounds; everything has its turn in each.")
     ] = 5,
-    backend: options.Backend = "numba",
-    threads: options.Threads = None,
-    kv_format: options.KVFormat = EngineConfig.kv_format,
-    device: options.Device = EngineConfig.device,
-    dtype: options.DType = EngineConfig.dtype,
-    weights: options.Weights = EngineConfig.weights,
-    activations: options.Activations = EngineConfig.activations,
+    running: options.Running,
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FORMAT", callback=_known_output, help="md, csv or json; md by default."),
@@ -470,22 +370,21 @@ def bench(
             repetitions=repetitions,
         )
     checkpoint = _open_target(model)
-    settings = EngineConfig(
-        threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights, activations=activations
-    )
+    backend, settings = running
     plan.check(checkpoint.config, settings.max_rows)
     with busy(f"loading {model}"):
         loaded = make_backend(backend, checkpoint, settings)
     try:
         # Lines and no spinner: it would take turns with the measured threads.
         report = measure_speed(loaded, plan, note)
-        OUTPUTS["json" if as_json else output or "md"](describe_run(model, loaded, settings, plan), report)
+        OUTPUTS["json" if as_json else output or "md"](describe_bench(model, loaded, settings, plan), report)
     finally:
         loaded.close()
 
 
 @app.command()
 @exit_codes()
+@options.takes_running(*_HOW)
 def certify(
     model: options.ModelArgument,
     *,
@@ -503,13 +402,7 @@ def certify(
     samples: Annotated[
         int, typer.Option("--samples", metavar="N", min=MIN_SAMPLES, help="Sampled answers at each of three temperatures.")
     ] = NUM_SAMPLES,
-    backend: options.Backend = "numba",
-    threads: options.Threads = None,
-    kv_format: options.KVFormat = EngineConfig.kv_format,
-    device: options.Device = EngineConfig.device,
-    dtype: options.DType = EngineConfig.dtype,
-    weights: options.Weights = EngineConfig.weights,
-    activations: options.Activations = EngineConfig.activations,
+    running: options.Running,
     as_json: options.Json = False,
 ) -> None:
     """Test that drafts change no answer: greedy token ids, and the distribution of sampled ones. Exit code 1 if they do.
@@ -520,21 +413,17 @@ def certify(
     checkpoint, spec = _open_with_drafts(model, draft)
     if not spec.levels:
         raise typer.BadParameter("there is no draft to certify; name one with --draft, as --draft ngram")
-    settings = EngineConfig(
-        threads=threads, kv_format=kv_format, device=device, dtype=dtype, weights=weights, activations=activations
-    )
+    backend, settings = running
     found = certify_drafts(checkpoint, spec, questions, tokens, samples, backend=backend, settings=settings, on_progress=note)
     report = describe_certificate(model, checkpoint, backend, settings, found)
-    if as_json:
-        _emit_json(report)
-    else:
-        show_certificate(report)
+    deliver(report, as_json, show_certificate)
     if not found.passed:
         raise typer.Exit(ERROR)
 
 
 @app.command()
 @exit_codes()
+@options.takes_running("threads", "kv_format", with_backend=False)
 def parity(
     a: Annotated[
         str,
@@ -596,9 +485,8 @@ def parity(
         ),
     ] = None,
     identical: Annotated[bool, typer.Option("--identical", help="Fail where a greedy answer differs.")] = False,
-    threads: options.Threads = None,
-    kv_format: options.KVFormat = EngineConfig.kv_format,
     as_json: options.Json = False,
+    running: options.Running,
 ) -> None:
     """Compare two backends, or a backend and a record from another machine: logits, greedy answers, drafts, speed.
 
@@ -606,8 +494,7 @@ def parity(
     answer of a backend which promises that they cannot.
     """
     names = [a] if b is None else [a, b]
-    settings = EngineConfig(threads=threads, kv_format=kv_format)
-    sides = [read_side(options.checked_text(name, "AB"[number]), settings) for number, name in enumerate(names)]
+    sides = [read_side(options.checked_text(name, "AB"[number]), running.settings) for number, name in enumerate(names)]
     check_record(record)
     if b is None and record is None:
         raise typer.BadParameter("there is nothing to compare with; name a second backend or record, or a file with --record")
@@ -639,29 +526,26 @@ def parity(
         return
     failures = found.failures(Limits(min_same_top, max_kl, max_difference, identical))
     report = describe_parity(identity, found, failures)
-    if as_json:
-        _emit_json(report)
-    else:
-        show_parity(report)
+    deliver(report, as_json, show_parity)
     if failures:
         raise typer.Exit(ERROR)
 
 
 @app.command()
 @exit_codes()
+@options.takes_running("activations", "kv_format", with_backend=False)
 def export(
     model: options.ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write; weights go to OUT.onnx.data beside it.")],
     *,
-    activations: options.Activations = EngineConfig.activations,
-    kv_format: options.KVFormat = EngineConfig.kv_format,
+    running: options.Running,
 ) -> None:
     """Write a model as ONNX for other programs, with its weights' own values and its cache as inputs and outputs."""
     from cpuspec.backends.onnx_export import export_onnx
 
     checkpoint = _open(model)
     with busy(f"writing {out}"):
-        num_bytes = export_onnx(checkpoint, out, activations, kv_format)
+        num_bytes = export_onnx(checkpoint, out, running.settings.activations, running.settings.kv_format)
     note(f"wrote {size(num_bytes)}")
     emit(f"{out}\n")
 
@@ -672,10 +556,7 @@ def info(as_json: options.Json = False) -> None:
     """Show what cpuspec makes of this machine: processor, kernels chosen for it, memory, versions, caches."""
     with busy("measuring this machine's memory bandwidth"):
         report = describe_machine()
-    if as_json:
-        _emit_json(report)
-    else:
-        show_machine(report)
+    deliver(report, as_json, show_machine)
 
 
 def _open(model: str, mmap: bool = True) -> Checkpoint:
@@ -707,12 +588,12 @@ def _open_with_drafts(model: str, draft: str | None, mmap: bool = True) -> tuple
 
 
 @contextmanager
-def _load(model: str, draft: str | None, backend: str, settings: EngineConfig) -> "Iterator[LLM]":
-    checkpoint, spec = _open_with_drafts(model, draft, settings.mmap)
+def _load(model: str, draft: str | None, running: options.Running) -> "Iterator[LLM]":
+    checkpoint, spec = _open_with_drafts(model, draft, running.settings.mmap)
     with busy(f"loading {model}"):
         from cpuspec.engine.llm import LLM
 
-        llm = LLM.from_settings(checkpoint, spec, backend, settings)
+        llm = LLM(checkpoint, spec, running.backend, settings=running.settings, max_sequences=1)
     with llm:
         yield llm
 
@@ -722,8 +603,3 @@ def _sampling_defaults(llm: "LLM") -> SamplingDefaults:
     for remark in llm.sampling_defaults.ignored:
         note(f"warning: {remark}")
     return llm.sampling_defaults
-
-
-def _emit_json(value: object) -> None:
-    # ASCII, so that it is the same JSON whatever encoding stdout has.
-    emit(json.dumps(value) + "\n")

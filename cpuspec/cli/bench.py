@@ -2,39 +2,33 @@
 
 import csv
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cpuspec.backends import Backend, device_of
-from cpuspec.cli.console import emit, size
-from cpuspec.cli.options import describe_settings
+from cpuspec.cli.console import counted, emit, emit_json, size
+from cpuspec.cli.machine import describe_run
 from cpuspec.config import EngineConfig
 from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport
 
 Setting = dict[str, Any]
 
 
-def describe_run(model: str, backend: Backend, settings: EngineConfig, plan: Plan) -> Setting:
-    """What was measured, and on what."""
-    from cpuspec.kernels import isa  # imports numba
-
+def describe_bench(model: str, backend: Backend, settings: EngineConfig, plan: Plan) -> Setting:
+    """The model, the machine and the settings that a bench measured."""
     return {
-        "model": model,
-        "backend": backend.name,
+        **describe_run(model, backend.name, settings),
         "threads": backend.threads,
-        **describe_settings(settings),
         "device": device_of(backend),
-        "processor": isa.describe(),
         "weight_bytes": backend.weight_bytes,
         "repetitions": plan.repetitions,
     }
 
 
 def show_json(setting: Setting, report: SpeedReport) -> None:
-    """One object: the setting, and `SpeedReport.as_dict`. ASCII, whatever the encoding of stdout."""
-    emit(json.dumps(setting | report.as_dict()) + "\n")
+    """One object: the setting, and `SpeedReport.as_dict`."""
+    emit_json(setting | report.as_dict())
 
 
 def show_csv(setting: Setting, report: SpeedReport) -> None:
@@ -56,7 +50,7 @@ def show_markdown(setting: Setting, report: SpeedReport) -> None:
         " with ".join([f"{setting['backend']} backend", *([", ".join(chosen)] if chosen else [])]),
         f"{setting['kv_format']} keys and values",
         *([f"on {setting['device']}"] if setting["device"] != "cpu" else []),
-        f"{setting['threads']} thread{'s' * (setting['threads'] > 1)}",
+        counted(setting["threads"], "thread"),
         setting["processor"],
         *([f"memory reads {report.read_bytes_per_s / 1e9:.1f} GB/s"] if report.read_bytes_per_s else []),
     ]

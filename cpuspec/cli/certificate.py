@@ -1,34 +1,24 @@
 """What `cpuspec certify` shows: a certificate with what it is about, as JSON or in some lines."""
 
-from typing import Any
-
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.cli.console import print_table
-from cpuspec.cli.machine import versions
-from cpuspec.cli.options import describe_settings
+from cpuspec.cli.console import Report, accepted, print_facts
+from cpuspec.cli.machine import describe_run, versions
 from cpuspec.config import EngineConfig
 from cpuspec.evaluate.certify import Certificate, file_identity
-
-Report = dict[str, Any]
 
 
 def describe_certificate(model: str, checkpoint: Checkpoint, backend: str, settings: EngineConfig, found: Certificate) -> Report:
     """The certificate, the model's files with their sha256, and what ran them."""
-    from cpuspec.kernels import isa  # imports numba
-
     return {
-        "model": model,
+        **describe_run(model, backend, settings),
         "files": file_identity(checkpoint.path),
-        "backend": backend,
-        **describe_settings(settings),
-        "processor": isa.describe(),
         "versions": versions(),
         **found.as_dict(),
     }
 
 
 def show_certificate(report: Report) -> None:
-    """Print the verdicts and what they rest on."""
+    """Print the verdicts, and the figures under them."""
     greedy, sampled, arms = report["greedy"], report["sampled"], report["greedy"]["arms"]
     same = min(arm["num_identical"] for arm in arms)
     lowest = min(one["p_value"] for one in sampled["comparisons"])
@@ -47,8 +37,8 @@ def show_certificate(report: Report) -> None:
             "a lie is seen" if report["control_rejected"] else "A LIE IS NOT SEEN: too weak, use more --samples",
         ),
     ]
-    print_table(("", ""), facts)
+    print_facts(facts)
 
 
-def _drafts(accepted: int, drafted: int) -> str:
-    return f"{accepted} of {drafted} drafted tokens accepted" if drafted else "NOTHING WAS DRAFTED, so this says nothing of drafts"
+def _drafts(num_accepted: int, num_drafted: int) -> str:
+    return accepted(num_accepted, num_drafted) if num_drafted else "NOTHING WAS DRAFTED, so this says nothing of drafts"

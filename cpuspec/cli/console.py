@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 an error that cpuspec reports, 2 wrong usage, 130 interrup
 
 import errno
 import io
+import json
 import logging
 import os
 import re
@@ -31,24 +32,14 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from cpuspec.cli import INTERRUPTED, end_at_once
-from cpuspec.errors import CpuspecError
+from cpuspec.errors import CpuspecError, printable
 
 ERROR, BROKEN_PIPE = 1, 141
 
-# What a terminal may obey: C0 without tab and newline, DEL, C1 (ECMA-48).
-_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f"
-_OBEYED = re.compile(f"[{_CONTROL}]")
-# What changes the order of the text around it, besides (Unicode Standard Annex 9, explicit embeddings, overrides and isolates).
-_OBEYED_OR_REORDERED = re.compile(f"[{_CONTROL}\u202a-\u202e\u2066-\u2069]")
+Report = Any  # plain data as JSON has it: the findings of a command, to be printed either way
 
-
-def printable(text: str) -> str:
-    """The text with what a terminal would obey written out, as \\x1b: names in files and the network's words are strangers'."""
-    return _OBEYED_OR_REORDERED.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+# Characters that a terminal may obey: C0 without tab and newline, DEL, C1 (ECMA-48).
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def emit(text: str) -> None:
@@ -57,9 +48,14 @@ def emit(text: str) -> None:
     sys.stdout.flush()
 
 
+def emit_json(value: Report) -> None:
+    """Write one line of JSON, in ASCII: the same line in whatever encoding stdout has."""
+    emit(json.dumps(value) + "\n")
+
+
 def emit_generated(text: str) -> None:
     """Write what a model generated: as it is, but on a terminal with control characters written out, lest it be obeyed."""
-    emit(_OBEYED.sub(_escaped, text) if sys.stdout.isatty() else text)
+    emit(_OBEYED.sub(lambda found: printable(found[0]), text) if sys.stdout.isatty() else text)
 
 
 def note(text: str) -> None:
@@ -279,6 +275,19 @@ class StepProgress:
         self._last = what
 
 
+def deliver(report: Report, as_json: bool, show: Callable[[Any], None]) -> None:
+    """Print a report, as JSON or as `show` prints it."""
+    if as_json:
+        emit_json(report)
+    else:
+        show(report)
+
+
+def print_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Print a report's facts, a name and a value in each line. A line without a name continues the one above."""
+    print_table(("", ""), [(name, str(value)) for name, value in facts])
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Aligned columns (a heading that ends in > is aligned to the right). Without a terminal, lines are as long as they need."""
     table = Table(box=None, pad_edge=False, show_header=any(columns))
@@ -293,6 +302,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     console = Console(file=out, highlight=False, markup=False, width=terminal.width if terminal.is_terminal else 1000)
     console.print(table)
     emit("".join(line.rstrip() + "\n" for line in out.getvalue().splitlines()))
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, as `2 threads`."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def accepted(num_accepted: int, num_drafted: int) -> str:
+    """The fate of drafted tokens, in words."""
+    return f"{num_accepted} of {num_drafted} drafted tokens accepted"
 
 
 def size(num_bytes: float) -> str:

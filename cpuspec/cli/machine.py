@@ -6,16 +6,15 @@ from contextlib import suppress
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from cpuspec import __version__
+from cpuspec.backends import OWN_SETTINGS
 from cpuspec.backends.packed import packed_directory, packed_files
-from cpuspec.cli.console import print_table, size
+from cpuspec.cli.console import Report, counted, print_facts, size
 from cpuspec.cli.reports import known_models
+from cpuspec.config import EngineConfig
 from cpuspec.environment import cache_dir, packed_limit_bytes, proc_field, processor_name, usable_cores
 from cpuspec.metrics import read_bandwidth
-
-Row = dict[str, Any]
 
 # The features that decide how fast kernels are, of the hundred that a processor has: LLVM's names.
 TELLING_FEATURES = (
@@ -35,7 +34,7 @@ TELLING_FEATURES = (
 _PREFERRED = ("avx512vnni", "avxvnni")  # how kernels like to multiply bytes, best first
 
 
-def describe_machine() -> Row:
+def describe_machine() -> Report:
     """Everything that a speed or an error report should come with. Takes some seconds: the bandwidth is measured."""
     from cpuspec import kernels  # imports numba
 
@@ -56,7 +55,7 @@ def describe_machine() -> Row:
     }
 
 
-def describe_hardware() -> Row:
+def describe_hardware() -> Report:
     """The processor and its memory, and what the kernels make of them. Measures nothing."""
     from cpuspec.kernels import isa  # imports numba
 
@@ -77,8 +76,16 @@ def describe_hardware() -> Row:
     }
 
 
+def describe_run(model: str, backend: str, settings: EngineConfig) -> Report:
+    """What a measurement is about: the model, the backend with its settings, the processor."""
+    from cpuspec.kernels import isa  # imports numba
+
+    chosen = {name: getattr(settings, name) for name in ("kv_format", *OWN_SETTINGS)}
+    return {"model": model, "backend": backend, **chosen, "processor": isa.describe()}
+
+
 def versions() -> dict[str, str]:
-    """Of cpuspec and what its speed depends on."""
+    """The versions of cpuspec and of the packages that its speed depends on."""
     return {
         "cpuspec": __version__,
         "python": platform.python_version(),
@@ -86,7 +93,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def show_machine(report: Row) -> None:
+def show_machine(report: Report) -> None:
     """Print `describe_machine` as a table."""
     telling = [name for name in TELLING_FEATURES if name in report["features"]]
     limit = report["memory_limit_bytes"]
@@ -107,7 +114,7 @@ def show_machine(report: Row) -> None:
         ("threads", f"{report['default_threads']} by default"),
         ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
         *(
-            ("", f"reads {one['bytes_per_s'] / 1e9:.1f} GB/s with {one['threads']} thread{'s' * (one['threads'] > 1)}")
+            ("", f"reads {one['bytes_per_s'] / 1e9:.1f} GB/s with {counted(one['threads'], 'thread')}")
             for one in report["read_bandwidth"]
         ),
         ("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())),
@@ -118,7 +125,7 @@ def show_machine(report: Row) -> None:
         ("cache", report["cache_directory"]),
         *(("model", f"{model['name']} ({size(model['bytes'])}) {model['path']}") for model in report["models"]),
     ]
-    print_table(("", ""), facts)
+    print_facts(facts)
 
 
 def _why(isa: str, features: frozenset[str]) -> str:

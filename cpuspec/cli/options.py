@@ -1,19 +1,24 @@
-"""The options that several commands share, each declared once, and what turns their values into settings."""
+"""The options of the commands, and how their values become settings. Options of settings come from the settings' declaration."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NamedTuple, get_origin
 
 import typer
 
-from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend
+from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.checkpoints.recipes import known_names
-from cpuspec.config import ACTIVATIONS, DTYPES, EngineConfig, SamplingParams, SpecConfig
-from cpuspec.engine.assemble import SOURCES, check_spec
+from cpuspec.config import EngineConfig, SamplingParams, SpecConfig, read_backend
+from cpuspec.engine.assemble import LOOKUPS, check_spec
 from cpuspec.errors import BackendError, ConfigError, FormatError
-from cpuspec.formats.kv import KV_FORMATS, get_kv_format
+from cpuspec.formats.kv import get_kv_format
+
+Command = Callable[..., None]
 
 MAX_PROMPT_BYTES = 64 << 20
 # Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
@@ -22,7 +27,7 @@ GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Settings that cannot be are wrong usage."""
+    """Turn the error of a setting into wrong usage."""
     try:
         yield
     except (ConfigError, BackendError, FormatError) as error:
@@ -30,35 +35,17 @@ def usage_errors() -> Iterator[None]:
 
 
 def known_draft(text: str | None) -> str | None:
+    """The text of `--draft`, unless it is no spec: then BadParameter."""
     if text is not None:
         with usage_errors():
             check_spec(SpecConfig.parse(text))
     return text
 
 
-def _known_backend(name: str) -> str:
-    with usage_errors():
-        check_backend(name)
-    return name
-
-
-def _known_kv_format(name: str) -> str:
-    with usage_errors():
-        get_kv_format(name)
-    return name
-
-
-def _known_setting(name: str, value: str) -> str:
-    with usage_errors():
-        EngineConfig(**{name: value})  # type: ignore[arg-type]
-    return value
-
-
 MODEL_HELP = (
     "A model's or chain's name (see `cpuspec models`), owner/name:QUANT or hf:owner/name/file of the Hugging Face hub, "
     "ollama:NAME:TAG, a GGUF file, or a Hugging Face directory."
 )
-_SAMPLING, _RUNNING = "Sampling", "Running"
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -75,199 +62,102 @@ Draft = Annotated[
         metavar="SPEC",
         callback=known_draft,
         help="How to draft tokens: auto, the default, where that pays; none; or levels separated by commas, the cheapest "
-        "first, after auto to be chosen from, as auto,self:mxfp4: a token source "
-        f"({', '.join(SOURCES)}, or FILE.py:CLASS), the model's own weights (self, skip, as self:mxfp4 and skip:4), another model, "
-        "or match:MODEL, one with another vocabulary by its text. NAME@8 drafts at most 8 tokens a round. It changes the speed and "
+        "first, after auto to be chosen from, as auto,self:mxfp4: a look-up in the text "
+        f"({', '.join(LOOKUPS)}, or FILE.py:CLASS), the model's own weights (self, skip, as self:mxfp4 and skip:4), another model, "
+        "or text:MODEL, one with another vocabulary by its text. NAME@8 drafts at most 8 tokens a round. It changes the speed and "
         "never what is generated.",
     ),
 ]
-Backend = Annotated[
-    str,
-    typer.Option(
-        "--backend",
-        metavar="B",
-        callback=_known_backend,
-        rich_help_panel=_RUNNING,
-        help=f"One of {', '.join(BACKENDS)}. Only with numba are greedy answers the same whatever is drafted: with others they may "
-        "differ where two tokens are nearly as likely.",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        metavar="N",
-        min=1,
-        max=1024,
-        rich_help_panel=_RUNNING,
-        help="Threads to compute with; by default every usable core.",
-    ),
-]
-KVFormat = Annotated[
-    str,
-    typer.Option(
-        "--kv-format",
-        metavar="F",
-        callback=_known_kv_format,
-        rich_help_panel=_RUNNING,
-        help=f"What keys and values are kept in, one of {', '.join(KV_FORMATS)}. Fewer bits are faster in a long context.",
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar="D",
-        rich_help_panel=_RUNNING,
-        help="Where the torch backend computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.",
-    ),
-]
-DType = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        metavar="T",
-        callback=lambda name: _known_setting("dtype", name),
-        rich_help_panel=_RUNNING,
-        help=f"In what the torch backend multiplies with weights, one of {', '.join(DTYPES)}.",
-    ),
-]
-Weights = Annotated[
-    str,
-    typer.Option(
-        "--weights",
-        metavar="W",
-        callback=lambda name: _known_setting("weights", name),
-        rich_help_panel=_RUNNING,
-        help="What the torch backend keeps of weights: values, dequantized at load; codes, as small as in the file; or auto.",
-    ),
-]
-Activations = Annotated[
-    str,
-    typer.Option(
-        "--activations",
-        metavar="A",
-        callback=lambda name: _known_setting("activations", name),
-        rich_help_panel=_RUNNING,
-        help="What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with, one of "
-        f"{', '.join(ACTIVATIONS)}: int8 is fast and what auto is, f32 exact but for the order of sums. numpy with int8 shows what "
-        "that rounding costs.",
-    ),
-]
-ContextLength = Annotated[
-    int | None,
-    typer.Option(
-        "--context-length",
-        metavar="N",
-        min=1,
-        rich_help_panel=_RUNNING,
-        help="Tokens that prompt and answer may have together; by default what the model was trained for.",
-    ),
-]
-NoMmap = Annotated[
-    bool,
-    typer.Option(
-        "--no-mmap",
-        rich_help_panel=_RUNNING,
-        help="Read model files into memory instead of mapping them: slower to start, and safe from files that are shortened.",
-    ),
-]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        rich_help_panel=_SAMPLING,
-        help="0 takes the likeliest token, whatever the model's files recommend; higher is more random. This and the next four are "
-        "by default what the model's files or its recipe recommend, else greedy.",
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k",
-        metavar="K",
-        rich_help_panel=_SAMPLING,
-        help="Sample among the K likeliest tokens; 0 is off.",
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        rich_help_panel=_SAMPLING,
-        help="Sample among the likeliest tokens that together have P; 1 is off.",
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p",
-        metavar="P",
-        rich_help_panel=_SAMPLING,
-        help="Drop tokens less likely than P times the likeliest; 0 is off.",
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--repetition-penalty",
-        metavar="X",
-        rich_help_panel=_SAMPLING,
-        help="Above 1, tokens of prompt and answer become less likely to come again; 1 is off.",
-    ),
-]
-PresencePenalty = Annotated[
-    float,
-    typer.Option(
-        "--presence-penalty", metavar="X", rich_help_panel=_SAMPLING, help="Taken from the logits of tokens of the answer."
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option(
-        "--frequency-penalty", metavar="X", rich_help_panel=_SAMPLING, help="Likewise, once for each time the token was generated."
-    ),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logit-bias", metavar="ID=BIAS", rich_help_panel=_SAMPLING, help="Added to a token's logit; -inf forbids it. Repeatable."
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed", metavar="S", rich_help_panel=_SAMPLING, help="Repeats a sampled answer; by default one is drawn, and shown."
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stop",
-        metavar="TEXT",
-        rich_help_panel=_SAMPLING,
-        help="End before this text, which is not shown. Taken literally. Repeatable.",
-    ),
-]
-StopTokenId = Annotated[
-    list[int] | None,
-    typer.Option("--stop-token-id", metavar="ID", rich_help_panel=_SAMPLING, help="End with this token, too. Repeatable."),
-]
-MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", metavar="N", rich_help_panel=_SAMPLING, help="Tokens that an answer may have at most.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", rich_help_panel=_SAMPLING, help="Go on when the model ends its answer, up to --max-tokens.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
-def describe_settings(settings: EngineConfig) -> dict[str, str]:
-    """What reports say of how a backend computes and what it keeps."""
-    return {name: getattr(settings, name) for name in ("kv_format", *OWN_SETTINGS)}
+BACKEND_HELP = (
+    f"One of {', '.join(BACKENDS)}, with settings after a colon, as in torch:cuda,dtype=bf16 and numba:threads=1. Only with numba "
+    "are greedy answers the same whatever is drafted: with others they may differ where two tokens are nearly as likely."
+)
+_KINDS: Mapping[Any, Any] = {  # of an option that may be absent, by the type of its field
+    int: int | None,
+    int | None: int | None,
+    float: float | None,
+    str: str | None,
+    bool: bool,
+    tuple[str, ...]: list[str] | None,
+    tuple[int, ...]: list[int] | None,
+    Mapping[int, float]: list[str] | None,
+}
+
+
+class Running(NamedTuple):
+    """The backend and the settings that options name."""
+
+    backend: str
+    settings: EngineConfig
+
+
+def _options(declaration: type, names: Iterable[str], panel: str, **defaults: Any) -> list[Parameter]:
+    """The options of these fields of settings. A field that is true by default has an option that denies it, as --no-mmap."""
+    options = []
+    for one in (one for one in fields(declaration) if one.name in names):
+        spelling = one.name.removesuffix("s") if get_origin(one.type) is tuple else one.name
+        flag = f"--{'no-' * (one.default is True)}{spelling.replace('_', '-')}"
+        shown = typer.Option(flag, metavar=one.metadata["metavar"] or None, rich_help_panel=panel, help=one.metadata["help"])
+        default = defaults.get(one.name, False if one.type is bool else None)
+        annotation = Annotated[_KINDS[one.type], shown]  # type: ignore[valid-type, name-defined]
+        options.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    return options
+
+
+def _takes(into: str, options: list[Parameter], read: Callable[[dict[str, Any]], object]) -> Callable[[Command], Command]:
+    """Decorate a command: it has these options, too, and gets as its argument `into` what `read` makes of their values."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given = {one.name: values.pop(one.name) for one in options}
+            command(**values, **{into: read(given)})
+
+        declared = signature(command)
+        own = [one for one in declared.parameters.values() if one.name != into]
+        run.__signature__ = declared.replace(parameters=own + options)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def takes_running(*names: str, with_backend: bool = True) -> Callable[[Command], Command]:
+    """Give a command options for these fields of EngineConfig and for the backend; it gets `running: Running`."""
+    backend = typer.Option("--backend", metavar="B", rich_help_panel="Running", help=BACKEND_HELP)
+    options = _options(EngineConfig, names, "Running")
+    if with_backend:
+        options.insert(0, Parameter("backend", Parameter.KEYWORD_ONLY, default=BACKENDS[0], annotation=Annotated[str, backend]))
+    return _takes("running", options, _read_running)
+
+
+def _read_running(given: dict[str, Any]) -> Running:
+    with usage_errors():
+        text = given.pop("backend", BACKENDS[0])
+        mmap = not given.pop("mmap", False)
+        settings = EngineConfig(mmap=mmap, **{name: value for name, value in given.items() if value is not None})
+        running = Running(*read_backend(text, settings))
+        check_backend(running.backend)
+        get_kv_format(running.settings.kv_format)
+    return running
+
+
+def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens")) -> Callable[[Command], Command]:
+    """Give a command options for the fields of SamplingParams; it gets those that were given as `sampling: dict[str, Any]`."""
+    names = [one.name for one in fields(SamplingParams) if one.name not in without]
+    return _takes("sampling", _options(SamplingParams, names, "Sampling", max_tokens=max_tokens), _read_sampling)
+
+
+def _read_sampling(given: dict[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in given.items() if value is not None}
+    with usage_errors():
+        given["stop"] = tuple(checked_text(text, "--stop") for text in given.get("stop", ()))
+        given["logit_bias"] = read_logit_bias(given.get("logit_bias"))
+        SamplingParams(**given)
+    return given
 
 
 def read_numbers(text: str, name: str) -> tuple[int, ...]:
@@ -278,19 +168,6 @@ def read_numbers(text: str, name: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise typer.BadParameter(f"{name} takes whole numbers separated by commas, as 1,2,4, or none; got {text!r}")
     return tuple(map(int, parts))
-
-
-def given_sampling(
-    logit_bias: list[str] | None, stop: list[str] | None, stop_token_id: list[int] | None, **others: Any
-) -> dict[str, Any]:
-    """Fields of SamplingParams that options set; None is an option that was not given. Raises BadParameter for what cannot be."""
-    given = {name: value for name, value in others.items() if value is not None}
-    given["stop"] = tuple(checked_text(text, "--stop") for text in stop or ())
-    given["stop_token_ids"] = tuple(stop_token_id or ())
-    with usage_errors():
-        given["logit_bias"] = read_logit_bias(logit_bias)
-        SamplingParams(**given)
-    return given
 
 
 def read_logit_bias(entries: list[str] | None) -> dict[int, float]:

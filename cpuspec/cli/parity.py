@@ -2,19 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from cpuspec.backends import BACKENDS, OWN_SETTINGS, check_backend
+from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
-from cpuspec.cli.console import emit, print_table
+from cpuspec.cli.console import Report, accepted, counted, emit, print_facts
 from cpuspec.cli.machine import versions
-from cpuspec.config import EngineConfig, SpecConfig
+from cpuspec.config import EngineConfig, SpecConfig, read_backend
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import PROMPTS
 from cpuspec.evaluate.parity import (
@@ -33,10 +32,6 @@ from cpuspec.evaluate.prompts import Prompt, prompt_ids, read_prompts, read_text
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.tokenizer import make_tokenizer
 
-Report = dict[str, Any]
-
-_SETTINGS = ("threads", "kv_format", *OWN_SETTINGS)  # that one side may have otherwise than the other
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -48,28 +43,17 @@ class Wanted:
 
 
 def read_side(text: str, settings: EngineConfig) -> Wanted | Run:
-    """A backend, or BACKEND:SETTING=VALUE,... as numba:threads=1; otherwise the record in the file of that name.
+    """A backend with its settings, as numba:threads=1; otherwise the record in the file of that name.
 
-    A setting without a name is the device, as in torch:cuda. Raises BadParameter where it is nothing of that.
+    Raises BadParameter where it is neither.
     """
-    backend, _, changes = text.partition(":")
-    if backend not in BACKENDS and (Path(text).is_file() or text.endswith(".json")):
+    if text.partition(":")[0] not in BACKENDS and (Path(text).is_file() or text.endswith(".json")):
         return read_run(Path(text))
     with options.usage_errors():
-        settings = replace(settings, **dict(_read_setting(change, text) for change in changes.split(",") if changes))
+        backend, settings = read_backend(text, settings)
         check_backend(backend, settings)
         get_kv_format(settings.kv_format)
     return Wanted(text, backend, settings)
-
-
-def _read_setting(change: str, text: str) -> tuple[str, Any]:
-    name, _, value = change.rpartition("=")
-    name, known = name or "device", [field.name for field in fields(EngineConfig) if field.name in _SETTINGS]
-    if name not in known or not value:
-        raise ConfigError(f"cannot read {change!r} in {text!r}; wanted BACKEND:SETTING=VALUE,... with some of {', '.join(known)}")
-    if name == "threads" and not (value.isascii() and value.isdigit() and len(value) < 5):
-        raise ConfigError(f"threads in {text!r} are a whole number, got {value!r}")
-    return name, int(value) if name == "threads" else value
 
 
 def check_record(path: Path | None) -> None:
@@ -161,7 +145,7 @@ def show_parity(report: Report) -> None:
             ("from records", f"ids with {report['covered_mean']:.2%} of the probability (at least {report['covered_min']:.2%})"),
             ("", f"every logit of {report['whole_rows']} rows{_whole(report)}"),
         ]
-    print_table(("", ""), facts)
+    print_facts(facts)
     for failure in report["failures"]:
         emit(f"NOT KEPT: {failure}\n")
 
@@ -178,14 +162,14 @@ def _differences(report: Report) -> list[str]:
 
 def _speed(side: Report) -> list[tuple[str, str]]:
     """A side's rates, and what became of its drafts."""
-    threads = f"{side['threads']} thread{'s' * (side['threads'] > 1)}" if "threads" in side else "threads unknown"
+    threads = counted(side["threads"], "thread") if "threads" in side else "threads unknown"
     lines = [(_name(side), f"{_rate(side['tokens_per_s'])}, {threads}")]
     if drafted := side["drafted"]:
         same = f"{drafted['num_identical']} of {drafted['num_answers']} answers identical to plain ones"
         lines.append(("", f"{_rate(drafted['tokens_per_s'])} with {side.get('draft', 'drafts')}, {same}"))
         for name, level in drafted["levels"].items():
-            accepted = f"{level['num_accepted_tokens']} of {level['num_draft_tokens']} drafted tokens accepted"
-            lines.append(("", f"{name}: {accepted} ({level['accepted_per_proposed']:.0%})"))
+            fate = accepted(level["num_accepted_tokens"], level["num_draft_tokens"])
+            lines.append(("", f"{name}: {fate} ({level['accepted_per_proposed']:.0%})"))
         if not drafted["levels"]:
             lines.append(("", "nothing was drafted, so this says nothing of drafts"))
     return lines

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from cpuspec.backends.packed import verify_packed
 from cpuspec.checkpoints import Checkpoint
@@ -12,17 +11,15 @@ from cpuspec.checkpoints.gguf_parts import part_paths
 from cpuspec.checkpoints.hub import revision_of
 from cpuspec.checkpoints.local_models import local_models
 from cpuspec.checkpoints.recipes import load_all, recipe_of
-from cpuspec.cli.console import emit, print_table, size
+from cpuspec.cli.console import Report, emit, print_facts, print_table, size
 from cpuspec.config import EngineConfig
 from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.metrics import read_bandwidth
 
-Row = dict[str, Any]
 
-
-def known_models() -> tuple[list[Row], list[str]]:
+def known_models() -> tuple[list[Report], list[str]]:
     """Every recipe, whether its file is in the caches and where; and what is wrong with recipes that cannot be read."""
     recipes, _, problems = load_all()
     rows = []
@@ -45,7 +42,7 @@ def known_models() -> tuple[list[Row], list[str]]:
     return rows, problems
 
 
-def known_chains() -> list[Row]:
+def known_chains() -> list[Report]:
     """Every target with drafts that has a name of its own."""
     return [
         {"name": chain.name, "source": "chain", "target": chain.target, "draft": str(chain.spec), "description": chain.description}
@@ -53,7 +50,7 @@ def known_chains() -> list[Row]:
     ]
 
 
-def found_models() -> list[Row]:
+def found_models() -> list[Report]:
     """What other programs hold on this machine."""
     return [{"name": one.name, "source": one.source, "bytes": one.num_bytes, "path": str(one.path)} for one in local_models()]
 
@@ -63,7 +60,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in (part_paths(path) if path.is_file() else path.iterdir()) if file.is_file())
 
 
-def show_models(rows: list[Row], chains: list[Row], found: list[Row]) -> None:
+def show_models(rows: list[Report], chains: list[Report], found: list[Report]) -> None:
     """Print `known_models`, `known_chains` and `found_models` as tables."""
     cells = [
         (
@@ -89,7 +86,7 @@ def show_models(rows: list[Row], chains: list[Row], found: list[Row]) -> None:
         )
 
 
-def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> Row:
+def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> Report:
     """Configuration, formats, sizes, and the bound that memory sets to the speed of one sequence.
 
     A token reads every weight once, except for an embedding that is not the output matrix too: of that, one row.
@@ -124,7 +121,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
     return report
 
 
-def verify_model(checkpoint: Checkpoint, threads: int) -> Row:
+def verify_model(checkpoint: Checkpoint, threads: int) -> Report:
     """The sha256 of the model's files beside that of its recipe, where one knows the file, and whether its packed weights are
     what their checksums say. Damaged packed weights are removed.
     """
@@ -141,7 +138,7 @@ def verify_model(checkpoint: Checkpoint, threads: int) -> Row:
     }
 
 
-def _verdicts(report: Row, path: str) -> list[tuple[str, str]]:
+def _verdicts(report: Report, path: str) -> list[tuple[str, str]]:
     """`verify_model` in lines."""
     lines = [("sha256", f"{file['sha256']} {file['name']}") for file in report["files"]]
     wanted = report["recipe_sha256"]
@@ -158,7 +155,7 @@ def _verdicts(report: Row, path: str) -> list[tuple[str, str]]:
     return lines if report["packed"] else [*lines, ("packed weights", "none are kept")]
 
 
-def _totals(tensors: Iterable[QuantTensor]) -> Row:
+def _totals(tensors: Iterable[QuantTensor]) -> Report:
     listed = list(tensors)
     num_bytes, num_weights = sum(t.num_bytes for t in listed), sum(t.num_values for t in listed)
     return {
@@ -169,7 +166,7 @@ def _totals(tensors: Iterable[QuantTensor]) -> Row:
     }
 
 
-def show_model(report: Row) -> None:
+def show_model(report: Report) -> None:
     """Print `describe_model`: facts, formats, and tensors if they were asked for."""
     config = report["config"]
     output = "output tied to the embedding" if config["tied_embeddings"] else "output of its own"
@@ -199,7 +196,7 @@ def show_model(report: Row) -> None:
     ]
     if "verified" in report:
         facts += _verdicts(report["verified"], report["path"])
-    print_table(("", ""), [(name, str(value)) for name, value in facts])
+    print_facts(facts)
     emit("\n")
     print_table(
         ("format", "tensors>", "weights>", "size>", "bits per weight>"),

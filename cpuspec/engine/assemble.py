@@ -1,7 +1,13 @@
-"""The drafters by name, and how a draft spec becomes one proposer. A new drafter is one row of SOURCES or of MODELS."""
+"""How a draft spec becomes one proposer, in two phases: open what it names, then build it from the bottom up.
 
+Opening checks everything that can be checked before gigabytes of weights are loaded. Building loads them beside the target's.
+A new drafter is one row of LOOKUPS or of MODELS.
+"""
+
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -9,9 +15,11 @@ from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, set
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_model, resolve_model
 from cpuspec.checkpoints.recipes import ChainRecipe, find_named
-from cpuspec.config import AUTO, EngineConfig, LevelSpec, SpecConfig
+from cpuspec.config import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
+from cpuspec.engine.own_weights import read_skipped, skip_layers
 from cpuspec.errors import ConfigError
-from cpuspec.formats import get_format
+from cpuspec.formats import Format, get_format
+from cpuspec.formats.kv import get_kv_format
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.speculation.context import Context
@@ -20,14 +28,17 @@ from cpuspec.speculation.drafters.suffix import make_suffix
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.drafters.user import UserProposer, is_import_path
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
-from cpuspec.speculation.planner.planner import MAX_TOKENS, Model, plan
+from cpuspec.speculation.planner.choose import MAX_TOKENS
+from cpuspec.speculation.planner.planner import DraftModel, plan
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
+Weights = tuple[Checkpoint, Mapping[str, Format]]  # a model, and its matrices that are cast to another format at load
+
 
 @dataclass(frozen=True)
-class Host:
-    """What a level may know of the target before its weights are loaded."""
+class Target:
+    """What drafters may know of the target before its weights are loaded."""
 
     checkpoint: Checkpoint | None  # None where the target is a backend of the user's own
     tokenizer: Tokenizer
@@ -36,83 +47,51 @@ class Host:
     context_length: int  # tokens that a sequence may hold
     settings: EngineConfig
 
-    def on(self, backend: str) -> "Host":
-        """The same for a draft on a certain backend; another one than the target's has none of the settings that are its own."""
-        return self if backend == self.backend else replace(self, backend=backend, settings=settings_on(backend, self.settings))
 
-
-@dataclass(frozen=True)
-class DraftModel:
-    """A draft model before its weights are loaded. load: from the target's backend to the draft's."""
-
-    tokenizer: Tokenizer
-    load: Callable[[Backend], Backend]
-
-
-def _self_cast(level: LevelSpec, host: Host) -> DraftModel:
-    from cpuspec.engine.own_weights import make_self_draft
+def _cast_weights(target: Checkpoint, format_name: str) -> Weights:
     from cpuspec.quantize.cast import casts  # imports numba
 
-    checkpoint = _weights_of(host, level)
-    casts(checkpoint, get_format(level.argument))  # raises where the format does not fit
-    return DraftModel(
-        host.tokenizer, lambda target: make_self_draft(target, checkpoint, level.argument, host.settings, host.backend)
-    )
+    return target, casts(target, get_format(format_name))
 
 
-def _layer_skip(level: LevelSpec, host: Host) -> DraftModel:
-    from cpuspec.engine.own_weights import make_skip_draft, read_skipped  # imports numba
-
-    checkpoint = _weights_of(host, level)
-    read_skipped(level.argument, checkpoint)
-    return DraftModel(
-        host.tokenizer, lambda target: make_skip_draft(target, checkpoint, level.argument, host.settings, host.backend)
-    )
+def _fewer_layers(target: Checkpoint, skipped: str) -> Weights:
+    return skip_layers(target, read_skipped(skipped, target)), {}
 
 
-def _weights_of(host: Host, level: LevelSpec) -> Checkpoint:
-    if host.checkpoint is None:
-        raise ConfigError(f"{level.drafter} drafts with the target's own weights, and this target is no checkpoint; name a model")
-    return host.checkpoint
+# Drafters without a model look drafts up in text, so they stand at the bottom.
+LOOKUPS: Mapping[str, Callable[[LevelSpec], Proposer]] = {"ngram": make_ngram, "suffix": make_suffix}
 
+# Drafters made of the target's own weights, and of another model whose tokens come back through their text (None).
+OWN_WEIGHTS: Mapping[str, Callable[[Checkpoint, str], Weights]] = {"self": _cast_weights, "skip": _fewer_layers}
+BY_TEXT = "text"
+MODELS = (*OWN_WEIGHTS, BY_TEXT)
 
-def _matched_by_text(level: LevelSpec, host: Host) -> DraftModel:
-    return _other_model(level.argument, host)
-
-
-def _other_model(model: str, host: Host) -> DraftModel:
-    checkpoint = open_checkpoint(resolve_model(model), host.settings.mmap)
-    return DraftModel(make_tokenizer(checkpoint), lambda target: make_backend(host.backend, checkpoint, host.settings, target))
-
-
-# Token sources: no model, so they stand at the bottom. The maker takes the level and raises ConfigError for what it cannot be.
-SOURCES: Mapping[str, Callable[[LevelSpec], Proposer]] = {"ngram": make_ngram, "suffix": make_suffix}
-
-# Models: verified by the levels above and verifying those below. The maker checks all it can and returns what loads the weights.
-MODELS: Mapping[str, Callable[[LevelSpec, Host], DraftModel]] = {
-    "self": _self_cast,
-    "skip": _layer_skip,
-    "match": _matched_by_text,
-}
 _PLANNED = AUTO.levels[0].name
-_BY_TEXT = "match"  # whose tokens come back through their text
-
-_MOST_TOKENS_FOR_ONE = 4  # a text may be so many times as long in the tokens of another vocabulary
-
-
-# What a planner drafts with where its spec names no source.
-_PLANNED_TEXT = LevelSpec("suffix:tree", 24, 0.05)
+_PLANNED_LOOKUP = LevelSpec("suffix:tree", 24, 0.05)  # where the spec of a planner names no lookup
+_MOST_TOKENS_FOR_ONE = 4  # a text takes at most this factor of tokens more in another vocabulary
+_BACKEND = re.compile(rf"(?P<backend>(?:{'|'.join(BACKENDS)})(?::{BACKEND_SETTINGS})?):(?P<drafter>.+)")
 
 
-Make = Callable[[Backend, Proposer], Proposer]  # from the target's backend and what drafts for this level
+class _Drafter(NamedTuple):
+    """A drafter of a spec, taken apart."""
+
+    name: str  # a row of LOOKUPS or MODELS, or "" for a model, or for a user's class
+    argument: str  # after the name's colon
+    backend: str  # that it runs on, with settings; "" for the target's
+    is_lookup: bool  # whether it drafts without a model
+    model: str  # name or path of a model from elsewhere, or ""
+    shown: str  # in reports: of a model's path the last part
 
 
-class Tokens(NamedTuple):
-    """What a drafter speaks to its verifier: a vocabulary, the length of rows, and how many tokens a sequence may hold."""
-
-    tokenizer: Tokenizer
-    num_rows: int
-    context_length: int
+def _read(part: LevelSpec) -> _Drafter:
+    found = _BACKEND.fullmatch(part.drafter)
+    backend, drafter = (found["backend"], found["drafter"]) if found else ("", part.drafter)
+    name, _, argument = drafter.partition(":")
+    if name in LOOKUPS or (name not in (*MODELS, *BACKENDS) and is_import_path(drafter)):
+        return _Drafter(name if name in LOOKUPS else "", argument, backend, True, "", part.drafter)
+    model = argument if name == BY_TEXT else "" if name in OWN_WEIGHTS else drafter
+    shown = part.drafter.removesuffix(model) + Path(model).name if model else part.drafter
+    return _Drafter(name if name in MODELS else "", argument, backend, False, model, shown)
 
 
 def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, SpecConfig]:
@@ -122,133 +101,210 @@ def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, Spec
     """
     chain = find_named(model)
     if not isinstance(chain, ChainRecipe):
-        chain = None
-    if spec is None and chain:
-        code = [
-            part.drafter for level in chain.spec.levels for part in _parts(level) if _is_source(part) and part.name not in SOURCES
-        ]
-        if code:
+        return model, AUTO if spec is None else SpecConfig.read(spec)
+    if spec is not None:
+        return chain.target, SpecConfig.read(spec)
+    for part in _parts(chain.spec):
+        drafter = _read(part)
+        if drafter.is_lookup and not drafter.name:
             raise ConfigError(
-                f"the chain {chain.name} drafts with Python code, {code[0]!r}, which is run from the command line or the API only; "
-                f"if you trust it, use the model {chain.target} with --draft {code[0]}"
+                f"the chain {chain.name} drafts with Python code, {part.drafter!r}, which is run from the command line or the API "
+                f"only; if you trust it, use the model {chain.target} with --draft {part.drafter}"
             )
-    if spec is None:
-        spec = chain.spec if chain else AUTO
-    return chain.target if chain else model, SpecConfig.parse(spec) if isinstance(spec, str) else spec
+    return chain.target, chain.spec
 
 
 def check_spec(spec: SpecConfig) -> None:
     """Raise ConfigError for what can be seen before any model is opened: names, arguments, the order of levels.
 
-    Raises BackendError for a level's backend that is not installed.
+    Raises BackendError for a level's backend that is not installed or lacks the level's settings.
     """
     below = ""
     for level in _levels(spec):
-        for whole in _parts(level):
-            part = _checked_backend(whole)
-            if part.name == _PLANNED:
-                raise ConfigError(
-                    f"auto stands alone or before the levels that it may choose from, as in auto,self:mxfp4; got {spec}"
-                )
-            if part.name in SOURCES:
-                SOURCES[part.name](part)
-            elif part.name in MODELS and not part.argument:
-                raise ConfigError(f"{part.name} takes an argument, as in self:mxfp4, skip:4 and match:MODEL; got {part.drafter!r}")
-            elif model := _model_of(part):
-                _check_model(model)
-        if below and _is_source(level):
+        for part in (level, *level.then):
+            _check(part, spec)
+        is_lookup = _read(level).is_lookup
+        if below and is_lookup:
             raise ConfigError(f"{level.drafter} has no model to verify what {below} drafts; put it first, or join the two with +")
-        if _is_planned(spec) and level.then and not all(map(_is_source, _parts(level))):
+        if _is_planned(spec) and level.then and not all(_read(part).is_lookup for part in (level, *level.then)):
             raise ConfigError(f"auto chooses among models and does not join them; write {level} with a comma")
-        below = "" if _is_source(level) else level.drafter
+        below = "" if is_lookup else level.drafter
+
+
+def _check(part: LevelSpec, spec: SpecConfig) -> None:
+    drafter = _read(part)
+    if drafter.backend or part.name in BACKENDS:
+        name, settings = read_backend(drafter.backend or part.name, EngineConfig())
+        check_backend(name, settings)
+        get_kv_format(settings.kv_format)
+        if not drafter.backend or drafter.is_lookup or drafter.model.partition(":")[0] in (_PLANNED, *BACKENDS):
+            raise ConfigError(f"{name} runs a model, as in {name}:MODEL and {name}:self:mxfp4; got {part.drafter!r}")
+    if part.name == _PLANNED:
+        raise ConfigError(f"auto stands alone or before the levels that it may choose from, as in auto,self:mxfp4; got {spec}")
+    if drafter.name in LOOKUPS:
+        LOOKUPS[drafter.name](part)
+    elif drafter.name and not drafter.argument:
+        raise ConfigError(f"{part.name} takes an argument, as in self:mxfp4, skip:4 and text:MODEL; got {part.drafter!r}")
+    elif drafter.model:
+        try:
+            find_model(drafter.model)
+        except ConfigError as error:
+            known = ", ".join((*LOOKUPS, *MODELS))
+            raise ConfigError(f"drafter {drafter.model!r} is none of {known} and module:Class, and as a model: {error}") from None
 
 
 def draft_models(spec: SpecConfig) -> list[str]:
     """Names and paths of the models that a spec takes from elsewhere."""
-    return [model for level in _levels(spec) for part in _parts(level) if (model := _model_of(part))]
+    return [model for part in _parts(spec) if (model := _read(part).model)]
 
 
-def prepare(spec: SpecConfig, host: Host) -> Callable[[Backend], Proposer]:
-    """Open what a spec names and check that it fits the target; returns what loads it beside the target's backend.
+# -------------------------------------------------------------------------------------------------------------- phase 1: opening
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """What a drafter must know of the model that it drafts for."""
+
+    tokenizer: Tokenizer
+    num_rows: int  # of its logits
+    context_length: int
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A draft model that fits its verifier. Its weights are not loaded yet.
+
+    translation: from its vocabulary to the verifier's; None where they are the same.
+    """
+
+    name: str
+    num_tokens: int
+    min_confidence: float
+    weights: Weights
+    tokenizer: Tokenizer
+    backend: str
+    settings: EngineConfig
+    verifier: Verifier
+    translation: SharedTokens | None
+    by_text: bool
+
+    @property
+    def as_verifier(self) -> Verifier:
+        """What a drafter below it must know of it."""
+        if self.translation is None:
+            return self.verifier
+        return Verifier(self.tokenizer, self.tokenizer.vocab_size, _MOST_TOKENS_FOR_ONE * self.verifier.context_length)
+
+
+OpenedLevel = list[Proposer | OpenedModel]  # its drafters, of which each continues the tokens of those before
+
+
+@dataclass(frozen=True)
+class OpenedSpec:
+    """The levels of a spec, opened: first those that look drafts up, then models, the cheapest first."""
+
+    is_planned: bool
+    lookups: list[OpenedLevel]
+    models: list[OpenedLevel]
+
+
+def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
+    """Open everything that a spec names and check that it fits the target.
 
     Raises ConfigError, CheckpointError, DownloadError, TokenizerError or FormatError.
     """
     check_spec(spec)
-    planned, levels = _is_planned(spec), _levels(spec)
-    num_tokens = MAX_TOKENS if planned else DEFAULT_NUM_TOKENS
-    tokens = Tokens(host.tokenizer, host.vocab_size, host.context_length)
-    models: list[Make] = []
-    for level in [level for level in levels if not _is_source(level)][::-1]:
-        make, own = _prepare_level(level, host, num_tokens, tokens)
-        models.insert(0, make)
-        tokens = tokens if planned else own  # those that a planner chooses from all draft for the target
-    texts = [level for level in levels if _is_source(level)] or [_PLANNED_TEXT] * planned
-    sources = [_prepare_level(level, host, DEFAULT_NUM_TOKENS, tokens)[0] for level in texts]
-
-    def build_planned(target: Backend) -> Proposer:
-        # A row whose bits depend on its company may choose another token in a draft's company.
-        if not target.row_invariant:
-            return NullProposer()
-        chains = [make(target, NullProposer()) for make in models]
-        assert all(isinstance(chain, Model) for chain in chains), "a model without `then` drafts by itself"
-        return plan(target, [make(target, NullProposer()) for make in sources], cast(list[Model], chains))
-
-    def build(target: Backend) -> Proposer:
-        drafters = [make(target, NullProposer()) for make in sources]
-        proposer = _combine(drafters, first_hit, ",") if drafters else NullProposer()
-        for make in models:
-            proposer = make(target, proposer)
-        return proposer
-
-    return build_planned if planned else build
+    is_planned, levels = _is_planned(spec), _levels(spec)
+    num_tokens = MAX_TOKENS if is_planned else DEFAULT_NUM_TOKENS
+    verifier = Verifier(target.tokenizer, target.vocab_size, target.context_length)
+    models: list[OpenedLevel] = []
+    for level in [level for level in levels if not _read(level).is_lookup][::-1]:
+        models.insert(0, _open_level(level, target, verifier, num_tokens))
+        if not is_planned:  # all models that a planner chooses from draft for the target
+            verifier = cast(OpenedModel, models[0][0]).as_verifier
+    lookups = [level for level in levels if _read(level).is_lookup] or [_PLANNED_LOOKUP] * is_planned
+    return OpenedSpec(is_planned, [_open_level(level, target, verifier, DEFAULT_NUM_TOKENS) for level in lookups], models)
 
 
-def _prepare_level(level: LevelSpec, host: Host, num_tokens: int, tokens: Tokens) -> tuple[Make, Tokens]:
-    """The level's drafter with those that continue its tokens, and the tokens that what drafts for it is to speak.
-
-    num_tokens: that a model drafts where the spec says nothing. tokens: of the level's verifier.
-    """
-    (first, own), *then = [_prepare_drafter(part, host, num_tokens, tokens) for part in _parts(level)]
-
-    def make(target: Backend, inner: Proposer) -> Proposer:
-        return _combine([first(target, inner), *(make(target, NullProposer()) for make, _ in then)], one_after_another, "+")
-
-    return make, own
+def _open_level(level: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) -> OpenedLevel:
+    """num_tokens: that a model drafts where the spec names no number."""
+    return [_open(part, target, verifier, num_tokens) for part in (level, *level.then)]
 
 
-def _prepare_drafter(part: LevelSpec, host: Host, num_tokens: int, tokens: Tokens) -> tuple[Make, Tokens]:
-    if _is_source(part):
-        source = SOURCES.get(part.name, UserProposer)(part)
-        return (lambda target, inner: source), tokens
-    drafter = _without_backend(part)
-    if drafter is not part:
-        host = host.on(part.name)
-    maker = MODELS.get(drafter.name)
-    model = maker(drafter, host) if maker else _other_model(drafter.drafter, host)
-    name, by_text = _shown(part), drafter.name == _BY_TEXT
-    num_tokens, sequences = part.num_tokens or num_tokens, host.settings.max_sequences
+def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) -> Proposer | OpenedModel:
+    drafter = _read(part)
+    if drafter.is_lookup:
+        return LOOKUPS.get(drafter.name, UserProposer)(part)
+    backend, settings = target.backend, target.settings
+    if drafter.backend:
+        named, _ = read_backend(drafter.backend, settings)
+        backend, settings = read_backend(drafter.backend, settings if named == backend else settings_on(named, settings))
+        check_backend(backend, settings)
+    if drafter.name in OWN_WEIGHTS:
+        if target.checkpoint is None:
+            raise ConfigError(
+                f"{part.drafter} drafts with the target's own weights, and this target is no checkpoint; name a model"
+            )
+        weights, tokenizer = OWN_WEIGHTS[drafter.name](target.checkpoint, drafter.argument), target.tokenizer
+    else:
+        checkpoint = open_checkpoint(resolve_model(drafter.model), settings.mmap)
+        weights, tokenizer = (checkpoint, {}), make_tokenizer(checkpoint)
+    by_text, translation = drafter.name == BY_TEXT, None
+    if by_text or not same_tokens(verifier.tokenizer, tokenizer):
+        translation = SharedTokens.find(verifier.tokenizer, verifier.num_rows, tokenizer, part.drafter)
+    return OpenedModel(
+        drafter.shown,
+        part.num_tokens or num_tokens,
+        part.min_confidence,
+        weights,
+        tokenizer,
+        backend,
+        settings,
+        verifier,
+        translation,
+        by_text,
+    )
 
-    def make(target: Backend, inner: Proposer) -> Proposer:
-        draft = model.load(target)
-        context = Context(draft, sequences, min(tokens.context_length, draft.config.context_length), tokens.num_rows)
-        return ChainProposer(inner, context, name, num_tokens, part.min_confidence)
 
-    if not by_text and same_tokens(tokens.tokenizer, model.tokenizer):
-        return make, tokens
-    shared = SharedTokens.find(tokens.tokenizer, tokens.num_rows, model.tokenizer, part.drafter)
-    own = Tokens(model.tokenizer, model.tokenizer.vocab_size, _MOST_TOKENS_FOR_ONE * tokens.context_length)
-
-    def make_translated(target: Backend, inner: Proposer) -> Proposer:
-        draft = model.load(target)
-        capacity = min(own.context_length, draft.config.context_length)
-        context = Context(draft, sequences, capacity, possible=None if by_text else shared.drafted)
-        chain = ChainProposer(inner, context, name, num_tokens, part.min_confidence)
-        return TranslatedProposer(chain, shared, by_text)
-
-    return make_translated, own
+# ------------------------------------------------------------------------------------------------------------- phase 2: building
 
 
-def _combine(drafters: list[Proposer], rule: Rule, sign: str) -> Proposer:
+def build(opened: OpenedSpec, target: Backend) -> Proposer:
+    """Load the opened models beside the target's backend, the cheapest first, and stack them."""
+    # A row whose bits depend on its batch may choose another token beside a draft's rows.
+    if opened.is_planned and not target.row_invariant:
+        return NullProposer()
+    stack = partial(_build_level, target)
+    lookups = [stack(level, NullProposer()) for level in opened.lookups]
+    if opened.is_planned:
+        return plan(target, lookups, [cast(DraftModel, stack(level, NullProposer())) for level in opened.models])
+    proposer = _combined(lookups, first_hit, ",") if lookups else NullProposer()
+    for level in opened.models:
+        proposer = stack(level, proposer)
+    return proposer
+
+
+def _build_level(target: Backend, level: OpenedLevel, inner: Proposer) -> Proposer:
+    """The drafters of a level. inner: what drafts for its first model."""
+    inners = [inner, *(NullProposer() for _ in level[1:])]
+    drafters = [
+        _load(one, target, below) if isinstance(one, OpenedModel) else one for one, below in zip(level, inners, strict=True)
+    ]
+    return _combined(drafters, one_after_another, "+")
+
+
+def _load(model: OpenedModel, target: Backend, inner: Proposer) -> DraftModel:
+    checkpoint, casts = model.weights
+    backend = make_backend(model.backend, checkpoint, model.settings, target, casts)
+    capacity = min(model.as_verifier.context_length, backend.config.context_length)
+    num_rows = None if model.translation else model.verifier.num_rows
+    possible = model.translation.drafted if model.translation and not model.by_text else None
+    context = Context(backend, model.settings.max_sequences, capacity, num_rows, possible, model.settings.prompt_rows)
+    chain = ChainProposer(inner, context, model.name, model.num_tokens, model.min_confidence)
+    return TranslatedProposer(chain, model.translation, model.by_text) if model.translation else chain
+
+
+def _combined(drafters: list[Proposer], rule: Rule, sign: str) -> Proposer:
     return drafters[0] if len(drafters) == 1 else Combined(tuple(drafters), rule, sign.join(one.name for one in drafters))
 
 
@@ -257,50 +313,9 @@ def _is_planned(spec: SpecConfig) -> bool:
 
 
 def _levels(spec: SpecConfig) -> tuple[LevelSpec, ...]:
-    """The levels of a spec, without the word that says how they are used."""
+    """The levels of a spec, without `auto`, which says how they are used."""
     return spec.levels[1:] if _is_planned(spec) else spec.levels
 
 
-def _parts(level: LevelSpec) -> tuple[LevelSpec, ...]:
-    return (level, *level.then)
-
-
-def _is_source(level: LevelSpec) -> bool:
-    return level.name in SOURCES or (level.name not in (*MODELS, *BACKENDS) and is_import_path(level.drafter))
-
-
-def _without_backend(part: LevelSpec) -> LevelSpec:
-    """The drafter itself where one names the backend that it runs on, as in torch:MODEL and torch:self:mxfp4."""
-    return replace(part, drafter=part.argument) if part.name in BACKENDS and part.argument else part
-
-
-def _checked_backend(part: LevelSpec) -> LevelSpec:
-    """The same. Raises BackendError or ConfigError for a backend that is not there, or for what does not run on one."""
-    drafter = _without_backend(part)
-    if part.name in BACKENDS:
-        check_backend(part.name)
-        if drafter is part or _is_source(drafter) or drafter.name in (_PLANNED, *BACKENDS):
-            raise ConfigError(f"{part.name} runs a model, as in {part.name}:MODEL and {part.name}:self:mxfp4; got {part.drafter!r}")
-    return drafter
-
-
-def _model_of(part: LevelSpec) -> str | None:
-    """The model that a drafter takes from elsewhere, by name or path."""
-    part = _without_backend(part)
-    if part.name == _BY_TEXT:
-        return part.argument
-    return None if _is_source(part) or part.name in MODELS else part.drafter
-
-
-def _shown(part: LevelSpec) -> str:
-    """A drafter's name in reports: of a model's path the last part."""
-    model = _model_of(part)
-    return part.drafter.removesuffix(model) + Path(model).name if model else part.drafter
-
-
-def _check_model(drafter: str) -> None:
-    try:
-        find_model(drafter)
-    except ConfigError as error:
-        known = ", ".join((*SOURCES, *MODELS))
-        raise ConfigError(f"drafter {drafter!r} is none of {known} and module:Class, and as a model: {error}") from None
+def _parts(spec: SpecConfig) -> list[LevelSpec]:
+    return [part for level in _levels(spec) for part in (level, *level.then)]

@@ -1,12 +1,11 @@
-"""Requests to outputs, one step at a time: admit, speculate, end what is done.
+"""Requests to outputs, one step at a time: admit, read prompts, speculate, end the requests that are complete.
 
-The engine never learns how drafts are made or how a backend computes. One thread at a time may call it, but for `prepare`; several
-threads share an engine through `cpuspec.engine.shared`.
+The engine never learns how drafts are made or how a backend computes. Any thread may call `prepare`; everything else is for one
+thread at a time, and several threads share an engine through `cpuspec.engine.shared`.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence as Tokens
+from collections import abc, defaultdict
 from dataclasses import dataclass
 
 from cpuspec.config import SamplingParams
@@ -17,14 +16,14 @@ from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
-from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
 class Output:
-    """What one step added to one request. The last output of a request has a finish_reason and its stats.
+    """The tokens and the text that one step added to one request. The last output of a request has a finish_reason and its stats.
 
     text excludes the token that ended the request and everything from a stop string on; token_ids include them.
     """
@@ -45,36 +44,39 @@ class Request:
     text: StopText
     meter: RequestMeter
     end_ids: frozenset[int]
-    max_length: int  # tokens, prompt included, that it may have
+    max_length: int  # tokens that it may have, prompt included
     max_draft_tokens: int
 
 
 class Engine:
-    """Runs requests over one target context with one proposer."""
+    """Runs requests over one target context with one proposer.
+
+    A prompt is read in chunks beside the requests that generate (`Scheduler`), so none of these waits for it.
+    """
 
     def __init__(self, context: Context, proposer: Proposer, tokenizer: Tokenizer) -> None:
         self.levels: defaultdict[str, LevelCounters] = defaultdict(LevelCounters)  # totals over all ended requests, by proposer
         self._context = context
         self._proposer = proposer
-        self._contexts = [context, *(level.context for level in levels_of(proposer))]
+        self._contexts = [context, *(level.context for level in proposer.levels)]
         self._tokenizer = tokenizer
-        self._scheduler = Scheduler()
+        self._scheduler = Scheduler(context.prompt_rows, context.backend.max_rows)
         self._requests: dict[int, Request] = {}
-        self._ready: list[Output] = []  # what a failed step leaves for the next one to return
+        self._ready: list[Output] = []  # outputs that a failed step leaves for the next one to return
         self._ids = itertools.count()
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """Whether a step has anything to do."""
         return bool(self._requests or self._ready)
 
-    def add_request(self, prompt: Tokens[int], params: SamplingParams) -> int:
+    def add_request(self, prompt: abc.Sequence[int], params: SamplingParams) -> int:
         """Queue a prompt of token ids; returns the request's id. Raises ConfigError as `prepare` does."""
         request = self.prepare(prompt, params)
         self.add(request)
         return request.seq.id
 
-    def prepare(self, prompt: Tokens[int], params: SamplingParams) -> Request:
+    def prepare(self, prompt: abc.Sequence[int], params: SamplingParams) -> Request:
         """Check a prompt of token ids and make a request of it, without touching the engine: any thread may call it at any time.
 
         Raises ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
@@ -84,7 +86,7 @@ class Engine:
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(), params.stop)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
-        # More than the context holds would be cut to what the context's end allows anyway.
+        # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
         return Request(seq, text, meter, end_ids, max_length, max_drafted)
@@ -97,7 +99,7 @@ class Engine:
     def abort(self, request_id: int) -> Output | None:
         """End a request and free its slot; returns its last output, or None if it is unknown or has finished.
 
-        A request that a failed step aborted has its last output taken back from what the next step would return.
+        The last output of a request that a failed step aborted is returned here, and no longer by the next step.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -109,10 +111,10 @@ class Engine:
         return Output(request_id, "", [], [], "aborted", request.meter.stats())
 
     def step(self) -> list[Output]:
-        """Run one round for every running request; returns what each gained.
+        """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
 
-        An exception, an interrupt included, aborts every request: a half-done step cannot be taken up again. The engine stays
-        usable, and the next step returns the last outputs of those requests.
+        A step that only reads prompts returns none. An exception, an interrupt included, aborts every request: a half-done step
+        cannot be taken up again. The engine stays usable, and the next step returns the last outputs of those requests.
         """
         try:
             if not self._ready:
@@ -128,41 +130,42 @@ class Engine:
         self._ready += [output for request_id in list(self._requests) if (output := self.abort(request_id))]
 
     def _step(self) -> None:
-        if self._scheduler.waiting:
-            self._admit()
-        seqs, requests, limits = list(self._scheduler.running), [], []
-        if not seqs:
+        self._admit()
+        seqs, chunks = self._scheduler.schedule(self._context.num_unfed)
+        if not seqs and not chunks:
             return
-        for seq in seqs:
-            request = self._requests[seq.id]
-            requests.append(request)
+        requests = [self._requests[seq.id] for seq in seqs]
+        limits = []
+        for request in requests:
+            seq = request.seq
             # Draft models would read the prompt while the first token waits, so that one comes without a draft.
-            waits = len(self._contexts) > 1 and len(seq.tokens) == seq.num_prompt_tokens
-            # With the bonus token, what is drafted must not exceed what the request may have.
+            waits = len(self._contexts) > 1 and not seq.num_output_tokens
+            # Drafted tokens and the bonus token together must not exceed the tokens that the request may have.
             limits.append(0 if waits else min(request.max_length - len(seq.tokens) - 1, request.max_draft_tokens))
-        rounds = speculate(self._context, self._proposer, seqs, limits)
+        rounds = speculate(self._context, self._proposer, seqs, limits, chunks)
         num_forwards = self._num_forwards()
-        for i, request in enumerate(requests):
-            self._ready.append(self._commit(request, rounds[i], num_forwards))
+        for request, done in zip(requests, rounds, strict=True):
+            self._ready.append(self._commit(request, done, num_forwards))
 
     def _admit(self) -> None:
-        """Begin waiting requests, as many as there are free slots."""
-        for seq in self._scheduler.admit(self._context.num_free_slots):
+        """Begin waiting requests in their order while there are free slots, but none whose prefix is being read right now."""
+        waiting, context = self._scheduler.waiting, self._context
+        while waiting and context.num_free_slots and not context.awaits_prefix(waiting[0]):
+            seq = self._scheduler.admit()
             meter = self._requests[seq.id].meter
-            meter.num_cached_tokens = self._context.acquire(seq)
-            self._proposer.begin(seq)
+            meter.num_cached_tokens = context.acquire(seq)
+            self._proposer.begin(seq, meter.num_cached_tokens)
             meter.begin(self._num_forwards())
 
     def _num_forwards(self) -> tuple[int, ...]:
-        """Of each model so far, the target's first."""
-        return tuple([context.num_forwards for context in self._contexts])
+        """The forwards of each model so far, the target's first."""
+        return tuple(context.num_forwards for context in self._contexts)
 
     def _commit(self, request: Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
         seq, new, text, reason, num_taken = request.seq, done.verdict.tokens, "", None, 0
         before = len(seq.tokens) - len(new)
-        for token in new:
-            num_taken += 1
+        for num_taken, token in enumerate(new, 1):
             if token in request.end_ids:
                 reason = "stop"
                 break
@@ -174,9 +177,8 @@ class Engine:
                 reason = "length"
                 break
         num_top = seq.params.logprobs
-        chosen = [] if num_top is None else _logprobs(done, num_taken, num_top)
-        meter = request.meter
-        meter.record_step(num_taken, num_forwards, done.cycles)
+        chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
+        request.meter.record_step(num_taken, num_forwards, done.cycles)
         if reason is None:
             return Output(seq.id, text, new, chosen)
         if not request.text.stopped:
@@ -184,7 +186,7 @@ class Engine:
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        return Output(seq.id, text, new[:num_taken], chosen, reason, meter.stats())
+        return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats())
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)
@@ -194,7 +196,7 @@ class Engine:
             for source, counters in request.meter.levels.items():
                 self.levels[source] += counters
 
-    def _check(self, prompt: Tokens[int], params: SamplingParams) -> None:
+    def _check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
         vocab_size = self._context.backend.config.vocab_size
         if not len(prompt):
             raise ConfigError("the prompt is empty; give at least one token")
@@ -210,8 +212,3 @@ class Engine:
                 raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
         if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:
             raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
-
-
-def _logprobs(done: Round, num_tokens: int, num_top: int) -> list[TokenLogprobs]:
-    """Of the first tokens of a round. Apart: a comprehension that sees a local variable makes a function, in every step."""
-    return [logprobs(done.logits(i), done.verdict.tokens[i], num_top) for i in range(num_tokens)]

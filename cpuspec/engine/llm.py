@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.recipes import recipe_of
-from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig
-from cpuspec.engine.assemble import Host, check_spec, model_and_spec, prepare
+from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig, read_backend
+from cpuspec.engine.assemble import Target, build, check_spec, model_and_spec, open_spec
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.engine.shared import SharedEngine
 from cpuspec.errors import ConfigError, CpuspecError
@@ -23,13 +23,14 @@ from cpuspec.metrics import LevelMemory, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
-from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Message = dict[str, str]
 Conversation = str | Seq[Message]
 Prompt = str | Seq[int]
 Params = SamplingParams | Seq[SamplingParams] | None
+_Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,6 @@ class LLM:
     A thread's answers are the same as if it were alone. An interrupt or an error in one thread's step ends the requests of all
     threads: their streams end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and
     none of the parent's requests; with another backend than numba, any use of it there raises BackendError.
-
-    model: a recipe's or chain's name, a hub name as owner/name:QUANT, a GGUF file, a Hugging Face directory, or an opened
-        Checkpoint.
-    spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
-    context_length: tokens that one sequence may hold, prompt included; None = what the model was trained for.
-    max_sequences: how many run at once; more wait their turn.
-    keep_packed: whether weights in the order of the kernels are kept in the cache directory, for a quick next start.
-    mmap: whether model files are mapped into memory. If not they are read, at the cost of a slower start and of memory: for files
-    that somebody may shorten meanwhile, as on a shared directory, which ends a process that has mapped them (SIGBUS).
-    kv_format: what the cache keeps keys and values in, of `cpuspec.formats.kv.KV_FORMATS`: f32, f16, bf16 or int8.
-    device, dtype, weights, activations: of backends that have them, as `EngineConfig` says.
     """
 
     def __init__(
@@ -75,40 +65,23 @@ class LLM:
         backend: str = "numba",
         threads: int | None = None,
         *,
-        context_length: int | None = None,
-        max_sequences: int = 16,
-        keep_packed: bool = True,
-        mmap: bool = True,
-        kv_format: str = EngineConfig.kv_format,
-        device: str = EngineConfig.device,
-        dtype: str = EngineConfig.dtype,
-        weights: str = EngineConfig.weights,
-        activations: str = EngineConfig.activations,
+        settings: EngineConfig | None = None,
+        **changes: Any,
     ) -> None:
-        settings = EngineConfig(
-            max_sequences,
-            context_length,
-            threads=threads,
-            keep_packed=keep_packed,
-            mmap=mmap,
-            kv_format=kv_format,
-            device=device,
-            dtype=dtype,
-            weights=weights,
-            activations=activations,
-        )
-        self._open(model, spec, backend, settings)
+        """Open and load a model.
 
-    @classmethod
-    def from_settings(
-        cls, model: str | Path | Checkpoint, spec: str | SpecConfig | None, backend: str, settings: EngineConfig
-    ) -> "LLM":
-        """The same, where an EngineConfig has the settings."""
-        llm = cls.__new__(cls)
-        llm._open(model, spec, backend, settings)
-        return llm
+        model: a recipe's or chain's name, a hub name as owner/name:QUANT, a GGUF file, a Hugging Face directory, or an opened
+            Checkpoint.
+        spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
+        backend: its name, with settings of its own if need be, as "torch:cuda,dtype=bf16".
+        threads: None = every usable core.
+        settings, changes: an EngineConfig, and fields that replace its own, as in `LLM(model, context_length=4096)`.
 
-    def _open(self, model: str | Path | Checkpoint, spec: str | SpecConfig | None, backend: str, settings: EngineConfig) -> None:
+        Raises CpuspecError for settings, models and drafts that cannot be; where possible before weights are loaded.
+        """
+        if threads is not None:
+            changes["threads"] = threads
+        backend, settings = read_backend(backend, _changed(settings or EngineConfig(), changes, "setting"))
         if isinstance(model, Checkpoint):
             spec = _read_spec(spec)
         elif isinstance(model, str | Path):
@@ -121,11 +94,11 @@ class LLM:
         get_kv_format(settings.kv_format)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(resolve_model(model), settings.mmap)
         tokenizer, context_length = make_tokenizer(checkpoint), _capacity(checkpoint.config, settings)
-        build = prepare(spec, Host(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
+        opened = open_spec(spec, Target(checkpoint, tokenizer, backend, checkpoint.config.vocab_size, context_length, settings))
         self.name = checkpoint.name
         target = make_backend(backend, checkpoint, settings)
         try:
-            self._start(target, tokenizer, spec, settings, build(target), _sampling(checkpoint))
+            self._start(target, tokenizer, spec, settings, build(opened, target), _sampling(checkpoint))
         except BaseException:
             target.close()
             raise
@@ -141,14 +114,14 @@ class LLM:
     ) -> "LLM":
         """An LLM over a backend and a tokenizer that exist already, such as a user's own. `close` closes the backend.
 
-        checkpoint: what the backend was made from, for drafts of the target's own weights and its sampling defaults.
+        checkpoint: the one that the backend was made from, for drafts of the target's own weights and for sampling defaults.
         """
         llm, spec, settings = cls.__new__(cls), _read_spec(spec), settings or EngineConfig()
         name = backend.name if backend.name in BACKENDS else BACKENDS[0]
         context_length = _capacity(backend.config, settings)
-        build = prepare(spec, Host(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
+        opened = open_spec(spec, Target(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
         llm.name = checkpoint.name if checkpoint else backend.name
-        llm._start(backend, tokenizer, spec, settings, build(backend), _sampling(checkpoint))
+        llm._start(backend, tokenizer, spec, settings, build(opened, backend), _sampling(checkpoint))
         return llm
 
     def _start(
@@ -163,14 +136,14 @@ class LLM:
         self.tokenizer = tokenizer
         self.config = backend.config
         self.spec = spec
-        self.sampling_defaults = sampling  # what the model's files and its recipe say, and what of it was ignored
+        self.sampling_defaults = sampling  # of the model's files and its recipe, with remarks on values that were ignored
         self.threads = backend.threads
         self.row_invariant = backend.row_invariant
         self.context_length = _capacity(backend.config, settings)
         self._backend = backend
-        self._drafts = levels_of(proposer)
+        self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
-        self._context = Context(backend, settings.max_sequences, self.context_length)
+        self._context = Context(backend, settings.max_sequences, self.context_length, prompt_rows=settings.prompt_rows)
         self._engine = Engine(self._context, proposer, tokenizer)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
@@ -179,9 +152,9 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """How the model's files, or else its recipe, want it to be sampled; greedy where they say nothing.
+        """The sampling that the model's files, or else its recipe, recommend; greedy where they say nothing.
 
-        Nothing applies it by itself: `generate`, `chat` and `stream` without params are greedy. To change a field of it:
+        It is never applied by itself: `generate`, `chat` and `stream` without params are greedy. To change a field of it:
         `dataclasses.replace(llm.default_sampling_params, max_tokens=100)`.
         """
         return self.sampling_defaults.under({})
@@ -225,10 +198,10 @@ class LLM:
         return self._complete(prompts, _read_params(params, settings, len(prompts)))
 
     def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, **settings: Any) -> Iterator[Output]:
-        """Yield what each step adds; the last output carries finish_reason and stats.
+        """Yield one output a step; the last one carries finish_reason and stats.
 
-        The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; what it cost until
-        then is in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`.
+        The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; its figures are then
+        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`.
         """
         (one,) = _read_params(params, settings, 1)
         if one.n != 1:
@@ -242,7 +215,7 @@ class LLM:
         return self._shared.aborted_stats
 
     def memory(self) -> list[LevelMemory]:
-        """What each model holds, draft models first, the cheapest foremost."""
+        """The memory of each model: draft models first, the cheapest foremost, then the target."""
         contexts = [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]
         return [
             LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.kv_bytes)
@@ -250,7 +223,7 @@ class LLM:
         ]
 
     def explain(self) -> list[PlannedDrafter]:
-        """What "auto" decides from and what came of it so far, one entry for each drafter; empty for other specs."""
+        """The figures that "auto" decides from and its drafts so far, one entry for each drafter; empty for other specs."""
         if not self._planner:
             return []
         with self._shared.turn():
@@ -323,10 +296,15 @@ def _read_params(params: Params, settings: dict[str, Any], num_prompts: int) -> 
         )
     if len(each) != num_prompts:
         raise ConfigError(f"got {len(each)} sampling params for {num_prompts} prompts; give one for all, or one each")
-    known = [field.name for field in fields(SamplingParams)]
-    if unknown := next((name for name in settings if name not in known), None):
-        raise ConfigError(f"there is no sampling setting {unknown!r}; wanted one of {', '.join(known)}")
-    return [replace(one, **settings) for one in each] if settings else each
+    return [_changed(one, settings, "sampling setting") for one in each]
+
+
+def _changed(settings: _Settings, changes: dict[str, Any], kind: str) -> _Settings:
+    """The settings with other values in some fields. Raises ConfigError for a field that they do not have."""
+    known = [field.name for field in fields(settings)]
+    if unknown := next((name for name in changes if name not in known), None):
+        raise ConfigError(f"there is no {kind} {unknown!r}; wanted one of {', '.join(known)}")
+    return replace(settings, **changes) if changes else settings
 
 
 def _answers(params: SamplingParams) -> list[SamplingParams]:

@@ -1,28 +1,49 @@
-"""Who runs in the next step. Decides, and never touches arrays: sequences in, sequences out."""
+"""Which sequences run in the next step, and how many rows of prompts it reads. Decides, and never touches arrays."""
 
 from collections import deque
+from collections.abc import Callable
 
 from cpuspec.sequence import Sequence
+from cpuspec.speculation.context import PromptChunk, first_come
 
 
 class Scheduler:
-    """Continuous batching: first come, first served, into whatever slots are free; everything that runs, runs each step."""
+    """Continuous batching under a row budget, first come, first served.
 
-    def __init__(self) -> None:
+    Every sequence whose prompt has been read gains tokens in each step. Prompts are read beside them in chunks of at most
+    `prompt_rows` rows a step, and of `max_rows`, a whole forward, while no sequence generates.
+    """
+
+    def __init__(self, prompt_rows: int, max_rows: int) -> None:
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # in the order of their admission
+        self._prompt_rows = prompt_rows
+        self._max_rows = max_rows
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         self.waiting.append(seq)
 
-    def admit(self, num_free_slots: int) -> list[Sequence]:
-        """Move waiting sequences to the running ones, as many as there are free slots; returns those moved."""
-        admitted = [self.waiting.popleft() for _ in range(min(num_free_slots, len(self.waiting)))]
-        self.running += admitted
-        return admitted
+    def admit(self) -> Sequence:
+        """Move the first waiting sequence to the running ones, and return it."""
+        self.running.append(self.waiting.popleft())
+        return self.running[-1]
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, waiting or running."""
         self.running = [other for other in self.running if other is not seq]
         self.waiting = deque(other for other in self.waiting if other is not seq)
+
+    def schedule(self, num_unfed: Callable[[Sequence], int]) -> tuple[list[Sequence], list[PromptChunk]]:
+        """The sequences that gain tokens in the next step, and the parts of prompts that are read beside them.
+
+        num_unfed: how many tokens before its last one a sequence still has to be fed.
+        """
+        reading = [seq for seq in self.running if not seq.num_output_tokens]
+        if not reading:
+            return self.running.copy(), []
+        wanted = [num_unfed(seq) + 1 for seq in reading]  # the last token's row gives the first logits
+        granted = first_come(wanted, self._prompt_rows if len(reading) < len(self.running) else self._max_rows)
+        unread = [PromptChunk(seq, rows) for seq, number, rows in zip(reading, wanted, granted, strict=True) if rows < number]
+        later = {chunk.seq.id for chunk in unread}
+        return [seq for seq in self.running if seq.id not in later], [chunk for chunk in unread if chunk.num_tokens]

@@ -193,7 +193,7 @@ def certify(
         plain.close()
     verdict = "is seen" if control.rejected_at() == set(TEMPERATURES) else "IS NOT SEEN: the test is too weak"
     on_progress(f"a proposer that lies about its rows {verdict}")
-    with LLM.from_settings(checkpoint, spec, backend, settings) as llm:
+    with LLM(checkpoint, spec, backend, settings=settings) as llm:
 
         def answering(each: list[SamplingParams]) -> list[Answer]:
             return [(one.token_ids, one.stats) for one in llm.generate([prompt] * len(each), each)]
@@ -219,14 +219,14 @@ def check_greedy(
     questions = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     room = _room(checkpoint, max(map(len, questions)) + max_tokens)
     settings = replace(settings, context_length=room)
-    with LLM.from_settings(checkpoint, SpecConfig(), backend, replace(settings, max_sequences=1)) as llm:
+    with LLM(checkpoint, SpecConfig(), backend, settings=replace(settings, max_sequences=1)) as llm:
         plain = [answer.token_ids for answer in llm.generate(questions, params)]
     num_tokens = sum(map(len, plain))
     on_progress(f"greedy, plain: {num_tokens} tokens of {len(plain)} prompts")
     arms = []
     for num_threads in sorted({1, settings.threads or usable_cores()}):
         one = replace(settings, threads=num_threads, max_sequences=_AT_ONCE)
-        with LLM.from_settings(checkpoint, spec, backend, one) as llm:
+        with LLM(checkpoint, spec, backend, settings=one) as llm:
             for at_once in (1, _AT_ONCE):
                 answers = [
                     answer

@@ -18,7 +18,7 @@ from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.certify import file_identity
-from cpuspec.evaluate.quality import F64, logits_of
+from cpuspec.evaluate.quality import F64, kl_divergence, logits_of
 from cpuspec.metrics import LevelCounters
 from cpuspec.model.batch import F32, I32
 from cpuspec.sequence import shared_prefix
@@ -504,10 +504,10 @@ def row_difference(row: Row, other: Row) -> RowDifference:
         x, y = row.of(ids), other.of(ids)
         known = ~np.isnan(x) & ~np.isnan(y)
         x, y = x[known], y[known]
-    p, q = np.exp(x - row.logsumexp), np.exp(y - other.logsumexp)
-    kl, covered = float((p * ((x - y) + (other.logsumexp - row.logsumexp))).sum()), float(p.sum())
+    p, q = x - row.logsumexp, y - other.logsumexp
+    kl, (covered, other_covered) = float(kl_divergence(p, q)), (float(np.exp(log_probs).sum()) for log_probs in (p, q))
     if not whole:
-        rest, other_rest = (max(1 - float(probs.sum()), _LEAST_REST) for probs in (p, q))
+        rest, other_rest = max(1 - covered, _LEAST_REST), max(1 - other_covered, _LEAST_REST)
         kl += rest * float(np.log(rest / other_rest))
     return RowDifference(
         max(kl, 0.0), float(np.abs(x - y).max(initial=0.0)), min(covered, 1.0), row.best == other.best, whole

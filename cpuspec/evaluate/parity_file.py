@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.checkpoints.jsonfile import JsonFields, read_json_object
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.jsonfile import read_json_object
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.evaluate.parity import Answer, ModelIdentity, Question, Row, Run
+from cpuspec.files import write_file
 from cpuspec.metrics import LevelCounters
 
 FORMAT, VERSION = "cpuspec parity run", 1
@@ -49,10 +51,8 @@ def write_run(run: Run, path: Path) -> None:
         "top": top,
         "prompts": [_prompt(run, number) for number in range(len(run.questions))],
     }
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_text(json.dumps(value) + "\n", "ascii")
-        part.replace(path)
+        write_file(path, json.dumps(value) + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
@@ -60,7 +60,7 @@ def write_run(run: Run, path: Path) -> None:
 def read_run(path: Path) -> Run:
     """The run that a file holds. Raises ConfigError: file, field, got, wanted, for whatever it must not hold."""
     try:
-        record = JsonFields(str(path), read_json_object(path, MAX_FILE_BYTES))
+        record = Fields(str(path), read_json_object(path, MAX_FILE_BYTES))
         if record.text("format", "") != FORMAT:
             record.fail("format", f"{FORMAT!r}, as `cpuspec parity --record` writes it")
         if record.integer("version") != VERSION:
@@ -96,7 +96,7 @@ def _packed(array: NDArray[Any], dtype: str) -> str:
     return base64.b64encode(zlib.compress(array.astype(dtype).tobytes(), 9)).decode("ascii")
 
 
-def _read(record: JsonFields, path: Path) -> Run:
+def _read(record: Fields, path: Path) -> Run:
     model = _read_model(record.object("model"))
     top = record.integer("top")
     if not 1 <= top <= model.vocab_size:
@@ -130,7 +130,7 @@ def _read(record: JsonFields, path: Path) -> Run:
     return Run(about, model, tuple(questions), tuple(answers), tuple(drafts), tuple(fed), tuple(kept), whole)
 
 
-def _read_model(fields: JsonFields) -> ModelIdentity:
+def _read_model(fields: Fields) -> ModelIdentity:
     vocab_size = fields.integer("vocab_size")
     if not 1 <= vocab_size <= 1 << 24:
         fields.fail("vocab_size", f"a number from 1 to {1 << 24}")
@@ -145,7 +145,7 @@ def _read_model(fields: JsonFields) -> ModelIdentity:
     return ModelIdentity(_text(fields, "name"), _text(fields, "architecture"), vocab_size, tuple(files))
 
 
-def _read_about(fields: JsonFields) -> dict[str, Any]:
+def _read_about(fields: Fields) -> dict[str, Any]:
     """What is known of the run; figures that reports show, texts that a terminal may show."""
     about: dict[str, Any] = {"row_invariant": fields.boolean("row_invariant", False)}
     about |= {name: _text(fields, name) for name in _TEXTS if name in fields or name == "name"}
@@ -154,7 +154,7 @@ def _read_about(fields: JsonFields) -> dict[str, Any]:
     return about | {"versions": {_shown(versions, name, name): _text(versions, name) for name in versions.names()}}
 
 
-def _read_answer(record: JsonFields, key: str, question: Question, vocab_size: int) -> Answer:
+def _read_answer(record: Fields, key: str, question: Question, vocab_size: int) -> Answer:
     if key not in record:
         record.fail(key, "an answer")
     fields = record.object(key)
@@ -173,12 +173,12 @@ def _read_answer(record: JsonFields, key: str, question: Question, vocab_size: i
     return Answer(ids, num_decoded, decode_s, levels)
 
 
-def _read_counters(counters: JsonFields) -> LevelCounters:
+def _read_counters(counters: Fields) -> LevelCounters:
     numbers = {one.name: _count(counters, one.name) for one in fields(LevelCounters) if one.name != "num_accepted_tokens_per_pos"}
     return LevelCounters(**numbers, num_accepted_tokens_per_pos=_numbers(counters, "num_accepted_tokens_per_pos", 1 << 40))
 
 
-def _read_rows(record: JsonFields, num_rows: int, top: int, vocab_size: int) -> tuple[Row, ...]:
+def _read_rows(record: Fields, num_rows: int, top: int, vocab_size: int) -> tuple[Row, ...]:
     all_ids = _array(record, "top_ids", (num_rows, top), "<i4").astype(np.int32, copy=False)
     all_logits = _array(record, "top_logits", (num_rows, top), "<f4").astype(np.float32, copy=False)
     all_sums = _array(record, "logsumexp", (num_rows,), "<f8").astype(np.float64, copy=False)
@@ -200,14 +200,14 @@ def _near(whole: Row, short: Row) -> bool:
     return bool((whole.logits[short.ids] == short.logits).all()) and abs(whole.logsumexp - short.logsumexp) < _ROUNDING
 
 
-def _positions(record: JsonFields, num_rows: int) -> list[int]:
+def _positions(record: Fields, num_rows: int) -> list[int]:
     positions = _numbers(record, "whole_positions", num_rows - 1)
     if len(set(positions)) != len(positions):
         record.fail("whole_positions", "different positions")
     return positions
 
 
-def _count(fields: JsonFields, key: str) -> int:
+def _count(fields: Fields, key: str) -> int:
     """A count that arithmetic in floats can take."""
     number = fields.integer(key)
     if not 0 <= number <= MAX_COUNT:
@@ -215,36 +215,36 @@ def _count(fields: JsonFields, key: str) -> int:
     return number
 
 
-def _ids(fields: JsonFields, key: str, vocab_size: int) -> list[int]:
+def _ids(fields: Fields, key: str, vocab_size: int) -> list[int]:
     return _numbers(fields, key, vocab_size - 1)
 
 
-def _numbers(fields: JsonFields, key: str, most: int) -> list[int]:
+def _numbers(fields: Fields, key: str, most: int) -> list[int]:
     numbers: list[Any] = fields.items(key)
     if not all(type(one) is int and 0 <= one <= most for one in numbers):
         fields.fail(key, f"whole numbers from 0 to {most}")
     return numbers
 
 
-def _object(fields: JsonFields, key: str, number: int) -> JsonFields:
+def _object(fields: Fields, key: str, number: int) -> Fields:
     value = fields.items(key)[number]
     if not isinstance(value, dict):
         fields.fail(key, "objects")
-    return JsonFields(f"{fields.what}: {key} {number + 1}", value)
+    return Fields(f"{fields.what}: {key} {number + 1}", value)
 
 
-def _text(fields: JsonFields, key: str) -> str:
+def _text(fields: Fields, key: str) -> str:
     return _shown(fields, key, fields.text(key, ""))
 
 
-def _shown(fields: JsonFields, key: str, text: str) -> str:
+def _shown(fields: Fields, key: str, text: str) -> str:
     """A text that may stand on a terminal."""
     if not text or len(text) > MAX_TEXT or not text.isprintable():
         fields.fail(key, f"1 to {MAX_TEXT} printable characters")
     return text
 
 
-def _array(fields: JsonFields, key: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+def _array(fields: Fields, key: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     wanted = int(np.prod(shape)) * np.dtype(dtype).itemsize
     try:
         packed = base64.b64decode(fields.text(key, ""), validate=True)

@@ -49,7 +49,7 @@ def compare(
     for wanted, got in zip(logits_of(reference, tokens, chunk), logits_of(other, tokens, chunk), strict=True):
         difference = max(difference, float(np.abs(wanted - got).max()))
         r, o = log_softmax(wanted), log_softmax(got)
-        kl.append((np.exp(r) * (r - o)).sum(axis=1))
+        kl.append(kl_divergence(r, o))
         same.append(wanted.argmax(axis=1) == got.argmax(axis=1))
         next_tokens = targets[done : done + len(r)]  # the last row has none
         rows = np.arange(len(next_tokens))
@@ -92,6 +92,11 @@ def logits_of(backend: Backend, tokens: Sequence[int], chunk: int) -> Iterator[F
 def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:
     """The most likely token after each of `tokens`, which are fed to an empty cache: what a greedy draft would propose there."""
     return np.concatenate([argmax(logits) for logits in logits_of(backend, tokens, backend.max_rows)])
+
+
+def kl_divergence(reference: F64, other: F64) -> F64:
+    """KL divergence in nats of each row of `other` from `reference`, both log probabilities [..., ids]."""
+    return (np.exp(reference) * (reference - other)).sum(axis=-1)
 
 
 def log_softmax(logits: F32) -> F64:

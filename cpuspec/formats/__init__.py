@@ -1,4 +1,4 @@
-"""What the bits of a weight mean: the FORMATS table and tensors in it. Numpy only; knows no file and no kernel."""
+"""Weight formats: the FORMATS table, and tensors in the bytes of a format. Numpy only; knows no file and no kernel."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -173,7 +173,7 @@ class Format:
         blocks = np.ascontiguousarray(data).reshape(-1, self.block_bytes)
         out = values.reshape(-1, self.block_size)
         step = max(1, CHUNK_VALUES // self.block_size)
-        # A lying file may hold scales of inf or nan; they decode to what they say.
+        # A lying file may hold scales of inf or nan: their values are inf or nan, and no warning.
         with np.errstate(invalid="ignore", over="ignore"):
             for start in range(0, len(blocks), step):
                 out[start : start + step] = self._decode_blocks(blocks[start : start + step])

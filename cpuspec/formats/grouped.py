@@ -1,8 +1,8 @@
 """Every block format as whole numbers in groups, scale * (code - zero) + offset: the one layout that graph engines multiply with.
 
-Codes keep four or eight bits, whichever holds the file's; nothing is rounded anew. Where a group's offset is a multiple of its
-scale it is in the codes or in a whole zero point, and values are the file's to the bit. Otherwise it is a number of its own, whose
-f32 sum with a code's share is rounded once more than the file's decoding rounds it.
+Codes take four or eight bits, the fewer that hold the file's, and keep their values. Where a group's offset is a multiple of its
+scale, the offset goes into the codes or into a whole zero point, and values are the file's to the bit. Otherwise the offset is a
+number of its own, and adding it in f32 rounds once more than the file's own decoding does.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class GroupedIntegers:
     offsets: F32 | None = None  # [N, K / group]
 
     def values(self) -> F32:
-        """What the numbers stand for, F32 [N, K]."""
+        """The decoded matrix, F32 [N, K]."""
         rows, groups = self.scales.shape
         zeros = np.uint8(1 << self.bits - 1) if self.zeros is None else self.zeros[:, :, None]
         # A lying file may hold scales of inf or nan; they decode to what they say.

@@ -1,4 +1,4 @@
-"""How the cache keeps keys and values: a row of each for every token and head, encoded by itself.
+"""The formats of keys and values in the cache. The row of a token and a head is encoded by itself.
 
 Groups with a scale run along the dimensions and never across tokens: forgetting a token leaves the others as they are.
 """
@@ -55,7 +55,7 @@ def stored_bytes(format: Format, dims: int) -> int:
 
 
 def encode_rows(format: Format, rows: F32) -> U8:
-    """Keys or values [..., D] as bytes [..., stored_bytes]. What is not finite, or is too large, is stored as inf or nan."""
+    """Keys or values [..., D] as bytes [..., stored_bytes]. A number that is not finite, or too large, is stored as inf or nan."""
     padded = np.zeros((*rows.shape[:-1], stored_dims(format, rows.shape[-1])), np.float32)
     padded[..., : rows.shape[-1]] = rows
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -63,5 +63,5 @@ def encode_rows(format: Format, rows: F32) -> U8:
 
 
 def rounded(format: Format, rows: F32) -> F32:
-    """Keys or values [..., D] as the cache gives them back."""
+    """Keys or values [..., D] after a round trip through the cache."""
     return format.decode(encode_rows(format, rows))[..., : rows.shape[-1]]

@@ -78,7 +78,7 @@ class PackedTensor:
 
     @property
     def tile_bytes(self) -> int:
-        """From one tile to the next."""
+        """Bytes from one tile to the next."""
         return self.data.shape[1]
 
     @property
@@ -116,7 +116,7 @@ def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
         ]
         written = 0
         for number, at, start, size in _places(format, laid_features):
-            tiles[:, written:at] = 0  # what rounds a panel up
+            tiles[:, written:at] = 0  # the padding of a panel
             tiles[:, at : at + size] = laid[number][:, start : start + size]
             written = at + size
         tiles[:, written:] = 0
@@ -140,7 +140,7 @@ def unpack(packed: PackedTensor) -> QuantTensor:
 
 
 def _places(format: Format, in_features: int) -> Iterator[tuple[int, int, int, int]]:
-    """In the order of a tile: (number of the plane, where its piece lies in the tile, and in the whole plane, bytes)."""
+    """The pieces of a tile in order: (number of the plane, offset in the tile, offset in the whole plane, bytes)."""
     planes = format.planes
     panel = 0
     for first in range(0, in_features, PANEL):
@@ -162,7 +162,7 @@ def aligned_bytes(shape: tuple[int, ...]) -> U8:
 
 
 def _padded(format: Format, in_features: int) -> int:
-    """Inputs as they are laid out."""
+    """The number of inputs after padding."""
     return -(-in_features // format.padded_to) * format.padded_to
 
 

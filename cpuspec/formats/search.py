@@ -1,4 +1,4 @@
-"""The search for the scale and zero point of a group that leave the least squared error, which encoders have in common.
+"""The search, common to several encoders, for the scale and zero point of a group that leave the least squared error.
 
 Numbers lie as [values of a group, groups], and sums go value by value: numpy's own take an order that depends on the shape, and
 the compiled twin in `kernels.encode` must give the same bits.
@@ -10,20 +10,20 @@ import numpy as np
 
 from cpuspec.formats.format import F32
 
-# Where formats of two and three bits start: outliers are worth cutting for the sake of the others, and grids worth moving. On real
-# weights the error that remains is within 1 % of the least there is, without moves within 1 to 4 %.
+# Starting grids of two- and three-bit formats: cutting outliers pays for the other values, and so does moving the grid. On real
+# weights the remaining error is within 1 % of the least possible one, and without moves within 1 to 4 %.
 FEW_CODES = ((1.0, 0.0), *((share, move) for share in (0.95, 0.8, 0.65) for move in (-0.3, 0.0, 0.3)))
 
-# From a scale and the value of code 0 to a scale and a zero point as a format can hold them.
+# (scale, value of code 0) -> (scale, zero point), both as the format stores them.
 Store = Callable[[F32, F32], tuple[F32, F32]]
 
 
 def fit(x: F32, largest: int, starts: Sequence[tuple[float, float]], store: Store) -> tuple[F32, F32]:
     """Scales d and zero points z [n] for which d * (code - z), codes 0..largest, comes closest to x [k, n] in squared error.
 
-    starts: the grids to search from: what share of the range of a group and zero they span, and by how many codes they are moved.
-    A grid gives codes, the line of least squares through (code, value) a scale and a value of code 0, and these as stored give the
-    error that counts. Scales that are stored as infinite stay so: no error is less than theirs.
+    starts: the grids to search from, each as its share of the span of the group and zero, and the number of codes it is moved by.
+    A grid gives codes. The line of least squares through (code, value) gives a scale and a value of code 0. These are stored, and
+    the error of the stored ones counts. A scale that is stored as infinite stays: no error is below infinity then.
     """
     count, last = np.float32(len(x)), np.float32(largest)
     low, high, total = np.minimum(x.min(axis=0), 0), np.maximum(x.max(axis=0), 0), _sum(x)
@@ -52,7 +52,7 @@ def nearest(x: F32, d: F32, zero: F32, largest: int) -> F32:
 
 
 def rounded(values: F32, largest: np.float32) -> F32:
-    """To the nearest of 0 to `largest`."""
+    """Values rounded to whole numbers and cut to 0..largest."""
     return np.clip(np.rint(values), 0, largest)
 
 

@@ -1,6 +1,8 @@
 """The KV cache as the engine sees it: slots, one length per slot for all layers. Rollback is setting a length.
 
-What a slot's storage looks like is the backend's business; this file owns lengths and limits.
+The backend owns the storage of a slot; this file owns lengths and limits. Keys and values can be truncated anywhere. The state of a
+convolution or of a delta net cannot: it is kept after some tokens only. `truncate`, `keep_path` and `copy` therefore return the
+length that the slot really holds, and the caller feeds the rest again.
 """
 
 from collections.abc import Callable
@@ -16,9 +18,13 @@ from cpuspec.model.batch import I32, ForwardBatch
 class KVCache:
     """Keys and values of up to `num_slots` sequences of at most `capacity` tokens each.
 
-    Storage is made at the first use of a slot. Operating systems hand out its pages when they are written, so a long
-    capacity costs memory only where it is filled. The backend says how to make a slot's storage, and how to copy in it:
-    `copy_rows(storage, rows, first)` puts keys and values of the cache indices `rows`, bit for bit, at `first` and following.
+    A slot's storage is made at its first use. Operating systems hand out its pages when they are written, so a long capacity costs
+    memory only where it is filled. The backend gives the functions that touch storages:
+
+    copy_rows(storage, rows, first): copy what the rising cache indices `rows` hold, bit for bit, to `first` and following.
+    copy_prefix(source, storage, length): copy what the first `length` indices of another storage hold, bit for bit.
+    restore(storage, length): return to the state after at most `length` tokens and forget every later one; returns how many tokens
+    that state covers. None where nothing but keys and values is stored: those cover any length.
     """
 
     def __init__(
@@ -27,7 +33,9 @@ class KVCache:
         capacity: int,
         new_storage: Callable[[], Any],
         copy_rows: Callable[[Any, I32, int], None],
+        copy_prefix: Callable[[Any, Any, int], None],
         bytes_per_token: int,
+        restore: Callable[[Any, int], int] | None = None,
     ) -> None:
         if num_slots < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one slot and one token, got {num_slots} slots of {capacity} tokens")
@@ -35,13 +43,15 @@ class KVCache:
         self.capacity = capacity
         self.bytes_per_token = bytes_per_token
         self.lengths = [0] * num_slots  # tokens that each slot holds
-        self._longest = [0] * num_slots  # the most that each slot held when it was shortened
+        self._longest = [0] * num_slots  # the most tokens that each slot held when it was shortened
         self._new_storage = new_storage
         self._copy_rows = copy_rows
+        self._copy_prefix = copy_prefix
+        self._restore = restore
         self._storage: list[Any] = [None] * num_slots
 
     def storage(self, slot: int) -> Any:
-        """The backend's storage of `slot`, made when first asked for."""
+        """The backend's storage of `slot`, made when it is first asked for. Raises CacheError where there is no memory for it."""
         if self._storage[slot] is None:
             try:
                 self._storage[slot] = self._new_storage()
@@ -54,29 +64,31 @@ class KVCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of keys and values that were written so far, those that are forgotten included."""
+        """Bytes of keys and values that were written so far; forgotten ones count as well."""
         return sum(map(max, self.lengths, self._longest)) * self.bytes_per_token
 
-    def truncate(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> int:
         """Forget every token of `slot` from `length` on. O(1): rows stay and are overwritten later.
 
+        Returns the length that the slot now holds: `length`, or less where a state of that length was not kept.
         Raises CacheError if `length` exceeds the slot's length or is negative.
         """
         self._check_slot(slot)
         held = self.lengths[slot]
         if not 0 <= length <= held:
             raise CacheError(f"cannot truncate slot {slot} to {length} tokens: it holds {held}")
-        self._shorten(slot, length)
+        return self._shorten(slot, length)
 
     def advance(self, batch: ForwardBatch) -> None:
-        """Count a batch's rows to what the slots hold: they were appended."""
+        """Add a batch's rows to the lengths of its slots: the backend has appended them."""
         starts = batch.lists.q_start
         for b, slot in enumerate(batch.lists.slots):
             self.lengths[slot] += starts[b + 1] - starts[b]
 
-    def keep_path(self, slot: int, length: int, path: I32) -> None:
+    def keep_path(self, slot: int, length: int, path: I32) -> int:
         """Of the tree whose nodes follow the first `length` tokens of `slot`, keep those on `path` (rising), one after the other.
 
+        Returns the length that the slot now holds, as `truncate` does.
         Raises CacheError if the path does not rise or leaves the slot.
         """
         self._check_slot(slot)
@@ -86,11 +98,28 @@ class KVCache:
         moved = path[path != np.arange(len(path))]
         if len(moved):
             self._copy_rows(self.storage(slot), length + moved, length + len(path) - len(moved))
-        self._shorten(slot, length + len(path))
+        return self._shorten(slot, length + len(path))
 
-    def _shorten(self, slot: int, length: int) -> None:
-        self._longest[slot] = max(self._longest[slot], self.lengths[slot])
+    def copy(self, source: int, slot: int, length: int) -> int:
+        """Replace what `slot` holds by the first `length` tokens of the slot `source`.
+
+        Returns the length that the slot now holds, as `truncate` does. Raises CacheError if `source` holds fewer tokens.
+        """
+        self._check_slot(source)
+        self._check_slot(slot)
+        if source == slot or not 0 <= length <= self.lengths[source]:
+            raise CacheError(f"cannot copy {length} tokens from slot {source}, which holds {self.lengths[source]}, to slot {slot}")
+        self._shorten(slot, 0)
+        self._copy_prefix(self.storage(source), self.storage(slot), length)
         self.lengths[slot] = length
+        return self._shorten(slot, length)
+
+    def _shorten(self, slot: int, length: int) -> int:
+        self._longest[slot] = max(self._longest[slot], self.lengths[slot])
+        if self._restore and self._storage[slot] is not None:
+            length = self._restore(self._storage[slot], length)
+        self.lengths[slot] = length
+        return length
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:

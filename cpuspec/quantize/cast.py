@@ -13,9 +13,9 @@ from cpuspec.kernels.encode import recode
 
 OnProgress = Callable[[int, int], None]  # (weights cast, weights to cast)
 
-# An output matrix of more bits is not shared with a draft: at 16 bits it would be 40 % of what a 4-bit draft reads.
+# A draft shares an output matrix of at most this many bits: one of 16 bits would be 40 % of the bytes that a 4-bit draft reads.
 _OUTPUT_BITS = 8.5
-_OUTPUT = FORMATS["mxfp4"]  # what it becomes where the draft has fewer bits: it chooses the tokens
+_OUTPUT = FORMATS["mxfp4"]  # the least that a cast output matrix has, because it chooses the tokens
 
 
 def cast(tensor: QuantTensor, format: Format) -> QuantTensor:
@@ -24,8 +24,10 @@ def cast(tensor: QuantTensor, format: Format) -> QuantTensor:
 
 
 def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:
-    """The matrices that a draft in `format` has cast, and to what: all linear layers to the format, and so an output matrix of more
-    than 8.5 bits, but to no fewer bits than mxfp4 has. The embedding, norms, biases and other output matrices are the target's.
+    """The format of each matrix that a draft in `format` has cast, by name.
+
+    All linear layers become `format`. An output matrix of more than 8.5 bits becomes `format` or mxfp4, whichever has more bits.
+    The draft shares everything else with its target: embedding, norms, biases, and an output matrix of fewer bits.
 
     Raises FormatError, naming the tensor, where the format does not fit.
     """
@@ -47,7 +49,7 @@ def cast_checkpoint(
 ) -> Checkpoint:
     """The checkpoint with `casts` made; every other tensor is the very same object.
 
-    threads: None is all cores. Raises FormatError, naming the tensor, where the format cannot hold it.
+    threads: None uses all cores. Raises FormatError, naming the tensor, where the format cannot hold it.
     """
     wanted = casts(checkpoint, format)
     tensors = dict(checkpoint.tensors)

@@ -1,4 +1,4 @@
-"""A verified pair is a proposer: inner drafts, the context's model verifies, and what stands is distributed as that model.
+"""A verified pair is a proposer: inner drafts, the context's model verifies, and its tokens are distributed as that model's own.
 
 Nesting makes chains of any depth, after ML-SpecQD (arXiv 2503.13565); over `NullProposer` it is a plain draft model. The pair
 runs the same `speculate()` as the engine, on the sequences themselves, and rewinds them before it hands its draft up.
@@ -7,13 +7,14 @@ runs the same `speculate()` as the engine, on the sequences themselves, and rewi
 from cpuspec.model.batch import F32
 from cpuspec.sampling import Row, confidence
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import Context
+from cpuspec.speculation.context import Context, PromptChunk, first_come
 from cpuspec.speculation.draft import Cycle, Draft
-from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.speculation.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 4
+_USUALLY_UNFED = 16  # tokens that a round or two leave to be fed; more are read as a prompt is
 
 
 class ChainProposer:
@@ -23,6 +24,9 @@ class ChainProposer:
     min_confidence: a draft ends with the first token before which the model gives no token this probability (at temperature 1).
     That looks at the row and never at the token drawn from it, as exactness demands; after DISCO (arXiv 2405.04304). Inner may
     have run on from there, and how far is nothing that a seed knows: such a pass draws from numbers of its own.
+
+    The model reads a prompt from the first round after the first token on: `Context.prompt_rows` rows a round beside other
+    sequences, as many as a forward takes where a sequence is alone. Until the prompt is read, drafts are empty.
     """
 
     def __init__(
@@ -37,29 +41,30 @@ class ChainProposer:
         self.hidden_layers: tuple[int, ...] = ()
         self.inner = inner
         self.context = context
-        self.levels = (*levels_of(inner), self)
+        self.levels = (*inner.levels, self)
         self.num_tokens = num_tokens
         self.min_confidence = min_confidence
+        self._begun: set[int] = set()  # sequences that have a slot
 
-    def begin(self, seq: Sequence) -> None:
-        """Reserve a slot of the context; the prompt is fed with the first draft."""
-        self.context.acquire(seq)
-        self.inner.begin(seq)
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Nothing yet: by the first draft another sequence may have read what both begin with."""
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """What the pair generates for each sequence. All advance together; those that have enough drop out."""
+        """The tokens that the pair generates for each sequence. All advance together; those that have enough drop out."""
         paths = [
             _Path(seq, min(limit, self.num_tokens, self._room(seq)), self.min_confidence)
             for seq, limit in zip(seqs, limits, strict=True)
         ]
-        while drafting := [path for path in paths if path.num_missing > 0]:
+        drafting, chunks = self._share_rows([path for path in paths if path.num_missing > 0])
+        while drafting or chunks:
             # A round yields up to one token more than inner drafted.
             limits = [path.num_missing - 1 for path in drafting]
-            rounds = speculate(self.context, self.inner, [path.seq for path in drafting], limits)
+            rounds = speculate(self.context, self.inner, [path.seq for path in drafting], limits, chunks)
             for path, done in zip(drafting, rounds, strict=True):
                 path.cycles += done.cycles
                 path.probs += done.verdict.probs or ()
                 path.cut_where_unsure(done)
+            drafting, chunks = [path for path in drafting if path.num_missing > 0], []
         return [path.retracted(self.name) for path in paths]
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
@@ -69,6 +74,35 @@ class ChainProposer:
         """Free the slot."""
         self.inner.end(seq)
         self.context.release(seq)
+        self._begun.discard(seq.id)
+
+    def _share_rows(self, paths: "list[_Path]") -> "tuple[list[_Path], list[PromptChunk]]":
+        """The paths whose sequences can draft now, and the parts of prompts that are read beside them."""
+        for path in paths:
+            if path.seq.id not in self._begun:
+                self._begun.add(path.seq.id)
+                self.inner.begin(path.seq, self.context.acquire(path.seq))
+        unfed = [self.context.num_unfed(path.seq) for path in paths]
+        num_rows = self.context.prompt_rows if self.context.num_sequences > 1 else self.context.backend.max_rows
+        granted = first_come([number if number > _USUALLY_UNFED else 0 for number in unfed], num_rows)
+        drafting, chunks = [], []
+        for path, number, rows in zip(paths, unfed, granted, strict=True):
+            is_read = rows == number or number <= _USUALLY_UNFED
+            if is_read if path.seq.params.greedy else self._is_due(path.seq):
+                drafting.append(path)
+                continue
+            path.give_up()
+            if rows:
+                chunks.append(PromptChunk(path.seq, rows))
+        return drafting, chunks
+
+    def _is_due(self, seq: Sequence) -> bool:
+        """Whether a request that draws is drafted for by now.
+
+        A draft takes numbers from the request's generator, so when the first one comes must not depend on other requests or on the
+        cache: by its own length alone, as if each of its tokens had given a forward to read the prompt.
+        """
+        return seq.num_output_tokens >= seq.num_prompt_tokens // self.context.backend.max_rows
 
     def _room(self, seq: Sequence) -> int:
         """How many tokens the context can draft: none once the sequence holds a token that the model has no row for."""
@@ -96,6 +130,10 @@ class _Path:
     def num_missing(self) -> int:
         """Tokens that are still to be drafted."""
         return self._end - len(self.seq.tokens)
+
+    def give_up(self) -> None:
+        """Draft nothing."""
+        self._end = self._start
 
     def cut_where_unsure(self, done: Round) -> None:
         """End the draft with the first of the newest tokens whose row is unsure."""

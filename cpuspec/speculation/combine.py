@@ -9,7 +9,7 @@ from cpuspec.model.batch import F32
 from cpuspec.sampling import Row, SparseRow
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft, Probs
-from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
 Rule = Callable[[tuple[Proposer, ...], list[Sequence], list[int]], list[Draft]]
@@ -22,26 +22,26 @@ class Combined:
         self.name = name
         self.hidden_layers = tuple(sorted({layer for proposer in proposers for layer in proposer.hidden_layers}))
         self.proposers = proposers
-        self.levels = tuple(level for proposer in proposers for level in levels_of(proposer))
+        self.levels = tuple(level for proposer in proposers for level in proposer.levels)
         self._rule = rule
 
-    def begin(self, seq: Sequence) -> None:
-        """Tell all."""
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Call every proposer's `begin`."""
         for proposer in self.proposers:
-            proposer.begin(seq)
+            proposer.begin(seq, num_cached)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """One draft for each sequence, by the rule."""
         return self._rule(self.proposers, seqs, limits)
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Tell all, each with the layers that it asked for."""
+        """Call every proposer's `accept`, each with the layers that it asked for."""
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
         for proposer in self.proposers:
             proposer.accept(seq, verdict, tuple(layers[layer] for layer in proposer.hidden_layers))
 
     def end(self, seq: Sequence) -> None:
-        """Tell all."""
+        """Call every proposer's `end`."""
         for proposer in self.proposers:
             proposer.end(seq)
 
@@ -61,11 +61,13 @@ def one_after_another(proposers: tuple[Proposer, ...], seqs: list[Sequence], lim
     """Each proposer continues what those before drafted, as if it were committed. Nothing continues a tree."""
     drafts = proposers[0].propose(seqs, limits)
     for proposer in proposers[1:]:
-        open_ = [i for i, draft in enumerate(drafts) if draft.is_chain and len(draft) < limits[i]]
-        for i in open_:
+        unfinished = [i for i, draft in enumerate(drafts) if draft.is_chain and len(draft) < limits[i]]
+        if not unfinished:
+            break
+        for i in unfinished:
             seqs[i].extend(drafts[i].tokens.tolist())
-        more = proposer.propose([seqs[i] for i in open_], [limits[i] - len(drafts[i]) for i in open_]) if open_ else []
-        for i, draft in zip(open_, more, strict=True):
+        more = proposer.propose([seqs[i] for i in unfinished], [limits[i] - len(drafts[i]) for i in unfinished])
+        for i, draft in zip(unfinished, more, strict=True):
             seqs[i].rewind(len(seqs[i].tokens) - len(drafts[i]))
             drafts[i] = _joined(drafts[i], draft)
     return drafts

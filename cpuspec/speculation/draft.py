@@ -1,7 +1,8 @@
-"""What a proposer hands to a verifier: tokens, how they hang together, and the distributions they were drawn from."""
+"""The draft that a proposer hands to a verifier: tokens, how they follow one another, and the rows they were drawn from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +29,8 @@ class Draft:
     probs: for each node the row [V] that its token was drawn from, exactly, as an array or a SparseRow; None where tokens were
     chosen without a draw (each row is a point mass). Nodes with one parent are alternatives, tried in their order. Where one is
     drawn without replacement, its row is without the earlier ones, and sums to one again.
-    confidence: for each node how likely its proposer thinks it is accepted once its parent is. For whoever decides how much
-    to draft, never for a verifier.
+    confidence: for each node how likely its proposer thinks it is accepted once its parent is. A planner may use it to decide how
+    much to draft; a verifier never does.
     """
 
     tokens: I32  # [n]
@@ -38,28 +39,17 @@ class Draft:
     source: str  # proposer name, for metrics
     cycles: tuple[Cycle, ...] = ()  # verifications by lower levels of a chain that went into it, in their order
     confidence: F32 | None = None  # [n]
-    num_tokens: int = field(init=False)  # what `len` tells, sooner
-    is_chain: bool = field(init=False)  # whether each token follows the one before
-
-    def __post_init__(self) -> None:
-        # Here and not when asked for: each round asks several times, and looks a property up anew.
-        object.__setattr__(self, "num_tokens", len(self.tokens))
-        # What a user made may be no array; where it is taken, that is refused.
-        parents = self.parents.tolist() if isinstance(self.parents, np.ndarray) else self.parents
-        object.__setattr__(self, "is_chain", parents == list(range(-1, self.num_tokens - 1)))
 
     @staticmethod
     def chain(tokens: Sequence[int], source: str, probs: Probs | None = None, cycles: tuple[Cycle, ...] = ()) -> "Draft":
         """A draft in which each token follows the one before."""
-        return Draft(np.array(tokens, np.int32), np.array(range(-1, len(tokens) - 1), np.int32), probs, source, cycles)
+        return Draft(np.array(tokens, np.int32), np.arange(-1, len(tokens) - 1, dtype=np.int32), probs, source, cycles)
 
-    def first(self, num_tokens: int) -> "Draft":
-        """Its first nodes only. Where tokens were drawn, the number must not depend on those that go."""
-        if num_tokens >= len(self):
-            return self
-        probs = None if self.probs is None else self.probs[:num_tokens]
-        confidence = None if self.confidence is None else self.confidence[:num_tokens]
-        return Draft(self.tokens[:num_tokens], self.parents[:num_tokens], probs, self.source, self.cycles, confidence)
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before."""
+        # A user's parents may be no array; where the draft is taken, that is refused.
+        return np.asarray(self.parents).tolist() == list(range(-1, len(self) - 1))
 
     @property
     def depths(self) -> I32:
@@ -68,6 +58,18 @@ class Draft:
         for parent in self.parents.tolist():
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
         return np.array(depths, np.int32)
+
+    def first(self, num_tokens: int) -> "Draft":
+        """Its first nodes only. Where tokens were drawn, the number must not depend on those that go."""
+        if num_tokens >= len(self):
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:num_tokens],
+            parents=self.parents[:num_tokens],
+            probs=None if self.probs is None else self.probs[:num_tokens],
+            confidence=None if self.confidence is None else self.confidence[:num_tokens],
+        )
 
     def tokens_to(self, node: int) -> list[int]:
         """The drafted tokens from the first one to `node`; none for -1."""
@@ -89,10 +91,8 @@ class Draft:
 
     def verified(self, path: list[int]) -> tuple[Cycle, ...]:
         """The verifications that went into it, and its own, which accepted the nodes on the path."""
-        if not self.num_tokens:
-            return (*self.cycles, Cycle(self.source, 0, 0, 0))
-        last = path[-1] if path else -1
-        return (*self.cycles, Cycle(self.source, self.num_tokens, len(path), len(path) + self.num_below(last)))
+        num_positions = len(path) + self.num_below(path[-1] if path else -1)
+        return (*self.cycles, Cycle(self.source, len(self), len(path), num_positions))
 
     def __len__(self) -> int:
-        return self.num_tokens
+        return len(self.tokens)

@@ -1,14 +1,26 @@
 """The one signature of every drafting method."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
+from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.verify import Verdict
 
-if TYPE_CHECKING:
-    from cpuspec.speculation.chain import ChainProposer
+
+class Level(Protocol):
+    """A model that drafts: weights and a cache of its own, which reports and `LLM.close` need to know."""
+
+    @property
+    def name(self) -> str:
+        """Its name in reports."""
+        ...
+
+    @property
+    def context(self) -> Context:
+        """The model with its cache."""
+        ...
 
 
 class Proposer(Protocol):
@@ -18,16 +30,24 @@ class Proposer(Protocol):
     declare in `Draft.probs` the very rows that were drawn from; then any proposal leaves the output distribution as it is.
 
     Inside a chain sequences run ahead and are taken back. Between two calls the last tokens of one may have been
-    retracted (`Sequence.rewind`, never into the prompt) and others committed that no `accept` told of. So whatever a
+    retracted (`Sequence.rewind`, never into the prompt), and others committed without an `accept`. So everything that a
     proposer keeps about a sequence follows `seq.tokens`: undo what has changed (`Sequence.unchanged`), then add the
     rest. Learning that cannot be undone belongs into `end`, when `seq` holds its prompt and its whole answer.
     """
 
     name: str
-    hidden_layers: tuple[int, ...]  # target layers whose outputs `accept` wants
+    hidden_layers: tuple[int, ...]  # layers of the verifying model whose outputs `accept` wants
 
-    def begin(self, seq: Sequence) -> None:
-        """Prepare for a sequence that holds its prompt."""
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The models that draft in it, the cheapest first; a proposer with weights of its own is one of its levels."""
+        ...
+
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Prepare for a sequence that holds its prompt, and the tokens generated so far if a level above did not draft at once.
+
+        num_cached: how many of its first tokens the verifying model's cache held already; `accept` never has hidden states of them.
+        """
         ...
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
@@ -37,18 +57,14 @@ class Proposer(Protocol):
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Learn from a round whose tokens `seq` already holds; called once for each round of the level it drafts for.
 
-        hidden: [rows fed, C] for each layer asked for.
+        hidden: [rows, C] for each layer asked for, of consecutive positions up to the last accepted token's. The first call has one
+        row for each token of the prompt behind the cached ones, in however many chunks the prompt was read.
         """
         ...
 
     def end(self, seq: Sequence) -> None:
-        """Forget a sequence; one that was aborted in the queue never began."""
+        """Forget a sequence; one that was aborted early may never have begun."""
         ...
-
-
-def levels_of(proposer: Proposer) -> "tuple[ChainProposer, ...]":
-    """The models that draft in a proposer, cheapest first: its attribute `levels`, which those without a model lack."""
-    return getattr(proposer, "levels", ())
 
 
 class NullProposer:
@@ -56,8 +72,9 @@ class NullProposer:
 
     name = "none"
     hidden_layers: tuple[int, ...] = ()
+    levels: tuple[Level, ...] = ()
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Sequence, num_cached: int) -> None:
         """Nothing to prepare."""
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:

@@ -1,7 +1,6 @@
 """One speculative round: propose, score, verify, accept. The engine's step and a chain's inner step are this call."""
 
 from dataclasses import dataclass, replace
-from itertools import repeat
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, ForwardOutput
 from cpuspec.sampling import Row, argmax, distribution, is_row, processed
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import Context
+from cpuspec.speculation.context import Context, PromptChunk
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict, verify_block, verify_greedy, verify_sampled
@@ -17,7 +16,7 @@ from cpuspec.speculation.verify import Verdict, verify_block, verify_greedy, ver
 
 @dataclass(slots=True)
 class Round:
-    """What a round did for one sequence."""
+    """The outcome of a round for one sequence."""
 
     draft: Draft
     verdict: Verdict
@@ -30,20 +29,26 @@ class Round:
         return row
 
 
-def speculate(context: Context, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[Round]:
+def speculate(
+    context: Context,
+    proposer: Proposer,
+    seqs: list[Sequence],
+    limits: list[int],
+    chunks: list[PromptChunk] | None = None,
+) -> list[Round]:
     """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
 
-    Each sequence gains one to limit + 1 tokens, distributed as the context's model alone would draw them.
+    Each sequence gains one to limit + 1 tokens, distributed as the context's model alone would draw them. `chunks` are parts of
+    other sequences' prompts that the same forward reads.
     """
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
-    if max(limits) > most:
-        limits = list(map(min, limits, repeat(most)))
-    drafts = proposer.propose(seqs, limits)
+    limits = [min(limit, most) for limit in limits]
+    drafts = proposer.propose(seqs, limits) if seqs else []
     _check(proposer, drafts, limits, context)
     rounds = []
-    for i, scored in enumerate(context.score(seqs, drafts, proposer.hidden_layers)):
-        seq, draft, hidden = seqs[i], drafts[i], scored.hidden
-        verdict = verify(seq, draft, scored.logits, scored.best)
+    outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
+    for seq, draft, scored in zip(seqs, drafts, outputs, strict=True):
+        hidden, verdict = scored.hidden, verify(seq, draft, scored.logits, scored.best)
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
             hidden = tuple(_along(verdict.path, layer, len(draft)) for layer in hidden)
@@ -59,26 +64,21 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
     A block of drawn tokens is verified as one; greedy requests, point masses and trees go token by token.
     best: the rows' argmax, as `ForwardOutput` has it.
     """
-    if seq.takes_best:
+    if seq.is_plain_greedy:
         return verify_greedy(draft, argmax(logits, best).__getitem__)
-    return _verify_processed(seq, draft, logits)
-
-
-def _verify_processed(seq: Sequence, draft: Draft, logits: F32) -> Verdict:
-    """Of a request that draws, or whose penalties or bias change the logits. Apart: its functions are not made in every step."""
     params, history = seq.params, seq.history
-    if not params.greedy:
-        rows: dict[int, Row] = {}
+    if params.greedy:
+        return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
+    rows: dict[int, Row] = {}
 
-        def target_probs(row: int) -> Row:
-            if row not in rows:
-                rows[row] = distribution(logits[row], params, history, draft.tokens_to(row - 1))
-            return rows[row]
+    def target_probs(row: int) -> Row:
+        if row not in rows:
+            rows[row] = distribution(logits[row], params, history, draft.tokens_to(row - 1))
+        return rows[row]
 
-        rule = verify_block if draft.probs and draft.is_chain else verify_sampled
-        verdict = rule(draft, target_probs, seq.rng)
-        return replace(verdict, probs=(rows[0], *(rows[node + 1] for node in verdict.path)))
-    return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
+    rule = verify_block if draft.probs and draft.is_chain else verify_sampled
+    verdict = rule(draft, target_probs, seq.rng)
+    return replace(verdict, probs=(rows[0], *(rows[node + 1] for node in verdict.path)))
 
 
 def _along(path: list[int], rows: F32, num_nodes: int) -> F32:
@@ -88,16 +88,16 @@ def _along(path: list[int], rows: F32, num_nodes: int) -> F32:
 
 
 def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
-    """A user's proposer is bad input like any other."""
+    """Raise ConfigError for drafts that break the contract: a user's proposer is bad input like any other."""
     if len(drafts) != len(limits):
         raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
     vocab_size = context.vocab_size
     num_known = min(vocab_size, context.backend.config.vocab_size)
-    for i, draft in enumerate(drafts):
-        if not draft.num_tokens and draft.is_chain and not draft.probs:
+    for draft, limit in zip(drafts, limits, strict=True):
+        if not len(draft) and draft.is_chain and not draft.probs:
             continue
-        if len(draft) > limits[i]:
-            raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limits[i]} fit")
+        if len(draft) > limit:
+            raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limit} fit")
         tokens = draft.tokens.tolist()
         if tokens and not 0 <= min(tokens) <= max(tokens) < num_known:
             raise ConfigError(f"{proposer.name} drafted tokens {tokens}; ids must be in [0, {num_known})")

@@ -28,8 +28,6 @@ def verify_greedy(draft: Draft, target_token: Callable[[int], int]) -> Verdict:
     """
     path: list[int] = []
     last, choice = -1, int(target_token(0))
-    if not draft.num_tokens:
-        return Verdict([choice], path)
     for node, (token, parent) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
         if parent == last and token == choice:
             path.append(node)

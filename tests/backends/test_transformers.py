@@ -1,5 +1,6 @@
 """The reference backend against `transformers`, an independent implementation, on small random models."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.config import EngineConfig, RopeScaling
 from tests.backends.models import forward
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
@@ -23,21 +25,31 @@ MODELS = {
     "llama biases": {"architecture": "llama", "qkv_bias": True, "o_bias": True},
     "llama 3 rope": {"architecture": "llama", "rope_scaling": LLAMA3, "rope_base": 500000.0},
     "linear rope": {"architecture": "llama", "rope_scaling": RopeScaling("linear", factor=4.0)},
+    "gemma3": {"architecture": "gemma3", "num_layers": 3, "rope_scaling": RopeScaling("linear", factor=8.0), "rope_base": 1e6},
+    "gemma3 untied": {"architecture": "gemma3", "tied": False, "head_dim": 32, "query_scale": 48**-0.5},
+    "gemma2": {"architecture": "gemma2", "num_layers": 3},
+    "gemma2 without windows": {"architecture": "gemma2", "window": 4096, "num_kv_heads": 4},
+    "mistral": {"architecture": "mistral", "tied": False},
+    "mistral with windows": {"architecture": "mistral", "window": 11, "head_dim": 32},
+    "smollm3": {"architecture": "smollm3", "num_layers": 5},
+    "qwen2 with windows": {"architecture": "qwen2", "window": 9},
+    "qwen3 with windows": {"architecture": "qwen3", "window": 30},
     "yarn rope": {"architecture": "qwen2", "rope_scaling": RopeScaling("yarn", factor=4.0, original_context_length=128)},
 }
 TOKENS = np.random.default_rng(0).integers(0, 384, 200).tolist()
 
 
-def _difference(directory: Path, rope_base: float | None = None) -> float:
+def _difference(directory: Path, **wrong: object) -> float:
+    """wrong: fields of the configuration that our model gets instead of the file's."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0].numpy()
-    backend = NumpyBackend(open_checkpoint(directory), EngineConfig(kv_format="f32"))
-    if rope_base is not None:
-        object.__setattr__(backend.config, "rope_base", rope_base)
+    checkpoint = open_checkpoint(directory)
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, **wrong))
+    backend = NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))
     got = forward(backend, backend.new_cache(1, 256), {0: TOKENS}).logits
     return float(np.abs(got - wanted).max())
 
@@ -47,17 +59,35 @@ def test_logits_agree_to_1e_4(tmp_path: Path, model: str) -> None:
     assert _difference(make_tiny_hf(tmp_path / "model", **MODELS[model])) < 1e-4
 
 
-def test_the_comparison_would_see_a_wrong_rotation(tmp_path: Path) -> None:
-    assert _difference(make_tiny_hf(tmp_path / "model"), rope_base=20000.0) > 1e-2
+@pytest.mark.parametrize(
+    ("model", "wrong"),
+    [
+        ("qwen2 tied", {"rope_base": 20000.0}),
+        ("gemma3", {"rope_base": 2e6}),
+        ("gemma3", {"local_rope_base": 20000.0}),
+        ("gemma3", {"layer_windows": (9, 0, 9)}),
+        ("gemma3", {"activation": "silu"}),
+        ("gemma3", {"embedding_scale": 15.0}),
+        ("gemma3 untied", {"query_scale": None}),
+        ("gemma2", {"attention_softcap": 0.0}),
+        ("gemma2", {"logit_softcap": 0.0}),
+        ("gemma2", {"layer_windows": ()}),
+        ("mistral with windows", {"layer_windows": (11, 12)}),
+        ("smollm3", {"layer_ropes": ()}),
+    ],
+    ids=str,
+)
+def test_the_comparison_would_see_a_wrong_setting(tmp_path: Path, model: str, wrong: dict[str, object]) -> None:
+    assert _difference(make_tiny_hf(tmp_path / "model", **MODELS[model]), **wrong) > 1e-3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_gguf_file_means_what_the_directory_means(tmp_path: Path, architecture: str) -> None:
-    """The same weights in the two containers: llama files hold their query and key rows in another order."""
+    """The same weights in the two containers: GGUF files of some families hold their query and key rows in another order."""
     logits = []
     for path in (
-        make_tiny_hf(tmp_path / "hf", architecture=architecture),
-        make_tiny_gguf(tmp_path / "tiny.gguf", architecture=architecture, weight_format="f32"),
+        make_tiny_hf(tmp_path / "hf", architecture=architecture, num_layers=4),
+        make_tiny_gguf(tmp_path / "tiny.gguf", architecture=architecture, num_layers=4, weight_format="f32"),
     ):
         backend = NumpyBackend(open_checkpoint(path), EngineConfig(kv_format="f32"))
         logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS[:30]}).logits)

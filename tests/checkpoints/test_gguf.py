@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import gguf
@@ -5,8 +6,9 @@ import numpy as np
 import pytest
 
 from cpuspec.checkpoints import GgufVocabulary, open_checkpoint
+from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import ARCHITECTURES, RopeScaling
+from cpuspec.config import RopeScaling
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
 from tools.make_tiny_model import (
@@ -26,7 +28,7 @@ SCALINGS = [None, RopeScaling("linear", 2.0), RopeScaling("yarn", 4.0, original_
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s.kind if s else "none")
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_configuration_and_values_come_back_as_written(tmp_path, architecture, tied, scaling):
     config = tiny_config(architecture, hidden_size=64, num_heads=4, head_dim=32, tied=tied, rope_base=5e5, rope_scaling=scaling)
     path = make_tiny_gguf(
@@ -74,7 +76,7 @@ def test_llama_rows_are_unpermuted_without_touching_their_bytes(tmp_path, format
     assert not np.array_equal(stored.view(np.uint8), tensors["layers.0.q"].data)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_gguf_file_and_a_directory_of_the_same_weights_are_the_same_model(tmp_path, architecture):
     biased = architecture == "llama"
     ours = open_checkpoint(
@@ -206,14 +208,26 @@ def test_rope_scaling_is_read_as_the_file_means_it(small_gguf, edited_gguf, chan
     assert open_checkpoint(path).config.rope_scaling == wanted
 
 
+WINDOW = {"qwen2.attention.sliding_window": (4, T.UINT32)}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"qwen2.expert_count": (8, T.UINT32)}, "mixture of experts"),
         ({"qwen2.expert_count": ([0, 8], T.ARRAY)}, "mixture of experts"),
-        ({"qwen2.attention.sliding_window": (128, T.UINT32)}, "sliding windows"),
-        ({"qwen2.attn_logit_softcapping": (50.0, T.FLOAT32)}, "softcapping of attention"),
-        ({"qwen2.final_logit_softcapping": (30.0, T.FLOAT32)}, "softcapping of final"),
+        ({"qwen2.attention.sliding_window": (128, T.UINT32)}, "this architecture has no windows"),
+        (
+            {"qwen2.attention.sliding_window": (-5, T.INT32), "qwen2.attention.sliding_window_pattern": (2, T.UINT32)},
+            "layer_windows",
+        ),
+        ({**WINDOW, "qwen2.attention.sliding_window_pattern": ([True, False], T.ARRAY)}, "array of 1 numbers"),
+        ({**WINDOW, "qwen2.attention.sliding_window_pattern": ([1], T.ARRAY)}, "array of 1 numbers"),
+        ({**WINDOW, "qwen2.attention.sliding_window_pattern": ("6", T.STRING)}, "an integer"),
+        ({"qwen2.attn_logit_softcapping": (-50.0, T.FLOAT32)}, "attention_softcap is -50.0, wanted a number from 0"),
+        ({"qwen2.final_logit_softcapping": (1e9, T.FLOAT32)}, "logit_softcap is 1000000000.0, wanted a number from 0 to 1e6"),
+        ({"qwen2.rope.freq_base_swa": (1.0, T.FLOAT32)}, "local_rope_base is 1.0, wanted a number above 1"),
+        ({"qwen2.attention.temperature_scale": (0.1, T.FLOAT32)}, "temperature grows with the position"),
         ({"qwen2.logit_scale": (0.5, T.FLOAT32)}, "scaled logits"),
         ({"qwen2.attention.causal": (False, T.BOOL)}, "not causal"),
         ({"qwen2.rope.dimension_sections": ([8, 8, 0, 0], T.ARRAY)}, "multimodal"),
@@ -235,7 +249,7 @@ def test_rope_scaling_is_read_as_the_file_means_it(small_gguf, edited_gguf, chan
         ({"qwen2.block_count": (2**32 - 1, T.UINT32)}, "num_layers"),
         ({"qwen2.embedding_length": (64, T.UINT32)}, "shape"),
         ({"qwen2.feed_forward_length": (32, T.UINT32)}, r"shape \[64, 32\], wanted \[32, 32\]"),
-        ({"general.architecture": ("gemma3", T.STRING)}, "'gemma3'; supported are llama, qwen2, qwen3"),
+        ({"general.architecture": ("gemma4", T.STRING)}, "'gemma4'; supported are llama, qwen2, qwen3, mistral3, smollm3, gemma2"),
         ({"general.architecture": ("qwen3", T.STRING)}, "qwen3"),
         ({"general.type": ("adapter", T.STRING)}, "adapter"),
         ({"split.count": (3, T.UINT16)}, "give the first part under its own name"),
@@ -245,7 +259,7 @@ def test_rope_scaling_is_read_as_the_file_means_it(small_gguf, edited_gguf, chan
         ({"tokenizer.ggml.scores": ([1, 2], T.ARRAY)}, "260 numbers"),
         ({"tokenizer.ggml.merges": ([1, 2], T.ARRAY)}, "strings"),
         ({"tokenizer.ggml.eos_token_id": (260, T.UINT32)}, "from 0 to 259"),
-        ({"tokenizer.ggml.add_bos_token": (1, T.UINT8)}, "boolean"),
+        ({"tokenizer.ggml.add_bos_token": (1, T.UINT8)}, "true or false"),
         ({"tokenizer.chat_template": (1, T.UINT8)}, "text"),
     ],
 )
@@ -265,7 +279,8 @@ def test_what_is_not_supported_or_inconsistent_is_an_error_and_never_ignored(sma
         ("blk.0.ffn_down.bias", (32,), "does not compute"),
         ("blk.1.attn_q.weight", (32, 32), r"layers\.1\.q has no place"),
         ("blk.00.attn_q.weight", (32, 32), "does not compute"),
-        ("blk.0.attn_q_norm.weight", (16,), r"k_norm .*missing"),
+        ("blk.0.attn_q_norm.weight", (16,), "q_norm has no place in a qwen2 model"),
+        ("blk.0.post_ffw_norm.weight", (32,), "does not compute"),
         ("cls.output.weight", (2, 32), "does not compute"),
         ("rope_freqs.weight", (4,), r"\[4\], wanted a float for each of the 8 frequencies"),
         ("rope_freqs.weight", (2, 4), r"\[2, 4\], wanted a float for each of the 8 frequencies"),
@@ -277,6 +292,47 @@ def test_tensors_that_would_go_unused_are_an_error(small_gguf, edited_gguf, name
         open_checkpoint(path)
 
 
+GEMMA = ("gemma3.attention.sliding_window_pattern", "gemma3.rope.freq_base_swa")
+
+
+@pytest.mark.parametrize(
+    ("drop", "changes", "windows", "ropes"),
+    [
+        ([], {}, (8, 0, 8, 0, 8, 0, 8), ("local", "global") * 3 + ("local",)),
+        (GEMMA, {}, (8,) * 5 + (0, 8), ("local",) * 5 + ("global", "local")),
+        (GEMMA, {"gemma3.attention.sliding_window_pattern": (3, T.UINT32)}, (8, 8, 0, 8, 8, 0, 8), None),
+        (GEMMA, {"gemma3.attention.sliding_window_pattern": (0, T.UINT32)}, (8,) * 7, ("local",) * 7),
+        ((*GEMMA, "gemma3.attention.sliding_window"), {}, (), ()),  # as llama.cpp reads models of the architecture without windows
+    ],
+)
+def test_layers_of_gemma_3_have_the_windows_that_the_file_or_the_family_says(tmp_path, edited_gguf, drop, changes, windows, ropes):
+    path = make_tiny_gguf(tmp_path / "m.gguf", "gemma3", weight_format="f32", num_layers=7, hidden_size=64)
+    config = open_checkpoint(edited_gguf(path, set=changes, drop=drop)).config
+    assert config.layer_windows == windows
+    assert ropes is None or config.layer_ropes == ropes
+    assert (config.norms, config.activation, config.qk_norm, config.embedding_scale) == ("both", "gelu_tanh", True, 8.0)
+    assert (config.local_rope_base, config.query_scale, config.logit_softcap) == (1e4, None, 0.0)
+
+
+def test_what_a_gemma_2_file_leaves_out_is_what_the_family_has(tmp_path, edited_gguf):
+    keys = ("attention.sliding_window", "attention.sliding_window_pattern", "attn_logit_softcapping", "final_logit_softcapping")
+    path = make_tiny_gguf(tmp_path / "m.gguf", "gemma2", weight_format="f32", num_layers=3)
+    config = open_checkpoint(edited_gguf(path, drop=[f"gemma2.{key}" for key in keys])).config
+    assert (config.layer_windows, config.layer_ropes) == ((4096, 0, 4096), ())
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+
+
+def test_scores_of_the_largest_gemmas_are_scaled_by_the_width_of_a_head_in_the_hidden_size(tmp_path):
+    shape = {"hidden_size": 96, "intermediate_size": 32, "num_heads": 4, "num_kv_heads": 1, "head_dim": 4, "vocab_size": 260}
+    path = make_tiny_gguf(tmp_path / "m.gguf", "gemma2", weight_format="f32", num_layers=46, **shape)
+    assert open_checkpoint(path).config.query_scale == 1 / math.sqrt(96 // 4)
+
+
+def test_every_fourth_layer_of_smollm3_has_no_positions(tmp_path):
+    path = make_tiny_gguf(tmp_path / "m.gguf", "smollm3", weight_format="f32", num_layers=9, hidden_size=64)
+    assert open_checkpoint(path).config.layer_ropes == (*("global", "global", "global", "none") * 2, "global")
+
+
 @pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_v.bias"])
 def test_a_missing_tensor_is_named(small_gguf, edited_gguf, name):
     with pytest.raises(CheckpointError, match="missing"):
@@ -285,7 +341,7 @@ def test_a_missing_tensor_is_named(small_gguf, edited_gguf, name):
 
 def test_a_llama_file_with_q_norms_is_refused(small_gguf, edited_gguf):
     norms = {f"blk.0.attn_{part}_norm.weight": np.ones(16, np.float32) for part in "qk"}
-    with pytest.raises(CheckpointError, match="attn_q_norm has no place"):
+    with pytest.raises(CheckpointError, match="_norm has no place in a llama model"):
         open_checkpoint(edited_gguf(small_gguf("llama"), tensors=norms))
 
 

@@ -155,7 +155,7 @@ U8_ENTRY = entry("k", 0, b"\1")
         (header(0, 0, version=1), "version 1; versions 2 and 3"),
         (header(0, 0, version=4), "version 4; versions 2 and 3"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-        (header(0, 0), "general.architecture is nothing"),
+        (header(0, 0), "general.architecture is absent"),
         (header(0, 2) + U8_ENTRY + U8_ENTRY, "'k', wanted printable text that is not empty and used once"),
         (header(0, 1) + entry("", 0, b"\1") + b"\0", "not empty"),
         (header(0, 1) + entry("a\x1b[2J", 0, b"\1"), "printable"),

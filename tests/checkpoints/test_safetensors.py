@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from cpuspec.checkpoints import HfTokenizerFiles, open_checkpoint
-from cpuspec.config import ARCHITECTURES, ModelConfig, RopeScaling
+from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.safetensors import read_safetensors
+from cpuspec.config import ModelConfig, RopeScaling
 from cpuspec.errors import CheckpointError
 from tools.make_tiny_model import make_tiny_hf, random_weights, tiny_config
 
@@ -39,6 +41,10 @@ def directory(tmp_path):
     )
 
 
+def safetensors_values(path):
+    return {name: tensor.dequantize() for name, tensor in read_safetensors(path).items()}
+
+
 def edit_config(directory, changes=(), drop=()):
     path = directory / "config.json"
     fields = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop} | dict(changes)
@@ -47,7 +53,7 @@ def edit_config(directory, changes=(), drop=()):
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s.kind if s else "none")
 @pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_configuration_and_values_come_back_as_written(tmp_path, architecture, num_shards, scaling):
     config = tiny_config(architecture, hidden_size=64, num_heads=4, head_dim=32, tied=num_shards == 1, rope_scaling=scaling)
     checkpoint = open_checkpoint(
@@ -145,6 +151,101 @@ def test_attention_bias_gives_all_four_projections_a_bias(tmp_path):
     assert {"layers.0.q_bias", "layers.0.k_bias", "layers.0.v_bias", "layers.0.o_bias"} <= checkpoint.tensors.keys()
 
 
+def test_layers_of_qwen_from_max_window_layers_on_have_the_window(tmp_path):
+    directory = make_tiny_hf(tmp_path / "hf", num_layers=3)
+    window = {"use_sliding_window": True, "sliding_window": 4096}
+    for changes, wanted in (
+        ({"max_window_layers": 2}, (0, 0, 4096)),
+        ({"max_window_layers": 28}, ()),
+        ({"max_window_layers": 28, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, (0, 4096, 0)),
+    ):
+        edit_config(directory, {**window, **changes})
+        assert open_checkpoint(directory).config.layer_windows == wanted
+
+
+@pytest.mark.parametrize(("window", "wanted"), [(7, (7, 7)), (None, ())])
+def test_the_window_of_mistral_is_in_every_layer_or_null(tmp_path, window, wanted):
+    directory = make_tiny_hf(tmp_path / "hf", "mistral", window=window)
+    assert open_checkpoint(directory).config.layer_windows == wanted
+    edit_config(directory, drop=["sliding_window"])
+    assert open_checkpoint(directory).config.layer_windows == (4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"no_rope_layers": [0, 1, 1, 1, 0]}, ("none", "global", "global", "global", "none")),
+        ({"no_rope_layers": None}, ("global", "global", "global", "none", "global")),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 2}, ("global", "none", "global", "none", "global")),
+        ({"no_rope_layers": [1] * 5}, ()),
+    ],
+)
+def test_layers_of_smollm3_have_the_positions_that_the_configuration_says(tmp_path, changes, wanted):
+    directory = make_tiny_hf(tmp_path / "hf", "smollm3", num_layers=5)
+    edit_config(directory, changes)
+    assert open_checkpoint(directory).config.layer_ropes == wanted
+    for bad in ({"no_rope_layers": [1, 0]}, {"no_rope_layers": [2] * 5}, {"no_rope_layers": None, "no_rope_layer_interval": 0}):
+        edit_config(directory, bad)
+        with pytest.raises(CheckpointError, match="no_rope_layer"):
+            open_checkpoint(directory)
+
+
+def test_old_and_new_configurations_of_gemma_3_are_read(tmp_path):
+    """Older ones have a pattern and two bases, newer ones a list of layers and a rope for each kind of layer."""
+    directory = make_tiny_hf(tmp_path / "hf", "gemma3", num_layers=3, rope_base=1e6, rope_scaling=RopeScaling("linear", 8.0))
+    wanted = open_checkpoint(directory).config
+    assert (wanted.rope_base, wanted.local_rope_base, wanted.rope_scaling) == (1e6, 1e4, RopeScaling("linear", 8.0))
+    assert (wanted.layer_windows, wanted.layer_ropes) == ((8, 0, 8), ("local", "global", "local"))
+    edit_config(directory, {"sliding_window_pattern": 2}, drop=["layer_types", "use_sliding_window", "rope_local_base_freq"])
+    assert open_checkpoint(directory).config == wanted
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    edit_config(directory, {"rope_parameters": ropes}, drop=["rope_theta", "rope_scaling"])
+    assert open_checkpoint(directory).config == wanted
+    edit_config(directory, drop=["sliding_window_pattern"])  # 6, and so no layer of three is global
+    assert open_checkpoint(directory).config.layer_ropes == ("local",) * 3
+    for bad, message in (
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "default in layers with a window"),
+    ):
+        edit_config(directory, bad)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_a_gemma_3_with_a_wrapper_is_read_where_it_is_alone(tmp_path, prefix):
+    directory = make_tiny_hf(tmp_path / "hf", "gemma3")
+    wanted = open_checkpoint(directory)
+    fields = json.loads((directory / "config.json").read_text())
+    wrapper = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": fields}
+    (directory / "config.json").write_text(json.dumps(wrapper))
+    tensors = load_file(directory / "model.safetensors")
+    renamed = {name.replace("model.", prefix, 1): values for name, values in tensors.items()}
+    (directory / "model.safetensors").unlink()
+    save_file(renamed, directory / "model.safetensors")
+    got = open_checkpoint(directory)
+    assert got.config == wanted.config
+    assert got.tensors.keys() == wanted.tensors.keys()
+    (directory / "model.safetensors").unlink()
+    save_file({**renamed, "vision_tower.layer.weight": np.ones((2, 2), np.float32)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"vision_tower.* sees images, which is not supported; use a GGUF file"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_norm_weights_of_gemma_are_one_plus_the_files_exactly(tmp_path, dtype):
+    directory = make_tiny_hf(tmp_path / "hf", "gemma3", dtype=dtype)
+    raw = safetensors_values(directory / "model.safetensors")
+    tensors = open_checkpoint(directory).tensors
+    for ours, theirs in (("norm", "model.norm.weight"), ("layers.1.k_norm", "model.layers.1.self_attn.k_norm.weight")):
+        assert tensors[ours].format.name == "f32"
+        assert np.array_equal(tensors[ours].dequantize(), np.float32(1) + raw[theirs])
+    assert tensors["layers.0.q"].format.name == dtype
+
+
 def test_old_and_null_spellings_of_the_configuration_are_read(directory):
     edit_config(
         directory,
@@ -175,6 +276,9 @@ def test_a_tied_matrix_that_is_stored_twice_is_used_once(tmp_path):
     assert checkpoint.config == replace(tiny_config(), tied_embeddings=True)
 
 
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -186,10 +290,18 @@ def test_a_tied_matrix_that_is_stored_twice_is_used_once(tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, "'awq' are not supported by this version"),
         ({"quantization_config": {}}, "an unnamed method"),
         ({"quantization_config": []}, "quantization_config is .*wanted an object"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted silu"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted silu or gelu_pytorch_tanh"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"use_sliding_window": True}, "sliding windows are not supported"),
-        ({"layer_types": ["sliding_attention"]}, "full_attention in every layer"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types is .*, wanted full_attention in every layer"),
+        ({**QWEN, "layer_types": ["chunked_attention"]}, "full_attention or sliding_attention in every layer"),
+        ({**QWEN, "layer_types": ["full_attention"] * 2}, "layer_types"),
+        ({**QWEN, "sliding_window": -4, "max_window_layers": 0}, "layer_windows must be integers from 0"),
+        ({**QWEN, "sliding_window": "4"}, "sliding_window is '4', wanted an integer"),
+        ({"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window is True, wanted false; llama models have no"),
+        ({"use_bidirectional_attention": True}, "not causal"),
+        ({"query_pre_attn_scalar": 0}, "a number above 0"),
+        ({"attn_logit_softcapping": -1}, "attention_softcap is -1.0, wanted a number from 0"),
+        ({"final_logit_softcapping": "30"}, "a finite number"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic', wanted default, linear, llama3 or yarn"),
         ({"rope_scaling": {"type": "su"}}, "'su', wanted default, linear, llama3 or yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is absent, wanted a finite number"),

@@ -9,7 +9,7 @@ import pytest
 from cpuspec.backends import BACKENDS
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import EngineConfig, LevelSpec, SamplingParams, SpecConfig
-from cpuspec.engine.assemble import MODELS, SOURCES, Host, check_spec, draft_models, prepare
+from cpuspec.engine.assemble import LOOKUPS, OWN_WEIGHTS, Target, build, check_spec, draft_models, open_spec
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
@@ -35,12 +35,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def toy_host() -> Host:
-    return Host(None, ToyTokenizer(8), "numpy", 8, 64, EngineConfig())  # type: ignore[arg-type]
+def toy_target() -> Target:
+    return Target(None, ToyTokenizer(8), "numpy", 8, 64, EngineConfig())  # type: ignore[arg-type]
 
 
 def built(text: str) -> Proposer:
-    return prepare(SpecConfig.parse(text), toy_host())(ToyBackend(1))
+    return build(open_spec(SpecConfig.parse(text), toy_target()), ToyBackend(1))
 
 
 # --------------------------------------------------------------------------------------------------------------------- grammar
@@ -54,7 +54,10 @@ def built(text: str) -> Proposer:
         ("ngram", (LevelSpec("ngram"),)),
         (" ngram@8 , self:mxfp4@4", (LevelSpec("ngram", 8), LevelSpec("self:mxfp4", 4))),
         ("some-model@6:0.4", (LevelSpec("some-model", 6, 0.4),)),
-        ("match:some/model.gguf@6", (LevelSpec("match:some/model.gguf", 6),)),
+        ("text:some/model.gguf@6", (LevelSpec("text:some/model.gguf", 6),)),
+        ("match:some/model.gguf@6", (LevelSpec("text:some/model.gguf", 6),)),
+        ("ngram,torch:cuda:0,dtype=bf16:match:x@6", (LevelSpec("ngram"), LevelSpec("torch:cuda:0,dtype=bf16:text:x", 6))),
+        ("numba:threads=1:a,numpy:b", (LevelSpec("numba:threads=1:a"), LevelSpec("numpy:b"))),
         ("some/model.gguf@:.25", (LevelSpec("some/model.gguf", None, 0.25),)),
         ("skip:3/7@2+ngram@9", (LevelSpec("skip:3/7", 2, then=(LevelSpec("ngram", 9),)),)),
         ("a+b+c:d@1", (LevelSpec("a", then=(LevelSpec("b"), LevelSpec("c:d", 1))),)),
@@ -126,7 +129,7 @@ def test_sources_are_made_with_their_number_of_tokens() -> None:
     tree = built("ngram:tree@9:0.3")
     assert isinstance(tree, NgramProposer)
     assert (tree.num_tokens, tree.min_prob, tree.tree) == (9, 0.3, True)
-    for name in SOURCES:
+    for name in LOOKUPS:
         assert built(name).name == name
 
 
@@ -157,10 +160,10 @@ def test_auto_chooses_among_the_levels_after_it(models: Path) -> None:
             wanted = plain.generate("abc abc abc", params)[0].token_ids
         assert llm.generate("abc abc abc", params)[0].token_ids == wanted
     other = models / "other.gguf"
-    with LLM(target, f"auto,ngram,{other},match:{other}@3,skip:1") as llm:
+    with LLM(target, f"auto,ngram,{other},text:{other}@3,skip:1") as llm:
         assert [(one.name, one.verifies) for one in llm.explain()] == [
-            *((name, "target") for name in ("none", "ngram", "other.gguf", "match:other.gguf", "skip:1")),
-            *((name, "skip:1") for name in ("none", "ngram", "other.gguf", "match:other.gguf")),
+            *((name, "target") for name in ("none", "ngram", "other.gguf", "text:other.gguf", "skip:1")),
+            *((name, "skip:1") for name in ("none", "ngram", "other.gguf", "text:other.gguf")),
         ]
         assert llm.generate("abc abc abc", params)[0].token_ids == wanted
     with LLM(target, "auto", backend="numpy") as llm:
@@ -208,7 +211,7 @@ def test_models_verify_what_stands_before_them(models: Path) -> None:
 
 def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
     spec = SpecConfig.parse(
-        "ngram,self:mxfp4+one.gguf,mod:Class+ngram,two,match:three,match:fo.ur/5.gguf@3,torch:skip:1,numba:six,torch:match:7"
+        "ngram,self:mxfp4+one.gguf,mod:Class+ngram,two,text:three,match:fo.ur/5.gguf@3,torch:skip:1,numba:six,torch:cpu,dtype=f32:text:7"
     )
     assert draft_models(spec) == ["one.gguf", "two", "three", "fo.ur/5.gguf", "six", "7"]
 
@@ -222,7 +225,7 @@ def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
         ("psychic", "drafter 'psychic' is none of ngram.*no model is called 'psychic'"),
         ("smollm2-135m-instrut", "did you mean smollm2-135m-instruct"),
         ("nowhere/model.gguf", "no file or directory 'nowhere/model.gguf'"),
-        ("match:psychic", "drafter 'psychic' is none of ngram.*no model is called 'psychic'"),
+        ("text:psychic", "drafter 'psychic' is none of ngram.*no model is called 'psychic'"),
         ("ngram:8", "ngram takes no argument or tree, got '8'; ngram@8"),
         ("self", "self takes an argument"),
         ("self:mxfp4,ngram", "ngram has no model to verify what self:mxfp4 drafts"),
@@ -233,11 +236,13 @@ def test_a_spec_knows_the_models_that_it_takes_from_elsewhere() -> None:
         ("torch:mod:Class", "torch runs a model"),
         ("torch:numba:x", "torch runs a model"),
         ("torch:psychic", "drafter 'psychic' is none of"),
+        ("torch:dtype=f64:psychic", "dtype must be one of auto, f32"),
+        ("torch:cpu,dtype=:psychic", "drafter 'cpu,dtype=:psychic' is none of"),
     ],
 )
 def test_what_cannot_draft_is_a_clear_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare(SpecConfig.parse(text), toy_host())
+        open_spec(SpecConfig.parse(text), toy_target())
 
 
 @pytest.mark.parametrize(
@@ -257,7 +262,7 @@ def test_a_draft_that_does_not_fit_fails_before_weights_are_loaded(
         LLM(models / "target.gguf", draft, "numpy")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*OWN_WEIGHTS, "text", "match"])
 def test_models_of_the_targets_own_take_an_argument(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} takes an argument"):
         check_spec(SpecConfig.parse(name))
@@ -300,7 +305,7 @@ CHAINS = (
     "HF@2+ngram@4",
     "suffix,PADDED@3,FEWER@4",
     "ngram,OTHER@4",
-    "match:OTHER@4+ngram",
+    "text:OTHER@4+ngram",
     "ngram@3,DRAFT@2,OTHER@3,match:DRAFT@4,self:q4_0@5",
 )
 
@@ -335,7 +340,12 @@ def test_greedy_answers_are_the_same_with_every_chain_in_a_batch(
 
 
 ACROSS = {
-    "numba": ("torch:DRAFT@3", "ngram,torch:HF@3,numpy:skip:1@4", "torch:self:q8_0@4,self:mxfp4@3", "torch:match:OTHER@3+ngram"),
+    "numba": (
+        "torch:DRAFT@3",
+        "ngram,torch:HF@3,numpy:skip:1@4",
+        "torch:self:q8_0@4,self:mxfp4@3",
+        "torch:cpu,dtype=f32:text:OTHER@3+ngram",
+    ),
     "torch": ("numba:DRAFT@3", "suffix,numba:skip:1@3,DRAFT@2,numpy:self:q4_0@4", "skip:1@3,self:q8_0@4"),
 }
 
@@ -357,7 +367,17 @@ def test_levels_may_run_on_other_backends_than_the_target(models: Path, backend:
         assert sum(level.num_draft_tokens for answer in answers for level in answer.stats.levels.values()) > 0
 
 
+def test_a_level_may_have_settings_of_its_own(models: Path) -> None:
+    with LLM(models / "target.gguf", f"ngram,numba:kv_format=f32:{models / 'draft.gguf'}", threads=1) as llm:
+        [draft] = llm._drafts
+        assert draft.name == "numba:kv_format=f32:draft.gguf"
+        assert draft.context.cache.bytes_per_token == 2 * 2 * 32 * 4  # keys and values of one head in one layer
+        assert len(llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+    with pytest.raises(CpuspecError, match="dtype bf16 is a setting of the torch backend"):
+        LLM(models / "target.gguf", f"numba:dtype=bf16:{models / 'draft.gguf'}")
+
+
 def test_a_draft_on_another_backend_has_none_of_the_settings_of_the_targets(models: Path) -> None:
-    with LLM(models / "target.gguf", f"numba:{models / 'draft.gguf'}", "torch", threads=1, device="cpu", dtype="bf16") as llm:
+    with LLM(models / "target.gguf", f"numba:{models / 'draft.gguf'}", "torch:cpu,dtype=bf16", threads=1) as llm:
         assert [draft.context.backend.name for draft in llm._drafts] == ["numba"]
         assert len(llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpuspec.config import SamplingParams, SpecConfig
-from cpuspec.engine.assemble import SOURCES
+from cpuspec.engine.assemble import LOOKUPS
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.statistics import chi_square
@@ -22,7 +22,7 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.ngram import NgramProposer
 from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.planner import Planner
-from cpuspec.speculation.proposer import NullProposer, Proposer, levels_of
+from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.oracles import SampledProposer, ToyBackend, ToyTokenizer, plain_greedy, string_probs
 
 VOCAB = 8
@@ -31,7 +31,7 @@ TREE = (-1, -1, 0, 1, 1, -1)
 
 def source(text: str) -> Proposer:
     (level,) = SpecConfig.parse(text).levels
-    return SOURCES[level.name](level)
+    return LOOKUPS[level.name](level)
 
 
 def chain_over(inner: Proposer, seed: int, vocab_size: int = VOCAB, num_tokens: int = 4, min_confidence: float = 0.0) -> Proposer:
@@ -57,7 +57,7 @@ PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
     "sampled": lambda: SampledProposer(VOCAB, hidden_layers=(1,)),
     "sampled tree": lambda: SampledProposer(VOCAB, TREE, hidden_layers=(1,)),
     "tree of point masses": lambda: SampledProposer(VOCAB, TREE, declare=None),
-    **{name: lambda name=name: source(name) for name in (*SOURCES, "ngram:tree@6", "suffix:tree@6")},  # type: ignore[misc]
+    **{name: lambda name=name: source(name) for name in (*LOOKUPS, "ngram:tree@6", "suffix:tree@6")},  # type: ignore[misc]
     "planned": lambda: planned(CHEAP_ROWS),
     "draft model": lambda: chain_over(NullProposer(), 0),
     "unsure draft model of fewer tokens": lambda: chain_over(NullProposer(), 0, VOCAB - 1, 6, 0.3),
@@ -75,8 +75,9 @@ PROPOSER_FACTORIES: dict[str, Callable[[], Proposer]] = {
 every_proposer = pytest.mark.parametrize("proposer", PROPOSER_FACTORIES)
 
 
-def engine_over(model: ToyBackend, proposer: Proposer, num_slots: int = 3) -> Engine:
-    return Engine(Context(model, num_slots, model.config.context_length), proposer, ToyTokenizer(VOCAB))  # type: ignore[arg-type]
+def engine_over(model: ToyBackend, proposer: Proposer, num_slots: int = 3, prompt_rows: int = 64) -> Engine:
+    context = Context(model, num_slots, model.config.context_length, prompt_rows=prompt_rows)
+    return Engine(context, proposer, ToyTokenizer(VOCAB))  # type: ignore[arg-type]
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Output]]:
@@ -160,7 +161,7 @@ def test_greedy_output_is_identical_whatever_a_planner_chooses(seed: int) -> Non
     assert {one.name for one in planner.explain() if one.num_rounds} >= {"toy" + str(seed)}
 
 
-WITH_MODELS = [name for name, make in PROPOSER_FACTORIES.items() if levels_of(make())]
+WITH_MODELS = [name for name, make in PROPOSER_FACTORIES.items() if make().levels]
 
 
 @pytest.mark.parametrize("proposer", [*WITH_MODELS, "planned over a model"])
@@ -171,7 +172,7 @@ def test_no_draft_model_runs_before_a_requests_first_token(proposer: str) -> Non
         drafter: Proposer = Planner(Costs(CHEAP_ROWS.rows, CHEAP_ROWS.seconds), [], [(model, Costs([1, 2], [0.1, 0.11]))])
     else:
         drafter = PROPOSER_FACTORIES[proposer]()
-    models = [cast(ToyBackend, level.context.backend) for level in levels_of(drafter)]
+    models = [cast(ToyBackend, level.context.backend) for level in drafter.levels]
     engine = engine_over(ToyBackend(0, VOCAB, memory=0.0), drafter)
     params = SamplingParams(max_tokens=30, ignore_eos=True, logit_bias={VOCAB - 1: -np.inf})  # which one of them does not know
     engine.add_request([0, 4, 5, 4, 5, 4], params)
@@ -183,10 +184,12 @@ def test_no_draft_model_runs_before_a_requests_first_token(proposer: str) -> Non
     assert sum(model.num_forwards for model in models) > 0
     fed = [model.num_rows for model in models]
     prompt = [0, *range(2, VOCAB - 1)] * 5
-    engine.add_request(prompt, params)
-    (_, second) = engine.step()
-    assert len(second.token_ids) == 1
-    assert all(model.num_rows - before < len(prompt) for model, before in zip(models, fed, strict=True))
+    second = engine.add_request(prompt, params)
+    outputs = engine.step()
+    while second not in [output.request_id for output in outputs]:
+        assert all(level.context.num_sequences <= 1 for level in drafter.levels)
+        outputs = engine.step()
+    assert len(outputs[-1].token_ids) == 1
     while engine.has_work:
         engine.step()
     assert any(model.num_rows - before > len(prompt) for model, before in zip(models, fed, strict=True))
@@ -232,6 +235,111 @@ def test_what_an_engine_answered_before_changes_no_answer(proposer: str, tempera
     for prompt, one in zip(requests, params, strict=True):
         (fresh,), (got,) = (run(engine, [prompt], [one]) for engine in (engine_over(model, PROPOSER_FACTORIES[proposer]()), used))
         assert joined(got)["token_ids"] == joined(fresh)["token_ids"]
+
+
+LONG_PROMPT = [0, *np.random.default_rng(5).integers(2, VOCAB, 40).tolist()]
+STREAMS = [[0, 4, 5, 4], [0, 6, 4]]
+
+
+@every_proposer
+@pytest.mark.parametrize("prompt_rows", [1, 3, 64])
+def test_every_step_yields_a_token_for_each_stream_while_a_long_prompt_is_read(proposer: str, prompt_rows: int) -> None:
+    """Also while draft models read it. Each answer is the one that it is alone."""
+    model = ToyBackend(3, VOCAB, memory=0.3)
+    params = SamplingParams(max_tokens=55, ignore_eos=True)
+    engine = engine_over(model, PROPOSER_FACTORIES[proposer](), prompt_rows=prompt_rows)
+    tokens: dict[int, list[int]] = {engine.add_request(prompt, params): [] for prompt in STREAMS}
+    streams = list(tokens)
+
+    def step() -> set[int]:
+        outputs = engine.step()
+        for output in outputs:
+            tokens[output.request_id] += output.token_ids
+        return {output.request_id for output in outputs}
+
+    step()
+    late = engine.add_request(LONG_PROMPT, SamplingParams(max_tokens=15, ignore_eos=True))
+    tokens[late] = []
+    num_waiting = 0
+    while engine.has_work:
+        running = [id for id in streams if len(tokens[id]) < 55]
+        assert step() >= set(running)
+        num_waiting += not tokens[late] and len(running) == 2
+    assert num_waiting >= min(len(LONG_PROMPT) // min(prompt_rows, model.max_rows), 8)
+    for prompt, answer in zip([*STREAMS, LONG_PROMPT], tokens.values(), strict=True):
+        one = SamplingParams(max_tokens=len(answer), ignore_eos=True)
+        assert answer == plain_greedy(model, ToyTokenizer(VOCAB), prompt, one)["token_ids"]
+
+
+@every_proposer
+def test_a_seeded_request_with_a_long_prompt_draws_the_same_tokens_alone_in_a_batch_and_from_a_cache(proposer: str) -> None:
+    """When a draft model has read the prompt depends on other requests and on the cache; the draws do not."""
+    model = ToyBackend(4, VOCAB, memory=0.3)
+    params = SamplingParams(temperature=0.8, seed=11, max_tokens=20, ignore_eos=True)
+    others = [SamplingParams(temperature=1.0, seed=seed, max_tokens=30, ignore_eos=True) for seed in range(2)]
+    (alone,) = run(engine_over(model, PROPOSER_FACTORIES[proposer]()), [LONG_PROMPT], [params])
+    engine = engine_over(model, PROPOSER_FACTORIES[proposer](), prompt_rows=2)
+    prompts = [[0, 6, 6], LONG_PROMPT[::-1], LONG_PROMPT]
+    together = run(engine, prompts, [*others, params])[2]
+    (again,) = run(engine, [LONG_PROMPT], [params])
+    assert joined(together)["token_ids"] == joined(again)["token_ids"] == joined(alone)["token_ids"]
+
+
+def test_prompts_take_whole_forwards_while_nothing_else_runs() -> None:
+    model = ToyBackend(3, VOCAB)
+    engine = engine_over(model, NullProposer(), prompt_rows=2)
+    engine.add_request(LONG_PROMPT, SamplingParams(max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    assert model.num_forwards == -(-len(LONG_PROMPT) // model.max_rows)
+
+
+def test_a_prompt_that_several_requests_share_is_read_once() -> None:
+    """By requests that arrive together, and from one that generates."""
+    model = ToyBackend(3, VOCAB, memory=0.3, max_rows=64)
+    engine, params = engine_over(model, NullProposer(), num_slots=4), SamplingParams(max_tokens=5, ignore_eos=True)
+    prompts = [LONG_PROMPT, LONG_PROMPT, [*LONG_PROMPT[:35], 4, 5]]
+    answers = run(engine, prompts, [params] * 3)
+    stats = [outputs[-1].stats for outputs in answers]
+    assert [one.num_cached_tokens for one in stats if one] == [0, 40, 35]
+    assert model.num_rows == 41 + 1 + 2 + 3 * 4
+    other = LONG_PROMPT[20::-1]
+    engine.add_request(other, SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.step()
+    late = engine.add_request([*other, 6], params)
+    outputs = [output for _ in range(5) for output in engine.step() if output.request_id == late]
+    assert outputs[-1].stats is not None
+    assert outputs[-1].stats.num_cached_tokens == 21
+    for prompt, answer in zip([*prompts, [*other, 6]], [*answers, outputs], strict=True):
+        assert joined(answer)["token_ids"] == plain_greedy(model, ToyTokenizer(VOCAB), prompt, params)["token_ids"]
+
+
+@pytest.mark.parametrize("prompt_rows", [2, 64])
+def test_a_proposer_gets_the_hidden_states_of_every_token_that_no_cache_held(prompt_rows: int) -> None:
+    """In however many chunks a prompt was read; `begin` told which tokens were cached."""
+    cached: dict[int, int] = {}
+    seen: dict[int, list[list[int]]] = {}
+
+    class Watching(NullProposer):
+        name, hidden_layers = "watching", (0, 1)
+
+        def begin(self, seq: Sequence, num_cached: int) -> None:
+            cached[seq.id], seen[seq.id] = num_cached, []
+
+        def accept(self, seq: Sequence, verdict: object, hidden: tuple[np.ndarray, ...]) -> None:
+            first, second = hidden
+            assert (second == first + 1).all()
+            seen[seq.id] += first[:, :2].astype(int).tolist()
+
+        def end(self, seq: Sequence) -> None:
+            rows = [[token, position] for position, token in enumerate(seq.tokens[:-1])]
+            assert seen[seq.id] == rows[cached[seq.id] :]
+
+    engine = engine_over(ToyBackend(3, VOCAB), Watching(), 3, prompt_rows)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    run(engine, [[0, 4, 5], LONG_PROMPT, LONG_PROMPT[::-1]], [params] * 3)
+    run(engine, [[*LONG_PROMPT[:30], 4], [0, 5]], [params] * 2)
+    assert list(cached.values()) == [0, 0, 0, 30, 1]
 
 
 def test_an_answer_given_before_takes_fewer_forwards_the_next_time() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
-from cpuspec.engine.assemble import SOURCES
+from cpuspec.engine.assemble import LOOKUPS
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import ConfigError, CpuspecError
 from tests.oracles import ToyBackend, ToyTokenizer, plain_greedy
@@ -31,7 +31,7 @@ def num_free_slots(llm: LLM) -> int:
     return llm._engine._context.num_free_slots
 
 
-@pytest.mark.parametrize("spec", [None, "none", *SOURCES])
+@pytest.mark.parametrize("spec", [None, "none", *LOOKUPS])
 def test_prompts_are_texts_or_ids_and_answers_come_in_their_order(spec: str | None) -> None:
     llm = toy_llm(spec)
     prompts = ["abab", [0, 7, 6], (0, 5), np.array([0, 4, 4])]
@@ -315,7 +315,11 @@ def test_n_answers_to_a_prompt_come_together_each_with_the_seed_of_its_own() -> 
         ({"spec": ["ngram"]}, "spec is a text"),
         ({"model": 5}, "model is a name, a path"),
         ({"model": None}, "model is a name, a path"),
-        ({"backend": 5}, "backend 5 does not exist"),
+        ({"backend": 5}, "a backend is a text such as"),
+        ({"backend": "torch:f8"}, "device"),
+        ({"backend": "numpy:dtype"}, "device dtype is a setting of the torch backend"),
+        ({"backend": "numpy:fast=1"}, "cannot read 'fast=1' in 'numpy:fast=1'"),
+        ({"speed": 5}, "there is no setting 'speed'; wanted one of max_sequences"),
         ({"threads": "2"}, "threads must be None or an integer"),
         ({"threads": True}, "threads must be None or an integer"),
         ({"context_length": 1}, "context_length must be None or an integer >= 2, got 1"),

@@ -8,10 +8,10 @@ import pytest
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
-from cpuspec.engine.own_weights import make_self_draft, make_skip_draft, read_skipped, skip_layers, spread
-from cpuspec.errors import ConfigError, FormatError
+from cpuspec.engine.own_weights import read_skipped, skip_layers, spread
+from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
-from cpuspec.quantize.cast import cast
+from cpuspec.quantize.cast import cast, casts
 from tests.backends.models import every_backend, forward, tiny
 from tests.backends.test_sharing import SHARING
 
@@ -50,7 +50,7 @@ def test_a_skipped_layer_is_one_that_adds_nothing(model: Checkpoint, name: str, 
 @every_backend(SHARING)
 def test_a_layer_skip_draft_has_a_smaller_cache_and_no_weights_of_its_own(model: Checkpoint, name: str) -> None:
     target = make_backend(name, model, ENGINE)
-    draft = make_skip_draft(target, model, "1/3", ENGINE)
+    draft = make_backend(name, skip_layers(model, (1, 3)), ENGINE, target)
     weights = "_weights" if name == "numpy" else "_matrices"
     ours, theirs = getattr(draft, weights), getattr(target, weights)
     origin = {"layers.0": "layers.0", "layers.1": "layers.2", "layers.2": "layers.4"}
@@ -66,17 +66,12 @@ def test_a_layer_skip_draft_has_a_smaller_cache_and_no_weights_of_its_own(model:
 @every_backend()
 def test_a_self_cast_draft_is_the_model_with_cast_linear_layers(model: Checkpoint, name: str) -> None:
     target = make_backend(name, model, ENGINE)
-    draft = make_self_draft(target, model, "mxfp4", ENGINE)
+    draft = make_backend(name, model, ENGINE, target, casts(model, get_format("mxfp4")))
     linears = {n: cast(t, get_format("mxfp4")) for n, t in model.tensors.items() if len(t.shape) == 2 and n != "embed"}
     wanted = _logits(make_backend(name, replace(model, tensors={**model.tensors, **linears}), ENGINE))
     assert np.array_equal(_logits(draft), wanted)
     assert not np.array_equal(_logits(target), wanted)
     target.close()
-
-
-def test_an_unknown_format_names_the_choices(model: Checkpoint) -> None:
-    with pytest.raises(FormatError, match=r"'int5'.*mxfp4"):
-        make_self_draft(make_backend("numpy", model, ENGINE), model, "int5", ENGINE)
 
 
 @pytest.mark.parametrize("num_layers", [2, 5, 28, 30])

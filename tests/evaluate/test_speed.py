@@ -34,7 +34,7 @@ class Watched:
         self.tokens: list[int] = []
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
-        return KVCache(num_slots, capacity, lambda: None, lambda *_: None, 1000)
+        return KVCache(num_slots, capacity, lambda: None, lambda *_: None, lambda *_: None, 1000)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         batch.check(self.config, cache, self.max_rows)

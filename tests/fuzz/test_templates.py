@@ -14,7 +14,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import cpuspec.chat_template
-from cpuspec.chat_template.operations import FILTERS, STR_METHODS, TESTS
+from cpuspec.chat_template.filters import FILTERS, TESTS
+from cpuspec.chat_template.operations import STR_METHODS
 from cpuspec.errors import TokenizerError
 from tests.fuzz.drive import Case, check
 

@@ -29,7 +29,8 @@ def rational_row(seed: int, vocab: int, path: tuple[int, ...]) -> np.ndarray:
 class ExactContext:
     """A model whose rows are fractions, which stand for the logits and for the distributions that are made of them."""
 
-    capacity = 99
+    capacity = prompt_rows = 99
+    num_sequences = 1
 
     def __init__(self, seed: int, vocab: int, possible: np.ndarray | None = None) -> None:
         """possible: [vocab] the only tokens that its rows give a probability."""
@@ -37,13 +38,18 @@ class ExactContext:
         self.possible = np.ones(vocab, np.bool_) if possible is None else possible
         self.backend = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), max_rows=99)
 
-    def acquire(self, seq: Sequence) -> None:
-        pass
+    def acquire(self, seq: Sequence) -> int:
+        return 0
+
+    def num_unfed(self, seq: Sequence) -> int:
+        return 0
 
     def release(self, seq: Sequence) -> None:
         pass
 
-    def score(self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = ()) -> list[ForwardOutput]:
+    def score(
+        self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = (), chunks: object = ()
+    ) -> list[ForwardOutput]:
         outputs = []
         for seq, draft in zip(seqs, drafts, strict=True):
             path = (*seq.output, *draft.tokens.tolist())
@@ -81,7 +87,7 @@ def distance(proposer: Proposer, vocab: int, limit: int, length: int) -> Fractio
     def program(rng: Any) -> tuple[int, ...]:
         seq = Sequence.new(0, [0], SamplingParams(temperature=1.0))
         seq.rng = rng
-        proposer.begin(seq)
+        proposer.begin(seq, 0)
         while seq.num_output_tokens < length:
             limits = [min(limit, length - seq.num_output_tokens - 1)]
             speculate(target, proposer, [seq], limits)  # type: ignore[arg-type]

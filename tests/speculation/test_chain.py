@@ -16,7 +16,7 @@ from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_ano
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.ngram import NgramProposer
-from cpuspec.speculation.proposer import NullProposer, Proposer, levels_of
+from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.verify import Verdict, verify_block
 from tests.oracles import ToyBackend
 from tests.speculation.exact import SOURCE, ExactContext, ExactSource, distance, rational_row
@@ -127,7 +127,7 @@ def drafting(
     chain = ChainProposer(inner, Context(model, len(params), capacity, vocab), "toy", **settings)
     seqs = [Sequence.new(id, [0, 4, 5, 4, 5][: 3 + id], one) for id, one in enumerate(params)]
     for seq in seqs:
-        chain.begin(seq)
+        chain.begin(seq, 0)
         seq.extend([4, 5])
     return chain, seqs, model
 
@@ -249,5 +249,5 @@ def test_drafts_end_where_the_draft_models_context_does() -> None:
 def test_levels_are_known_from_the_cheapest_on() -> None:
     first, _, _ = drafting(NgramProposer(), [SamplingParams()])
     second = ChainProposer(first, Context(ToyBackend(1), 1, 64))
-    assert levels_of(second) == (first, second)
-    assert levels_of(NgramProposer()) == ()
+    assert second.levels == (first, second)
+    assert NgramProposer().levels == ()

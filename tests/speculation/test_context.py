@@ -125,18 +125,18 @@ def test_a_slot_with_the_longest_shared_prefix_is_reused_and_others_are_left_alo
     context = Context(ToyBackend(1, max_rows=64), 3, 64)
     first, second = sequence(0, [0, 4, 5, 6, 7, 4]), sequence(1, [0, 4, 5, 5])
     assert context.acquire(first) == context.acquire(second) == 0
-    slots = [context._seats[seq.id].slot for seq in (first, second)]
+    slots = [context._assignments[seq.id].slot for seq in (first, second)]
     context.score([first, second], [Draft.chain([], "test")] * 2)
     context.release(first)
     context.release(second)
     third = sequence(2, [0, 4, 5, 6, 7, 7, 7])
     assert context.acquire(third) == 5
-    assert context._seats[2].slot == slots[0]
+    assert context._assignments[2].slot == slots[0]
     again = sequence(3, [0, 4, 5, 5])
     assert context.acquire(again) == 3  # the last token's row is computed again
     stranger = sequence(4, [6, 6])
     assert context.acquire(stranger) == 0
-    assert context._seats[4].slot not in slots
+    assert context._assignments[4].slot not in slots
 
 
 def test_a_short_overlap_does_not_cost_another_conversation_its_slot() -> None:

@@ -29,7 +29,7 @@ def rescanned(tokens: list[int], num_tokens: int) -> list[int]:
 @given(TOKENS, st.lists(TOKENS, max_size=6))
 def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds: list[list[int]]) -> None:
     proposer, seq = NgramProposer(4, min_prob=0.0), Sequence.new(7, prompt, SamplingParams())
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     for new in rounds:
         (draft,) = proposer.propose([seq], [3])
         assert draft.tokens.tolist() == rescanned(seq.tokens, 3)
@@ -44,7 +44,7 @@ def test_drafts_equal_a_full_rescan_after_every_round(prompt: list[int], rounds:
 def test_drafts_equal_a_full_rescan_after_a_rewind(prompt: list[int], rounds: list[tuple[int, list[int]]]) -> None:
     """A shadow's last tokens are taken back and replaced between two calls, sometimes by the same ones."""
     proposer, seq = NgramProposer(min_prob=0.0), Sequence.new(7, prompt, SamplingParams())
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     for num_back, new in rounds:
         seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
         seq.extend(new)
@@ -54,14 +54,14 @@ def test_drafts_equal_a_full_rescan_after_a_rewind(prompt: list[int], rounds: li
 
 def test_a_repetition_is_carried_on_beyond_its_end() -> None:
     proposer, seq = NgramProposer(), Sequence.new(0, [5, 6, 7] * 3, SamplingParams())
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     assert proposer.propose([seq], [9])[0].tokens.tolist() == [5, 6, 7, 5, 6, 7, 5]
 
 
 def test_each_token_that_agrees_makes_the_next_one_likelier_and_an_unlikely_draft_ends() -> None:
     for prompt, min_prob, length, num_tokens in (([4, 9, 9, 9, 4], 0.0, 1, 7), ([3, 4, 9, 9, 9, 3, 4], 0.15, 2, 2)):
         proposer, seq = NgramProposer(min_prob=min_prob), Sequence.new(0, prompt, SamplingParams())
-        proposer.begin(seq)
+        proposer.begin(seq, 0)
         (draft,) = proposer.propose([seq], [9])
         confidence = [1 - (STRENGTH / (STRENGTH + 1)) ** (length + i) for i in range(num_tokens)]
         assert draft.confidence is not None
@@ -72,7 +72,7 @@ def test_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() -> None:
     proposer = NgramProposer(min_prob=0.0)
     seqs = [Sequence.new(0, [4, 5, 4], SamplingParams()), Sequence.new(1, [5, 4], SamplingParams())]
     for seq in seqs:
-        proposer.begin(seq)
+        proposer.begin(seq, 0)
     assert [draft.tokens.tolist() for draft in proposer.propose(seqs, [2, 2])] == [[5, 4], []]
     for seq in seqs:
         proposer.end(seq)
@@ -85,7 +85,7 @@ def test_a_tree_has_the_latest_occurrence_and_the_other_ones_beside_it() -> None
     seq = Sequence.new(0, prompt, SamplingParams())
     drafts = []
     for proposer in (tree, chain):
-        proposer.begin(seq)
+        proposer.begin(seq, 0)
         drafts += proposer.propose([seq], [6])
     paths = [drafts[0].tokens_to(node) for node in range(6)]
     assert drafts[1].tokens.tolist() == [7, 4]

@@ -103,7 +103,7 @@ class TimedModel(Model):
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         for seq, limit in zip(seqs, limits, strict=True):
             num_missed = len(seq.tokens) - 1 - self._fed.get(seq.id, 0)
-            self._clock.now_s += max(num_missed, 0) * self.costs.per_row + limit * self.costs.of(1)
+            self._clock.now_s += max(num_missed, 0) * self.costs.row_s + limit * self.costs.forward_s(1)
             self._fed[seq.id] = len(seq.tokens)
         return super().propose(seqs, limits)
 
@@ -123,16 +123,16 @@ def _answers(
     ratios = []
     for number in range(first, first + count):
         seq = Sequence.new(number, [0] * 300, SamplingParams(max_tokens=tokens))
-        planner.begin(seq)
+        planner.begin(seq, 0)
         begin_s = clock.now_s
         while seq.num_wanted:
             [draft] = planner.propose([seq], [min(24, seq.num_wanted - 1)])
-            clock.now_s += truth.of(len(draft) + 1)
+            clock.now_s += truth.forward_s(len(draft) + 1)
             num_accepted = round(accept(number) * len(draft))
             seq.extend([1] * (num_accepted + 1))
             planner.accept(seq, Verdict([1] * (num_accepted + 1), np.arange(num_accepted, dtype=np.int32)), ())
         planner.end(seq)
-        ratios.append((clock.now_s - begin_s) / (tokens * truth.of(1)))
+        ratios.append((clock.now_s - begin_s) / (tokens * truth.forward_s(1)))
     return ratios
 
 
@@ -155,8 +155,8 @@ def _rounds(planner: Planner, seq: Sequence, count: int, accept: float) -> list[
 
 def test_costs_grow_between_what_was_measured_and_beyond() -> None:
     costs = Costs([1, 2, 4, 8], [1.0, 0.5, 2.0, 4.0])
-    assert [costs.of(n) for n in (1, 2, 3, 4, 6, 8, 10)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
-    assert costs.per_row == 0.5
+    assert [costs.forward_s(n) for n in (1, 2, 3, 4, 6, 8, 10)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert costs.row_s == 0.5
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_costs_are_measured_once_and_nonsense_is_measured_anew(
 def test_a_draft_from_text_is_cut_where_it_promises_most(confidence: float, slope: float) -> None:
     costs = Costs([1, 2], [1.0, 1.0 + slope])
     planner, seq = Planner(costs, [Text(confidence)], []), _sequence()
-    planner.begin(seq)
+    planner.begin(seq, 0)
     [draft] = planner.propose([seq], [24])
-    rates = [sum(confidence**k for k in range(n + 1)) / costs.of(n + 1) for n in range(25)]
+    rates = [sum(confidence**k for k in range(n + 1)) / costs.forward_s(n + 1) for n in range(25)]
     assert len(draft) == int(np.argmax(rates))
 
 
@@ -360,7 +360,7 @@ def test_a_request_without_drafts_says_nothing_about_texts(clock: Clock) -> None
     text.finds = True
     planner = Planner(rising(0.05), [text], [])
     without = _sequence()
-    planner.begin(without)
+    planner.begin(without, 0)
     for _ in range(500):
         planner.propose([without], [0])
         without.extend([1])
@@ -368,7 +368,7 @@ def test_a_request_without_drafts_says_nothing_about_texts(clock: Clock) -> None
     planner.end(without)
     assert text.num_asked == 0
     seq = _sequence(1)
-    planner.begin(seq)
+    planner.begin(seq, 0)
     assert len(planner.propose([seq], [24])[0]) > 4
 
 
@@ -377,7 +377,7 @@ def test_of_two_texts_that_find_the_same_the_first_one_drafts() -> None:
     planner, seq = Planner(rising(0.05), [Text(0.9), Text(0.9)], []), _sequence()
     lengths = _rounds(planner, seq, 50, 0.9)
     assert min(lengths) > 4
-    assert [one.num_rounds for one in planner.texts] == [50, 0]
+    assert [one.drafted.num_rounds for one in planner.lookups] == [50, 0]
 
 
 @pytest.mark.parametrize("seconds", [0.003, 0.03, 0.1])
@@ -429,12 +429,12 @@ def test_a_trial_feeds_no_more_than_the_allowance_has() -> None:
 def test_costs_that_were_measured_wrong_are_found_out(clock: Clock, helps: bool) -> None:
     """Rows that seem dear although they are cheap, and rows that seem cheap although they are dear."""
     truth = rising(0.05 if helps else 0.3)
-    wrong = Costs(ROWS, [1.0, *(1.6 * truth.of(n) for n in ROWS[1:])] if helps else rising(0.1).seconds)
+    wrong = Costs(ROWS, [1.0, *(1.6 * truth.forward_s(n) for n in ROWS[1:])] if helps else rising(0.1).seconds)
     planner = Planner(wrong, [Text(0.6)], [])
     _answers(planner, clock, truth, lambda answer: 0.5, 30)
-    right = [truth.of(n) / truth.of(1) for n in (2, 3)]
+    right = [truth.forward_s(n) / truth.forward_s(1) for n in (2, 3)]
     first = [1.6 * one for one in right] if helps else [1.1, 1.2]
-    found = [wrong.of(n) / wrong.of(1) for n in (2, 3)]
+    found = [wrong.forward_s(n) / wrong.forward_s(1) for n in (2, 3)]
     assert all(abs(f - r) < 0.5 * abs(w - r) for f, r, w in zip(found, right, first, strict=True))
 
 
@@ -442,19 +442,19 @@ def test_a_slow_machine_makes_all_forwards_slow_and_no_row_cheaper() -> None:
     costs = rising(0.05)
     for _ in range(300):
         costs.observe(1, 3.0)
-    assert costs.of(1) == pytest.approx(3.0, rel=0.1)
-    assert costs.of(4) / costs.of(1) == pytest.approx(1.15, rel=0.15)
+    assert costs.forward_s(1) == pytest.approx(3.0, rel=0.1)
+    assert costs.forward_s(4) / costs.forward_s(1) == pytest.approx(1.15, rel=0.15)
 
 
 def test_rounds_correct_what_was_measured_within_bounds() -> None:
     costs, once = rising(0.1), rising(0.1)
     once.observe(4, 1e6)
-    assert once.of(4) < 2 * 1.3
+    assert once.forward_s(4) < 2 * 1.3
     for _ in range(1000):
         costs.observe(4, 1e6)
         costs.observe(1, 1e-6)
-    assert costs.of(4) <= 4 * 1.3 + 1e-9
-    assert costs.of(1) >= 1 / 4 - 1e-9
+    assert costs.forward_s(4) <= 4 * 1.3 + 1e-9
+    assert costs.forward_s(1) >= 1 / 4 - 1e-9
     assert costs.seconds == sorted(costs.seconds)
     costs.observe(2, 0.0)  # a clock that stood still
     costs.observe(99, 5.0)  # more rows than were measured
@@ -463,7 +463,7 @@ def test_rounds_correct_what_was_measured_within_bounds() -> None:
 def test_what_agrees_teaches_nothing() -> None:
     costs = rising(0.1)
     for n in ROWS:
-        costs.observe(n, 1.04 * costs.of(n))
+        costs.observe(n, 1.04 * costs.forward_s(n))
     assert costs.seconds == rising(0.1).seconds
 
 
@@ -495,7 +495,7 @@ def test_rounds_without_a_draft_teach_what_their_rows_take(clock: Clock, num_seq
         for seq in together:
             seq.extend([1])
             planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
-    assert planner.costs.of(num_seqs) == pytest.approx(2.0, rel=0.1)
+    assert planner.costs.forward_s(num_seqs) == pytest.approx(2.0, rel=0.1)
 
 
 def test_what_was_learned_is_kept_for_the_next_process_where_it_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,11 +504,11 @@ def test_what_was_learned_is_kept_for_the_next_process_where_it_matters(tmp_path
     costs = find_costs(backend)
     [kept] = tmp_path.glob("costs/*")
     before = kept.read_text()
-    costs.observe(1, 1.06 * costs.of(1))
+    costs.observe(1, 1.06 * costs.forward_s(1))
     costs.keep()
     assert kept.read_text() == before
     for _ in range(5):
-        costs.observe(4, 2 * costs.of(4))
+        costs.observe(4, 2 * costs.forward_s(4))
     costs.keep()
     assert find_costs(backend).seconds == costs.seconds
     assert [path.name for path in tmp_path.glob("costs/*")] == [kept.name]

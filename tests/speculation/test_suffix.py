@@ -24,7 +24,7 @@ def remembering(answers: list[list[int]], **settings: int | bool) -> SuffixPropo
     proposer = SuffixProposer(min_prob=0.0, **settings)  # type: ignore[arg-type]
     for id, answer in enumerate(answers):
         seq = request(1000 + id, [9])
-        proposer.begin(seq)
+        proposer.begin(seq, 0)
         seq.extend(answer)
         proposer.end(seq)
     return proposer
@@ -32,7 +32,7 @@ def remembering(answers: list[list[int]], **settings: int | bool) -> SuffixPropo
 
 def drafted(proposer: SuffixProposer, prompt: list[int], limit: int = 64) -> list[int]:
     seq = request(0, prompt)
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     (draft,) = proposer.propose([seq], [limit])
     proposer._texts.clear()  # this one leaves no answer
     return draft.tokens.tolist()
@@ -44,12 +44,12 @@ def test_a_sequence_that_was_rewound_and_extended_is_drafted_for_like_a_fresh_on
     prompt: list[int], rounds: list[tuple[int, list[int]]], past: list[list[int]], tree: bool
 ) -> None:
     proposer, seq = remembering(past, tree=tree), request(7, prompt)
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     for num_back, new in rounds:
         seq.rewind(max(seq.num_prompt_tokens, len(seq.tokens) - num_back))
         seq.extend(new)
         fresh = remembering(past, tree=tree)
-        fresh.begin(request(7, seq.tokens))
+        fresh.begin(request(7, seq.tokens), 0)
         (got,), (expected,) = proposer.propose([seq], [6]), fresh.propose([request(7, seq.tokens)], [6])
         assert (got.tokens.tolist(), got.parents.tolist()) == (expected.tokens.tolist(), expected.parents.tolist())
         np.testing.assert_array_equal(np.array(got.confidence), np.array(expected.confidence))
@@ -65,13 +65,13 @@ def test_past_answers_are_drafted_from_and_end_where_they_ended() -> None:
 
 def test_only_an_answer_is_remembered_and_only_once_it_ended() -> None:
     proposer, seq = SuffixProposer(min_prob=0.0), request(1, [4, 5, 6])
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     seq.extend([7, 8])
     proposer.propose([seq], [4])
     seq.rewind(4)
     seq.extend([3])
     assert drafted(proposer, [7]) == []
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     proposer.end(seq)
     assert drafted(proposer, [7]) == [3]
     assert drafted(proposer, [5]) == []
@@ -92,7 +92,7 @@ def test_more_of_an_answer_agreeing_means_a_longer_draft() -> None:
     answer = list(range(4, 30))
     proposer = SuffixProposer()
     seq = request(1, [0])
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     seq.extend(answer)
     proposer.end(seq)
     lengths = [len(drafted(proposer, answer[:size])) for size in range(1, 12)]
@@ -114,7 +114,7 @@ def test_running_sequences_do_not_see_each_other_and_ended_ones_are_forgotten() 
     proposer = SuffixProposer()
     seqs = [request(0, [4, 5, 4]), request(1, [5, 4])]
     for seq in seqs:
-        proposer.begin(seq)
+        proposer.begin(seq, 0)
     assert [draft.tokens.tolist()[:1] for draft in proposer.propose(seqs, [2, 2])] == [[5], []]
     for seq in seqs:
         proposer.end(seq)

@@ -20,7 +20,7 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.ngram import NgramProposer
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.drafters.vocab import SharedTokens
-from cpuspec.speculation.proposer import NullProposer, Proposer, levels_of
+from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.oracles import PieceTokenizer, ToyBackend
 from tests.speculation.exact import ExactContext, ExactSource, distance, rational_row
 
@@ -118,7 +118,7 @@ def drafting(
     context = Context(model, 2, 64, possible=None if by_text else shared.drafted)
     proposer = TranslatedProposer(ChainProposer(inner or NullProposer(), context, "other", 6), shared, by_text)
     seq = Sequence.new(7, list(prompt), params)
-    proposer.begin(seq)
+    proposer.begin(seq, 0)
     return proposer, seq, model
 
 
@@ -170,7 +170,7 @@ def test_a_limit_holds_and_the_sequence_stays_as_it_was(by_text: bool) -> None:
         (draft,) = proposer.propose([seq], [limit])
         assert len(draft) <= limit
         assert seq.tokens == [0, 7, 4]
-    assert [level.name for level in levels_of(proposer)] == ["other"]
+    assert [level.name for level in proposer.levels] == ["other"]
     proposer.end(seq)
     proposer.end(seq)
     assert proposer.context.num_free_slots == 2

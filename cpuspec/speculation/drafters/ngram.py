@@ -5,6 +5,7 @@ from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, wants_tree
+from cpuspec.speculation.proposer import Level
 from cpuspec.speculation.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 7
@@ -20,6 +21,7 @@ class NgramProposer:
 
     name = "ngram"
     hidden_layers: tuple[int, ...] = ()
+    levels: tuple[Level, ...] = ()
 
     def __init__(self, num_tokens: int = DEFAULT_NUM_TOKENS, min_prob: float = MIN_PROB, *, tree: bool = False) -> None:
         self.num_tokens = num_tokens
@@ -27,7 +29,7 @@ class NgramProposer:
         self.tree = tree
         self._texts: dict[int, Text] = {}
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Sequence, num_cached: int) -> None:
         """Take in the prompt."""
         self._texts[seq.id] = Text()
         self._texts[seq.id].follow(seq)

@@ -5,6 +5,7 @@ from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import END, MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, wants_tree
+from cpuspec.speculation.proposer import Level
 from cpuspec.speculation.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 15
@@ -25,6 +26,7 @@ class SuffixProposer:
 
     name = "suffix"
     hidden_layers: tuple[int, ...] = ()
+    levels: tuple[Level, ...] = ()
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class SuffixProposer:
         self._texts: dict[int, Text] = {}
         self._past = Text()
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Sequence, num_cached: int) -> None:
         """Take in the prompt."""
         self._texts[seq.id] = Text()
         self._texts[seq.id].follow(seq)

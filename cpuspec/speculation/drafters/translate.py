@@ -51,7 +51,7 @@ class TranslatedProposer:
         """The model that drafts."""
         return self._chain.context
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: Sequence, num_cached: int) -> None:
         """Nothing yet: a request that never asks for a draft needs no translation."""
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
@@ -74,7 +74,7 @@ class TranslatedProposer:
         """The sequence in the chain's tokens, up to date."""
         if seq.id not in self._others:
             self._others[seq.id] = other = _Other.begin(seq, self._shared, self._by_text)
-            self._chain.begin(other.seq)
+            self._chain.begin(other.seq, 0)
         other = self._others[seq.id]
         other.follow(seq, self._shared)
         return other

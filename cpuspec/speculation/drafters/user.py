@@ -3,6 +3,7 @@
 It is bad input like any other: whatever it lacks, returns or raises becomes an error that names it.
 """
 
+import inspect
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -17,6 +18,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.proposer import Level
 from cpuspec.speculation.verify import Verdict
 
 _IMPORT_PATH = re.compile(r"(?P<home>.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)", re.DOTALL)
@@ -29,7 +31,12 @@ def is_import_path(drafter: str) -> bool:
 
 
 class UserProposer:
-    """Stands between the engine and an object of the user's class, which is made without arguments."""
+    """Stands between the engine and an object of the user's class, which is made without arguments.
+
+    The class may leave out the second argument of `begin`, the number of cached tokens.
+    """
+
+    levels: tuple[Level, ...] = ()
 
     def __init__(self, level: LevelSpec) -> None:
         if level.min_confidence:
@@ -48,13 +55,16 @@ class UserProposer:
             raise ConfigError(f"hidden_layers of {level.drafter} must be a tuple of layer numbers, as (), got {layers!r}")
         self.name, self.hidden_layers = name, layers
         self._proposer = proposer
+        self._num_begin_arguments = next((n for n in (2, 1) if _takes(proposer.begin, n)), 0)
+        if not self._num_begin_arguments:
+            raise ConfigError(f"begin of {level.drafter} must take a sequence and the number of its cached tokens")
 
-    def begin(self, seq: Sequence) -> None:
-        """As the user's."""
-        self._call("begin", self._proposer.begin, seq)
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Call the user's `begin`, and turn an exception into ConfigError."""
+        self._call("begin", self._proposer.begin, *(seq, num_cached)[: self._num_begin_arguments])
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """As the user's, its drafts checked."""
+        """Call the user's `propose`, and check its drafts."""
         capped = limits if self._num_tokens is None else [min(limit, self._num_tokens) for limit in limits]
         drafts = self._call("propose", self._proposer.propose, seqs, capped)
         if not isinstance(drafts, list) or not all(isinstance(draft, Draft) for draft in drafts):
@@ -68,11 +78,11 @@ class UserProposer:
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """As the user's."""
+        """Call the user's `accept`."""
         self._call("accept", self._proposer.accept, seq, verdict, hidden)
 
     def end(self, seq: Sequence) -> None:
-        """As the user's, unless it has failed: the requests that are aborted then end without it."""
+        """Call the user's `end`, unless the object has failed: the requests that are aborted then end without it."""
         if not self._failed:
             self._call("end", self._proposer.end, seq)
 
@@ -84,6 +94,17 @@ class UserProposer:
             raise ConfigError(f"{what} of {self.name} failed with {type(error).__name__}: {error}") from error
         self._failed = False
         return result
+
+
+def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    """Whether the function can be called with that many arguments; one that does not tell can."""
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function
+        return True
+    return True
 
 
 def _find(drafter: str) -> Callable[[], Any]:

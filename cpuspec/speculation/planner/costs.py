@@ -1,9 +1,8 @@
-"""Seconds of a forward over M rows, measured once for a model on a machine and kept: what a planner weighs drafts with."""
+"""Seconds of a forward over M rows: measured once for a model on a machine, kept on the disk, corrected by each round."""
 
 import hashlib
 import json
 import math
-import os
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
@@ -13,89 +12,91 @@ import numpy as np
 
 from cpuspec.backends import Backend
 from cpuspec.environment import cache_dir, processor_name, sources_digest
+from cpuspec.files import write_file
 from cpuspec.metrics import elapsed_s
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 
-ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # that are measured; between them cost grows evenly
+ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # the numbers of rows that are measured; between them cost grows evenly
 _DEPTH = 32  # tokens of context under the measured forwards
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
 
-# What is believed of the logarithms of the seconds, as standard deviations: that the machine is as slow now as when it was
-# measured, that the numbers of rows compare as they did, and that a single round tells its own seconds.
+# A Kalman filter corrects what was measured, over logarithms of seconds. Its prior standard deviations: of the pace of the machine,
+# of how the numbers of rows compare, and of a single round. A slow round is first of all a slow machine, which slows all numbers of
+# rows alike and changes no choice; only many rounds over different numbers change how these compare.
 _PACE, _SHAPE, _NOISE = 0.5, 0.2, 0.3
-_DRIFT = 0.01  # share of the first doubts that returns with every round
-_AGREES = 0.05  # a round that is off by less teaches nothing, and takes no time
-_FAR_OFF = math.log(2)  # a round that is further off counts as this far: something came between
+_DRIFT = 0.01  # share of the prior variance that returns with every round
+_AGREES = 0.05  # a deviation (of logarithms) below this is noise
+_FAR_OFF = math.log(2)  # a larger deviation counts as this one: something else took the time
 _BOUND = math.log(4)  # the most that rounds may correct what was measured
-_WORTH_KEEPING = 0.1  # a correction of this share is written down
+_WORTH_KEEPING = 0.1  # a correction of this share is written to the disk
 
 
 class Costs:
     """Seconds of a forward with all logits, by its number of rows. More rows never cost less.
 
-    They begin as they were measured and follow what rounds take (`observe`): whoever measures while the machine is busy, or quiet
-    and then works while it is busy, would else decide wrongly for ever.
+    They begin as measured and follow the time of rounds (`observe`): a machine that was busy during the measurement would mislead
+    the planner for ever.
     """
 
     def __init__(self, rows: list[int], seconds: Iterable[float], path: Path | None = None) -> None:
-        """Seconds of forwards over those numbers of rows, which rise from 1. path: where they are kept."""
+        """Seconds of forwards over `rows` rows, which rise from 1. path: the file that keeps them."""
         self.rows = rows
-        self._between = [_between(rows, number) for number in range(rows[-1] + 1)]
         self.seconds = list(accumulate(seconds, max))
         self._path = path
+        self._between = [_between(rows, number) for number in range(rows[-1] + 1)]
         self._measured = self._kept = self.seconds
-        self._off = [0.0] * len(rows)  # logarithm of what rounds take over what was measured
-        # Its covariance: neighbouring numbers of rows go together.
-        self._doubt = [[_PACE**2 + _SHAPE**2 * math.exp(-abs(math.log2(one / other))) for other in rows] for one in rows]
-        self._drift = [[_DRIFT * doubt for doubt in row] for row in self._doubt]
+        self._corrections = [0.0] * len(rows)  # logarithms of the seconds that rounds take over those that were measured
+        # The covariance of the corrections: those of neighbouring numbers of rows go together.
+        self._prior = [[_PACE**2 + _SHAPE**2 * math.exp(-abs(math.log2(one / other))) for other in rows] for one in rows]
+        self._covariance = self._prior
 
-    def of(self, rows: int) -> float:
-        """Seconds of a forward over `rows` rows; beyond the largest measured number each costs what the last ones did."""
+    def forward_s(self, rows: int) -> float:
+        """Seconds of a forward over `rows` rows. Beyond the largest measured number each row costs what the last ones did."""
         seconds = self.seconds
         if rows >= len(self._between):
-            return seconds[-1] + self.per_row * (rows - self.rows[-1])
+            return seconds[-1] + self.row_s * (rows - self.rows[-1])
         below, above, share = self._between[rows]
         return seconds[below] + share * (seconds[above] - seconds[below])
 
     @property
-    def per_row(self) -> float:
+    def row_s(self) -> float:
         """Seconds that one row more takes where there are many."""
         if len(self.rows) == 1:
             return self.seconds[0]
         return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn from what a round over `rows` rows took, if so many were measured.
+        """Learn from the seconds of a round over `rows` rows; no effect if no measured number is as large.
 
-        A Kalman filter over the logarithms. A slow round is first of all a slow machine, and slows all numbers of rows alike, which
-        changes no choice; only many rounds over different numbers change how these compare. Each round counts for a factor of 2 at
-        most, and all of them together for a factor of 4.
+        One round counts for a factor of 2 at most, and all of them together for a factor of 4.
         """
         if rows >= len(self._between) or seconds <= 0:
             return
-        off = math.log(seconds / self.of(rows))
-        if abs(off) < _AGREES:
+        deviation = math.log(seconds / self.forward_s(rows))
+        if abs(deviation) < _AGREES:
             return
-        off = min(max(off, -_FAR_OFF), _FAR_OFF)
-        # In lists: a matrix of ten by ten takes numpy longer, all the more where the round before put numpy out of the caches.
-        doubt, drift, (below, above, share) = self._doubt, self._drift, self._between[rows]
-        shared = [
-            (1 - share) * (row[below] + more[below]) + share * (row[above] + more[above])
-            for row, more in zip(doubt, drift, strict=True)
+        deviation = min(max(deviation, -_FAR_OFF), _FAR_OFF)
+        below, above, share = self._between[rows]
+        # In lists: for a matrix of ten by ten numpy takes longer.
+        covariance = [
+            [c + _DRIFT * p for c, p in zip(row, prior, strict=True)]
+            for row, prior in zip(self._covariance, self._prior, strict=True)
         ]
-        expected = (1 - share) * shared[below] + share * shared[above] + _NOISE**2
-        gains = [one / expected for one in shared]
-        self._off = [min(max(had + gain * off, -_BOUND), _BOUND) for had, gain in zip(self._off, gains, strict=True)]
-        self._doubt = [
-            [had + more - gain * one for had, more, one in zip(row, drifts, shared, strict=True)]
-            for row, drifts, gain in zip(doubt, drift, gains, strict=True)
+        shared = [(1 - share) * row[below] + share * row[above] for row in covariance]
+        variance = (1 - share) * shared[below] + share * shared[above] + _NOISE**2
+        gains = [one / variance for one in shared]
+        self._corrections = [
+            min(max(c + gain * deviation, -_BOUND), _BOUND) for c, gain in zip(self._corrections, gains, strict=True)
         ]
-        self.seconds = list(accumulate((one * math.exp(off) for one, off in zip(self._measured, self._off, strict=True)), max))
+        self._covariance = [
+            [c - gain * one for c, one in zip(row, shared, strict=True)] for row, gain in zip(covariance, gains, strict=True)
+        ]
+        self.seconds = list(accumulate((s * math.exp(c) for s, c in zip(self._measured, self._corrections, strict=True)), max))
 
     def keep(self) -> None:
-        """Write down what was learned, for the next process, if it is worth it."""
+        """Write the corrections to the disk for the next process, if they are worth it."""
         changes = [abs(math.log(now / kept)) for now, kept in zip(self.seconds, self._kept, strict=True)]
         if self._path is None or max(changes) < _WORTH_KEEPING:
             return
@@ -104,7 +105,7 @@ class Costs:
 
 
 def _between(rows: list[int], number: int) -> tuple[int, int, float]:
-    """The places in `rows`, which rise, of what is below and above a number, and how far it is from the first to the second."""
+    """The indices in `rows` of the numbers below and above `number`, and its share of the way from the first to the second."""
     below = max(bisect_right(rows, number) - 1, 0)
     if number <= rows[below]:
         return below, below, 0.0
@@ -123,18 +124,16 @@ def find_costs(backend: Backend) -> Costs:
 
 
 def _write(path: Path, costs: Costs) -> None:
-    """All at once: other processes read it."""
+    """Keep the costs for later starts and for other processes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"rows": costs.rows, "seconds": costs.seconds}))
-        part.replace(path)
+        write_file(path, json.dumps({"rows": costs.rows, "seconds": costs.seconds}))
     except OSError:
         pass  # measured again at the next start
 
 
 def _read(path: Path) -> Costs | None:
-    """Kept costs, or None where there are none or somebody wrote nonsense."""
+    """Kept costs, or None where the file is missing or holds nonsense."""
     try:
         kept = json.loads(path.read_text())
         rows, seconds = kept["rows"], kept["seconds"]
@@ -154,7 +153,7 @@ def _read(path: Path) -> Costs | None:
 
 
 def measure_costs(backend: Backend) -> Costs:
-    """Time forwards, the quickest of some rounds each, until a round finds none quicker: what disturbs one only ever adds to it."""
+    """Time forwards, each by its quickest round, until a round finds none quicker. Disturbances only ever add time."""
     rows = [n for n in ROWS if n <= min(backend.max_rows, backend.config.context_length - _DEPTH)] or [1]
     depth = min(_DEPTH, backend.max_rows, backend.config.context_length - rows[-1])
     cache = backend.new_cache(1, depth + rows[-1])
@@ -183,7 +182,7 @@ def _batch(backend: Backend, depth: int, rows: int) -> ForwardBatch:
 
 
 def _path(backend: Backend) -> Path:
-    """Named after what the seconds depend on: of our own kernels also their sources."""
+    """A file named after everything that the seconds depend on, the sources of our own kernels included."""
     kernels = sources_digest(Path(__file__).parents[2] / "kernels") if backend.name == "numba" else ""
     facts = (backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), kernels)
     return cache_dir() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"

@@ -1,22 +1,12 @@
-"""Who drafts, and how much: chosen in every round from measured seconds and from how drafts have fared in this request.
+"""`auto`: in every round each sequence gets the option that promises most tokens per second, drafting nothing among them.
 
-One level, in closed form (arXiv 2211.17192, section 3.3): n drafted tokens of which each is accepted with probability a yield
-1 + a + ... + a^n tokens for the seconds of n drafted tokens and of a forward over n + 1 rows. A model's seconds for a token are
-those with its own drafters, so levels are settled from the bottom up (arXiv 2510.19705), each by a planner of its own. Drafting
-nothing is always among the choices. So is asking nobody: where a token takes little, even looking for a draft in the text takes a
-share of it, so a text is asked where that has gained more than it took. And a model that was not asked must be fed what it missed:
-it is asked where that is less than what it saves over the tokens to come that texts leave to it, and, as whoever rents skis
-decides to buy them, once not asking it has cost as much; at once where earlier requests left it almost all.
-
-Estimates decide; what they speak against is tried on an allowance, a share of all time so far. A trial begins once the allowance
-covers the most that it can lose: feeding the tokens that a model has missed, then enough drafts in a row to learn from, as if none
-were accepted. What is accepted after all goes back to the allowance, and where the trial went well the estimates take over. So text
-that nothing helps loses no more than the share, however often it changes; and a model to which missed tokens cost more than the
-allowance gains in the meantime is tried where few are missed, early in a later request.
+A model's seconds for a token are those with its own drafters, so levels are settled from the bottom up (arXiv 2510.19705), each by
+a planner of its own. Looking up a draft takes time, too: a lookup is asked where it has gained more than it took. A model must
+first be fed the tokens that it missed: it is asked where drafts save more than that over the tokens to come, and, where lookups
+did much of earlier requests, once waiting for them has cost as much as feeding it, as in the ski-rental problem.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from cpuspec.backends import Backend
 from cpuspec.metrics import elapsed_s, now_s
@@ -24,30 +14,34 @@ from cpuspec.model.batch import F32
 from cpuspec.sequence import Mark, Sequence
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.planner.candidates import Candidate, Drafted, Estimate, Model, ModelCandidate, TextCandidate
+from cpuspec.speculation.drafters.translate import TranslatedProposer
+from cpuspec.speculation.planner.acceptance import Estimate
+from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, choose
 from cpuspec.speculation.planner.costs import Costs, find_costs
-from cpuspec.speculation.proposer import Proposer, levels_of
+from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TRIAL_ROUNDS, TRIAL_TOKENS, TrialBudget
+from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
-MAX_TOKENS = 16  # drafted by a model at once
-_USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's seconds say what a token takes where no more than this was fed first
-_CURIOSITY = 0.02  # share of the time that may be lost by trying what the estimates speak against
-_WORTH = 1.05  # what a draft from text must promise over none: what seems to gain less than this loses as often
-_PLAIN_LOOKS = 4  # of so many forwards without a draft one is timed, or planned where nobody is asked: 1 % of a short token each
-_DOUBT = 3.0  # share of a model's price that is waited for, over the share that texts did of earlier requests; never more than all
-_TRIAL_ROUNDS = 6  # drafts of a model in a row, short ones, that a trial takes to learn from
-_TRIAL_TOKENS = 2
-_TRIAL_ROW = 0.25  # share of a row's believed cost that a trial of a text counts
+DraftModel = ChainProposer | TranslatedProposer
+
+_PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
+_USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's time tells the time of a token where no more than this was fed first
+_LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
+_FAR_OFF = 10.0  # a lookup that takes longer by this factor counts as this: something else took the time
+_WORTH = 1.05  # a looked-up draft must promise this over none: what seems to gain less loses as often
+_WAIT = 3.0  # share of a model's price that is waited for, over the lookups' share of earlier requests; never more than all
+_FIRST_LOOKUP_ACCEPTANCE, _FIRST_MODEL_ACCEPTANCE = 1.0, 0.7  # of a lookup's claims, and of a model's tokens
+_FIRST_GAIN = 0.25  # tokens that asking a lookup gains, before anything is known
+_FIRST_LOOKUP_S = 1e-4
 
 
 @dataclass(frozen=True)
 class PlannedDrafter:
     """What a planner knows of one drafter, or of drafting nothing, over all requests so far.
 
-    verifies: the model that its drafts are for. cost_of_drafting: a model's token, or a whole draft from text, in plain forwards of
-    that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of
-    what a text drafter says. num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its
-    confidences.
+    verifies: the model that its drafts are for. cost_of_drafting: of a model's token, or of a whole lookup, in plain forwards of
+    that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of a
+    lookup's claims. num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its confidences.
     """
 
     name: str
@@ -62,321 +56,302 @@ class PlannedDrafter:
     speedup: float | None
 
 
-class Choice(NamedTuple):
-    """A draft length with what it is expected to yield."""
+@dataclass
+class Drafted:
+    """The drafts of a drafter over all requests, counted."""
 
-    num_tokens: int
-    tokens: float
-    seconds: float
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
-    @property
-    def tokens_per_s(self) -> float:
-        """What is maximised."""
-        return self.tokens / self.seconds
+    def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count a round."""
+        self.num_rounds += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+
+
+class LookupDrafter:
+    """A drafter without a model: a look-up is quick, so it is made first and its draft judged afterwards.
+
+    acceptance: accepted tokens over those that its confidences claim. gain: tokens that a look-up brings beyond the cost of their
+    rows. seconds: of a look-up for one sequence.
+    """
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+        self.drafted = Drafted()
+        self.acceptance = Estimate(_FIRST_LOOKUP_ACCEPTANCE)
+        self.gain = Estimate(_FIRST_GAIN)
+        self.seconds = _FIRST_LOOKUP_S
+
+    def option(self, seq: Sequence, draft: Draft, costs: Costs, num_seqs: int) -> Option:
+        """The best prefix of a draft; a short one as a trial, should the estimates speak against it."""
+        plain_s = costs.forward_s(num_seqs) / num_seqs
+        option = best_prefix(self, draft, costs, self.acceptance.expected(seq), num_seqs)
+        if option.tokens * plain_s > _WORTH * option.seconds:
+            return option._replace(draft=draft)
+        trial = best_prefix(self, draft.first(TRIAL_TOKENS), costs, self.acceptance.first, num_seqs, TRIAL_PRICE)
+        risk_s = costs.forward_s(num_seqs * (trial.num_tokens + 1)) / num_seqs - plain_s
+        return trial._replace(draft=draft, trial=True, risk_s=risk_s, part=LOOKUP_PART)
+
+    def learn(self, seq: Sequence, option: Option, num_accepted: int, rows_cost: float) -> None:
+        """Count a verified draft. rows_cost: what its rows took, in tokens of plain decoding."""
+        self.acceptance.record(seq, num_accepted, option.claimed)
+        self.gain.add(seq, num_accepted - rows_cost)
+
+    def asked(self, seqs: list[Sequence], seconds: float) -> None:
+        """Count a look-up for some sequences."""
+        self.seconds += _LEARNING * (min(seconds / len(seqs), _FAR_OFF * self.seconds) - self.seconds)
+        for seq in seqs:
+            self.gain.record(seq, 0.0, 1.0)
+
+    def end(self, seq: Sequence) -> None:
+        """Forget the sequence."""
+        self.acceptance.end(seq)
+        self.gain.end(seq)
+
+
+class ModelDrafter:
+    """A drafter with a model: it is asked only for drafts that are wanted.
+
+    acceptance: of its tokens, over those that were evaluated. seconds: of drafting a token for one sequence.
+    """
+
+    def __init__(self, proposer: DraftModel, costs: Costs) -> None:
+        """costs: of its forwards."""
+        self.proposer = proposer
+        self.drafted = Drafted()
+        self.acceptance = Estimate(_FIRST_MODEL_ACCEPTANCE)
+        self.seconds = costs.forward_s(1)
+        self._trial_rounds: dict[int, int] = {}  # by sequence id: rounds that its trial has left
+        self._costs = costs
+        self._fed: dict[int, int] = {}  # by sequence id: its length when it was last drafted for
+        self._missed_s: dict[int, float] = {}  # by sequence id: what drafts would have saved since
+
+    def best(self, costs: Costs, rate: float, limit: int, num_seqs: int = 1) -> Option:
+        """Its best draft for a verifier of these costs, whose tokens are accepted at that rate."""
+        return best_length(self, costs, rate, min(limit, self.proposer.num_tokens), self.seconds, num_seqs)
+
+    def is_worth_its_price(self, seq: Sequence, option: Option, instead: Option, left: float, wait: float) -> bool:
+        """Whether to feed it what it missed and take its draft `option`, which promises more than `instead`.
+
+        left: share of the tokens to come that lookups leave to it. wait: share of the price that must have been missed before.
+        """
+        saved_s = instead.tokens * (1 / instead.tokens_per_s - 1 / option.tokens_per_s)
+        if not self._saves(seq, option, instead, left):
+            return False
+        self._missed_s[seq.id] = missed_s = self._missed_s.get(seq.id, 0.0) + saved_s
+        return missed_s >= wait * self._price_s(seq)
+
+    def trials(self, seq: Sequence, costs: Costs, limit: int, num_seqs: int, instead: Option) -> list[Option]:
+        """A trial: a short draft that would promise more than `instead` if all of it were accepted; none where there is none."""
+        trial = self.best(costs, 1.0, min(limit, TRIAL_TOKENS), num_seqs)
+        if trial.tokens_per_s <= instead.tokens_per_s:
+            return []
+        if self._trial_rounds.get(seq.id):
+            return [trial._replace(trial=True)]
+        if not self._saves(seq, self.best(costs, 1.0, limit, num_seqs), instead, 1.0):
+            return []
+        risk_s = self._price_s(seq) + TRIAL_ROUNDS * (trial.seconds - 1 / instead.tokens_per_s)
+        return [trial._replace(trial=True, risk_s=risk_s)]
+
+    def propose(self, seqs: list[Sequence], options: list[Option]) -> list[Draft]:
+        """Drafts of the chosen options. Learns what a token takes, unless much was to be fed first."""
+        drafts: list[Draft] = []
+        usual = all(self._num_unfed(seq) <= _USUALLY_UNFED for seq in seqs)
+        seconds = elapsed_s(lambda: drafts.extend(self.proposer.propose(seqs, [one.num_tokens for one in options])))
+        if usual and (num_tokens := sum(map(len, drafts))):
+            self.seconds += _LEARNING * (seconds / num_tokens - self.seconds)
+        for seq, option in zip(seqs, options, strict=True):
+            self._fed[seq.id] = len(seq.tokens)
+            self._missed_s.pop(seq.id, None)
+            if option.risk_s:  # a trial begins
+                self._trial_rounds[seq.id] = TRIAL_ROUNDS
+                self.acceptance.restart(seq)
+            if option.trial:
+                self._trial_rounds[seq.id] -= 1
+        return drafts
+
+    def learn(self, seq: Sequence, option: Option, num_accepted: int, rows_cost: float) -> None:
+        """Count a verified draft: evaluated tokens end at the first rejected one."""
+        self.acceptance.record(seq, num_accepted, min(num_accepted + 1, option.num_tokens))
+
+    def end(self, seq: Sequence) -> None:
+        """Forget the sequence."""
+        self.acceptance.end(seq)
+        for known in (self._fed, self._missed_s, self._trial_rounds):
+            known.pop(seq.id, None)
+
+    def _num_unfed(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self._fed.get(seq.id, 0)
+
+    def _price_s(self, seq: Sequence) -> float:
+        """Seconds of feeding the tokens that it missed."""
+        return self._num_unfed(seq) * self._costs.row_s
+
+    def _saves(self, seq: Sequence, option: Option, instead: Option, share: float) -> bool:
+        """Whether drafts for that share of the tokens to come save more than feeding what it missed, and will miss."""
+        saved_s = share * (1 / instead.tokens_per_s - 1 / option.tokens_per_s) - (1 - share) * self._costs.row_s
+        return seq.num_wanted * saved_s > self._price_s(seq)
 
 
 class Planner:
-    """Drafts with whichever drafter, and as far as, promises most tokens per second from its verifier, in each round anew.
+    """A proposer that asks others, and drafts for each sequence by the best option of the round.
 
-    costs: of the verifier's forwards. texts: drafters without a model, asked while that pays; their drafts carry confidences and
-    are cut where a row costs more than it promises. models: chains, asked only where they promise more, and where that is more than
-    feeding them takes over the tokens that texts leave to them. serves: whether this planner begins and ends sequences for its
-    drafters, or one above does. The time from a draft to its verdict corrects the costs.
+    costs: of the verifier's forwards, corrected by the time from a draft to its verdict. serves: whether this planner begins and
+    ends sequences for its drafters; otherwise a planner above does.
     """
 
     name = "auto"
 
-    def __init__(self, costs: Costs, texts: list[Proposer], models: list[tuple[Model, Costs]], serves: bool = True) -> None:
+    def __init__(self, costs: Costs, lookups: list[Proposer], models: list[tuple[DraftModel, Costs]], serves: bool = True) -> None:
         """models: each with the costs of its forwards."""
         self.costs = costs
-        self.hidden_layers = tuple(sorted({layer for text in texts for layer in text.hidden_layers}))
-        self.levels = tuple(level for model, _ in models for level in levels_of(model)) if serves else ()
-        share = _CURIOSITY / max(len(texts) + len(models), 1)
-        self.texts = [TextCandidate(text, share) for text in texts]
-        self.models = [ModelCandidate(model, cost, share) for model, cost in models]
-        self._left = Estimate(1.0)  # share of the tokens that come of rounds in which texts find nothing, or less than a model
+        self.hidden_layers = tuple(sorted({layer for lookup in lookups for layer in lookup.hidden_layers}))
+        self.levels = tuple(level for model, _ in models for level in model.levels) if serves else ()
+        self.lookups = [LookupDrafter(proposer) for proposer in lookups]
+        self.models = [ModelDrafter(proposer, costs) for proposer, costs in models]
+        self._drafters: list[LookupDrafter | ModelDrafter] = [*self.lookups, *self.models]
         self.num_plain_rounds = 0  # of each sequence
-        self._num_plain_forwards = 0
-        self._num_rests = 0  # rounds of the one sequence that remain until one is planned again
+        self._budget = TrialBudget(len(lookups) + len(models))
+        self._left = Estimate(1.0)  # share of the tokens that lookups leave to models
         self._serves = serves
         self._nothing = Draft.chain([], self.name)
-        self._drafted: dict[int, Drafted] = {}  # by sequence
-        self._left_to_models: set[int] = set()  # sequences in whose round a model promises more than texts
-        self._planned_s = 0.0  # of all rounds, as they were planned
+        self._chosen: dict[int, Option] = {}  # by sequence id: options of drafts that are out
+        self._left_to_models: set[int] = set()  # ids of sequences in whose round a model promises more than lookups
         self._scored: dict[int, Mark] = {}  # each sequence as its verifier last left it
+        self._num_plain_forwards = 0
         self._begun: tuple[int, float] | None = None  # rows of the forward that is out, and when it began
 
-    @property
-    def candidates(self) -> list[Candidate]:
-        """All drafters."""
-        return [*self.texts, *self.models]
-
-    def begin(self, seq: Sequence) -> None:
-        """Nothing is known of the sequence yet."""
-        self._num_rests = 0
-        if self._serves:
-            for candidate in self.candidates:
-                candidate.proposer.begin(seq)
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Tell the drafters."""
+        for drafter in self._drafters if self._serves else ():
+            drafter.proposer.begin(seq, num_cached)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """The most promising draft for each sequence."""
-        if self._num_rests and len(seqs) == 1:
-            return self._rest()
+        """The draft of the best option for each sequence."""
+        plain = Option(None, 0, 1.0, self.costs.forward_s(len(seqs)) / len(seqs))
+        options = [[plain] for _ in seqs]
+        for lookup in self.lookups:
+            self._look_up(lookup, seqs, limits, options)
+        for model in self.models:
+            for seq, limit, known in zip(seqs, limits, options, strict=True):
+                known.extend(self._options_of(model, seq, limit, len(seqs), known))
+        chosen = [choose(known, self._budget) for known in options]
+        drafts = [one.draft.first(one.num_tokens) if one.draft else self._nothing for one in chosen]
+        for model in self.models:
+            asked = [i for i, one in enumerate(chosen) if one.drafter is model and one.num_tokens]
+            if asked:
+                found = model.propose([seqs[i] for i in asked], [chosen[i] for i in asked])
+                for i, draft in zip(asked, found, strict=True):
+                    drafts[i], chosen[i] = draft, chosen[i]._replace(num_tokens=len(draft))
+        for seq, one in zip(seqs, chosen, strict=True):
+            self._chosen[seq.id] = one
+            self._budget.earn(one.seconds)
+            self.num_plain_rounds += not one.num_tokens
+        self._begin_timing(seqs, len(seqs) + sum(map(len, drafts)))
+        return drafts
+
+    def _look_up(self, lookup: LookupDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]]) -> None:
+        """Add the lookup's options, for sequences in which asking it gains more than it takes, or the budget has its time."""
+        asked = [
+            i
+            for i, seq in enumerate(seqs)
+            if limits[i]
+            and (
+                lookup.gain.expected(seq) * options[i][0].seconds > lookup.seconds
+                or self._budget.take((lookup, "asking"), lookup.seconds, LOOKUP_PART)
+            )
+        ]
+        if not asked:
+            return
+        begin_s = now_s()
+        drafts = lookup.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
+        for i, draft in zip(asked, drafts, strict=True):
+            if len(draft):
+                options[i].append(lookup.option(seqs[i], draft, self.costs, len(seqs)))
+        lookup.asked([seqs[i] for i in asked], now_s() - begin_s)
+
+    def _options_of(self, model: ModelDrafter, seq: Sequence, limit: int, num_seqs: int, known: list[Option]) -> list[Option]:
+        """The model's best draft, if that pays beside the options that are known; else a trial that may."""
+        instead = best_estimated(known)
+        option = model.best(self.costs, model.acceptance.expected(seq), limit, num_seqs)
+        if option.tokens_per_s > instead.tokens_per_s:
+            self._left_to_models.add(seq.id)
+            wait = min(1.0, _WAIT * (1 - self._left.usual))
+            if model.is_worth_its_price(seq, option, instead, self._left.expected(seq), wait):
+                return [option]
+        return model.trials(seq, self.costs, limit, num_seqs, instead)
+
+    def _begin_timing(self, seqs: list[Sequence], rows: int) -> None:
+        """Time the forward over `rows` rows, unless it feeds other tokens, too. Of plain ones time one of four."""
         # A verifier that has scored all but a sequence's last token feeds this one and the draft, and nothing else.
         known = [self._scored.get(seq.id) for seq in seqs] == [seq.mark() for seq in seqs]
-        drafts, choices, was_asked = self._best_of_texts(seqs, limits)
-        for candidate in self.models:
-            self._ask(candidate, seqs, limits, drafts, choices)
-        rows = 0
-        for seq, draft, choice in zip(seqs, drafts, choices, strict=True):
-            self._planned_s += choice.seconds
-            num_tokens = len(draft)
-            rows += num_tokens + 1
-            if not num_tokens:
-                self.num_plain_rounds += 1
-                self._drafted.pop(seq.id, None)
         self._num_plain_forwards += rows == len(seqs)
         timed = known and (rows > len(seqs) or self._num_plain_forwards % _PLAIN_LOOKS == 0)
         self._begun = (rows, now_s()) if timed else None
-        if not was_asked and not self.models:
-            self._num_rests = _PLAIN_LOOKS - 1 - self._num_plain_forwards % _PLAIN_LOOKS  # until one is timed
-        return drafts
-
-    def _rest(self) -> list[Draft]:
-        """A round in which nobody is asked: an allowance that had nothing for a text a moment ago has hardly more now."""
-        self._num_rests -= 1
-        self.num_plain_rounds += 1
-        self._num_plain_forwards += 1
-        self._planned_s += self.costs.of(1)
-        self._begun = None
-        return [self._nothing]
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Learn how the draft fared, and tell the drafters from text."""
+        """Learn from the verdict, and tell the lookups."""
         if self._begun:
             rows, begin_s = self._begun
             self.costs.observe(rows, now_s() - begin_s)
             self._begun = None
         self._scored[seq.id] = seq.mark()
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
-        for text in self.texts:
-            wanted = text.proposer.hidden_layers
-            text.proposer.accept(seq, verdict, tuple([layers[layer] for layer in wanted]) if wanted else ())
-        draft = self._drafted.pop(seq.id, None)
+        for lookup in self.lookups:
+            lookup.proposer.accept(seq, verdict, tuple([layers[layer] for layer in lookup.proposer.hidden_layers]))
+        num_tokens, option = len(verdict.tokens), self._chosen.pop(seq.id, None)
         if self.models:
-            num_tokens = len(verdict.tokens)
-            by_text = seq.id not in self._left_to_models and draft is not None and isinstance(draft.candidate, TextCandidate)
-            self._left.record(seq, 0 if by_text else num_tokens, num_tokens)
+            by_lookup = seq.id not in self._left_to_models and option is not None and option.draft is not None
+            self._left.record(seq, 0 if by_lookup else num_tokens, num_tokens)
             self._left_to_models.discard(seq.id)
-        if draft:
-            draft.candidate.learn(seq, draft, len(verdict.tokens) - 1)
+        if option and option.num_tokens:
+            plain_s = self.costs.forward_s(1)
+            if option.trial:
+                self._budget.give_back(option.drafter, (num_tokens - 1) * plain_s)
+            option.drafter.drafted.record(option.num_tokens, num_tokens - 1)
+            option.drafter.learn(seq, option, num_tokens - 1, option.seconds / plain_s - 1)
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence, and keep what was learned of the costs."""
-        self._drafted.pop(seq.id, None)
+        self._chosen.pop(seq.id, None)
         self._scored.pop(seq.id, None)
         self._left_to_models.discard(seq.id)
         self._begun = None
         self._left.end(seq)
         self.costs.keep()
-        for candidate in self.candidates:
-            candidate.end(seq)
+        for drafter in self._drafters:
+            drafter.end(seq)
             if self._serves:
-                candidate.proposer.end(seq)
+                drafter.proposer.end(seq)
 
     def explain(self, verifies: str = "target") -> list[PlannedDrafter]:
-        """The table that it decides from, and those of the planners below."""
-        table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, self._cost_of_rows(), 0, 1.0)]
-        table += [self._told(one, verifies, one.asking_s, None) for one in self.texts]
-        for one in self.models:
-            best = self.best_of_model(one, one.acceptance.of(), MAX_TOKENS, 1)
-            table.append(self._told(one, verifies, one.seconds_per_token, best))
-            below = one.proposer.inner if isinstance(one.proposer, ChainProposer) else None
-            if isinstance(below, Planner):
-                table += below.explain(one.proposer.name)
+        """The figures that it decides from, and those of the planners below."""
+        plain_s = self.costs.forward_s(1)
+        cost_of_rows = {n: self.costs.forward_s(n) / plain_s for n in self.costs.rows}
+        table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0)]
+        for one in self._drafters:
+            costs = (one.acceptance.usual, one.seconds / plain_s, cost_of_rows)
+            best = one.best(self.costs, one.acceptance.usual, MAX_TOKENS) if isinstance(one, ModelDrafter) else None
+            planned = (best.num_tokens, best.tokens_per_s * plain_s) if best else (None, None)
+            counts = (one.drafted.num_rounds, one.drafted.num_draft_tokens, one.drafted.num_accepted_tokens)
+            table.append(PlannedDrafter(one.proposer.name, verifies, *counts, *costs, *planned))
+            if isinstance(one.proposer, ChainProposer) and isinstance(one.proposer.inner, Planner):
+                table += one.proposer.inner.explain(one.proposer.name)
         return table
 
-    def _told(self, one: Candidate, verifies: str, drafting_s: float, best: Choice | None) -> PlannedDrafter:
-        plain_s = self.costs.of(1)
-        return PlannedDrafter(
-            one.proposer.name,
-            verifies,
-            one.num_rounds,
-            one.num_draft_tokens,
-            one.num_accepted_tokens,
-            one.acceptance.of(),
-            drafting_s / plain_s,
-            self._cost_of_rows(),
-            best.num_tokens if best else None,
-            best.tokens_per_s * plain_s if best else None,
-        )
 
-    def _cost_of_rows(self) -> dict[int, float]:
-        return {n: self.costs.of(n) / self.costs.of(1) for n in self.costs.rows}
-
-    def plain(self, num_seqs: int) -> Choice:
-        """Drafting nothing, for one of so many sequences that share a forward."""
-        return Choice(0, 1.0, self.costs.of(num_seqs) / num_seqs)
-
-    def best_of_model(self, candidate: ModelCandidate, rate: float, limit: int, num_seqs: int) -> Choice:
-        """The best length of a model's draft whose tokens are accepted at that rate."""
-        return best_length(self.costs, rate, min(limit, candidate.proposer.num_tokens), candidate.seconds_per_token, num_seqs)
-
-    def _best_of_texts(self, seqs: list[Sequence], limits: list[int]) -> tuple[list[Draft], list[Choice], bool]:
-        """For each sequence a draft, which may be empty, and what it promises; and whether any text was asked."""
-        was_asked = False
-        plain = self.plain(len(seqs))
-        drafts, choices = [self._nothing] * len(seqs), [plain] * len(seqs)
-        for candidate in self.texts:
-            asked = [i for i, seq in enumerate(seqs) if limits[i] and candidate.may_ask(seq, plain.seconds, self._planned_s)]
-            if not asked:
-                continue
-            was_asked = True
-            begin_s = now_s()
-            found = candidate.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
-            for i, draft in zip(asked, found, strict=True):
-                if len(draft):
-                    self._weigh(candidate, seqs[i], draft, i, drafts, choices)
-            candidate.has_proposed([seqs[i] for i in asked], now_s() - begin_s)
-        return drafts, choices, was_asked
-
-    def _weigh(
-        self, candidate: TextCandidate, seq: Sequence, draft: Draft, place: int, drafts: list[Draft], choices: list[Choice]
-    ) -> None:
-        """Take a draft from text as far as it promises more than what there is, or where trying it is affordable."""
-        num_seqs, instead = len(drafts), choices[place]
-        choice, expected = self._cut(draft, candidate.acceptance.of(seq), num_seqs)
-        earns_s = 0.0
-        pays = choice.tokens_per_s > instead.tokens_per_s * (1.0 if instead.num_tokens else _WORTH)
-        if not pays and not instead.num_tokens:
-            # Rows that are believed to be dear would never be seen again: a trial takes them for cheap.
-            choice, expected = self._cut(draft.first(_TRIAL_TOKENS), candidate.acceptance.first, num_seqs, _TRIAL_ROW)
-            earns_s, lost_s = 1 / instead.tokens_per_s, self._seconds(choice.num_tokens, num_seqs)
-            pays = choice.tokens_per_s > instead.tokens_per_s and candidate.trials.take(lost_s - earns_s, self._planned_s)
-        if pays:
-            drafts[place], choices[place] = draft.first(choice.num_tokens), choice
-            cost = self._seconds(choice.num_tokens, num_seqs) / self._seconds(0, num_seqs) - 1
-            self._drafted[seq.id] = Drafted(candidate, choice.num_tokens, earns_s, expected, cost)
-
-    def _cut(self, draft: Draft, rate: float, num_seqs: int, row: float = 1.0) -> tuple[Choice, float]:
-        """Where a draft from text promises most, and the tokens it says will be accepted up to there.
-
-        row: share of what a further row is believed to cost that is counted.
-        Only a choice made without a draw may be cut by looking at it: drawn tokens stay.
-        """
-        if draft.confidence is None or draft.probs is not None:
-            return Choice(len(draft), 1 + rate * len(draft), self._seconds(len(draft), num_seqs, row)), float(len(draft))
-        rate, said, said_of_best = min(rate, 1.0), 0.0, 0.0
-        likely: list[float] = []
-        of, plain_s = self.costs.of, self.costs.of(num_seqs)
-        num_tokens, tokens, seconds = 0, 1.0, plain_s / num_seqs
-        for n, (parent, confidence) in enumerate(zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True), 1):
-            likely.append(confidence * (likely[parent] if parent >= 0 else 1.0))
-            said += likely[-1]
-            its_tokens = 1 + rate * said
-            its_seconds = (plain_s + row * (of(num_seqs * (n + 1)) - plain_s)) / num_seqs
-            if its_tokens / its_seconds > tokens / seconds:
-                num_tokens, tokens, seconds, said_of_best = n, its_tokens, its_seconds, said
-        return Choice(num_tokens, tokens, seconds), said_of_best
-
-    def _ask(
-        self, candidate: ModelCandidate, seqs: list[Sequence], limits: list[int], drafts: list[Draft], choices: list[Choice]
-    ) -> None:
-        """Let a model draft for the sequences where it promises more than what there is, or where trying it is affordable."""
-        places, wanted, earns_s = [], [], []
-        for i, seq in enumerate(seqs):
-            choice, earns = self.best_of_model(candidate, candidate.acceptance.of(seq), limits[i], len(seqs)), 0.0
-            if not self._pays(candidate, seq, choice, choices[i]):
-                choice, earns = self._try(candidate, seq, limits[i], len(seqs), choices[i]), 1 / choices[i].tokens_per_s
-            if choice.num_tokens:
-                places.append(i)
-                wanted.append(choice.num_tokens)
-                earns_s.append(earns)
-                choices[i] = choice
-        if not places:
-            return
-        found: list[Draft] = []
-        asked = [seqs[i] for i in places]
-        caught_up = all(candidate.num_unfed(seq) <= _USUALLY_UNFED for seq in asked)
-        seconds = elapsed_s(lambda: found.extend(candidate.proposer.propose(asked, wanted)))
-        candidate.has_proposed(asked, sum(map(len, found)), seconds if caught_up else None)
-        for i, draft, earns in zip(places, found, earns_s, strict=True):
-            drafts[i] = draft
-            self._drafted[seqs[i].id] = Drafted(candidate, len(draft), earns)
-
-    def _pays(self, candidate: ModelCandidate, seq: Sequence, choice: Choice, instead: Choice) -> bool:
-        """Whether a model's draft promises more, the model enough over the tokens to come, and the wait for it was long enough."""
-        missed_s = instead.tokens * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s)
-        if missed_s <= 0:
-            return False
-        self._left_to_models.add(seq.id)
-        if not self._saves(candidate, seq, choice, instead, self._left.of(seq)):
-            return False
-        doubt = min(1.0, _DOUBT * (1 - self._left.of()))
-        return candidate.has_missed(seq, missed_s) >= doubt * candidate.catch_up_s(seq)
-
-    def _saves(self, candidate: ModelCandidate, seq: Sequence, choice: Choice, instead: Choice, share: float) -> bool:
-        """Whether such drafts for that share of the tokens to come save more than feeding what a model missed, and will miss."""
-        saved_s = share * (1 / instead.tokens_per_s - 1 / choice.tokens_per_s) - (1 - share) * candidate.costs.per_row
-        return seq.num_wanted * saved_s > candidate.catch_up_s(seq)
-
-    def _try(self, candidate: ModelCandidate, seq: Sequence, limit: int, num_seqs: int, instead: Choice) -> Choice:
-        """A short draft of a model that the estimates speak against: one of a trial that runs, or that can be afforded now."""
-        nothing = Choice(0, 0.0, 1.0)
-        choice = self.best_of_model(candidate, 1.0, min(limit, _TRIAL_TOKENS), num_seqs)
-        if choice.tokens_per_s <= instead.tokens_per_s:
-            return nothing
-        rounds = candidate.trial_rounds.get(seq.id, 0)
-        if not rounds:
-            rounds = _TRIAL_ROUNDS
-            at_best = self.best_of_model(candidate, 1.0, limit, num_seqs)
-            lost_s = candidate.catch_up_s(seq) + rounds * (choice.seconds - 1 / instead.tokens_per_s)
-            if not self._saves(candidate, seq, at_best, instead, 1.0) or not candidate.trials.take(lost_s, self._planned_s):
-                return nothing
-            candidate.acceptance.restart(seq)
-        candidate.trial_rounds[seq.id] = rounds - 1
-        return choice
-
-    def _seconds(self, num_tokens: int, num_seqs: int, row: float = 1.0) -> float:
-        """A sequence's share of verifying so many tokens for each. row: as in `_cut`."""
-        plain_s = self.costs.of(num_seqs)
-        return (plain_s + row * (self.costs.of(num_seqs * (num_tokens + 1)) - plain_s)) / num_seqs
-
-
-def best_length(costs: Costs, rate: float, limit: int, seconds_per_token: float, num_seqs: int = 1) -> Choice:
-    """The best length of a draft whose tokens take so long each and are accepted at that rate, none included.
-
-    costs: of who verifies it, for so many sequences at once.
-    """
-    best, tokens, likely = Choice(0, 1.0, costs.of(num_seqs) / num_seqs), 1.0, 1.0
-    for n in range(1, limit + 1):
-        likely *= rate
-        tokens += likely
-        choice = Choice(n, tokens, n * seconds_per_token + costs.of(num_seqs * (n + 1)) / num_seqs)
-        if choice.tokens_per_s > best.tokens_per_s:
-            best = choice
-    return best
-
-
-def best_chain(costs: list[Costs], rate: float) -> list[Choice]:
-    """The best lengths of a target's drafts, of their drafts, and so on, all accepted at one rate. costs: the target's first."""
-    choices: list[Choice] = []
-    seconds_per_token = costs[-1].of(1)
-    for verifier in reversed(costs[:-1]):
-        choices.insert(0, best_length(verifier, rate, MAX_TOKENS, seconds_per_token))
-        seconds_per_token = 1 / choices[0].tokens_per_s
-    return choices
-
-
-def plan(target: Backend, texts: list[Proposer], chains: list[Model]) -> Planner:
+def plan(target: Backend, lookups: list[Proposer], chains: list[DraftModel]) -> Planner:
     """Planners for a target and for each of its draft models, cheapest first: each may draft with those before it.
 
-    All draft in the target's tokens, so a model with others drafts alone.
+    All draft in the target's tokens, so a model with another vocabulary drafts alone.
     """
-    models: list[tuple[Model, Costs]] = []
+    models: list[tuple[DraftModel, Costs]] = []
     for chain in chains:
         costs = find_costs(chain.context.backend)
         if isinstance(chain, ChainProposer):
-            chain.inner = Planner(costs, texts, list(models), serves=False)
+            chain.inner = Planner(costs, lookups, list(models), serves=False)
         models.append((chain, costs))
-    return Planner(find_costs(target), texts, models)
+    return Planner(find_costs(target), lookups, models)

@@ -1,0 +1,181 @@
+"""The families of models: each is flags of `ModelConfig`, and the names that files give to its tensors and settings.
+
+A family of known operations is one entry. `hf_defaults` and `gguf_defaults` are read as if they stood in a file that leaves them
+out; they come from transformers' configuration classes and llama.cpp's loaders.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+# Tensors outside of the layers: canonical name -> name in GGUF files, name in Hugging Face files.
+GLOBAL_NAMES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "embed": ("token_embd.weight", "model.embed_tokens.weight"),
+        "norm": ("output_norm.weight", "model.norm.weight"),
+        "output": ("output.weight", "lm_head.weight"),
+    }
+)
+_LAYER_NAMES = {
+    "attn_norm": ("attn_norm.weight", "input_layernorm.weight"),
+    "q": ("attn_q.weight", "self_attn.q_proj.weight"),
+    "k": ("attn_k.weight", "self_attn.k_proj.weight"),
+    "v": ("attn_v.weight", "self_attn.v_proj.weight"),
+    "q_bias": ("attn_q.bias", "self_attn.q_proj.bias"),
+    "k_bias": ("attn_k.bias", "self_attn.k_proj.bias"),
+    "v_bias": ("attn_v.bias", "self_attn.v_proj.bias"),
+    "o": ("attn_output.weight", "self_attn.o_proj.weight"),
+    "o_bias": ("attn_output.bias", "self_attn.o_proj.bias"),
+    "q_norm": ("attn_q_norm.weight", "self_attn.q_norm.weight"),
+    "k_norm": ("attn_k_norm.weight", "self_attn.k_norm.weight"),
+    "mlp_norm": ("ffn_norm.weight", "post_attention_layernorm.weight"),
+    "gate": ("ffn_gate.weight", "mlp.gate_proj.weight"),
+    "up": ("ffn_up.weight", "mlp.up_proj.weight"),
+    "down": ("ffn_down.weight", "mlp.down_proj.weight"),
+}
+_GEMMA_NAMES = {
+    **_LAYER_NAMES,
+    "attn_post_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    "mlp_norm": ("ffn_norm.weight", "pre_feedforward_layernorm.weight"),
+    "mlp_post_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    hf_class: the class in config.json; hf_wrapper: one around it whose `text_config` describes this family, "" for none.
+    flags: arguments of ModelConfig that all models of the family share.
+    layer_names: as GLOBAL_NAMES, for the parts of a layer.
+    pairs_neighbours: GGUF files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head.
+    norm_offset: what a model adds to norm weights of Hugging Face files; GGUF files hold the sum.
+    scales_embeddings: by the root of the hidden size. unrotated_every: each n-th layer has no rotary positions, 0 for none.
+    """
+
+    architecture: str
+    hf_class: str
+    gguf_architecture: str = ""
+    hf_wrapper: str = ""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    hf_defaults: Mapping[str, object] = field(default_factory=dict)
+    gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    layer_names: Mapping[str, tuple[str, str]] = field(default_factory=lambda: _LAYER_NAMES)
+    pairs_neighbours: bool = False
+    norm_offset: float = 0.0
+    scales_embeddings: bool = False
+    unrotated_every: int = 0
+    gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
+
+
+_GEMMA_FLAGS = {"norms": "both", "activation": "gelu_tanh"}
+# transformers' Gemma2Config and Gemma3TextConfig: files of large models name only what differs from these.
+_GEMMA_DEFAULTS: dict[str, object] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "use_sliding_window": True,
+    "sliding_window": 4096,
+}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.architecture: family
+        for family in (
+            Family("llama", "LlamaForCausalLM", pairs_neighbours=True),
+            Family(
+                "qwen2",
+                "Qwen2ForCausalLM",
+                hf_defaults={"sliding_window": 4096, "max_window_layers": 28},
+            ),
+            Family(
+                "qwen3",
+                "Qwen3ForCausalLM",
+                flags={"qk_norm": True},
+                hf_defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+            ),
+            Family(
+                "mistral",
+                "MistralForCausalLM",
+                "mistral3",  # older files say llama
+                hf_defaults={"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0},
+                pairs_neighbours=True,
+            ),
+            Family(
+                "smollm3",
+                "SmolLM3ForCausalLM",
+                hf_defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": None},
+                pairs_neighbours=True,
+                unrotated_every=4,
+            ),
+            Family(
+                "gemma2",
+                "Gemma2ForCausalLM",
+                flags=_GEMMA_FLAGS,
+                hf_defaults={
+                    **_GEMMA_DEFAULTS,
+                    "vocab_size": 256000,
+                    "max_position_embeddings": 8192,
+                    "sliding_window_pattern": 2,
+                    "attn_logit_softcapping": 50.0,
+                    "final_logit_softcapping": 30.0,
+                },
+                gguf_defaults={
+                    "attention.sliding_window": 4096,
+                    "attention.sliding_window_pattern": 2,
+                    "attn_logit_softcapping": 50.0,
+                    "final_logit_softcapping": 30.0,
+                },
+                layer_names=_GEMMA_NAMES,
+                norm_offset=1.0,
+                scales_embeddings=True,
+                gguf_wide_layers=46,
+            ),
+            Family(
+                "gemma3",
+                "Gemma3ForCausalLM",
+                hf_wrapper="Gemma3ForConditionalGeneration",
+                flags={**_GEMMA_FLAGS, "qk_norm": True},
+                hf_defaults={
+                    **_GEMMA_DEFAULTS,
+                    "vocab_size": 262208,
+                    "max_position_embeddings": 131072,
+                    "sliding_window_pattern": 6,
+                    "rope_theta": 1e6,
+                    "rope_local_base_freq": 1e4,
+                },
+                gguf_defaults={"attention.sliding_window_pattern": 6, "rope.freq_base_swa": 1e4},
+                layer_names=_GEMMA_NAMES,
+                norm_offset=1.0,
+                scales_embeddings=True,
+                gguf_wide_layers=62,
+            ),
+        )
+    }
+)
+
+
+def each_layer(num_layers: int, rule: Callable[[int], bool]) -> tuple[bool, ...]:
+    """`rule` for each layer. A number of layers that ModelConfig refuses makes no endless tuple."""
+    return tuple(rule(i) for i in range(min(num_layers, 1 << 13)))
+
+
+def layer_flags(window: int, slides: Sequence[bool], rotated: Sequence[bool], has_local_rope: bool) -> dict[str, Any]:
+    """`layer_windows` and `layer_ropes` of ModelConfig.
+
+    slides, rotated: for each layer whether it has the window, and whether it has rotary positions.
+    """
+    windows = tuple(window if slid else 0 for slid in slides)
+    local = "local" if has_local_rope else "global"
+    ropes = tuple("none" if not turned else local if slid else "global" for slid, turned in zip(slides, rotated, strict=True))
+    return {
+        "layer_windows": windows if any(windows) else (),
+        "layer_ropes": ropes if set(ropes) - {"global"} else (),
+    }

@@ -1,0 +1,97 @@
+"""The choice of a round: of all options the one that promises most tokens per second.
+
+For one level the promise has a closed form (arXiv 2211.17192, section 3.3): n drafted tokens, of which each is accepted with
+probability a, yield 1 + a + ... + a^n tokens for the seconds of drafting n tokens and of a forward over n + 1 rows.
+"""
+
+from typing import Any, NamedTuple
+
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.planner.costs import Costs
+from cpuspec.speculation.planner.exploration import TrialBudget
+
+MAX_TOKENS = 16  # drafted by a model at once
+
+
+class Option(NamedTuple):
+    """A number of tokens by a drafter, or no tokens by none. Figures are for one of the sequences that share a forward.
+
+    trial: whether its figures are hopes that the estimates contradict. risk_s: seconds that it loses if nothing is accepted, 0 for
+    a round of a trial that is paid already. part: as in `TrialBudget.take`.
+    """
+
+    drafter: Any  # an object of the planner, or None
+    num_tokens: int
+    tokens: float  # that the round yields, the verifier's own included
+    seconds: float  # of drafting and verifying
+    claimed: float = 0.0  # tokens that the drafter expects to be accepted, from its confidences
+    trial: bool = False
+    risk_s: float = 0.0
+    part: float = 1.0
+    draft: Draft | None = None  # of a lookup; a model is asked once its option is chosen
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The quantity that a choice maximises."""
+        return self.tokens / self.seconds
+
+
+def choose(options: list[Option], budget: TrialBudget) -> Option:
+    """The option with most tokens per second; before it a trial that hopes for more, where the budget covers its risk."""
+    best = best_estimated(options)
+    for one in options:
+        hopes = one.trial and one.tokens_per_s > best.tokens_per_s
+        if hopes and (not one.risk_s or budget.take(one.drafter, one.risk_s, one.part)):
+            return one
+    return best
+
+
+def best_estimated(options: list[Option]) -> Option:
+    """The option with most tokens per second by the estimates."""
+    return max([one for one in options if not one.trial], key=lambda one: one.tokens_per_s)
+
+
+def best_length(drafter: object, costs: Costs, rate: float, limit: int, seconds_per_token: float, num_seqs: int = 1) -> Option:
+    """The best length, at most `limit` and perhaps 0, of a model's draft whose tokens are accepted at that rate.
+
+    costs: the verifier's. num_seqs: sequences that share its forward.
+    """
+    best, tokens, likely = Option(drafter, 0, 1.0, costs.forward_s(num_seqs) / num_seqs), 1.0, 1.0
+    for n in range(1, limit + 1):
+        likely *= rate
+        tokens += likely
+        one = Option(drafter, n, tokens, n * seconds_per_token + costs.forward_s(num_seqs * (n + 1)) / num_seqs)
+        if one.tokens_per_s > best.tokens_per_s:
+            best = one
+    return best
+
+
+def best_prefix(drafter: object, draft: Draft, costs: Costs, rate: float, num_seqs: int, price: float = 1.0) -> Option:
+    """The best prefix of a draft that is there already, whose tokens are accepted with `rate` times their confidences.
+
+    Drawn tokens are never cut off: a length that depends on the draw would change the distribution of the output.
+    price: the share of what a further row costs that is counted.
+    """
+    plain_s, forward_s = costs.forward_s(num_seqs), costs.forward_s
+    if draft.confidence is None or draft.probs is not None:
+        rows_s = price * (forward_s(num_seqs * (len(draft) + 1)) - plain_s)
+        return Option(drafter, len(draft), 1 + rate * len(draft), (plain_s + rows_s) / num_seqs, len(draft))
+    rate, claimed, likely = min(rate, 1.0), 0.0, list[float]()
+    best, best_rate = (0, 1.0, plain_s / num_seqs, 0.0), num_seqs / plain_s
+    for n, (parent, confidence) in enumerate(zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True), 1):
+        likely.append(confidence * (likely[parent] if parent >= 0 else 1.0))
+        claimed += likely[-1]
+        tokens, seconds = 1 + rate * claimed, (plain_s + price * (forward_s(num_seqs * (n + 1)) - plain_s)) / num_seqs
+        if tokens / seconds > best_rate:
+            best, best_rate = (n, tokens, seconds, claimed), tokens / seconds
+    return Option(drafter, *best)
+
+
+def best_chain(costs: list[Costs], rate: float) -> list[Option]:
+    """The best lengths of a target's drafts, of their drafts, and so on, all accepted at one rate. costs: the target's first."""
+    options: list[Option] = []
+    seconds_per_token = costs[-1].forward_s(1)
+    for verifier in reversed(costs[:-1]):
+        options.insert(0, best_length(None, verifier, rate, MAX_TOKENS, seconds_per_token))
+        seconds_per_token = 1 / options[0].tokens_per_s
+    return options

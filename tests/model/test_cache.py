@@ -1,0 +1,68 @@
+"""A slot's prefix in another slot: the same bits, on every backend and in every KV format that it may have."""
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import BACKENDS, make_backend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.errors import CacheError
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Draft
+from tests.backends.models import every_backend, forward, tiny
+from tests.oracles import ToyBackend
+
+TOKENS = np.random.default_rng(0).integers(0, 300, 40).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory)
+
+
+@pytest.mark.parametrize("kv_format", ["f16", "int8"])
+@pytest.mark.parametrize("length", [1, 13, 33])
+@every_backend(BACKENDS)
+def test_a_copied_prefix_is_continued_with_the_same_bits(checkpoint: Checkpoint, name: str, length: int, kv_format: str) -> None:
+    if name in ("onnxruntime", "openvino") and kv_format == "int8":  # which graphs do not have
+        kv_format = "bf16"
+    backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=64, kv_format=kv_format))
+    cache = backend.new_cache(3, 64)
+    for slot in (0, 1):
+        forward(backend, cache, {slot: TOKENS[:length]})
+    forward(backend, cache, {1: TOKENS[:3]})  # which is not copied
+    forward(backend, cache, {2: TOKENS[::-1]})  # which is overwritten
+    assert cache.copy(1, 2, length) == length
+    expected = forward(backend, cache, {0: TOKENS[length:]}).logits.copy()
+    np.testing.assert_array_equal(forward(backend, cache, {2: TOKENS[length:]}).logits, expected)
+    backend.close()
+
+
+# Rows of the other backends depend on their batches, and here both are fed in batches of different sizes.
+@every_backend([name for name in BACKENDS if name not in ("onnxruntime", "openvino")])
+def test_a_context_shares_the_prefix_of_a_running_sequence(checkpoint: Checkpoint, name: str) -> None:
+    backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=64))
+    context, alone = Context(backend, 2, 64), Context(backend, 1, 64)
+    running, late = (Sequence.new(id, TOKENS[: 30 + id], SamplingParams()) for id in range(2))
+    assert context.acquire(running) == 0
+    context.score([running], [Draft.chain([], "")])
+    assert (context.acquire(late), alone.acquire(late)) == (30, 0)
+    (got,), (expected,) = (one.score([late], [Draft.chain([5], "")]) for one in (context, alone))
+    if backend.row_invariant:
+        np.testing.assert_array_equal(got.logits, expected.logits)
+    else:
+        np.testing.assert_allclose(got.logits, expected.logits, atol=1e-4 * np.abs(expected.logits).max())
+    backend.close()
+
+
+def test_a_copy_of_what_a_slot_does_not_hold_is_a_clear_error() -> None:
+    backend = ToyBackend(1, max_rows=64)
+    cache = backend.new_cache(2, 64)
+    forward(backend, cache, {0: [4, 5]})
+    for source, slot, length in ((0, 1, 3), (0, 1, -1), (0, 0, 1), (1, 0, 1)):
+        with pytest.raises(CacheError, match=f"cannot copy {length} tokens from slot {source}, which holds"):
+            cache.copy(source, slot, length)
+    with pytest.raises(CacheError, match="slot 2 does not exist"):
+        cache.copy(0, 2, 1)
+    assert cache.lengths == [2, 0]
