@@ -18,15 +18,15 @@ import numpy as np
 import typer
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from record import Rounds, record, save, spread
 
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
-from cpuspec.kernels import isa, simd
+from cpuspec.kernels import isa
 from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.linear import activation_order
+from cpuspec.kernels.ops import F32X16, I32X16, LANES, Ops, Value, dot_bytes, fma
 from cpuspec.metrics import read_bandwidth
 
 OUT_FEATURES = 16384  # outputs of one matrix stay in the caches, as a layer's do
@@ -174,22 +174,21 @@ def _numbers(text: str) -> list[int]:
 _CHAINS = 16  # sums that do not wait for each other
 
 
-def _chains(step: Callable[[Any, Any], Any], typ: Any) -> Any:
-    """A compiled function: `step` so many times on each of _CHAINS vectors, which stay in registers."""
+def _chains(step: Callable[[Value], Value], typ: Any) -> Any:
+    """A compiled function: `step` on each of some vectors of `typ`, so many times."""
 
     @intrinsic
     def emit(typingctx, times):
         def codegen(context, builder, signature, arguments):
-            totals = [cgutils.alloca_once_value(builder, ir.Constant(typ, [0] * simd.LANES)) for _ in range(_CHAINS)]
-            with cgutils.for_range(builder, arguments[0]):
+            o = Ops(builder)
+            totals = o.variables(_CHAINS, 0, typ)
+            with o.loop(o.value(arguments[0])):
                 for total in totals:
-                    builder.store(step(builder, builder.load(total)), total)
+                    total.set(step(total.get()))
             for total in totals:  # used, so not removed; in halves, which every processor has registers for
-                value = builder.load(total)
-                for first in (0, simd.LANES // 2):
-                    lanes = ir.Constant(ir.VectorType(ir.IntType(32), simd.LANES // 2), list(range(first, first + simd.LANES // 2)))
-                    half = builder.shuffle_vector(value, ir.Constant(typ, ir.Undefined), lanes)
-                    builder.asm(ir.FunctionType(ir.VoidType(), [half.type]), "", "x", [half], True)
+                for first in (0, LANES // 2):
+                    half = total.get().shuffled(range(first, first + LANES // 2))
+                    builder.asm(ir.FunctionType(ir.VoidType(), [half.type]), "", "x", [half.v], True)
             return context.get_dummy_value()
 
         return types.void(times), codegen
@@ -198,19 +197,11 @@ def _chains(step: Callable[[Any, Any], Any], typ: Any) -> Any:
 
 
 def _byte_chains() -> Any:
-    def step(b: Any, total: Any) -> Any:
-        ones = simd.constant(b, 0x01010101, simd.i32x16)
-        return simd.dot_bytes(b, total, ones, ones)
-
-    return _chains(step, simd.I32X16)
+    return _chains(lambda total: dot_bytes(total, total.like(0x01010101), total.like(0x01010101)), I32X16)
 
 
 def _f32_chains() -> Any:
-    def step(b: Any, total: Any) -> Any:
-        half = simd.constant(b, 0.5, simd.f32x16)
-        return simd.call(b, "llvm.fma.v16f32", simd.F32X16, total, half, half)
-
-    return _chains(step, simd.F32X16)
+    return _chains(lambda total: fma(total, total.like(0.5), total.like(0.5)), F32X16)
 
 
 def _tile_products() -> Any:
@@ -219,13 +210,14 @@ def _tile_products() -> Any:
     @intrinsic
     def emit(typingctx, times):
         def codegen(context, builder, signature, arguments):
-            simd.tile_shapes(builder, dict.fromkeys(range(8), (16, 64)))
+            o = Ops(builder)
+            o.tile_shapes(dict.fromkeys(range(8), (16, 64)))
             for register in range(8):
-                simd.tile_zero(builder, register)
-            with cgutils.for_range(builder, arguments[0]):
+                o.tile_zero(register)
+            with o.loop(o.value(arguments[0])):
                 for total in range(4):
-                    simd.tile_dot_signed(builder, total, 4 + total // 2, 6 + total % 2)
-            simd.tile_release(builder)
+                    o.tile_dot_signed(total, 4 + total // 2, 6 + total % 2)
+            o.tile_release()
             return context.get_dummy_value()
 
         return types.void(times), codegen

@@ -92,7 +92,7 @@ class NumbaBackend:
         new = {name: t for name, t in matrices.items() if t not in shared}
         packed = packed_matrices(checkpoint.name, new, self.threads, engine.keep_packed, engine.mmap)
         self._matrices = {name: packed[name] if name in packed else shared[t] for name, t in matrices.items()}
-        self._packed: WeakKeyDictionary[WeightTensor, PackedTensor] = WeakKeyDictionary()  # while somebody holds the tensor
+        self._packed: WeakKeyDictionary[WeightTensor, PackedTensor] = WeakKeyDictionary()  # while a checkpoint holds the tensor
         self._packed.update({t: self._matrices[name] for name, t in matrices.items()})
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())
@@ -203,7 +203,7 @@ class NumbaBackend:
             self._team.close()
 
     def _room_for_logits(self, num_rows: int) -> F32:
-        """Rows of logits to write into: those of the last forward again, if nobody holds them, or a part of them, any more."""
+        """Rows of logits to write into: those of the last forward again, once no caller holds them or a part of them."""
         if num_rows > products.BLOCK_ROWS:
             return np.empty((num_rows, self._num_logits), np.float32)
         if len(self._logits) != num_rows or getrefcount(self._logits) != self._unheld:

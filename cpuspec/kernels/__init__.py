@@ -1,6 +1,6 @@
 """Compiled kernels in Numba: vector values, linear layers, attention, pointwise operations, and the thread team.
 
-They know weight formats and addresses, and no model. They check nothing: whoever passes an address has checked it.
+They know weight formats and addresses, and no model. They check nothing: callers check the addresses that they pass.
 """
 
 from cpuspec.kernels.machine_code import compiled_before, kernel_directory

@@ -18,6 +18,7 @@ positions from `straight` on (a multiple of 16, at or below the prefix). A chain
 What a call is told about its queries is a `layout.WALK` at the start of the thread's scratch.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -35,11 +35,11 @@ from cpuspec.formats.kv import GROUP, get_kv_format, stored_bytes, stored_dims
 from cpuspec.formats.tensor import U8
 from cpuspec.kernels import isa, machine_code, simd
 from cpuspec.kernels.layout import MAX_QUERIES, WALK, walk_at
+from cpuspec.kernels.ops import F16, F32, F32X16, I1, I8, I16, I32, I32X16, I64, VOID, Ops, Value, call, fma, vector_of
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import cap_numbers, exp_f32
-from cpuspec.kernels.readers import Ops
+from cpuspec.kernels.simd import LANES
 
-LANES = simd.LANES
 CHUNK = 256  # positions of a partial
 
 # Vectors of sums that stay in registers beside what they are made of, and queries that share one walk over a chunk.
@@ -62,29 +62,27 @@ class _Coding:
 
     size: int  # bytes of a number
     scaled: bool  # whether a group of GROUP dimensions has a scale and a shift (f16)
-    read: Callable[[Ops, Any], Any]  # (ops, address) -> f32x16
-    write: Callable[[Ops, Any], Any]  # (ops, f32x16) -> sixteen elements; the numbers of a scaled group are codes already
+    read: Callable[[Value], Value]  # address -> f32x16
+    write: Callable[[Value], Value]  # f32x16 -> sixteen elements; the numbers of a scaled group are codes already
 
 
-def _to_bf16(o: Ops, values: Any) -> Any:
+def _to_bf16(values: Value) -> Value:
     """To nearest even; a nan keeps its upper half and becomes quiet."""
-    bits = o.b.bitcast(values, simd.I32X16)
-    odd = o.mask(o.left(bits, -16), 1)
-    near = o.left(o.b.add(o.b.add(bits, simd.constant(o.b, 0x7FFF, simd.i32x16)), odd), -16)
-    quiet = o.b.or_(o.left(bits, -16), simd.constant(o.b, 0x40, simd.i32x16))
-    return o.b.trunc(o.b.select(o.b.fcmp_unordered("uno", values, values), quiet, near), simd.vector_of(simd.I16))
+    bits = values.bits(I32X16)
+    near, quiet = bits + 0x7FFF + (bits >> 16 & 1) >> 16, bits >> 16 | 0x40
+    return values.unordered("uno", values).select(quiet, near).trunc(vector_of(I16))
 
 
-def _to_i8(o: Ops, values: Any) -> Any:
-    return o.b.trunc(simd.call(o.b, "llvm.fptosi.sat.v16i32.v16f32", simd.I32X16, values), simd.vector_of(simd.I8))
+def _to_i8(values: Value) -> Value:
+    return call("llvm.fptosi.sat.v16i32.v16f32", I32X16, values).trunc(vector_of(I8))
 
 
 _CODINGS: Mapping[str, _Coding] = MappingProxyType(
     {
-        "f32": _Coding(4, False, Ops.f32, lambda o, values: values),
-        "f16": _Coding(2, False, Ops.f16, lambda o, values: o.b.fptrunc(values, simd.vector_of(simd.F16))),
-        "bf16": _Coding(2, False, Ops.bf16, _to_bf16),
-        "int8": _Coding(1, True, Ops.i8, _to_i8),
+        "f32": _Coding(4, False, Value.f32, lambda values: values),
+        "f16": _Coding(2, False, Value.f16, lambda values: values.fptrunc(vector_of(F16))),
+        "bf16": _Coding(2, False, Value.bf16, _to_bf16),
+        "int8": _Coding(1, True, Value.i8, _to_i8),
     }
 )
 
@@ -232,11 +230,11 @@ def _write_group(source, count, to, stride, header, shift_after):
     """Write up to GROUP numbers as "int8" of `formats.kv` does: its codes `stride` apart, and its scale and shift at `header`."""
     low, high = _load_part(source, count), _load_part(source + 64, count - LANES)
     largest, smallest = simd.max_lanes(simd.max_f32(low, high)), simd.min_lanes(simd.min_f32(low, high))
-    shift = _as_f16(smallest * simd.half() + largest * simd.half())
-    _poke_f16(header + shift_after, shift)
+    shift = simd.as_f16(smallest * simd.half() + largest * simd.half())
+    simd.poke_f16(header + shift_after, shift)
     low, high = low - simd.splat_f32(shift), high - simd.splat_f32(shift)
-    scale = _as_f16(simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high))) / simd.to_float(127))
-    _poke_f16(header, scale)
+    scale = simd.as_f16(simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high))) / simd.to_float(127))
+    simd.poke_f16(header, scale)
     inverse, limit = simd.splat_f32(simd.inverse_or_zero(scale)), simd.splat_f32(127.0)
     for half in range(2):
         codes = simd.round_f32((low if half == 0 else high) * inverse)
@@ -244,18 +242,14 @@ def _write_group(source, count, to, stride, header, shift_after):
         _write_numbers("int8", codes, to + half * LANES * stride, stride)
 
 
-def _load_masked(builder: Any, address: Any, count: Any) -> Any:
+def _load_masked(o: Ops, address: Value, count: Value) -> Value:
     """The first `count` numbers at an address, then zeros; nothing beyond them is read."""
-    index = ir.Constant(simd.vector_of(simd.I64), list(range(LANES)))
-    mask = builder.icmp_signed("<", index, simd.splat(builder, count))
-    zero, align = simd.constant(builder, 0.0, simd.f32x16), ir.Constant(simd.I32, 4)
-    return simd.call(builder, "llvm.masked.load.v16f32.p0", simd.F32X16, simd.pointer(builder, address), align, mask, zero)
+    mask = o.value(ir.Constant(vector_of(I64), list(range(LANES)))) < count.splat()
+    operands = [o.value(address.pointer()), o.number(4, I32), mask, o.number(0.0, F32X16)]
+    return o.call("llvm.masked.load.v16f32.p0", F32X16, *operands)
 
 
-_a = types.int64
-_load_part = simd._operation((_a, _a), simd.f32x16, _load_masked)
-_as_f16 = simd._operation((types.float32,), types.float32, lambda b, x: b.fpext(b.fptrunc(x, simd.F16), simd.F32))
-_poke_f16 = simd._operation((_a, types.float32), types.int8, lambda b, at, x: simd.store(b, at, b.fptrunc(x, simd.F16)))
+_load_part = simd.operation((types.int64, types.int64), simd.f32x16, _load_masked)
 
 
 @intrinsic(prefer_literal=True)
@@ -263,24 +257,20 @@ def _write_numbers(typingctx, name, values, to, stride):
     """Write sixteen numbers, encoded, `stride` bytes apart."""
 
     def codegen(context, builder, sig, args):
-        _, values, to, stride = args
-        elements = _CODINGS[name.literal_value].write(Ops(builder), values)
+        values, to, stride = map(Ops(builder).value, args[1:])
+        elements = _CODINGS[name.literal_value].write(values)
         for lane in range(LANES):
-            index = builder.mul(stride, ir.Constant(simd.I64, lane))
-            simd.store(builder, builder.add(to, index), builder.extract_element(elements, ir.Constant(simd.I32, lane)))
+            (to + stride * lane).store(elements.lane(lane))
         return context.get_dummy_value()
 
-    return types.void(name, simd.f32x16, _a, _a), codegen
+    return types.void(name, simd.f32x16, types.int64, types.int64), codegen
 
 
-@intrinsic
-def _copy(typingctx, to, source, size):
-    def codegen(context, builder, sig, args):
-        to, source = (simd.pointer(builder, address) for address in args[:2])
-        simd.call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), to, source, args[2], ir.Constant(simd.I1, 0))
-        return context.get_dummy_value()
+def _memcpy(o: Ops, to: Value, source: Value, size: Value) -> None:
+    o.call("llvm.memcpy.p0.p0.i64", VOID, o.value(to.pointer()), o.value(source.pointer()), size, o.number(0, I1))
 
-    return types.void(_a, _a, _a), codegen
+
+_copy = simd.operation((types.int64, types.int64, types.int64), types.void, _memcpy)
 
 
 def _attend(name: str, size: int, header: int, unit: int, windowed: bool, capped: bool) -> Callable[..., None]:
@@ -405,7 +395,7 @@ def _weights(scores, start, end, partial, stored):
 
 
 @intrinsic(prefer_literal=True)
-def _score(typingctx, name, count, table, keys, row_bytes, dims, blocks, to):
+def _score(typingctx, name, count, walk, keys, row_bytes, dims, blocks, to):
     """Scores of `count` queries against `blocks` blocks of 16 keys, at to + query * _SCORES_STRIDE.
 
     A score is one sum, in the order of the dimensions.
@@ -413,129 +403,112 @@ def _score(typingctx, name, count, table, keys, row_bytes, dims, blocks, to):
     coding = _CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
-        _, count, table, keys, row_bytes, dims, blocks, to = args
         o = Ops(builder)
-        block_bytes = o.times(row_bytes, LANES)
+        count, walk, keys, row_bytes, dims, blocks, to = map(o.value, args[1:])
+        block_bytes = row_bytes * LANES
 
-        def some(queries: list[Any], first: Any, together: int) -> None:
+        def some(queries: list[Value], first: Value, together: int) -> None:
             """Against `together` blocks from `first` on."""
-            here = [builder.add(keys, builder.mul(o.at(first, n), block_bytes)) for n in range(together)]
-            zero = simd.constant(builder, 0.0, simd.f32x16)
-            sums = [[cgutils.alloca_once_value(builder, zero) for _ in here] for _ in queries]
+            here = [keys + (first + n) * block_bytes for n in range(together)]
+            sums = [o.variables(together) for _ in queries]
 
-            def add_dims(at: Any, first_dim: Any, number: Any, scales: list[Any]) -> None:
-                with cgutils.for_range(builder, number) as loop:
-                    offset = builder.add(at, o.times(loop.index, LANES * coding.size))
+            def add_dims(at: Value, first_dim: Value, number: Value, scales: list[Any]) -> None:
+                with o.loop(number) as index:
+                    offset = at + index * (LANES * coding.size)
                     found = []
                     for block, scale in zip(here, scales, strict=True):
-                        address = builder.add(block, offset)
-                        o.fetch(builder.add(address, o.times(block_bytes, together)), 0, LANES * coding.size)
-                        key = coding.read(o, address)
-                        found.append(o.fma(key, *scale) if scale else key)
-                    dim = builder.add(first_dim, loop.index)
+                        address = block + offset
+                        (address + block_bytes * together).fetch(0, LANES * coding.size)
+                        key = coding.read(address)
+                        found.append(fma(key, *scale) if scale else key)
+                    dim = first_dim + index
                     for query, totals in zip(queries, sums, strict=True):
-                        number_of_query = o.every(builder.add(query, o.times(dim, 4)), simd.F32)
+                        number_of_query = (query + dim * 4).every(F32)
                         for key, total in zip(found, totals, strict=True):
-                            builder.store(o.fma(number_of_query, key, builder.load(total)), total)
+                            total.set(fma(number_of_query, key, total.get()))
 
             if coding.scaled:
-                with cgutils.for_range(builder, o.rounded_up(dims, GROUP)) as groups:
-                    first_dim = o.times(groups.index, GROUP)
-                    at = o.times(groups.index, LANES * (4 + GROUP * coding.size))
-                    scales = [(o.f16(builder.add(block, at)), o.f16(o.at(builder.add(block, at), 2 * LANES))) for block in here]
-                    left = o.smaller(builder.sub(dims, first_dim), ir.Constant(simd.I64, GROUP))
-                    add_dims(o.at(at, 4 * LANES), first_dim, left, scales)
+                with o.loop(dims.rounded_up(GROUP)) as group:
+                    first_dim = group * GROUP
+                    at = group * (LANES * (4 + GROUP * coding.size))
+                    scales = [((block + at).f16(), (block + at + 2 * LANES).f16()) for block in here]
+                    add_dims(at + 4 * LANES, first_dim, (dims - first_dim).smaller(GROUP), scales)
             else:
-                none = ir.Constant(simd.I64, 0)
-                add_dims(none, none, dims, [()] * together)
+                add_dims(o.number(0), o.number(0), dims, [()] * together)
             for r, totals in enumerate(sums):
-                row = o.at(builder.add(to, o.times(first, 64)), r * _SCORES_STRIDE)
+                row = to + first * 64 + r * _SCORES_STRIDE
                 for n, total in enumerate(totals):
-                    simd.store(builder, o.at(row, 64 * n), builder.load(total))
+                    (row + 64 * n).store(total.get())
 
         def body(number: int) -> None:
-            queries = [simd.load(builder, o.at(table, _QUERIES_AT + 8 * r), simd.I64) for r in range(number)]
-            _in_steps(builder, blocks, number, lambda first, n: some(queries, first, n))
+            queries = [(walk + (_QUERIES_AT + 8 * r)).load(I64) for r in range(number)]
+            _in_steps(o, blocks, number, lambda first, n: some(queries, first, n))
 
-        _for_count(builder, count, body)
+        _for_count(o, count, body)
         return context.get_dummy_value()
 
-    return types.void(name, *[_a] * 7), codegen
+    return types.void(name, *[types.int64] * 7), codegen
 
 
 @intrinsic(prefer_literal=True)
-def _weigh(typingctx, name, count, table, weights, rows, row_bytes, stored, positions):
+def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, positions):
     """Add weight * value over `positions` positions to the partials of `count` queries, in the order of the positions."""
     coding = _CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
-        _, count, table, weights, rows, row_bytes, stored, positions = args
         o = Ops(builder)
+        count, walk, weights, rows, row_bytes, stored, positions = map(o.value, args[1:])
 
-        def some(partials: list[Any], first: Any, width: int) -> None:
+        def some(partials: list[Value], first: Value, width: int) -> None:
             """For `width` vectors of dimensions from `first` on."""
-            group = builder.udiv(first, ir.Constant(simd.I64, GROUP)) if coding.scaled else ir.Constant(simd.I64, 0)
-            scales = builder.add(rows, o.times(group, 4 + GROUP * coding.size))
-            numbers = builder.add(builder.add(rows, o.times(first, coding.size)), o.times(o.at(group, 1), 4 * coding.scaled))
-            sums = []
-            for partial in partials:
-                here = builder.add(partial, o.times(first, 4))
-                sums.append([cgutils.alloca_once_value(builder, o.f32(o.at(here, 64 * w))) for w in range(width)])
-            with cgutils.for_range(builder, positions) as loop:
-                row = builder.mul(loop.index, row_bytes)
-                here = builder.add(numbers, row)
-                o.fetch(builder.add(here, o.times(row_bytes, _POSITIONS)), 0, width * LANES * coding.size)
-                values = [_value(o, coding, here, builder.add(scales, row), w) for w in range(width)]
+            group = first // GROUP if coding.scaled else o.number(0)
+            scales = rows + group * (4 + GROUP * coding.size)
+            numbers = rows + first * coding.size + (group + 1) * (4 * coding.scaled)
+            sums = [[o.variable((partial + first * 4 + 64 * w).f32()) for w in range(width)] for partial in partials]
+            with o.loop(positions) as index:
+                row = index * row_bytes
+                here = numbers + row
+                (here + row_bytes * _POSITIONS).fetch(0, width * LANES * coding.size)
+                values = [_value(coding, here, scales + row, w) for w in range(width)]
                 for r, totals in enumerate(sums):
-                    weight = o.every(o.at(builder.add(weights, o.times(loop.index, 4)), r * _SCORES_STRIDE), simd.F32)
+                    weight = (weights + index * 4 + r * _SCORES_STRIDE).every(F32)
                     for value, total in zip(values, totals, strict=True):
-                        builder.store(o.fma(weight, value, builder.load(total)), total)
+                        total.set(fma(weight, value, total.get()))
             for partial, totals in zip(partials, sums, strict=True):
-                here = builder.add(partial, o.times(first, 4))
                 for w, total in enumerate(totals):
-                    simd.store(builder, o.at(here, 64 * w), builder.load(total))
+                    (partial + first * 4 + 64 * w).store(total.get())
 
         def body(number: int) -> None:
-            partials = [simd.load(builder, o.at(table, _PARTIALS_AT + 8 * r), simd.I64) for r in range(number)]
-            vectors = builder.udiv(stored, ir.Constant(simd.I64, LANES))
-            _in_steps(builder, vectors, number, lambda first, n: some(partials, o.times(first, LANES), n))
+            partials = [(walk + (_PARTIALS_AT + 8 * r)).load(I64) for r in range(number)]
+            _in_steps(o, stored // LANES, number, lambda first, n: some(partials, first * LANES, n))
 
-        _for_count(builder, count, body)
+        _for_count(o, count, body)
         return context.get_dummy_value()
 
-    return types.void(name, *[_a] * 7), codegen
+    return types.void(name, *[types.int64] * 7), codegen
 
 
-def _value(o: Ops, coding: _Coding, numbers: Any, scales: Any, vector: int) -> Any:
+def _value(coding: _Coding, numbers: Value, scales: Value, vector: int) -> Value:
     """Sixteen dimensions of a value: the `vector`-th of some, whose first group's scale and shift lie at `scales`."""
     group = vector * LANES // GROUP if coding.scaled else 0
-    values = coding.read(o, o.at(numbers, vector * LANES * coding.size + 4 * group))
+    values = coding.read(numbers + (vector * LANES * coding.size + 4 * group))
     if not coding.scaled:
         return values
-    at = o.at(scales, group * (4 + GROUP * coding.size))
-    scale, shift = (o.b.fpext(o.every(o.at(at, offset), simd.F16), simd.F32X16) for offset in (0, 2))
-    return o.fma(values, scale, shift)
+    at = scales + group * (4 + GROUP * coding.size)
+    scale, shift = ((at + offset).every(F16).fpext(F32X16) for offset in (0, 2))
+    return fma(values, scale, shift)
 
 
-def _in_steps(builder: Any, total: Any, number: int, body: Callable[[Any, int], None]) -> None:
+def _in_steps(o: Ops, total: Value, number: int, body: Callable[[Value, int], None]) -> None:
     """`body(first, n)` over all of `total`, n at a time: as many as let the sums of `number` queries stay in registers."""
-    done = ir.Constant(simd.I64, 0)
+    done = o.number(0)
     for step in (n for n in (4, 2, 1) if number * n <= _SUMS):
-        size = ir.Constant(simd.I64, step)
-        times = builder.udiv(builder.sub(total, done), size)
-        with cgutils.for_range(builder, times) as loop:
-            body(builder.add(done, builder.mul(loop.index, size)), step)
-        done = builder.add(done, builder.mul(times, size))
+        times = (total - done) // step
+        with o.loop(times) as index:
+            body(done + index * step, step)
+        done = done + times * step
 
 
-def _for_count(builder: Any, count: Any, body: Callable[[int], None]) -> None:
+def _for_count(o: Ops, count: Value, body: Callable[[int], None]) -> None:
     """`body(n)` for the n of 1..QUERIES that `count` is."""
-    done = builder.append_basic_block("done")
-    switch = builder.switch(count, done)
-    for number in range(1, QUERIES + 1):
-        case = builder.append_basic_block(f"queries{number}")
-        switch.add_case(ir.Constant(simd.I64, number), case)
-        builder.position_at_end(case)
-        body(number)
-        builder.branch(done)
-    builder.position_at_end(done)
+    o.switch(count, {number: functools.partial(body, number) for number in range(1, QUERIES + 1)})

@@ -22,7 +22,7 @@ from cpuspec.kernels.simd import LANES
 _ZERO, _HALF, _ONE, _TWO, _FOUR, _SEVEN, _EIGHT = (np.float32(x) for x in (0, 0.5, 1, 2, 4, 7, 8))
 _INFINITY, _LARGEST_BYTE = np.float32(np.inf), np.float32(255)
 
-# Kernels have no allocator, so whoever calls one brings room.
+# Kernels have no allocator: the caller brings room.
 Encoder = Callable[[int, int, int, int], int]  # (f32 values, blocks, their bytes, room for 17 blocks: addresses) -> blocks refused
 
 

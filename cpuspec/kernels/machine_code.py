@@ -4,7 +4,7 @@ Numba has a disk cache of its own. To read it, it prepares a whole compiler, whi
 would miss a change in another file's intrinsic. So machine code is kept here, in a directory named after all that it is made
 from: the sources of this package and of the formats, Numba's and LLVM's versions, and the processor's features.
 
-Loading a file is running it. So only directories and files that this user or root owns, and nobody else can write, are used.
+Loading a file is running it. So the directories and files must belong to this user or root, and no other user may write them.
 """
 
 import ctypes
@@ -56,11 +56,11 @@ def compiled_before() -> bool:
 
 
 def address(name: str, num_arguments: int, make: Callable[[], Callable[..., Any]], returns: bool = False) -> int:
-    """Address of a C function of so many int64s that returns an int64 or nothing, compiled unless it is on the disk.
+    """Address of a C function of `num_arguments` int64s that returns an int64 or nothing, compiled unless it is on the disk.
 
     name: tells it from every other kernel. make: gives the Python function that Numba compiles; it allocates and raises nothing,
     because Numba's runtime is not there when it comes from the disk.
-    A directory that cannot be written, or that somebody else can write, costs a compilation at every start and nothing else.
+    A directory that this user cannot write, or another user can, costs a compilation at every start and nothing else.
     """
     directory = kernel_directory()
     path = directory / f"{name}.o"
@@ -133,7 +133,7 @@ def _keep(compiled: Any, path: Path) -> None:
 
 
 def _load(path: Path) -> int | None:
-    """The address of a function that was kept; None if there is none, or its file is damaged or could be somebody else's."""
+    """The address of a function that was kept; None if there is none, or the file is damaged or may be another user's."""
     try:
         with path.open("rb") as file:
             others = who_else_writes(os.fstat(file.fileno()))

@@ -1,6 +1,6 @@
 """The operations of a forward as compiled code: each does its share of the work with one thread of a team.
 
-Operands are fields of `layout`'s records. Whoever writes the program knows the model; this file knows how to run an operation.
+Operands are fields of `layout`'s records. The backend that writes a program knows the model; this file knows the operations.
 """
 
 from numba import types
@@ -11,6 +11,7 @@ from cpuspec.kernels import layout, simd
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import CHUNK, QUERIES, finish, first_chunk, merge, put_query, sees
 from cpuspec.kernels.layout import team_at, walk_at
+from cpuspec.kernels.ops import Ops
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 from cpuspec.kernels.pointwise import add_normed, cap_numbers, prepare_row, rotate_head, rows_of_block, scale_numbers
@@ -29,7 +30,8 @@ def _call(typingctx, kernel, operands):
     """Call a kernel by its address, with a tuple of int64."""
 
     def codegen(context, builder, sig, args):
-        simd.call_address(builder, args[0], cgutils.unpack_tuple(builder, args[1], len(operands)))
+        o = Ops(builder)
+        o.call_address(o.value(args[0]), [o.value(v) for v in cgutils.unpack_tuple(builder, args[1], len(operands))])
         return context.get_dummy_value()
 
     return types.void(types.int64, operands), codegen
@@ -201,8 +203,8 @@ def _attend(op, state, counter, threads, thread):
 
 
 @compiled
-def _attend_chunk(op, state, task, kv_head, chunk, apart, partials, stride, scratch):
-    """Walk over one chunk for a task's rows. The partials of chunks stay apart, or are merged into that of a row's first chunk."""
+def _attend_chunk(op, state, task, kv_head, chunk, separate, partials, stride, scratch):
+    """Walk over one chunk for a task's rows. separate: keep each chunk's partials; else merge them into a row's first."""
     group, dims, size, start = op.heads // op.kv_heads, op.dims, op.partial_bytes, chunk * CHUNK
     places, row, end_row = state.places, task.row, task.end_row
     head = _cached_head(state, row, op.layer, op.kv_heads, kv_head)
@@ -224,14 +226,14 @@ def _attend_chunk(op, state, task, kv_head, chunk, apart, partials, stride, scra
                 here, member = (query + number) // group, (query + number) % group
                 length = places[here].length
                 partial = partials + (query + number - first) * stride
-                if apart:
+                if separate:
                     partial += chunk * size
                 elif chunk > first_chunk(length, op.window):
                     partial = scratch + op.partials_at + number * size
                 source = op.queries + here * op.stride + (kv_head * group + member) * dims * 4
                 put_query(walk, number, source, partial, max(0, length - op.window), length)
             _call(op.kernel, (count, head, dims, start, straight, state.paths + row * state.path_length * 8, scratch))
-            if not apart:
+            if not separate:
                 for number in range(count):
                     if chunk > first_chunk(places[(query + number) // group].length, op.window):
                         merge(partials + (query + number - first) * stride, scratch + op.partials_at + number * size, size)

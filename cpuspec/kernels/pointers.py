@@ -16,7 +16,7 @@ from numba.core.typing.templates import AbstractTemplate, AttributeTemplate, inf
 from numba.extending import intrinsic, models, register_model
 from numba.np.numpy_support import from_dtype
 
-from cpuspec.kernels import simd
+from cpuspec.kernels.ops import I64, Value
 
 _DType = np.dtype[Any]
 
@@ -41,7 +41,7 @@ class Pointer(types.Type):
 @register_model(Pointer)
 class _PointerModel(models.PrimitiveModel):
     def __init__(self, manager: Any, pointer: Pointer) -> None:
-        super().__init__(manager, pointer, simd.I64)
+        super().__init__(manager, pointer, I64)
 
 
 def _lies_in_place(dtype: _DType) -> bool:
@@ -58,17 +58,17 @@ def _type_of(dtype: _DType) -> Any:
 def _read(context: Any, builder: Any, address: Any, dtype: _DType) -> Any:
     if _lies_in_place(dtype):
         return address
-    return simd.load(builder, address, context.get_data_type(_type_of(dtype)))
+    return Value(builder, address).load(context.get_data_type(_type_of(dtype))).v
 
 
 def _element(builder: Any, address: Any, dtype: _DType, index: Any) -> Any:
-    return builder.add(address, builder.mul(index, ir.Constant(simd.I64, dtype.itemsize)))
+    return builder.add(address, builder.mul(index, ir.Constant(I64, dtype.itemsize)))
 
 
 def _field(builder: Any, pointer: Pointer, address: Any, name: str) -> tuple[Any, _DType]:
     fields: Any = pointer.dtype.fields
     dtype, offset, *_ = fields[name]
-    return builder.add(address, ir.Constant(simd.I64, offset)), dtype
+    return builder.add(address, ir.Constant(I64, offset)), dtype
 
 
 @infer_getattr
@@ -88,7 +88,7 @@ def _get_field(context: Any, builder: Any, pointer: Pointer, address: Any, name:
 @lower_setattr_generic(Pointer)
 def _set_field(context: Any, builder: Any, sig: Any, args: Any, name: str) -> Any:
     address, _ = _field(builder, sig.args[0], args[0], name)
-    return simd.store(builder, address, args[1])
+    Value(builder, address).store(Value(builder, args[1]))
 
 
 @infer_global(operator.getitem)
@@ -117,7 +117,7 @@ def _get_item(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 
 @lower_builtin(operator.setitem, Pointer, types.Integer, types.Any)
 def _set_item(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    simd.store(builder, _element(builder, args[0], sig.args[0].dtype, args[1]), args[2])
+    Value(builder, _element(builder, args[0], sig.args[0].dtype, args[1])).store(Value(builder, args[2]))
     return context.get_dummy_value()
 
 

@@ -130,7 +130,8 @@ def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16
     """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
 
     kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other. int8 to rounded: address of the row's block
-    in that order, 0 where it is not wanted; place: the row's place in its block of block_rows. Rows, others and weights are padded with zeros to whole groups.
+    in that order, 0 where it is not wanted; place: the row's place in its block of block_rows. Rows, others and weights are padded
+    with zeros to whole groups.
     """
     scale = simd.splat_f32(1.0)
     if kind == NORM:

@@ -15,11 +15,9 @@ last, the second and third of each four swapped.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from cpuspec.kernels import simd
-from cpuspec.kernels.readers import Group, Ops
-from cpuspec.kernels.simd import f32x16, i32x16
+from cpuspec.kernels.ops import F32, F32X16, I8, I32, I32X16, Value, dot_bytes, fma, vector_of
+from cpuspec.kernels.readers import Group
 
 BLOCK_ROWS = 16  # rows of a block of activations, which lie together
 SCALE, SHIFT, VALUE_SUM, MINUS_8_SUMS, MINUS_16_SUMS, MINUS_128_SUMS, MINUS_32_LOW, MINUS_32_HIGH = range(32, 64, 4)
@@ -30,7 +28,7 @@ ORDERS: Mapping[str, int] = MappingProxyType({"int8": 64, "int16": 128, "f32": 1
 
 
 def row_bytes(order: str, features: int) -> int:
-    """Bytes of activations for each row of so many inputs."""
+    """Bytes of activations for each row of `features` inputs."""
     return -(-features // 32) * ORDERS[order]
 
 
@@ -38,27 +36,37 @@ def row_bytes(order: str, features: int) -> int:
 _STARTS = {8: (MINUS_8_SUMS,), 16: (MINUS_16_SUMS,), 128: (MINUS_128_SUMS,), 32: (MINUS_32_LOW, MINUS_32_HIGH)}
 
 
-def _halves(group: Group) -> list[tuple[Any, list[Any]]]:
+def _halves(group: Group) -> list[tuple[Value, list[Value]]]:
     """Each scale with the vectors of codes that it is for."""
     share = 8 // len(group.scales)
     return [(scale, group.codes[n * share : (n + 1) * share]) for n, scale in enumerate(group.scales)]
 
 
-def sum_of_weights(o: Ops, group: Group) -> Any:
-    """Sum over the group of scale * (code - zero), and of minima of its halves, for each row of the tile: what a shift of the
-    inputs is multiplied with."""
-    ones = simd.constant(o.b, 0x01010101, i32x16)
-    weights = None
+def sum_of_weights(group: Group) -> Value:
+    """Sum over the group of scale * (code - zero), and of minima of its halves, for each row of the tile: the factor of a shift of
+    the inputs.
+    """
+    ones = group.codes[0].like(0x01010101)
+    weights: Value | None = None
     for scale, vectors in _halves(group):
-        total = simd.constant(o.b, -group.zero * 4 * len(vectors), i32x16)
+        total = ones.like(-group.zero * 4 * len(vectors))
         fits = len(vectors) * (2**group.bits - 1) < 256  # as bytes, the sum of all vectors does not overflow
-        for vector in [o.sum_of_bytes(vectors)] if fits else vectors:
-            total = simd.dot_bytes(o.b, total, vector, ones)
-        number = o.b.sitofp(total, simd.F32X16)
-        weights = o.b.fmul(number, scale) if weights is None else o.fma(number, scale, weights)
+        for vector in [_sum_of_bytes(vectors)] if fits else vectors:
+            total = dot_bytes(total, vector, ones)
+        number = total.sitofp(F32X16)
+        weights = number * scale if weights is None else fma(number, scale, weights)
+    assert weights is not None, "a group has a scale"
     if len(group.minima) == 2:
-        weights = o.fma(o.b.fadd(*group.minima), simd.constant(o.b, 16.0, f32x16), weights)
+        weights = fma(group.minima[0] + group.minima[1], weights.like(16.0), weights)
     return weights
+
+
+def _sum_of_bytes(vectors: list[Value]) -> Value:
+    """Byte by byte, without care for overflow."""
+    total, *others = (vector.bits(vector_of(I8, 64)) for vector in vectors)
+    for vector in others:
+        total = total + vector
+    return total.bits(I32X16)
 
 
 def start_field(zero: int, part: int) -> int:
@@ -66,7 +74,7 @@ def start_field(zero: int, part: int) -> int:
     return _STARTS[zero][part]
 
 
-def add_group(o: Ops, group: Group, shifted: Any, record: Any, total: Any) -> Any:
+def add_group(group: Group, shifted: Value | None, record: Value, total: Value) -> Value:
     """total + scale of the row * (sum over parts of scale * integer dot) + shift * sum of weights + minimum * sum of inputs.
 
     shifted: the sum of weights for "int8" records, None for "int16" records.
@@ -74,30 +82,38 @@ def add_group(o: Ops, group: Group, shifted: Any, record: Any, total: Any) -> An
     dots = []
     for part, (_, vectors) in enumerate(_halves(group)):
         first = 4 * part * len(vectors)
-        start = simd.constant(o.b, 0, i32x16)
-        if group.zero:
-            start = o.every(o.at(record, _STARTS[group.zero][part]), simd.I32)
+        zero = vectors[0].like(0)
+        start = (record + _STARTS[group.zero][part]).every(I32) if group.zero else zero
         if shifted is None:
-            high = o.dot(simd.constant(o.b, 0, i32x16), vectors, o.at(record, first))
-            dots.append(o.b.add(o.left(high, 8), o.dot(start, vectors, o.at(record, LOW_BYTES + first))))
+            high = _dot(zero, vectors, record + first)
+            dots.append((high << 8) + _dot(start, vectors, record + (LOW_BYTES + first)))
         else:
-            dots.append(o.dot(start, vectors, o.at(record, first)))
-    return add_dots(o, dots, group.scales, shifted, group.minima, record, total)
+            dots.append(_dot(start, vectors, record + first))
+    return add_dots(dots, group.scales, shifted, group.minima, record, total)
 
 
-def add_dots(o: Ops, dots: list[Any], scales: list[Any], shifted: Any, minima: tuple[Any, ...], record: Any, total: Any) -> Any:
+def _dot(total: Value, vectors: list[Value], address: Value) -> Value:
+    """total + the products of the vectors' bytes with 4 bytes each from the address on."""
+    for v, codes in enumerate(vectors):
+        total = dot_bytes(total, codes, (address + 4 * v).every(I32))
+    return total
+
+
+def add_dots(
+    dots: list[Value], scales: list[Value], shifted: Value | None, minima: tuple[Value, ...], record: Value, total: Value
+) -> Value:
     """`add_group` where the integer dot for each scale is known, zero points taken off."""
-    scaled = None
+    scaled: Value | None = None
     for scale, dot in zip(scales, dots, strict=True):
-        number = o.b.sitofp(dot, simd.F32X16)
-        scaled = o.b.fmul(number, scale) if scaled is None else o.fma(number, scale, scaled)
+        number = dot.sitofp(F32X16)
+        scaled = number * scale if scaled is None else fma(number, scale, scaled)
+    assert scaled is not None, "a group has a scale"
     if len(minima) == 2:
         for minimum, field in zip(minima, _STARTS[32], strict=True):
-            share = o.b.fmul(minimum, simd.constant(o.b, -1 / 32, f32x16))
-            scaled = o.fma(o.b.sitofp(o.every(o.at(record, field), simd.I32), simd.F32X16), share, scaled)
-    total = o.fma(scaled, o.every(o.at(record, SCALE), simd.F32), total)
+            scaled = fma((record + field).every(I32).sitofp(F32X16), minimum * (-1 / 32), scaled)
+    total = fma(scaled, (record + SCALE).every(F32), total)
     if shifted is not None:
-        total = o.fma(shifted, o.every(o.at(record, SHIFT), simd.F32), total)
+        total = fma(shifted, (record + SHIFT).every(F32), total)
     if len(minima) == 1:
-        total = o.fma(minima[0], o.every(o.at(record, VALUE_SUM), simd.F32), total)
+        total = fma(minima[0], (record + VALUE_SUM).every(F32), total)
     return total

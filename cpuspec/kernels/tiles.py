@@ -6,18 +6,16 @@ bf16 are summed by the instruction itself, in an order that is documented, and t
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, TILE, panel_bytes
-from cpuspec.kernels import isa, simd
+from cpuspec.kernels import isa
+from cpuspec.kernels.ops import F32X16, I8, I32X16, Ops, Value, Variable, vector_of
 from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, sum_of_weights
-from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group, Ops
+from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group
 
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 _LEAST, _LEAST_OF_HALVES = 13, 17  # fewer rows are quicker without; the latter where each half of a group has a scale
@@ -51,146 +49,141 @@ class _Stack:
         )
         self._minima = 0
 
-    def put(self, place: Any, group: Group) -> None:
-        """Keep a group: its codes less their zero point, its scales, what shifts are multiplied with, its minima."""
-        o = self._o
-        to = self._at(self._codes, place, self._code_bytes)
+    def put(self, place: Value, group: Group) -> None:
+        """Keep a group: its codes less their zero point, its scales, the factor of shifts, its minima."""
+        to = self._codes + place * self._code_bytes
         for v, codes in enumerate(group.codes):
-            simd.store(o.b, o.at(to, 64 * v), o.minus_bytes(codes, group.zero) if group.zero else codes)
-        to = self._at(self._factors, place, self._factor_bytes)
+            (to + 64 * v).store(_minus_bytes(codes, group.zero) if group.zero else codes)
+        to = self._factors + place * self._factor_bytes
         self._minima = len(group.minima)
-        for n, value in enumerate([*group.scales, sum_of_weights(o, group) if self._order == "int8" else None, *group.minima]):
+        for n, value in enumerate([*group.scales, sum_of_weights(group) if self._order == "int8" else None, *group.minima]):
             if value is not None:
-                simd.store(o.b, o.at(to, 64 * n), value)
+                (to + 64 * n).store(value)
 
-    def multiply(self, place: Any, records: Any) -> None:
+    def multiply(self, place: Value, records: Value) -> None:
         """The dots of a group with the rows of a block."""
-        o = self._o
-        codes, to = self._at(self._codes, place, self._code_bytes), self._at(self._found, place, self._dot_bytes)
-        line, record_bytes = ir.Constant(simd.I64, 64), ir.Constant(simd.I64, ORDERS[self._order])
+        o, codes, to = self._o, self._codes + place * self._code_bytes, self._found + place * self._dot_bytes
         for number, (part, half) in enumerate(itertools.product(range(self._scales), self._halves)):
-            simd.tile_zero(o.b, _TOTALS[number])
-            simd.tile_load(o.b, _CODES, o.at(codes, self._code_bytes // self._scales * part), line)
-            simd.tile_load(o.b, _ACTS, o.at(records, half + GROUP // self._scales * part), record_bytes)
-            simd.tile_dot_signed(o.b, _TOTALS[number], _ACTS, _CODES)
-            simd.tile_store(o.b, _TOTALS[number], o.at(to, 64 * BLOCK_ROWS * number), line)
+            o.tile_zero(_TOTALS[number])
+            o.tile_load(_CODES, codes + self._code_bytes // self._scales * part, 64)
+            o.tile_load(_ACTS, records + (half + GROUP // self._scales * part), ORDERS[self._order])
+            o.tile_dot_signed(_TOTALS[number], _ACTS, _CODES)
+            o.tile_store(_TOTALS[number], to + 64 * BLOCK_ROWS * number, 64)
 
-    def add(self, place: Any, records: Any, row: Any, totals: list[Any]) -> None:
+    def add(self, place: Value, records: Value, row: Value, totals: list[Variable]) -> None:
         """Add a group's products with as many rows as there are totals. records: of the first, which is the block's `row`th."""
-        o = self._o
-        at = self._at(self._factors, place, self._factor_bytes)
-        factors = [o.f32(o.at(at, 64 * n)) for n in range(self._scales + 1 + self._minima)]
+        at = self._factors + place * self._factor_bytes
+        factors = [(at + 64 * n).f32() for n in range(self._scales + 1 + self._minima)]
         scales, shifted, minima = factors[: self._scales], factors[self._scales], tuple(factors[self._scales + 1 :])
-        found = o.b.add(self._at(self._found, place, self._dot_bytes), o.times(row, 64))
+        found = self._found + place * self._dot_bytes + row * 64
         for n, total in enumerate(totals):
-            dots = [o.i32(o.at(found, 64 * (BLOCK_ROWS * number + n))) for number in range(self._dots)]
+            dots = [(found + 64 * (BLOCK_ROWS * number + n)).i32() for number in range(self._dots)]
             if self._order == "int16":
-                dots = [o.b.add(o.left(high, 8), low) for high, low in zip(dots[::2], dots[1::2], strict=True)]
-            record = o.at(records, n * ORDERS[self._order])
-            o.b.store(add_dots(o, dots, scales, shifted if self._order == "int8" else None, minima, record, o.b.load(total)), total)
+                dots = [(high << 8) + low for high, low in zip(dots[::2], dots[1::2], strict=True)]
+            record = records + n * ORDERS[self._order]
+            total.set(add_dots(dots, scales, shifted if self._order == "int8" else None, minima, record, total.get()))
 
-    def _at(self, base: Any, place: Any, size: int) -> Any:
-        return self._o.b.add(base, self._o.times(place, size))
+
+def _minus_bytes(codes: Value, zero: int) -> Value:
+    """Each byte less a zero point, which makes it signed."""
+    return (codes.bits(vector_of(I8, 64)) - ((zero + 128) % 256 - 128)).bits(I32X16)
 
 
 def many_rows_pass(
-    o: Ops, name: str, order: str, rows: Any, tile: Any, strands: Any, apart: Any, in_features: Any, acts: Any, row_bytes: Any,
-    finish: Callable[..., None],
+    o: Ops, name: str, order: str, rows: Value, tile: Value, streams: Value, distance: Value, in_features: Value, acts: Value,
+    row_bytes: Value, finish: Callable[[Value, Value, Value], None],
 ) -> None:  # fmt: skip
-    """The outputs of one tile of weights for up to MANY rows from the start of a block on; or, for up to BLOCK_ROWS rows, those of a
-    tile of each strand, `apart` bytes apart.
+    """The outputs of one tile of weights for up to MANY rows from the start of a block on, or for up to BLOCK_ROWS rows those of a
+    tile of each stream, `distance` bytes apart.
 
     For some groups at a time: weights go to the stack; then for each block of rows their dots do; then these are scaled and
-    summed, in the order of the groups. Sums of rows that a block does not have are made of whatever follows it, and nobody
-    reads them. finish(strand, row, values): what to do with a row's 16 outputs.
+    summed, in the order of the groups. A block's missing rows get sums of what follows the block, which no code
+    reads. finish(stream, row, values): what to do with a row's 16 outputs.
     """
-    stretch, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
-    groups = o.b.lshr(in_features, ir.Constant(simd.I64, 5))
-    stack, sums = _Stack(o, name, order), o.room(64 * MANY)  # or of BLOCK_ROWS for each strand
-    num_blocks = o.rounded_up(rows, BLOCK_ROWS)
-    with cgutils.for_range(o.b, o.b.mul(strands, o.times(num_blocks, BLOCK_ROWS))) as loop:
-        simd.store(o.b, o.b.add(sums, o.times(loop.index, 64)), simd.constant(o.b, 0.0, simd.f32x16))
-    with cgutils.for_range(o.b, o.rounded_up(groups, _GROUPS)) as stretches, cgutils.for_range(o.b, strands) as strand:
-        first = o.times(stretches.index, _GROUPS)
-        inside = o.smaller(o.b.sub(groups, first), ir.Constant(simd.I64, _GROUPS))
-        here = o.b.add(o.b.add(tile, o.b.mul(strand.index, apart)), o.times(stretches.index, stretch))
-        own_sums = o.b.add(sums, o.times(strand.index, 64 * BLOCK_ROWS))
-        with cgutils.for_range(o.b, o.rounded_up(inside, stack.groups)) as batches:
-            begin = o.times(batches.index, stack.groups)
-            count = o.smaller(o.b.sub(inside, begin), ir.Constant(simd.I64, stack.groups))
-            with cgutils.for_range(o.b, count) as loop:
-                index = o.b.add(begin, loop.index)
-                _ask(o, here, index, stretch, 0)
-                stack.put(loop.index, READERS[name](o, here, inside, index))
-            with cgutils.for_range(o.b, num_blocks) as blocks:
-                block = o.times(blocks.index, BLOCK_ROWS)
-                block_rows = o.smaller(o.b.sub(rows, block), ir.Constant(simd.I64, BLOCK_ROWS))
-                stride = o.times(block_rows, record_bytes)
-                records = o.b.add(o.b.add(acts, o.b.mul(block, row_bytes)), o.b.mul(o.b.add(first, begin), stride))
-                with cgutils.for_range(o.b, count) as loop:
-                    _ask(o, here, o.b.add(begin, loop.index), stretch, 1)
-                    stack.multiply(loop.index, o.b.add(records, o.b.mul(loop.index, stride)))
-                with cgutils.for_range(o.b, o.rounded_up(block_rows, _TOGETHER)) as some:
-                    row = o.times(some.index, _TOGETHER)
-                    places = [o.at(o.b.add(own_sums, o.times(o.b.add(block, row), 64)), 64 * n) for n in range(_TOGETHER)]
-                    totals = [cgutils.alloca_once_value(o.b, o.f32(place)) for place in places]
-                    own = o.b.add(records, o.times(row, record_bytes))
-                    with cgutils.for_range(o.b, count) as loop:
-                        _ask(o, o.b.add(here, o.times(some.index, 64)), o.b.add(begin, loop.index), stretch, 2)
-                        stack.add(loop.index, o.base(o.b.add(own, o.b.mul(loop.index, stride))), row, totals)
-                    for place, total in zip(places, totals, strict=True):
-                        simd.store(o.b, place, o.b.load(total))
-    with cgutils.for_range(o.b, strands) as strand, cgutils.for_range(o.b, rows) as loop:
-        finish(strand.index, loop.index, o.f32(o.b.add(sums, o.times(o.b.add(o.times(strand.index, BLOCK_ROWS), loop.index), 64))))
+    panel, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
+    groups = in_features >> 5
+    stack, sums = _Stack(o, name, order), o.room(64 * MANY)  # or of BLOCK_ROWS for each stream
+    num_blocks = rows.rounded_up(BLOCK_ROWS)
+    with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
+        (sums + index * 64).store(o.number(0.0, F32X16))
+    with o.loop(groups.rounded_up(_GROUPS)) as panels, o.loop(streams) as stream:
+        first = panels * _GROUPS
+        inside = (groups - first).smaller(_GROUPS)
+        here = tile + stream * distance + panels * panel
+        own_sums = sums + stream * (64 * BLOCK_ROWS)
+        with o.loop(inside.rounded_up(stack.groups)) as batches:
+            begin = batches * stack.groups
+            count = (inside - begin).smaller(stack.groups)
+            with o.loop(count) as place:
+                _ask(here, begin + place, panel, 0)
+                stack.put(place, READERS[name](here, inside, begin + place))
+            with o.loop(num_blocks) as blocks:
+                block = blocks * BLOCK_ROWS
+                block_rows = (rows - block).smaller(BLOCK_ROWS)
+                stride = block_rows * record_bytes
+                records = acts + block * row_bytes + (first + begin) * stride
+                with o.loop(count) as place:
+                    _ask(here, begin + place, panel, 1)
+                    stack.multiply(place, records + place * stride)
+                with o.loop(block_rows.rounded_up(_TOGETHER)) as some:
+                    row = some * _TOGETHER
+                    addresses = [own_sums + (block + row) * 64 + 64 * n for n in range(_TOGETHER)]
+                    totals = [o.variable(address.f32()) for address in addresses]
+                    own = records + row * record_bytes
+                    with o.loop(count) as place:
+                        _ask(here + some * 64, begin + place, panel, 2)
+                        stack.add(place, (own + place * stride).base(), row, totals)
+                    for address, total in zip(addresses, totals, strict=True):
+                        address.store(total.get())
+    with o.loop(streams) as stream, o.loop(rows) as row:
+        finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())
 
 
-def _ask(o: Ops, stretch: Any, group: Any, size: int, turn: int) -> None:
-    """Ask for some lines of what is AHEAD of a group of a stretch of `size` bytes: in each turn others, for nothing would be read
+def _ask(panel: Value, group: Value, size: int, turn: int) -> None:
+    """Ask for some lines of what is AHEAD of a group of a panel of `size` bytes: in each turn others, for nothing would be read
     while the others work if one asked for all. Into the second cache only: the first is for the rows.
     """
-    here = o.b.add(stretch, o.times(group, size // _GROUPS))
+    here = panel + group * (size // _GROUPS)
     for line in range(64 * turn, size // _GROUPS, 64 * _TURNS):
-        o.fetch(here, AHEAD + line, 64, nearest=False)
+        here.fetch(AHEAD + line, 64, nearest=False)
 
 
 def bf16_pass(
-    o: Ops, width: int, blocks: int, rows: Any, tile: Any, tile_bytes: Any, in_features: Any, acts: Any, row_bytes: Any,
-    finish: Callable[..., None],
+    o: Ops, width: int, blocks: int, rows: Value, tile: Value, tile_bytes: Value, in_features: Value, acts: Value, row_bytes: Value,
+    finish: Callable[[int, Value, Value], None],
 ) -> None:  # fmt: skip
     """The outputs of `width` tiles of bf16 weights for up to `blocks` blocks of rows, from the start of one on.
 
-    Weights of 32 inputs are one register, and so are those inputs of a block. Sums of rows that a block does not have are made of
-    whatever follows it, and nobody reads them; other blocks than the first must have a row. finish(number, row, values): what to
+    Weights of 32 inputs are one register, and so are those inputs of a block. A block's missing rows get sums of what
+    follows the block, which no code reads; other blocks than the first must have a row. finish(number, row, values): what to
     do with a row's 16 outputs of a tile.
     """
     assert width * blocks <= len(_TOTALS), "each tile and block has a register for its sums"
-    group_bytes, line = ORDERS["bf16"] * TILE, ir.Constant(simd.I64, ORDERS["bf16"])
-    parts: list[tuple[Any, Any]] = []  # of each block: where it begins, and the bytes from a group to the next
-    for block in range(blocks):
-        first = ir.Constant(simd.I64, BLOCK_ROWS * block)
-        left = o.smaller(o.b.sub(rows, first), ir.Constant(simd.I64, BLOCK_ROWS))
-        parts.append((o.b.add(acts, o.b.mul(first, row_bytes)), o.times(left, ORDERS["bf16"])))
-    places = [o.b.add(tile, o.times(tile_bytes, number)) for number in range(width)]
+    group_bytes, line = ORDERS["bf16"] * TILE, ORDERS["bf16"]
+    # Of each block: where it begins, and the bytes from a group to the next.
+    parts = [
+        (acts + row_bytes * first, (rows - first).smaller(BLOCK_ROWS) * line) for first in range(0, BLOCK_ROWS * blocks, BLOCK_ROWS)
+    ]
+    places = [tile + tile_bytes * number for number in range(width)]
     totals = {(number, block): _TOTALS[number * blocks + block] for number in range(width) for block in range(blocks)}
     for total in totals.values():
-        simd.tile_zero(o.b, total)
-    with cgutils.for_range(o.b, o.rounded_up(in_features, GROUP)) as loop:
+        o.tile_zero(total)
+    with o.loop(in_features.rounded_up(GROUP)) as group:
         for number, place in enumerate(places):
-            here = o.b.add(place, o.times(loop.index, group_bytes))
-            o.fetch(here, AHEAD // width, group_bytes, nearest=False)  # the first cache is for the rows
+            here = place + group * group_bytes
+            here.fetch(AHEAD // width, group_bytes, nearest=False)  # the first cache is for the rows
             weights = _PAIRED_WEIGHTS[number % 2]
-            simd.tile_load(o.b, weights, here, line)
+            o.tile_load(weights, here, line)
             for block, (start, stride) in enumerate(parts):
                 if not number:
-                    simd.tile_load(o.b, _PAIRED_ACTS[block], o.b.add(start, o.b.mul(loop.index, stride)), line)
-                simd.tile_dot_bf16(o.b, totals[number, block], _PAIRED_ACTS[block], weights)
+                    o.tile_load(_PAIRED_ACTS[block], start + group * stride, line)
+                o.tile_dot_bf16(totals[number, block], _PAIRED_ACTS[block], weights)
     sums = o.room(64 * BLOCK_ROWS * len(_TOTALS))
     for (number, block), total in totals.items():
-        simd.tile_store(o.b, total, o.at(sums, 64 * BLOCK_ROWS * (number * blocks + block)), line)
-    with cgutils.for_range(o.b, rows) as loop:
+        o.tile_store(total, sums + 64 * BLOCK_ROWS * (number * blocks + block), line)
+    with o.loop(rows) as row:
         for number in range(width):
-            own = o.at(sums, 64 * BLOCK_ROWS * blocks * number)
-            finish(number, loop.index, o.f32(o.b.add(own, o.times(loop.index, 64))))
+            finish(number, row, (sums + 64 * BLOCK_ROWS * blocks * number + row * 64).f32())
 
 
 @intrinsic(prefer_literal=True)
@@ -201,10 +194,10 @@ def shape(typingctx, format_name):
 
     def codegen(context, builder, sig, args):
         if pairs:
-            simd.tile_shapes(builder, dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
+            Ops(builder).tile_shapes(dict.fromkeys(range(8), (BLOCK_ROWS, 64)))
         elif isa.has_tiles():
             shapes = dict.fromkeys(_TOTALS, (BLOCK_ROWS, 64)) | {_ACTS: (BLOCK_ROWS, inputs), _CODES: (inputs // 4, 64)}
-            simd.tile_shapes(builder, shapes)
+            Ops(builder).tile_shapes(shapes)
         return context.get_dummy_value()
 
     return types.void(format_name), codegen
@@ -216,7 +209,7 @@ def release(typingctx):
 
     def codegen(context, builder, sig, args):
         if isa.has_tiles() or isa.has_bf16_tiles():
-            simd.tile_release(builder)
+            Ops(builder).tile_release()
         return context.get_dummy_value()
 
     return types.void(), codegen

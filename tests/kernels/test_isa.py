@@ -30,7 +30,7 @@ def _chosen_and_digest(path: str) -> str:
     for kv_format in KV_FORMATS:
         backend = make_backend("numba", open_checkpoint(path), EngineConfig(threads=1, max_rows=32, kv_format=kv_format))
         cache = backend.new_cache(1, 64)
-        for tokens in (range(5, 25), [3], [1, 4, 1]):  # many rows, and so few that weights are read in strands
+        for tokens in (range(5, 25), [3], [1, 4, 1]):  # many rows, and so few that weights are read in streams
             digest.update(np.ascontiguousarray(forward(backend, cache, {0: tokens}).logits).tobytes())
         backend.close()
     rng = np.random.default_rng(1)

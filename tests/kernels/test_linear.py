@@ -4,16 +4,15 @@ from functools import cache
 
 import numpy as np
 import pytest
-from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
-from cpuspec.kernels import simd
 from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.isa import dot_isa, features, lookup_isa
 from cpuspec.kernels.linear import ORDERS, activation_order
+from cpuspec.kernels.ops import Ops, lookup_bytes
 
 CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
 CASES = list(dict.fromkeys([*CASES, ("bf16", "rounded")]))  # what processors without tile registers for bf16 do
@@ -221,8 +220,8 @@ def _looked_up(isa: str, table: tuple[int, ...], indices: np.ndarray) -> np.ndar
     @intrinsic
     def look_up(typingctx, source, target):  # type: ignore[no-untyped-def]
         def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            vector = simd.load(builder, arguments[0], ir.VectorType(ir.IntType(32), 16))
-            simd.store(builder, arguments[1], simd.lookup_bytes(builder, table, vector, isa))
+            source, target = map(Ops(builder).value, arguments)
+            target.store(lookup_bytes(table, source.i32(), isa))
             return context.get_dummy_value()
 
         return types.void(source, target), codegen
