@@ -447,8 +447,9 @@ class EngineConfig:
         "N",
     )
     max_rows: int = _setting(256, _whole(1, 8192), "Rows of one forward; longer prompts go in chunks.", "N")
-    # With AVX2, SmolLM2-135M and two streams, a step with 32 rows takes some six plain steps at the beginning of a prompt; the prompt
-    # takes about a sixth longer, most of it for the streams' own rows. With 16 rows it takes 40 % longer (benchmarks/interleaving.py).
+    # With AVX2, SmolLM2-135M and two streams, a step with 32 rows takes about six plain steps at the beginning of a prompt, and the
+    # prompt takes about a sixth longer, most of it for the streams' own rows. With 16 rows it takes 40 % longer
+    # (benchmarks/interleaving.py).
     prompt_rows: int = _setting(
         32,
         _whole(1, 8192),
