@@ -461,9 +461,9 @@ class EngineConfig:
     context_length: int | None = _setting(None, _or_none(partial(whole, low=2)), "None or an integer >= 2")
     # Rows of one forward; longer prefills go in chunks of this.
     max_rows: int = _setting(256, partial(whole, low=1, high=8192), "an integer from 1 to 8192")
-    # Rows of prompts that a step reads beside sequences that generate. With AVX2, SmolLM2-135M and two streams, a step with 32 rows
-    # takes some six plain steps at the beginning of a prompt; the prompt takes about a sixth longer, most of it for the streams'
-    # own rows. Fewer rows shorten the gaps of streams, and with 16 the prompt takes some 40 % longer (benchmarks/interleaving.py).
+    # Rows of prompts that a step reads beside sequences that generate: the fewest that make a prompt at most 15 % slower. With
+    # AVX2, SmolLM2-135M, two streams and 4,000 tokens, 32 rows make it 10 % slower, and a step takes as long as 7 plain ones at the
+    # prompt's beginning and as 18 at its end; 16 rows: 19 %, 5 and 9; 64 rows: 4 %, 15 and 41 (benchmarks/LOG.md).
     prompt_rows: int = _setting(32, partial(whole, low=1, high=8192), "an integer from 1 to 8192")
     # None: physical cores that this process may use.
     threads: int | None = _setting(None, _or_none(partial(whole, low=1, high=1024)), "None or an integer from 1 to 1024")
