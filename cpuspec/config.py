@@ -453,9 +453,9 @@ class EngineConfig:
         "N",
     )
     max_rows: int = _setting(256, _whole(1, 8192), "Rows of one forward; longer prompts go in chunks.", "N")
-    # With AVX2, SmolLM2-135M and two streams, a step with 32 rows takes about six plain steps at the beginning of a prompt, and the
-    # prompt takes about a sixth longer, most of it for the streams' own rows. With 16 rows it takes 40 % longer
-    # (benchmarks/interleaving.py).
+    # The fewest rows that make a prompt at most 15 % slower. With AVX2, SmolLM2-135M, two streams and 4,000 tokens, 32 rows make it
+    # 10 % slower, and a step takes as long as 7 plain ones at the prompt's beginning and as 18 at its end; 16 rows: 19 %, 5 and 9;
+    # 64 rows: 4 %, 15 and 41 (benchmarks/LOG.md).
     prompt_rows: int = _setting(
         32,
         _whole(1, 8192),

@@ -7,16 +7,16 @@ or by `ForwardBatch.check`; the kernels themselves check nothing.
 from collections.abc import Mapping
 from ctypes import addressof, c_int32
 from dataclasses import dataclass
+from functools import partial
 from sys import getrefcount
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.backends.packed import packed_matrices
-from cpuspec.backends.weights import WeightTensor
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.environment import usable_cores
@@ -66,6 +66,7 @@ class NumbaBackend:
     name = "numba"
     row_invariant = True
     survives_fork = True
+    _matrices: LoadedWeights[PackedTensor]
 
     def __init__(
         self,
@@ -80,23 +81,15 @@ class NumbaBackend:
         self.threads: int = share.threads if share else engine.threads or usable_cores()
         self._embed = checkpoint.tensors["embed"]
         self._num_logits = _round_up(c.vocab_size, TILE)  # of a row, padded
-        tensors = dict(checkpoint.tensors)
-        if c.tied_embeddings:
-            tensors["output"] = self._embed
-        matrices: dict[str, WeightTensor] = {
-            name: Cast(t, casts[name], encode.recode) if name in casts else t
-            for name, t in tensors.items()
-            if len(t.shape) == 2 and name != "embed"
-        }
-        shared = share._packed if share else {}
-        new = {name: t for name, t in matrices.items() if t not in shared}
-        packed = packed_matrices(checkpoint.name, new, self.threads, engine.keep_packed, engine.mmap)
-        self._matrices = {name: packed[name] if name in packed else shared[t] for name, t in matrices.items()}
-        self._packed: WeakKeyDictionary[WeightTensor, PackedTensor] = WeakKeyDictionary()  # while a checkpoint holds the tensor
-        self._packed.update({t: self._matrices[name] for name, t in matrices.items()})
+        tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode))
+        matrices = {name: t for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
+
+        def load(matrices: Mapping[str, WeightTensor]) -> dict[str, PackedTensor]:
+            return packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
+
+        self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
+        self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
-        self.weight_bytes = sum(m.data.nbytes for m in self._matrices.values())
-        self.shared_bytes = self.weight_bytes - sum(self._matrices[name].data.nbytes for name in new)
         group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
         self._kv_format = kv_format
         self._partial_bytes = attention.partial_bytes(kv_format.name, c.head_dim)
@@ -391,7 +384,7 @@ def _round_up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
-def _padded(tensor: QuantTensor) -> F32:
+def _padded(tensor: WeightTensor) -> F32:
     """A vector in f32, padded with zeros to whole groups."""
     values = tensor.dequantize()
     return np.pad(values, (0, -len(values) % GROUP)).astype(np.float32)

@@ -220,7 +220,7 @@ def test_recorded_runs_of_a_model_are_compared(tmp_path, drawn):
     for name, kv_format, device, date in (("gpu", "f32", "cuda:0", "2026-01-01"), ("cpu", "int8", "cpu", "2026-01-02")):
         settings, about = EngineConfig(kv_format=kv_format), {"device": device, "processor": "A processor", "date": date}
         with open_side("numpy", checkpoint, questions, drafts, settings, about) as side:
-            run = record(side, ModelIdentity.of(checkpoint), questions, first, top=8)
+            run = record(side, ModelIdentity.from_checkpoint(checkpoint), questions, first, top=8)
         first = first or run
         write_recording(run, tmp_path / "runs" / f"{name}.json")
     text = chapter(made(tmp_path), "Backends and machines")

@@ -51,12 +51,7 @@ def test_a_skipped_layer_is_one_that_adds_nothing(model: Checkpoint, name: str, 
 def test_a_layer_skip_draft_has_a_smaller_cache_and_no_weights_of_its_own(model: Checkpoint, name: str) -> None:
     target = make_backend(name, model, ENGINE)
     draft = make_backend(name, skip_layers(model, (1, 3)), ENGINE, target)
-    weights = "_weights" if name == "numpy" else "_matrices"
-    ours, theirs = getattr(draft, weights), getattr(target, weights)
-    origin = {"layers.0": "layers.0", "layers.1": "layers.2", "layers.2": "layers.4"}
-    for matrix, values in ours.items():
-        layer, dot, part = matrix.rpartition(".")
-        assert values is theirs[origin.get(layer, layer) + dot + part]
+    assert draft.shared_bytes == draft.weight_bytes
     assert draft.config.num_layers == 3
     assert draft.new_cache(1, 16).bytes_per_token * 5 == target.new_cache(1, 16).bytes_per_token * 3
     assert draft.weight_bytes < target.weight_bytes

@@ -338,7 +338,7 @@ def test_a_run_recorded_beside_another_has_rows_of_the_same_tokens(two, checkpoi
 
 
 def test_another_model_is_refused(checkpoints, tmp_path_factory):
-    mine, theirs = map(ModelIdentity.of, checkpoints)
+    mine, theirs = map(ModelIdentity.from_checkpoint, checkpoints)
     mine.check_same(mine, "run.json")
     with pytest.raises(ConfigError, match=rf"run.json is of another model: tiny.gguf with sha256 {theirs.files[0]['sha256'][:12]}"):
         mine.check_same(theirs, "run.json")

@@ -218,7 +218,7 @@ def kept_costs(rng: random.Random, directory: Path) -> None:
     found = costs._read(path)
     if found is not None:
         found.observe(2, 0.02)
-        assert all(math.isfinite(found.of(rows)) and found.of(rows) > 0 for rows in (1, 3, 8, 100))
+        assert all(math.isfinite(found.forward_s(rows)) and found.forward_s(rows) > 0 for rows in (1, 3, 8, 100))
 
 
 def side_file(rng: random.Random, directory: Path) -> None:

@@ -143,7 +143,7 @@ def test_what_is_forgotten_bit_by_bit_is_forgotten(changes: list[tuple[int, list
         text.forget(min(num_forgotten, len(tokens)))
         del tokens[:num_forgotten]
         assert len(text) == len(tokens)
-        for latest in (new, tokens[-MAX_MATCH:]):
+        for latest in (new[-MAX_MATCH:], tokens[-MAX_MATCH:]):
             if latest:
                 assert text.matches(latest, 4, 3) == all_matches(tokens, latest, 3)[:4]
 
