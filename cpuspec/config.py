@@ -5,7 +5,7 @@ Plain data and its validation; nothing here knows arrays, files or kernels.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from numbers import Integral, Real
@@ -193,6 +193,12 @@ class ModelConfig:
                 raise ConfigError(f"layer_windows must be integers from 0 to {_LONGEST_CONTEXT}, got {_shown(window)}")
         if unknown := set(self.layer_ropes) - {"global", "local", "none"}:
             raise ConfigError(f"layer_ropes are global, local or none, got {_shown(min(unknown))}")
+
+    def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
+        """The model that has some of these layers, in this order."""
+        windows = tuple(self.layer_windows[i] for i in kept) if self.layer_windows else ()
+        ropes = tuple(self.layer_ropes[i] for i in kept) if self.layer_ropes else ()
+        return replace(self, num_layers=len(kept), layer_windows=windows, layer_ropes=ropes)
 
 
 _T = TypeVar("_T")

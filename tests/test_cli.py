@@ -1030,7 +1030,8 @@ def test_pull_fetches_once_and_prints_the_path(recipe: SimpleNamespace) -> None:
     assert (first.exit_code, second.exit_code) == (0, 0)
     assert first.stdout == second.stdout == f"{recipe.path}\n"
     assert recipe.path.read_bytes() == recipe.content
-    assert "fetching tiny" in first.stderr
+    assert "fetching tiny: licence none." in first.stderr
+    assert "licence" not in second.stderr
     assert f"revision {COMMIT}" in first.stderr
     assert "already there" in second.stderr
     assert not CONTROL.search(first.stderr)

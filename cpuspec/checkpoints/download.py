@@ -96,6 +96,7 @@ def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: b
         return found
     if offline():
         raise DownloadError(f"{model.name} is not in the caches and CPUSPEC_OFFLINE forbids downloads; unset it")
+    report(0, model.num_bytes or 0, " ".join(filter(None, (f"licence {model.licence}.", model.licence_note))))
     reasons = []
     for source in model.sources:
         try:

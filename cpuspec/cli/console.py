@@ -200,7 +200,10 @@ def busy(what: str) -> Iterator[None]:
 
 
 class FetchProgress:
-    """Shows the progress of a download: a bar on a terminal, a line for each new file elsewhere. It is silent without one."""
+    """Shows the progress of a download: a line for each new file, and on a terminal a line for the first report and then a bar.
+
+    The first report of a recipe's download is its licence. Nothing is shown where nothing is downloaded.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = printable(name)
@@ -219,7 +222,7 @@ class FetchProgress:
     def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
         """Update, as `cpuspec.checkpoints.download.Progress` demands."""
         what = printable(what)
-        if not _is_live(self._console):
+        if not _is_live(self._console) or not self._last:
             if what != self._last:
                 note(f"fetching {self._name}: {what} ({size(done_bytes)} of {size(total_bytes)})")
         elif self._bar is None:

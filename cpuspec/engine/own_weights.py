@@ -44,7 +44,7 @@ def skip_layers(checkpoint: Checkpoint, skipped: Sequence[int]) -> Checkpoint:
     for new, old in enumerate(kept):
         prefix = f"layers.{old}."
         tensors |= {f"layers.{new}.{name[len(prefix) :]}": t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
-    return replace(checkpoint, config=replace(checkpoint.config, num_layers=len(kept)), tensors=tensors)
+    return replace(checkpoint, config=checkpoint.config.with_layers(kept), tensors=tensors)
 
 
 def _checked(skipped: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -25,6 +25,8 @@ FAMILIES = {
         "architecture": "llama", "weight_format": "f32", "hidden_size": 50, "intermediate_size": 70, "num_heads": 3,
         "num_kv_heads": 1, "head_dim": 18, "vocab_size": 301,
     },
+    "gemma3": {"architecture": "gemma3", "head_dim": 32},
+    "gemma2": {"architecture": "gemma2", "num_kv_heads": 1},
     "linear rope": {"rope_scaling": RopeScaling("linear", factor=4.0)},
     "yarn": {"rope_scaling": RopeScaling("yarn", factor=4.0, original_context_length=64)},
 }  # fmt: skip

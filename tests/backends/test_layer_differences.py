@@ -1,4 +1,4 @@
-"""What differs by architecture and by layer, compiled: it means what the reference means, and rows stay invariant."""
+"""What differs by architecture and by layer means in every backend what it means in the reference; compiled rows stay invariant."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.formats import QuantTensor, get_format
-from tests.backends.models import forward
+from tests.backends.models import every_backend, forward
 from tools.make_tiny_model import random_weights, tiny_config
 
 FAMILIES = {
@@ -62,8 +62,8 @@ def _in_chunks(backend, tokens: list[int], size: int) -> np.ndarray:  # type: ig
     return np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, len(tokens), size)])
 
 
-def _compiled(model: _Model, tokens: list[int], size: int, threads: int = 1) -> np.ndarray:
-    backend = make_backend("numba", model, _settings(threads))  # type: ignore[arg-type]
+def _computed(model: _Model, tokens: list[int], size: int, threads: int = 1, name: str = "numba") -> np.ndarray:
+    backend = make_backend(name, model, _settings(threads))  # type: ignore[arg-type]
     try:
         return _in_chunks(backend, tokens, size)
     finally:
@@ -74,34 +74,59 @@ def _reference(model: _Model, tokens: list[int]) -> np.ndarray:
     return _in_chunks(NumpyBackend(model, _settings(), np.float64), tokens, len(tokens))  # type: ignore[arg-type]
 
 
-def test_each_difference_means_what_the_reference_means(model: _Model) -> None:
-    got, wanted = _compiled(model, TOKENS[:60], 60), _reference(model, TOKENS[:60])
-    assert np.abs(got - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
+@every_backend()
+def test_each_difference_means_what_the_reference_means(model: _Model, name: str) -> None:
+    wanted = _reference(model, TOKENS[:60])
+    for size in (60, 13):
+        got = _computed(model, TOKENS[:60], size, name=name)
+        assert np.abs(got - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_difference_makes_one(name: str) -> None:
     """The flags reach the forward: without them, logits are others."""
     model = _model(**FAMILIES[name])
-    plain = replace(model, config=replace(_model(num_layers=model.config.num_layers).config, qk_norm=model.config.qk_norm))
-    assert not np.allclose(_compiled(model, TOKENS[:30], 30)[-1], _compiled(plain, TOKENS[:30], 30)[-1], atol=1e-2)
+    plain = _model(num_layers=model.config.num_layers)
+    plain = _Model(replace(plain.config, qk_norm=model.config.qk_norm), plain.tensors | model.tensors)
+    assert not np.allclose(_computed(model, TOKENS[:30], 30)[-1], _computed(plain, TOKENS[:30], 30)[-1], atol=1e-2)
 
 
 def test_a_row_does_not_depend_on_its_batch_or_on_threads(model: _Model) -> None:
-    alone = _compiled(model, TOKENS[:30], 1)
+    alone = _computed(model, TOKENS[:30], 1)
     for size, threads in ((7, 2), (30, 1)):
-        assert np.array_equal(_compiled(model, TOKENS[:30], size, threads), alone)
+        assert np.array_equal(_computed(model, TOKENS[:30], size, threads), alone)
 
 
 @pytest.mark.parametrize("windows", [(300, 70), (256, 1), (16, 257), (0, 511)])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_windows_over_several_chunks_of_the_cache(windows: tuple[int, int], softcap: float) -> None:
+@every_backend()
+def test_windows_over_several_chunks_of_the_cache(windows: tuple[int, int], softcap: float, name: str) -> None:
     model = _model(layer_windows=windows, attention_softcap=softcap)
     wanted = _reference(model, TOKENS)
-    together = _compiled(model, TOKENS, 640)
+    together, in_chunks = _computed(model, TOKENS, 640, name=name), _computed(model, TOKENS, 200, 2, name)
     assert np.abs(together - wanted).max() < 1e-4 * np.abs(wanted).max()
-    for size, threads in ((200, 2),):
-        assert np.array_equal(_compiled(model, TOKENS, size, threads), together)
+    assert np.abs(in_chunks - wanted).max() < 1e-4 * np.abs(wanted).max()
+    assert name != "numba" or np.array_equal(in_chunks, together)
+
+
+@pytest.mark.parametrize("windows", [(4, 0), (2, 20), (300, 33)])
+@every_backend()
+def test_a_tree_row_means_its_path_in_a_window(windows: tuple[int, int], name: str) -> None:
+    model = _model(layer_windows=windows, attention_softcap=2.0)
+    backend = make_backend(name, model, _settings())  # type: ignore[arg-type]
+    for prefix in (0, 3, 21, 300):
+        cache = backend.new_cache(1, 700)
+        if prefix:
+            forward(backend, cache, {0: TOKENS[:prefix]})
+        got = forward(backend, cache, {0: TREE}, parents=PARENTS, positions=[prefix + depth for depth in DEPTHS]).logits
+        for path in ([0, 1, 3, 4, 5], [0, 2]):
+            alone = _reference(model, TOKENS[:prefix] + [TREE[node] for node in path])
+            assert np.abs(got[path] - alone[prefix:]).max() < 1e-4 * np.abs(alone).max()
+        cache.keep_path(0, prefix, np.array([0, 1, 3, 4, 5], np.int32))
+        after = forward(backend, cache, {0: [1, 2]}).logits
+        alone = _reference(model, [*TOKENS[:prefix], *(TREE[node] for node in (0, 1, 3, 4, 5)), 1, 2])
+        assert np.abs(after - alone[-2:]).max() < 1e-4 * np.abs(alone).max()
+    backend.close()
 
 
 @pytest.mark.parametrize("windows", [(4, 0), (2, 20), (300, 33)])
@@ -122,7 +147,7 @@ def test_a_tree_row_has_the_bits_of_its_path_in_a_window(windows: tuple[int, int
 @pytest.mark.parametrize("weight_format", ["q4_0", "bf16"])
 def test_gemma_3_in_codes_is_row_invariant(weight_format: str) -> None:
     model = _model(weight_format, **FAMILIES["gemma 3"])
-    alone = _compiled(model, TOKENS[:40], 1)
-    assert np.array_equal(_compiled(model, TOKENS[:40], 40, 2), alone)
+    alone = _computed(model, TOKENS[:40], 1)
+    assert np.array_equal(_computed(model, TOKENS[:40], 40, 2), alone)
     reference = _reference(model, TOKENS[:40])
     assert np.corrcoef(alone.ravel(), reference.ravel())[0, 1] > 0.99

@@ -205,16 +205,22 @@ def _rerun(run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
     return outputs, replay
 
 
-@pytest.fixture
-def recording(checkpoint: Checkpoint) -> TorchBackend:
+def _recording(checkpoint: Checkpoint) -> TorchBackend:
     backend = TorchBackend(checkpoint, F32)
     backend._recorder = Recorder(_rerun)
     return backend
 
 
-def test_replayed_forwards_are_forwards(checkpoint: Checkpoint, recording: TorchBackend) -> None:
+@pytest.fixture
+def recording(checkpoint: Checkpoint) -> TorchBackend:
+    return _recording(checkpoint)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_replayed_forwards_are_forwards(tmp_path_factory, family: str) -> None:  # type: ignore[no-untyped-def]
     """Token by token past a span of 256, with rollbacks, trees, kept paths, other sequences between, and hidden states."""
-    plain, rng = TorchBackend(checkpoint, F32), np.random.default_rng(6)
+    checkpoint = tiny(tmp_path_factory, **FAMILIES[family])
+    plain, recording, rng = TorchBackend(checkpoint, F32), _recording(checkpoint), np.random.default_rng(6)
     caches = [backend.new_cache(2, 600) for backend in (plain, recording)]
     for turn in range(120):
         slot, kind = int(rng.integers(2)), int(rng.integers(4))

@@ -121,3 +121,9 @@ def test_what_names_no_layers_is_refused(model: Checkpoint, text: str) -> None:
 def test_layers_that_are_not_there_cannot_be_skipped(model: Checkpoint, skipped) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="wanted different numbers from 0 to 4"):
         skip_layers(model, skipped)
+
+
+def test_layers_that_remain_keep_their_windows_and_positions(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    model = tiny(tmp_path_factory, architecture="gemma3", num_layers=5)
+    config = skip_layers(model, (0, 3)).config
+    assert (config.num_layers, config.layer_windows, config.layer_ropes) == (3, (0, 8, 8), ("global", "local", "local"))
