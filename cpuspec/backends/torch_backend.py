@@ -59,7 +59,8 @@ class _Step:
     """A forward's inputs. Two steps of the same `key` differ only in the contents of their tensors.
 
     tensors: ("x") F32 [T, C] embedded tokens; ("hidden") F32 [T, C] if the model takes hidden states; ("logit_rows") I64 [n];
-    ("cos", rope) and ("sin", rope) F32 [T, 1, D/2]; ("at", part) I64 [t], cache indices where keys and values go; ("mask", part, window) [t, span], whether a row sees an index.
+    ("cos", rope) and ("sin", rope) F32 [T, 1, D/2]; ("at", part) I64 [t], cache indices where keys and values go;
+    ("mask", part, window) [t, span], whether a row sees an index.
     is_padded: a part may look at indices that no row sees.
     """
 
