@@ -119,6 +119,8 @@ class ModelConfig:
     activation: of the gate in the MLP, "silu" or "gelu_tanh".
     embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c * tanh(x / c) for attention scores and for logits; 0 for none.
+    takes_hidden: whether each row begins with a token and a hidden state of another model, as that of a multi-token-prediction head
+    (arXiv 2412.19437, section 2.2) does.
     layer_windows: for each layer how many last positions a row sees, its own included, 0 for all; empty for all in every layer.
     layer_ropes: for each layer "global" (`rope_base`, `rope_scaling`), "local" (`local_rope_base`) or "none", which rotates
     nothing; empty for "global" in every layer.
@@ -146,6 +148,7 @@ class ModelConfig:
     query_scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    takes_hidden: bool = False
     layer_windows: tuple[int, ...] = ()
     layer_ropes: tuple[str, ...] = ()
     local_rope_base: float = 10000.0

@@ -120,6 +120,8 @@ class GraphBackend:
             "logit_rows": logit_rows.astype(np.int64),
             **dict(zip(self._past, storage.arrays, strict=True)),
         }
+        if batch.hidden is not None:
+            inputs["hidden"] = batch.hidden[start:end]
         asked = ["logits", *(f"hidden.{layer}" for layer in hidden_layers)]
         outputs = run(inputs, [*asked, *self._new])
         for array, new in zip(storage.arrays, outputs[len(asked) :], strict=True):

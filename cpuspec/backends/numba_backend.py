@@ -107,7 +107,7 @@ class NumbaBackend:
         self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
         self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, self._embed, kv_format.name)
         decode(c, self._writer)
-        self._x = self._writer.x
+        self._first = self._writer.first
         self._program = program.Program(layout.program(self._writer.operations), self.threads)
         for field, value in {
             "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
@@ -156,8 +156,9 @@ class NumbaBackend:
         if (last := max(lists.positions)) >= self._num_positions:
             self._provide_rotations(last)
         if not self._writer.embeds:
-            self._x[:num_rows, : c.hidden_size] = self._embed.rows(batch.tokens) * np.float32(c.embedding_scale)
-            self._x[:num_rows, c.hidden_size :] = 0
+            first = self._first_rows(batch)
+            self._first[:num_rows, : first.shape[1]] = first
+            self._first[:num_rows, first.shape[1] :] = 0
         num_logits = num_rows if logit_rows is None else len(logit_rows)
         logits = self._room_for_logits(num_logits)
         # Made before the run, behind which nothing that Python touches is in the processor's caches.
@@ -194,6 +195,17 @@ class NumbaBackend:
         """End the threads, if they are this backend's own."""
         if self._owns_team:
             self._team.close()
+
+    def _first_rows(self, batch: ForwardBatch) -> F32:
+        """The rows that the program begins with: embedded tokens, with hidden states beside them where the model takes these."""
+        rows = self._embed.rows(batch.tokens) * np.float32(self.config.embedding_scale)
+        if batch.hidden is None:
+            return rows
+        normed = []
+        for part, name in ((rows, "embed_norm"), (batch.hidden, "hidden_norm")):
+            squares = np.mean(part * part, axis=1, keepdims=True) + np.float32(self.config.norm_eps)
+            normed.append(part / np.sqrt(squares) * self._vectors[name][: self.config.hidden_size])
+        return np.concatenate(normed, axis=1)
 
     def _room_for_logits(self, num_rows: int) -> F32:
         """Rows of logits to write into: those of the last forward again, once no caller holds them or a part of them."""
@@ -252,12 +264,12 @@ class _Writer:
         self.operations: list[tuple[str, dict[str, Any]]] = []
         self.ropes: list[Rope] = []
         decoder = embed.row_decoder(embedding.format.name)
-        self.embeds = decoder is not None  # else the rows of `x` are written before a forward
+        self.embeds = decoder is not None and not config.takes_hidden  # otherwise `first` is written before a forward
         self._decoder = decoder or 0
         self._config, self._max_rows, self._kv_format = config, max_rows, kv_format
         self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
         self._room: dict[str, F32] = {}  # by the part of a layer whose result it holds
-        self.x = self._rows("embed", config.hidden_size)
+        self.x = self.first = self._rows("embed", config.hidden_size)
         widest = max(m.shape[1] for m in matrices.values())
         # Whole blocks of rows, and whole vectors of the last block.
         groups = _round_up(max_rows, products.BLOCK_ROWS) * _round_up(widest, GROUP) // GROUP + 1
@@ -273,6 +285,12 @@ class _Writer:
             }  # fmt: skip
             self.operations.append(("embed", operands))
         return _Rows(self.x)
+
+    def fuse(self, x: _Rows, name: str, norms: tuple[str, str]) -> _Rows:
+        """The rows come with norms and side by side from `NumbaBackend._first_rows`."""
+        self.first = self._rows("fused", 2 * self._config.hidden_size)
+        self._write_linears(_Rows(self.first), {name: x.numbers})
+        return x
 
     def linears(self, x: _Rows, names: tuple[str, ...], norm: str | None) -> tuple[_Rows, ...]:
         outputs = {name: self._rows(name.rsplit(".", 1)[-1], self._matrices[name].shape[0]) for name in names}

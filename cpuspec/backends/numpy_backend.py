@@ -118,6 +118,11 @@ class _Forward:
     def embed(self) -> Array:
         return self._model.embedding.rows(self._batch.tokens).astype(self._model.dtype) * self._number(self._config.embedding_scale)
 
+    def fuse(self, x: Array, name: str, norms: tuple[str, str]) -> Array:
+        assert self._batch.hidden is not None, "`ForwardBatch.check` has seen to it"
+        hidden = self._batch.hidden.astype(self._model.dtype)
+        return self._linear(np.concatenate([self._norm(x, norms[0]), self._norm(hidden, norms[1])], axis=1), name)
+
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
         normed = self._norm(x, norm)
         return tuple(self._linear(normed, name) for name in names)

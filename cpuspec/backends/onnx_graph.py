@@ -119,6 +119,8 @@ class _Writer:
             self._input(name, self._types.INT64, ["rows"])
         self._input("visible", self._types.BOOL, ["rows", "past + rows"])
         self._input("logit_rows", self._types.INT64, ["logits"])
+        if c.takes_hidden:
+            self._input("hidden", self._types.FLOAT, ["rows", c.hidden_size])
         for i in range(c.num_layers):
             for kind in ("keys", "values"):
                 self._input(f"past_{kind}.{i}", self._types.FLOAT, [c.num_kv_heads, "past", c.head_dim])
@@ -152,6 +154,9 @@ class _Writer:
         if m.offsets:
             values = self._node("Add", values, self._of_groups(m.offsets))
         return self._scaled(self._node("Reshape", values, self._integers(0, m.shape[1])), self._config.embedding_scale)
+
+    def fuse(self, x: str, name: str, norms: tuple[str, str]) -> str:
+        return self._linear(self._node("Concat", self._norm(x, norms[0]), self._norm("hidden", norms[1]), axis=1), name)
 
     def linears(self, x: str, names: tuple[str, ...], norm: str | None) -> tuple[str, ...]:
         normed = self._norm(x, norm)

@@ -58,8 +58,9 @@ class _Part:
 class _Step:
     """A forward's inputs. Two steps of the same `key` differ only in the contents of their tensors.
 
-    tensors: ("x") F32 [T, C] embedded tokens; ("logit_rows") I64 [n]; ("cos", rope) and ("sin", rope) F32 [T, 1, D/2];
-    ("at", part) I64 [t], cache indices where keys and values go; ("mask", part, window) [t, span], whether a row sees an index.
+    tensors: ("x") F32 [T, C] embedded tokens; ("hidden") F32 [T, C] if the model takes hidden states; ("logit_rows") I64 [n];
+    ("cos", rope) and ("sin", rope) F32 [T, 1, D/2]; ("at", part) I64 [t], cache indices where keys and values go;
+    ("mask", part, window) [t, span], whether a row sees an index.
     is_padded: a part may look at indices that no row sees.
     """
 
@@ -174,6 +175,8 @@ class TorchBackend:
         """Everything that a forward needs to know, in the host's memory."""
         rows = np.arange(len(batch.tokens)) if batch.logit_rows is None else batch.logit_rows
         arrays: dict[Hashable, NDArray[Any]] = {"x": self._embed.rows(batch.tokens), "logit_rows": rows.astype(np.int64)}
+        if batch.hidden is not None:
+            arrays["hidden"] = batch.hidden
         for rope in self._ropes:
             tables = rope_table(rope, self.config.head_dim, batch.positions)
             arrays["cos", rope], arrays["sin", rope] = (table[:, None] for table in tables)
@@ -216,6 +219,9 @@ class _Forward:
 
     def embed(self) -> Tensor:
         return self._tensors["x"] * self._config.embedding_scale
+
+    def fuse(self, x: Tensor, name: str, norms: tuple[str, str]) -> Tensor:
+        return self._linear(torch.cat([self._norm(x, norms[0]), self._norm(self._tensors["hidden"], norms[1])], dim=1), name)
 
     def linears(self, x: Tensor, names: tuple[str, ...], norm: str | None) -> tuple[Tensor, ...]:
         normed = self._norm(x, norm)

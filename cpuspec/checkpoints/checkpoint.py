@@ -84,6 +84,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, ff = config.hidden_size, config.intermediate_size
     q, kv, head = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden), "norm": (hidden,)}
+    if config.takes_hidden:
+        shapes |= {"fuse": (hidden, 2 * hidden), "embed_norm": (hidden,), "hidden_norm": (hidden,)}
     if not config.tied_embeddings:
         shapes["output"] = (config.vocab_size, hidden)
     layer: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}

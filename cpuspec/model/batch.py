@@ -50,13 +50,19 @@ class ForwardBatch:
         parents: list[int] | I32 | None = None,
         logit_rows: list[int] | I32 | None = None,
         hidden_layers: tuple[int, ...] = (),
+        hidden: F32 | None = None,
     ) -> None:
-        """As the properties below; hidden_layers: whose outputs a proposer asked for. Raises BackendError for other arrays."""
+        """As the properties below. Raises BackendError for other arrays.
+
+        hidden_layers: layers whose outputs a proposer asked for. hidden: [T, C] hidden states that the rows begin with, where the
+        model takes them (`ModelConfig.takes_hidden`).
+        """
         fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
         if not _LISTED.issuperset(map(type, fields)):
             fields = tuple(map(_listed, fields))
         self.lists = Lists(*fields)
         self.hidden_layers = hidden_layers
+        self.hidden = hidden
 
     @cached_property
     def tokens(self) -> I32:
@@ -119,6 +125,13 @@ class ForwardBatch:
             raise _out_of_range("positions", positions, MAX_POSITIONS)
         if logit_rows and (min(logit_rows) < 0 or max(logit_rows) >= num_rows):
             raise _out_of_range("logit_rows", logit_rows, num_rows)
+        if self.hidden is not None and not config.takes_hidden:
+            raise BackendError("this model takes no hidden states")
+        if config.takes_hidden:
+            wanted, given = (num_rows, config.hidden_size), self.hidden
+            if given is None or given.dtype != np.float32 or given.shape != wanted:
+                got = None if given is None else f"{given.dtype} {given.shape}"
+                raise BackendError(f"this model takes hidden states float32 {wanted}, got {got}")
         if self.hidden_layers and not 0 <= min(self.hidden_layers) <= max(self.hidden_layers) < config.num_layers:
             raise BackendError(f"hidden_layers must be in [0, {config.num_layers}), got {self.hidden_layers}")
 

@@ -36,6 +36,10 @@ class Operations(Protocol[V]):
         """The batch's tokens, times `embedding_scale`, [T, C]."""
         ...
 
+    def fuse(self, x: V, name: str, norms: tuple[str, str]) -> V:
+        """RMS norms of the embedded tokens and of the batch's hidden states, side by side, times a matrix, [T, C]."""
+        ...
+
     def linears(self, x: V, names: tuple[str, ...], norm: str | None) -> tuple[V, ...]:
         """RMS norm of `x` (None for none), then its product with each matrix, plus the matrix's bias if it has one."""
         ...
@@ -81,6 +85,8 @@ def query_scale(config: ModelConfig) -> float:
 def decode(config: ModelConfig, ops: Operations[V]) -> V:
     """One forward of the whole model; returns its logits."""
     x = ops.embed()
+    if config.takes_hidden:
+        x = ops.fuse(x, "fuse", ("embed_norm", "hidden_norm"))
     for layer in layers_of(config):
         weight = layer.weight
         q, k, v = ops.linears(x, (weight("q"), weight("k"), weight("v")), _norm_before(config, weight("attn_norm")))

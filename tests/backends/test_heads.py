@@ -1,0 +1,159 @@
+"""A head: a small model of its own that takes the target's hidden states, shares its embedding and output, and drafts for it."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import Backend, make_backend
+from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.engine.engine import Engine
+from cpuspec.errors import BackendError
+from cpuspec.formats import QuantTensor, get_format
+from cpuspec.model.batch import F32, ForwardBatch
+from cpuspec.sequence import Sequence
+from cpuspec.speculation import Context, Draft, NullProposer, Proposer, Verdict
+from cpuspec.tokenizer import make_tokenizer
+from tests.backends.models import every_backend, tiny
+
+SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False)
+TOKENS = np.random.default_rng(0).integers(0, 300, 21).tolist()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny(tmp_path_factory, num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def head(target: Checkpoint) -> Checkpoint:
+    """The target's first layer behind a random matrix that reads embeddings and hidden states; it shares everything else."""
+    c, rng = target.config, np.random.default_rng(3)
+    own = {"fuse": 0.05 * rng.standard_normal((c.hidden_size, 2 * c.hidden_size))}
+    own |= {name: 1 + 0.2 * rng.standard_normal(c.hidden_size) for name in ("embed_norm", "hidden_norm")}
+    shared = {name: t for name, t in target.tensors.items() if not name.startswith(("layers.1.", "layers.2."))}
+    encoded = {name: QuantTensor.encode(get_format("f32"), values) for name, values in own.items()}
+    return replace(target, config=replace(c, num_layers=1, takes_hidden=True), tensors={**shared, **encoded})
+
+
+def _hidden(config) -> F32:  # type: ignore[no-untyped-def]
+    return np.random.default_rng(7).standard_normal((len(TOKENS), config.hidden_size)).astype(np.float32)
+
+
+def _logits(backend: Backend, hidden: F32, chunks: tuple[int, ...] = (len(TOKENS),)) -> F32:
+    """Of TOKENS, fed in chunks of these sizes."""
+    cache, start, logits = backend.new_cache(1, 64), 0, []
+    for size in chunks:
+        rows = list(range(start, start + size))
+        batch = ForwardBatch([TOKENS[row] for row in rows], rows, [0], [0, size], hidden=hidden[rows])
+        logits.append(backend.forward(batch, cache).logits)
+        start += size
+    return np.concatenate(logits)
+
+
+@every_backend()
+def test_a_head_means_the_same_on_every_backend(head: Checkpoint, name: str) -> None:
+    hidden = _hidden(head.config)
+    wanted = _logits(NumpyBackend(head, SETTINGS, np.float64), hidden)
+    got = _logits(make_backend(name, head, SETTINGS), hidden)
+    assert np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
+    assert np.abs(_logits(make_backend(name, head, SETTINGS), hidden[::-1]) - wanted).max() > 0.2 * np.abs(wanted).max()
+
+
+def test_a_heads_row_does_not_depend_on_its_batch(head: Checkpoint) -> None:
+    backend, hidden = make_backend("numba", head, SETTINGS), _hidden(head.config)
+    assert np.array_equal(_logits(backend, hidden), _logits(backend, hidden, (1, 2, 7, 11)))
+
+
+@every_backend(("numba", "numpy", "torch"))
+def test_a_head_beside_its_target_has_only_its_own_matrix(target: Checkpoint, head: Checkpoint, name: str) -> None:
+    beside = make_backend(name, target, SETTINGS)
+    own = make_backend(name, head, SETTINGS, beside)
+    assert 0 < own.weight_bytes - own.shared_bytes <= 1.1 * 4 * 2 * head.config.hidden_size**2
+    beside.close()
+
+
+@every_backend()
+def test_hidden_states_that_do_not_fit_are_an_error(target: Checkpoint, head: Checkpoint, name: str) -> None:
+    hidden = _hidden(head.config)
+    backend = make_backend(name, head, SETTINGS)
+    for wrong in (hidden[:, :-1], hidden.astype(np.float64), hidden[0]):
+        with pytest.raises(BackendError, match="takes hidden states float32"):
+            backend.forward(ForwardBatch(TOKENS, list(range(21)), [0], [0, 21], hidden=wrong), backend.new_cache(1, 64))
+    with pytest.raises(BackendError, match=r"takes hidden states float32 .*got None"):
+        backend.forward(ForwardBatch(TOKENS, list(range(21)), [0], [0, 21]), backend.new_cache(1, 64))
+    plain = make_backend(name, target, SETTINGS)
+    with pytest.raises(BackendError, match="takes no hidden states"):
+        plain.forward(ForwardBatch(TOKENS, list(range(21)), [0], [0, 21], hidden=hidden), plain.new_cache(1, 64))
+
+
+class HeadProposer:
+    """Drafts with a head: each token beside the hidden state of the token before it, the head's own for drafted tokens."""
+
+    name = "head"
+    levels = ()
+
+    def __init__(self, head: Backend, last_layer: int) -> None:
+        self.hidden_layers = (last_layer,)
+        self.num_drafted = 0
+        self._head, self._cache = head, head.new_cache(8, 128)
+        self._known: defaultdict[int, list[F32]] = defaultdict(list)  # by sequence id: hidden states from `_first` on
+        self._first: dict[int, int] = {}
+
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        self._first[seq.id] = num_cached
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        return [
+            self._draft(seq, min(limit, 3)) if self._known[seq.id] else Draft.chain([], self.name)
+            for seq, limit in zip(seqs, limits, strict=True)
+        ]
+
+    def _draft(self, seq: Sequence, limit: int) -> Draft:
+        states, first = np.concatenate(self._known[seq.id]), self._first[seq.id]
+        tokens, drafted = seq.tokens[first + 1 :], list[int]()
+        assert len(states) == len(tokens), "one hidden state for each token but the first"
+        slot = seq.id % 8
+        self._cache.truncate(slot, 0)
+        while len(drafted) < limit:
+            start, size = self._cache.lengths[slot], len(tokens)
+            batch = ForwardBatch(tokens, list(range(start, start + size)), [slot], [0, size], None, [size - 1], (0,), states)
+            output = self._head.forward(batch, self._cache)
+            tokens, states = [int(output.logits[0].argmax())], output.hidden[0][-1:].copy()
+            drafted += tokens
+        self.num_drafted += len(drafted)
+        return Draft.chain(drafted, self.name)
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        num_kept = len(seq.tokens) - 1 - self._first[seq.id] - sum(map(len, self._known[seq.id]))
+        self._known[seq.id].append(hidden[0][:num_kept].copy())
+
+    def end(self, seq: Sequence) -> None:
+        self._known.pop(seq.id, None)
+
+
+def _answers(backend: Backend, proposer: Proposer, tokenizer, max_rows: int) -> list[list[int]]:  # type: ignore[no-untyped-def]
+    """Of two prompts that arrive one after the other and begin alike."""
+    engine = Engine(Context(backend, 2, 128, prompt_rows=max_rows), proposer, tokenizer)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    ids = [engine.add_request(TOKENS, params)]
+    for number in range(200):
+        if number == 4:
+            ids.append(engine.add_request([*TOKENS[:15], 5, 6, 7], params))
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    return [found[one] for one in ids]
+
+
+def test_a_head_drafts_through_the_proposers_protocol_and_changes_no_answer(target: Checkpoint, head: Checkpoint) -> None:
+    backend, tokenizer = make_backend("numba", target, SETTINGS), make_tokenizer(target)
+    drafter = HeadProposer(make_backend("numba", head, SETTINGS, backend), target.config.num_layers - 1)
+    wanted = _answers(backend, NullProposer(), tokenizer, 64)
+    assert [len(answer) for answer in wanted] == [24, 24]
+    assert _answers(backend, drafter, tokenizer, 4) == wanted
+    assert drafter.num_drafted > 24
+    backend.close()
