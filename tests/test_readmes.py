@@ -57,7 +57,8 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
         assert found.exists(), f"{name} links to {target}"
         if heading:
             headings = re.findall(r"^#+ (.*)$", found.read_text("utf-8"), re.MULTILINE)
-            assert heading in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}, f"{name} links to {target}"
+            anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+            assert heading in anchors, f"{name} links to {target}"
 
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
