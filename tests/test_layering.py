@@ -116,12 +116,33 @@ def test_a_module_keeps_to_its_place(module: str) -> None:
     assert violations(module, modules()[module].read_text("utf-8")) == []
 
 
+def cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a ring; none if there is no ring."""
+    left = dict(imports)
+    while free := [module for module, needed in left.items() if not needed & left.keys()]:
+        for module in free:
+            del left[module]
+    return sorted(left)
+
+
+def test_no_modules_import_each_other() -> None:
+    found = modules()
+    imports = {}
+    for module, path in found.items():
+        named = {what.removeprefix("cpuspec.") for _, what in _uses(ast.parse(path.read_text("utf-8")))}
+        # `from package import name` may name a module, or a name of the package.
+        needed = named | {what.rpartition(".")[0] for what in named if what not in found}
+        imports[module] = {other for other in needed & found.keys() if other != module and not module.startswith(f"{other}.")}
+    assert cycle(imports) == []
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == ["a", "b", "c", "d"]
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
         ("formats.legacy", "from cpuspec.checkpoints import Checkpoint"),
-        ("spec.round", "def f():\n    import cpuspec.engine.engine"),
-        ("spec.round", "from cpuspec import engine"),
+        ("speculation.round", "def f():\n    import cpuspec.engine.engine"),
+        ("speculation.round", "from cpuspec import engine"),
         ("engine.llm", "from cpuspec import LLM"),
         ("config", "from cpuspec.environment import cache_dir"),
         ("engine.llm", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from cpuspec.cli import main"),
@@ -131,7 +152,7 @@ def test_a_module_keeps_to_its_place(module: str) -> None:
         ("surprise", ""),
         ("backends.numba_backend", "import numba"),
         ("sampling", "from numba.core import types"),
-        ("spec.ngram", "import torch.nn"),
+        ("speculation.drafters.ngram", "import torch.nn"),
         ("engine.llm", "import onnxruntime"),
         ("checkpoints.gguf", "import pickle"),
         ("kernels.isa", "import os\nos.environ['X'] = '1'"),

@@ -12,21 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
-from cpuspec.checkpoints.hub import HubModel, check_reachable, find_cached, read_hub_name
+from cpuspec.checkpoints.hub import HubModel, Progress, check_reachable, find_cached, read_hub_name
 from cpuspec.checkpoints.local_models import find_lm_studio, find_ollama
 from cpuspec.checkpoints.recipes import ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
 from cpuspec.environment import cache_dir, hub_cache_dir, hub_offline, offline
 from cpuspec.errors import ConfigError, DownloadError
 from cpuspec.files import write_file
-
-
-class Progress(Protocol):
-    """Is told how far a fetch is, about ten times a second at most."""
-
-    def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """`what` says what is going on: the source at work, or why one was left."""
 
 
 def resolve_model(text: str, progress: Progress | None = None) -> Path:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from cpuspec.environment import cache_dir, has_proxy, hub_cache_dir, hub_endpoint
 from cpuspec.errors import ConfigError, DownloadError
@@ -42,6 +43,13 @@ _SETTINGS = (
 HUB_TIMEOUT_S = 6.0  # a hub that is not there should cost seconds
 _MOST_NAMED = 20
 _MOST_FILES = 10_000  # of a snapshot, and repositories of a cache
+
+
+class Progress(Protocol):
+    """Is told how far a fetch is, about ten times a second at most."""
+
+    def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
+        """`what` says what is going on: the source at work, or why one was left."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, errors, hf_hub_download
 
-from cpuspec.checkpoints.download import Progress
-from cpuspec.checkpoints.hub import HUB_TIMEOUT_S, HubModel, choose, remember, snapshot_dir, write_ref
+from cpuspec.checkpoints.hub import HUB_TIMEOUT_S, HubModel, Progress, choose, remember, snapshot_dir, write_ref
 from cpuspec.checkpoints.huggingface import read_config
 from cpuspec.environment import hub_cache_dir, hub_endpoint
 from cpuspec.errors import DownloadError, in_one_line

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from cpuspec.checkpoints.download import Progress
+from cpuspec.checkpoints.hub import Progress
 from cpuspec.checkpoints.recipes import PackagePart, PackageSource
 from cpuspec.environment import child_environment
 from cpuspec.errors import DownloadError, in_one_line

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +10,18 @@ from numpy.typing import NDArray
 from cpuspec.config import ModelConfig
 from cpuspec.errors import BackendError, CacheError
 
-if TYPE_CHECKING:
-    from cpuspec.model.cache import KVCache
-
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
 MAX_POSITIONS = 1 << 26
+
+
+class Slots(Protocol):
+    """What a batch must know of a cache (`model.cache.KVCache`)."""
+
+    num_slots: int
+    capacity: int
+    lengths: list[int]
 
 
 @dataclass(slots=True)
@@ -94,7 +99,7 @@ class ForwardBatch:
         """Rows to project to logits; None = all."""
         return None if self.lists.logit_rows is None else np.array(self.lists.logit_rows, np.int32)
 
-    def check(self, config: ModelConfig, cache: "KVCache", max_rows: int) -> None:
+    def check(self, config: ModelConfig, cache: Slots, max_rows: int) -> None:
         """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to."""
         lists = self.lists
         tokens, positions, slots, starts = lists.tokens, lists.positions, lists.slots, lists.q_start
