@@ -163,10 +163,10 @@ class ModelDrafter:
         seconds = elapsed_s(lambda: drafts.extend(self.proposer.propose(seqs, [one.num_tokens for one in options])))
         if usual and (num_tokens := sum(map(len, drafts))):
             self.seconds += _LEARNING * (seconds / num_tokens - self.seconds)
-        for seq, option, draft in zip(seqs, options, drafts, strict=True):
-            if len(draft):  # none comes while its context reads a prompt beside other sequences
-                self._fed[seq.id] = len(seq.tokens)
-                self._missed_s.pop(seq.id, None)
+        for seq, option in zip(seqs, options, strict=True):
+            # Beside other sequences its context reads the prompt over several rounds without drafts. This decision covers them all.
+            self._fed[seq.id] = len(seq.tokens)
+            self._missed_s.pop(seq.id, None)
             if option.risk_s:  # a trial begins
                 self._trial_rounds[seq.id] = TRIAL_ROUNDS
                 self.acceptance.restart(seq)
