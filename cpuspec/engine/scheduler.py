@@ -31,8 +31,10 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, waiting or running."""
-        self.running = [other for other in self.running if other is not seq]
-        self.waiting = deque(other for other in self.waiting if other is not seq)
+        running = [other for other in self.running if other is not seq]
+        if len(running) == len(self.running):
+            self.waiting = deque(other for other in self.waiting if other is not seq)
+        self.running = running
 
     def schedule(self, num_unfed: Callable[[Sequence], int]) -> tuple[list[Sequence], list[PromptChunk]]:
         """The sequences that gain tokens in the next step, and the parts of prompts that are read beside them.

@@ -125,8 +125,11 @@ class Context:
 
     def awaits_prefix(self, seq: Sequence) -> bool:
         """Whether a running sequence will soon hold a useful prefix of this one that no slot holds yet: acquire it then."""
+        useful = max(MIN_SHARED_PREFIX * len(seq.tokens), _WORTH_WAITING)
+        if len(seq.tokens) < useful:
+            return False
         coming = max((shared_prefix(other.seq.tokens, seq.tokens) for other in self._assignments.values()), default=0)
-        return coming - max(self._shared(seq)) >= max(MIN_SHARED_PREFIX * len(seq.tokens), _WORTH_WAITING)
+        return coming >= useful and coming - max(self._shared(seq)) >= useful
 
     def release(self, seq: Sequence) -> None:
         """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
