@@ -12,7 +12,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "lint": ("ruff", "check", "."),
     "format": ("ruff", "format", "--check", "."),
     "types": ("mypy",),
-    "tests": ("pytest",),
+    "tests": ("pytest", "-n", "auto", "--maxprocesses", "4"),  # a process for each core
 }
 
 

@@ -27,7 +27,7 @@ def test_answers_in_a_batch_are_those_that_each_prompt_gets_alone(
 ) -> None:
     def answers(num_at_once: int, prompt_rows: int, max_rows: int) -> list[list[int]]:
         settings = EngineConfig(num_at_once, threads=1, max_rows=max_rows, prompt_rows=prompt_rows)
-        with LLM.from_settings(checkpoint, spec, name, settings) as llm:
+        with LLM(checkpoint, spec, name, settings=settings) as llm:
             return [answer.token_ids for answer in llm.generate(PROMPTS, params)]
 
     alone = answers(1, 64, 256)
