@@ -514,7 +514,7 @@ OPERATED += [
 METERED = {
     **{f"filter {name}": expression for name, expression in FILTERED.items()},
     **{f"test {name}": expression for name, expression in TESTED.items()},
-    **{f"method {name}": f"t.{name}({ARGUMENTS.get(name, '')})" for name in STR_METHODS},
+    **{f"method {name}": f"t.{name}({ARGUMENTS.get(name, '')})" for name in sorted(STR_METHODS)},
     **{f"operator {expression}": expression for expression in OPERATED},
     "set block": "t",
 }
