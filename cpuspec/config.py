@@ -456,9 +456,8 @@ class EngineConfig:
         "N",
     )
     max_rows: int = _setting(256, _whole(1, 8192), "Rows of one forward; longer prompts go in chunks.", "N")
-    # The fewest rows that make a prompt at most 15 % slower. With AVX2, SmolLM2-135M, two streams and 4,000 tokens, 32 rows make it
-    # 10 % slower, and a step takes as long as 7 plain ones at the prompt's beginning and as 18 at its end; 16 rows: 19 %, 5 and 9;
-    # 64 rows: 4 %, 15 and 41 (benchmarks/LOG.md).
+    # More rows delay answers, fewer slow down prompts. With AVX2, SmolLM2-135M, two streams and a prompt of 4,000 tokens, 32 rows leave
+    # gaps of 151 ms and make the prompt 18 % slower; 16 rows: 101 ms and 31 %; 64 rows: 261 ms and 2 % (benchmarks/LOG.md).
     prompt_rows: int = _setting(
         32,
         _whole(1, 8192),
