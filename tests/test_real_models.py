@@ -73,15 +73,19 @@ def test_greedy_continuations_are_the_recorded_ones(recipe: Recipe, plain_and_ng
         assert tuple(answer.token_ids) == tuple(golden.token_ids)
 
 
-def test_drafts_and_threads_never_change_a_greedy_answer(plain_and_ngram: tuple[LLM, LLM], chain: LLM) -> None:
+def test_drafts_and_threads_never_change_a_greedy_answer(
+    checkpoint: Checkpoint, plain_and_ngram: tuple[LLM, LLM], chain: LLM
+) -> None:
     plain, ngram = plain_and_ngram
     params = SamplingParams(max_tokens=64)
     accepted: Counter[str] = Counter()
     for request in REQUESTS:
-        conversation = [{"role": "user", "content": request}]
-        wanted = plain.chat(conversation, params)
+        prompt: str | list[int] = request
+        if (tokenizer := make_tokenizer(checkpoint)).has_chat_template:
+            prompt = tokenizer.encode_chat([{"role": "user", "content": request}])
+        [wanted] = plain.generate(prompt, params)
         for drafting in (ngram, chain):
-            got = drafting.chat(conversation, params)
+            [got] = drafting.generate(prompt, params)
             assert got.token_ids == wanted.token_ids
             accepted.update({name: level.num_accepted_tokens for name, level in got.stats.levels.items()})
     assert set(+accepted) == {"ngram", "skip:4", "self:mxfp4"}
