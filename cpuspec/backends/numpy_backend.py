@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
@@ -114,6 +114,7 @@ class _Forward:
     def __init__(self, model: _Model, batch: ForwardBatch, cache: KVCache) -> None:
         self.hidden: dict[int, NDArray[np.float32]] = {}
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
+        self._rotations: dict[Rope, tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
     def embed(self) -> Array:
         return self._model.embedding.rows(self._batch.tokens).astype(self._model.dtype) * self._number(self._config.embedding_scale)
@@ -133,8 +134,10 @@ class _Forward:
         if self._config.qk_norm:
             heads = [self._norm(x, layer.weight(name)) for x, name in zip(heads, ("q_norm", "k_norm"), strict=True)]
         if layer.rope is not None:
-            table = rope_table(layer.rope, self._config.head_dim, self._batch.positions)
-            cos, sin = (values.astype(self._model.dtype)[:, None, :] for values in table)  # [T, 1, D/2]
+            if layer.rope not in self._rotations:
+                cos, sin = rope_table(layer.rope, self._config.head_dim, self._batch.positions)
+                self._rotations[layer.rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
+            cos, sin = self._rotations[layer.rope]
             heads = [_turned(x, cos, sin) for x in heads]
         return heads[0], heads[1]
 
