@@ -14,7 +14,7 @@ from cpuspec.speculation.round import Round, speculate
 from cpuspec.speculation.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 4
-_USUALLY_UNFED = 16  # tokens that a round or two leave to be fed; more are read as a prompt is
+_FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; more are read as a prompt is
 
 
 class ChainProposer:
@@ -47,7 +47,7 @@ class ChainProposer:
         self._begun: set[int] = set()  # sequences that have a slot
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Nothing yet: by the first draft another sequence may have read what both begin with."""
+        """Do nothing yet: by the first draft another sequence may have read what both begin with."""
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The tokens that the pair generates for each sequence. All advance together; those that have enough drop out."""
@@ -84,10 +84,10 @@ class ChainProposer:
                 self.inner.begin(path.seq, self.context.acquire(path.seq))
         unfed = [self.context.num_unfed(path.seq) for path in paths]
         num_rows = self.context.prompt_rows if self.context.num_sequences > 1 else self.context.backend.max_rows
-        granted = first_come([number if number > _USUALLY_UNFED else 0 for number in unfed], num_rows)
+        granted = first_come([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
         drafting, chunks = [], []
         for path, number, rows in zip(paths, unfed, granted, strict=True):
-            is_read = rows == number or number <= _USUALLY_UNFED
+            is_read = rows == number or number <= _FED_WITH_A_DRAFT
             if is_read if path.seq.params.greedy else self._is_due(path.seq):
                 drafting.append(path)
                 continue
