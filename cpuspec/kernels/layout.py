@@ -148,18 +148,21 @@ SLEEPING = 64
 WORKER: _DType = np.dtype(
     {
         # crowded: until when, in cycles of the time stamp counter, the thread sleeps where it would yield.
-        "names": ["parked", "crowded"],
-        "formats": [_I64, _I64],
+        # inside: not 0 while the thread may read the job.
+        "names": ["parked", "crowded", "inside"],
+        "formats": [_I64, _I64, (_I64, 1)],
         "itemsize": 64,
     }
 )
 JOB = _record(operations=to(OPERATION), num_operations=_I64, state=to(STATE), counters=_I64)
+# `step` of a team: how many forwards were published, times DONE + 1, plus the number of the operation that runs, DONE for none.
+DONE = (1 << 20) - 1
 TEAM: _DType = np.dtype(
     {
-        "names": ["generation", "round", "arrived", "quit", "job", "workers"],
-        "formats": [WATCHED, WATCHED, (_I64, 1), (_I64, 1), JOB, (WORKER, 0)],  # of workers, one for each thread follows
-        "offsets": [0, 128, 256, 320, 384, 448],
-        "itemsize": 448,
+        "names": ["step", "quit", "job", "workers"],
+        "formats": [WATCHED, (_I64, 1), JOB, (WORKER, 0)],  # of workers, one for each thread follows
+        "offsets": [0, 128, 192, 256],
+        "itemsize": 256,
     }
 )
 

@@ -10,19 +10,17 @@ from numba.extending import intrinsic
 from cpuspec.kernels import layout, simd
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import CHUNK, QUERIES, finish, first_chunk, merge, put_query, sees
-from cpuspec.kernels.layout import team_at, walk_at
+from cpuspec.kernels.layout import DONE, team_at, walk_at
 from cpuspec.kernels.ops import Ops
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 from cpuspec.kernels.pointwise import add_normed, cap_numbers, prepare_row, rotate_head, rows_of_block, scale_numbers
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
 from cpuspec.kernels.sharing import PIECES, piece, share, take
-from cpuspec.kernels.waiting import barrier
+from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
-_EMBED, _PREPARE, _LINEAR, _ROTATE, _ATTEND, _ADD, _KEEP = (
-    layout.EMBED, layout.PREPARE, layout.LINEAR, layout.ROTATE, layout.ATTEND, layout.ADD, layout.KEEP
-)  # fmt: skip
+_EMBED, _PREPARE, _LINEAR, _ROTATE, _ATTEND, _ADD, _KEEP, _PICK = range(len(layout.OPERANDS))
 
 
 @intrinsic
@@ -38,47 +36,56 @@ def _call(typingctx, kernel, operands):
 
 
 @compiled
-def _embed(op, state, counter):
-    """Rows of the embedding times its scale, padded with zeros."""
-    rows = state.num_rows
-    while True:
-        row = take(counter, rows, 1)
-        if row == rows:
-            return
-        out = op.out + row * op.stride
-        _call(op.decoder, (op.data + state.tokens[row] * op.row_bytes, op.blocks, out))
-        for at in range(4 * op.features, op.stride, 4):
-            simd.poke_f32(out + at, simd.to_float(0))
-        if op.scale != 1:
-            scale_numbers(out, op.features, op.scale)
+def _embed(op, state, row):
+    """A row of the embedding times its scale, padded with zeros."""
+    out = op.out + row * op.stride
+    _call(op.decoder, (op.data + state.tokens[row] * op.row_bytes, op.blocks, out))
+    for at in range(4 * op.features, op.stride, 4):
+        simd.poke_f32(out + at, simd.to_float(0))
+    if op.scale != 1:
+        scale_numbers(out, op.features, op.scale)
 
 
 @compiled
-def _prepare(op, state, counter, threads):
-    """Rows to activations. With few rows, a long row is shared: each part measures the whole norm and writes its own inputs."""
-    selected = op.select != 0
-    rows = state.num_logit_rows if selected else state.num_rows
-    features = op.features
-    parts = 1 if rows >= 2 * threads else max(1, min(threads, features // 1024))
+def _rows_to_prepare(op, state):
+    return state.num_logit_rows if op.select != 0 else state.num_rows
+
+
+@compiled
+def _parts_of_row(op, rows, threads):
+    """With few rows, a long row is shared: each part measures the whole norm and writes its own inputs."""
+    return 1 if rows >= 2 * threads else max(1, min(threads, op.features // 1024))
+
+
+@compiled
+def _prepare(op, state, threads, item):
+    """A part of a row to activations."""
+    rows, features = _rows_to_prepare(op, state), op.features
+    parts = _parts_of_row(op, rows, threads)
     part = (features // parts + 31) // 32 * 32
-    while True:
-        item = take(counter, rows * parts, 1)
-        if item == rows * parts:
-            return
-        place, first = item // parts, item % parts * part
-        row = state.logit_rows[place] if selected else place
-        source, other = op.rows + row * op.stride, op.other + row * op.stride
-        block = place // BLOCK_ROWS * BLOCK_ROWS
-        inputs = block * ((features + 31) // 32)
-        int8 = op.int8 + inputs * _INT8_BYTES if op.int8 != 0 else 0
-        int16 = op.int16 + inputs * _INT16_BYTES if op.int16 != 0 else 0
-        f32 = op.f32 + inputs * _F32_BYTES if op.f32 != 0 else 0
-        bf16 = op.bf16 + inputs * _BF16_BYTES if op.bf16 != 0 else 0
-        rounded = op.rounded + inputs * _F32_BYTES if op.rounded != 0 else 0
-        prepare_row(
-            op.kind, source, other, op.weight, op.eps, features, first, min(features, first + part),
-            int8, int16, f32, bf16, rounded, place - block, rows_of_block(place, rows),
-        )  # fmt: skip
+    place, first = item // parts, item % parts * part
+    row = state.logit_rows[place] if op.select != 0 else place
+    source, other = op.rows + row * op.stride, op.other + row * op.stride
+    block = place // BLOCK_ROWS * BLOCK_ROWS
+    inputs = block * ((features + 31) // 32)
+    int8 = op.int8 + inputs * _INT8_BYTES if op.int8 != 0 else 0
+    int16 = op.int16 + inputs * _INT16_BYTES if op.int16 != 0 else 0
+    f32 = op.f32 + inputs * _F32_BYTES if op.f32 != 0 else 0
+    bf16 = op.bf16 + inputs * _BF16_BYTES if op.bf16 != 0 else 0
+    rounded = op.rounded + inputs * _F32_BYTES if op.rounded != 0 else 0
+    prepare_row(
+        op.kind, source, other, op.weight, op.eps, features, first, min(features, first + part),
+        int8, int16, f32, bf16, rounded, place - block, rows_of_block(place, rows),
+    )  # fmt: skip
+
+
+@compiled
+def _num_tiles(op):
+    """Tiles of all matrices of a "linear" operation."""
+    tiles = 0
+    for t in range(op.num_tensors):
+        tiles += op.tensors[t].num_tiles
+    return tiles
 
 
 @compiled
@@ -86,11 +93,10 @@ def _linear(op, state, counters, stride, threads, thread):
     """Tiles of up to MAX_TENSORS matrices that read the same rows. counters: of the threads, `stride` bytes apart.
 
     A thread goes through its own share from the first tile to the last, and then helps the others with what is left of theirs.
+    Returns how many tiles it multiplied.
     """
     rows = state.num_logit_rows if op.vocab else state.num_rows
-    items = 0
-    for t in range(op.num_tensors):
-        items += op.tensors[t].num_tiles
+    items, completed = _num_tiles(op), 0
     for turn in range(threads):
         owner = (thread + turn) % threads
         start, tiles = share(items, owner, threads)
@@ -100,6 +106,7 @@ def _linear(op, state, counters, stride, threads, thread):
             if first == end:
                 break
             _multiply(op, state, rows, first, end)
+            completed += end - first
             if op.vocab:
                 if op.cap != 0:
                     for row in range(rows):
@@ -107,6 +114,7 @@ def _linear(op, state, counters, stride, threads, thread):
                 for row in range(state.num_picked):
                     largest = peak(state.logits + row * op.tensors[0].stride, first, end, op.vocab)
                     simd.poke_f32(peaks_of_row(state, row, threads) + 4 * (owner * PIECES + number), largest)
+    return completed
 
 
 @compiled
@@ -133,45 +141,41 @@ def _cached_head(state, row, layer, kv_heads, head):
 
 
 @compiled
-def _rotate(op, state, counter, threads):
-    """Rotary positions of queries and keys; keys and values go to the cache."""
+def _rotate(op, state, item):
+    """Rotary positions of a query or a key; a key and its value go to the cache."""
     heads, kv_heads, dims = op.heads, op.kv_heads, op.dims
-    per_row = heads + kv_heads
-    items = state.num_rows * per_row
-    count = max(1, items // (threads * 4))
-    while True:
-        first = take(counter, items, count)
-        if first == items:
-            return
-        for item in range(first, min(items, first + count)):
-            row, head = item // per_row, item % per_row
-            cosines = sines = 0
-            if op.rotation >= 0:
-                table, turn = state.rotations[op.rotation], state.positions[row] * dims * 2
-                cosines, sines = table.cosines + turn, table.sines + turn
-            if head < heads:
-                query = op.queries + row * op.q_stride + head * dims * 4
-                rotate_head(query, dims, cosines, sines, op.q_norm, op.eps, op.scale)
-            else:
-                head -= heads
-                key, value = op.keys + row * op.k_stride + head * dims * 4, op.values + row * op.v_stride + head * dims * 4
-                rotate_head(key, dims, cosines, sines, op.k_norm, op.eps, simd.to_float(1))
-                cached = _cached_head(state, row, op.layer, kv_heads, head)
-                _call(op.append, (cached, dims, state.places[row].cache_index, key, value))
+    row, head = item // (heads + kv_heads), item % (heads + kv_heads)
+    cosines = sines = 0
+    if op.rotation >= 0:
+        table, turn = state.rotations[op.rotation], state.positions[row] * dims * 2
+        cosines, sines = table.cosines + turn, table.sines + turn
+    if head < heads:
+        query = op.queries + row * op.q_stride + head * dims * 4
+        rotate_head(query, dims, cosines, sines, op.q_norm, op.eps, op.scale)
+    else:
+        head -= heads
+        key, value = op.keys + row * op.k_stride + head * dims * 4, op.values + row * op.v_stride + head * dims * 4
+        rotate_head(key, dims, cosines, sines, op.k_norm, op.eps, simd.to_float(1))
+        cached = _cached_head(state, row, op.layer, kv_heads, head)
+        _call(op.append, (cached, dims, state.places[row].cache_index, key, value))
 
 
 @compiled
 def _attend(op, state, counter, threads, thread):
-    """Attention: a span of chunks for a task's queries of one key head. The thread that does a task's last span merges them all."""
+    """Attention: a span of chunks for a task's queries of one key head. The thread that does a task's last span merges them all.
+
+    Returns how many items it did.
+    """
     kv_heads, size = op.kv_heads, op.partial_bytes
     group, items = op.heads // kv_heads, state.num_items
     scratch = state.scratch + thread * state.scratch_bytes
     walk_at(scratch).caps[0] = op.cap
-    number = state.num_tasks - 1
+    number, completed = state.num_tasks - 1, 0
     while True:
         item = take(counter, items, 1)
         if item == items:
-            return
+            return completed
+        completed += 1
         item = items - 1 - item  # the longest rows first
         while item < state.tasks[number].item:
             number -= 1
@@ -248,50 +252,106 @@ def _sees_straight(place, start, window):
 
 
 @compiled
-def _add(op, state, counter):
-    """The norm of a branch's rows added to the residual's."""
-    rows = state.num_rows
-    while True:
-        row = take(counter, rows, 1)
-        if row == rows:
-            return
-        add_normed(op.rows + row * op.stride, op.branch + row * op.stride, op.weight, op.eps, op.features)
+def _add(op, row):
+    """The norm of a branch's row added to the residual's."""
+    add_normed(op.rows + row * op.stride, op.branch + row * op.stride, op.weight, op.eps, op.features)
 
 
 @compiled
-def _keep(op, state):
-    """Copy a layer's output rows to where the caller wants them, if it does."""
-    to = state.kept[op.layer] if address(state.kept) != 0 else 0
-    if to != 0:
-        for row in range(state.num_rows):
-            for at in range(0, op.row_bytes, 4):
-                simd.poke_f32(to + row * op.row_bytes + at, simd.peek_f32(op.rows + row * op.stride + at))
+def _keep(op, state, row):
+    """Copy a layer's output row to where the caller wants it."""
+    to = state.kept[op.layer] + row * op.row_bytes
+    for at in range(0, op.row_bytes, 4):
+        simd.poke_f32(to + at, simd.peek_f32(op.rows + row * op.stride + at))
+
+
+@compiled
+def _num_items(op, state, threads):
+    """How many items of work an operation has in this forward, 0 where there is nothing to do."""
+    if op.number == _PREPARE:
+        rows = _rows_to_prepare(op.prepare, state)
+        return rows * _parts_of_row(op.prepare, rows, threads)
+    if op.number == _LINEAR:
+        return _num_tiles(op.linear) if not op.linear.vocab or state.num_logit_rows > 0 else 0
+    if op.number == _ROTATE:
+        return state.num_rows * (op.rotate.heads + op.rotate.kv_heads)
+    if op.number == _ATTEND:
+        return state.num_items
+    if op.number == _KEEP:
+        return state.num_rows if address(state.kept) != 0 and state.kept[op.keep.layer] != 0 else 0
+    if op.number == _PICK:
+        return min(1, state.num_picked)
+    return state.num_rows
+
+
+@compiled
+def _do(op, state, threads, item):
+    """One item of an operation that shares its items out one by one."""
+    if op.number == _EMBED:
+        _embed(op.embed, state, item)
+    elif op.number == _PREPARE:
+        _prepare(op.prepare, state, threads, item)
+    elif op.number == _ROTATE:
+        _rotate(op.rotate, state, item)
+    elif op.number == _ADD:
+        _add(op.add, item)
+    elif op.number == _KEEP:
+        _keep(op.keep, state, item)
+    else:
+        pick(op.pick, state, threads)
+
+
+@compiled
+def _take_part(job, number, items, threads, thread):
+    """Take items of an operation until none is left. Returns how many this thread did."""
+    op, state, counter = job.operations[number], job.state, job.counters + 8 * number
+    if op.number == _LINEAR:
+        return _linear(op.linear, state, counter, 8 * job.num_operations, threads, thread)
+    if op.number == _ATTEND:
+        return _attend(op.attend, state, counter, threads, thread)
+    count = max(1, items // (threads * 4)) if op.number == _ROTATE else 1
+    completed = 0
+    while True:
+        first = take(counter, items, count)
+        if first == items:
+            return completed
+        end = min(items, first + count)
+        for item in range(first, end):
+            _do(op, state, threads, item)
+        completed += end - first
+
+
+@compiled
+def first_operation(job, number, threads):
+    """The first operation from `number` on that has something to do in this forward, DONE if none has."""
+    while number < job.num_operations:
+        if _num_items(job.operations[number], job.state, threads) > 0:
+            return number
+        number += 1
+    return DONE
 
 
 def run(at, threads, thread):
-    """One thread's part of the forward that is published in the team at address `at`."""
+    """One thread's part of the forward that is published in the team at address `at`, until it is done.
+
+    An operation ends when all of its items are done, and the thread that did the last one begins the next operation. A thread that
+    holds no item, because another process has its core, is not waited for: it goes on where the others are.
+    """
     team = team_at(at)
-    # Read once: behind the last barrier the caller may already publish the next job, while this thread is still in the loop.
-    operations, num_operations, state, counters = team.job.operations, team.job.num_operations, team.job.state, team.job.counters
-    for i in range(num_operations):
-        op, counter = operations[i], counters + 8 * i
-        if op.number == _EMBED:
-            _embed(op.embed, state, counter)
-        elif op.number == _PREPARE:
-            _prepare(op.prepare, state, counter, threads)
-        elif op.number == _LINEAR:
-            _linear(op.linear, state, counter, 8 * num_operations, threads, thread)
-        elif op.number == _ROTATE:
-            _rotate(op.rotate, state, counter, threads)
-        elif op.number == _ATTEND:
-            _attend(op.attend, state, counter, threads, thread)
-        elif op.number == _ADD:
-            _add(op.add, state, counter)
-        else:  # only reads what no thread writes before the next barrier
-            if thread == 0:
-                if op.number == _KEEP:
-                    _keep(op.keep, state)
-                else:
-                    pick(op.pick, state, threads)
-            continue
-        barrier(team, threads, thread)
+    job, worker, step = team.job, team.workers[thread], address(team.step)
+    while True:
+        here = enter(team, worker)
+        number = here & DONE
+        if number == DONE:
+            break
+        items = _num_items(job.operations[number], job.state, threads)
+        completed = _take_part(job, number, items, threads, thread)
+        done = job.counters + 8 * (threads * job.num_operations + number)
+        if completed > 0 and simd.fetch_add(done, completed) + completed == items:
+            begin(step, here - number + first_operation(job, number + 1, threads))
+        else:
+            leave(worker)
+            await_step(step, here, worker)
+    leave(worker)
+    if thread == 0:
+        await_leaving(team, threads)

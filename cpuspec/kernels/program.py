@@ -59,7 +59,7 @@ class Program:
         assert operations.dtype == layout.OPERATION, "an operation is a record of layout.OPERATION"
         self.operations = np.ascontiguousarray(operations)
         self.state = np.zeros((), layout.STATE)
-        self.counters = aligned_bytes((8 * threads * len(operations),))
+        self.counters = aligned_bytes((8 * (threads + 1) * len(operations),))
         self._job = np.zeros((), layout.JOB)
         self._job["operations"], self._job["num_operations"] = self.operations.ctypes.data, len(operations)
         self._job["state"], self._job["counters"] = self.state.ctypes.data, self.counters.ctypes.data

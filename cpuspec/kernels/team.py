@@ -19,27 +19,26 @@ from cpuspec.errors import BackendError
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import layout, machine_code, simd
 from cpuspec.kernels.layout import job_at, team_at
-from cpuspec.kernels.operations import run
+from cpuspec.kernels.operations import first_operation, run
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 from cpuspec.kernels.program import Program, enter
-from cpuspec.kernels.waiting import await_work, wake
+from cpuspec.kernels.waiting import PARK, WORK, await_work, begin
 
 _Array = NDArray[Any]
 
 
 @compiled
 def _publish(team, job, threads):
-    """Reset the counters of the work, of each thread one for each operation, and start a generation. Returns how many workers are
-    parked.
+    """Reset the counters of the work, for each operation one of each thread and one of what is done, and begin the first operation.
+    Returns how many workers are parked.
     """
-    own = team.job
+    own, step = team.job, address(team.step)
     own.operations, own.num_operations, own.state, own.counters = job.operations, job.num_operations, job.state, job.counters
-    for i in range(threads * job.num_operations):
+    for i in range((threads + 1) * job.num_operations):
         simd.poke_i64(job.counters + 8 * i, 0)
-    generation = address(team.generation)
-    simd.fetch_add(generation, 1)
-    wake(generation)
+    # The last forward is done: one more than DONE is the first operation of the next.
+    begin(step, simd.acquire(step) + 1 + first_operation(job, 0, threads))
     asleep = 0
     for worker in range(1, threads):
         asleep += simd.exchange(address(team.workers[worker]), 0)
@@ -67,19 +66,18 @@ def _lead(at, job, threads, run, numbers):
     return asleep
 
 
-def _work(at, threads, thread, seen, run):
-    """Run every published forward until told to end (-1) or until it is time to sleep (the last generation seen)."""
+def _work(at, threads, thread, run):
+    """Run every published forward. Returns PARK when it is time to sleep, and END to end."""
     while True:
-        now = await_work(team_at(at), seen, thread)
-        if now < 0 or now == seen:
-            return now
         simd.call_3(run, at, threads, thread)
-        seen = now
+        next = await_work(team_at(at), thread)
+        if next != WORK:
+            return next
 
 
 # By name: the Python function, its number of arguments, whether it returns something.
 _ENTRIES: Mapping[str, tuple[Callable[..., Any], int, bool]] = MappingProxyType(
-    {"run": (run, 3, False), "lead": (_lead, 5, True), "work": (_work, 5, True), "publish": (_publish_only, 3, True)}
+    {"run": (run, 3, False), "lead": (_lead, 5, True), "work": (_work, 4, True), "publish": (_publish_only, 3, True)}
 )
 
 
@@ -118,6 +116,7 @@ class Team:
         self.lock = threading.RLock()
         memory = aligned_bytes((layout.TEAM.itemsize + layout.WORKER.itemsize * self.threads,))
         memory[:] = 0
+        memory[: layout.TEAM.itemsize].view(layout.TEAM)["step"]["number"] = layout.DONE
         self.workers: _Array = memory[layout.TEAM.itemsize :].view(layout.WORKER)
         self._quit, self._address = _quit(memory), memory.ctypes.data
         self._wake = [threading.Event() for _ in range(self.threads)]
@@ -174,8 +173,8 @@ def _quit(memory: _Array) -> _Array:
 
 def _serve(memory: _Array, threads: int, thread: int, wake: threading.Event) -> None:
     """What a worker does, from its start to its end."""
-    work, run, seen = _function("work"), _entry("run"), 0
-    while (seen := work(memory.ctypes.data, threads, thread, seen, run)) >= 0:
+    work, run = _function("work"), _entry("run")
+    while work(memory.ctypes.data, threads, thread, run) == PARK:
         wake.wait()
         wake.clear()
 

@@ -11,7 +11,7 @@ import sys
 from numba import types
 
 from cpuspec.kernels import simd
-from cpuspec.kernels.layout import SLEEPING
+from cpuspec.kernels.layout import DONE, SLEEPING
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 
@@ -22,6 +22,8 @@ _YIELDS = 20000  # yields without work before a worker parks: some tens of milli
 _LONG_WAIT = 2_000_000  # a shorter wait does not matter
 _SLOW_YIELD = 50_000  # a yield takes a thousand on a core of one's own: another process used the core
 _CROWDED = 200_000_000  # until the thread yields again, which may cost a time slice
+
+WORK, PARK, END = range(3)
 
 # The operating system's "let another thread run", found by name among the symbols of the process.
 give_way = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
@@ -76,31 +78,59 @@ def linger(at, seen, worker):
 
 
 @compiled
-def barrier(team, threads, thread):
-    """Return when all threads have come here."""
-    if threads == 1:
-        return
-    at, arrived = address(team.round), address(team.arrived)
-    here = simd.acquire(at)
-    if simd.fetch_add(arrived, 1) == threads - 1:
-        simd.exchange(arrived, 0)
-        simd.fetch_add(at, 1)
-        wake(at)
-        return
-    while simd.acquire(at) == here:
-        linger(at, here, team.workers[thread])
+def enter(team, worker):
+    """Note that the thread reads the job from here on. Returns the step: where no operation runs, there is no job to be read."""
+    simd.exchange(address(worker.inside), 1)
+    return simd.acquire(address(team.step))
 
 
 @compiled
-def await_work(team, seen, thread):
-    """The next generation after `seen`; `seen` itself if none came and the worker should park; -1 to end."""
-    at, worker = address(team.generation), team.workers[thread]
+def leave(worker):
+    """Note that the thread reads the job no more."""
+    simd.exchange(address(worker.inside), 0)
+
+
+@compiled
+def begin(step, next):
+    """Change the step at address `step`, and wake the threads that sleep until it changes."""
+    simd.exchange(step, next)
+    wake(step)
+
+
+@compiled
+def await_step(step, here, worker):
+    """Return when the step at address `step` is no longer `here`."""
+    while simd.acquire(step) == here:
+        linger(step, here, worker)
+
+
+@compiled
+def await_leaving(team, threads):
+    """Return when no other thread reads the job. Only one that was interrupted on its way to an operation is waited for at all."""
+    for thread in range(1, threads):
+        inside, turns = address(team.workers[thread].inside), 0
+        while simd.acquire(inside) != 0:
+            turns += 1
+            if turns < _SPINS:
+                simd.pause()
+            else:
+                give_way()
+
+
+@compiled
+def await_work(team, thread):
+    """What a worker does next, once there is nothing to do: WORK, PARK if no work came for long, or END."""
+    at, worker = address(team.step), team.workers[thread]
     parked = address(worker)
-    linger(at, seen, worker)
-    if simd.acquire(at) == seen:
+    seen = simd.acquire(at)
+    if simd.acquire(address(team.quit)) != 0:
+        return END
+    if seen & DONE == DONE:
+        linger(at, seen, worker)
+    if simd.acquire(at) == seen and seen & DONE == DONE:
         simd.exchange(parked, 1)
         # Work published between the last look and the flag would find no parked worker to wake.
         if simd.acquire(at) == seen:
-            return seen
+            return PARK
         simd.exchange(parked, 0)
-    return -1 if simd.acquire(address(team.quit)) != 0 else simd.acquire(at)
+    return END if simd.acquire(address(team.quit)) != 0 else WORK

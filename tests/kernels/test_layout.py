@@ -62,7 +62,7 @@ def test_a_program_holds_operations_by_name_and_refuses_an_operand_that_there_is
 
 
 def test_what_threads_wait_on_lies_on_cache_lines_of_its_own() -> None:
-    offsets = [layout.TEAM.fields[name][1] for name in ("generation", "round", "arrived", "quit", "job")]  # type: ignore[index]
+    offsets = [layout.TEAM.fields[name][1] for name in ("step", "quit", "job", "workers")]  # type: ignore[index]
     assert all(offset % 64 == 0 for offset in offsets)
     assert layout.SLEEPING == layout.WATCHED.fields["sleeping"][1] == 64  # type: ignore[index]
     assert layout.WORKER.itemsize == 64

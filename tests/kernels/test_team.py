@@ -9,6 +9,7 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.config import EngineConfig
+from cpuspec.kernels import team
 from cpuspec.kernels.layout import SLEEPING
 from cpuspec.kernels.waiting import sleep_while, wake
 from tests.backends.models import forward, tiny
@@ -54,6 +55,87 @@ def test_a_thread_counts_as_sleeping_until_it_is_awake() -> None:
         assert sleeping >= 1
     wake(at)
     assert sleeping == 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):  # type: ignore[no-untyped-def]
+    """The logits that one thread computes."""
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=64))
+    logits = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
+    backend.close()
+    return logits
+
+
+@pytest.mark.parametrize("threads", [8, 33, 64])
+def test_a_team_many_times_larger_than_the_machine_computes_the_same(checkpoint, alone, threads: int) -> None:  # type: ignore[no-untyped-def]
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=threads, max_rows=64))
+    logits = []
+
+    def run() -> None:
+        logits.extend(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits for _ in range(5))
+        backend.close()
+
+    _ends(run)
+    assert all(np.array_equal(one, alone) for one in logits)
+
+
+def test_a_thread_that_does_not_come_is_not_waited_for(checkpoint, alone, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    come = threading.Event()
+    monkeypatch.setattr(team, "_serve", lambda *_: come.wait())
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=3, max_rows=64))
+    logits = []
+    _ends(lambda: logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits))
+    come.set()
+    backend.close()
+    assert np.array_equal(logits[0], alone)
+
+
+def test_threads_may_join_and_leave_a_forward_at_any_moment(checkpoint, alone, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Workers that look in at random moments, one or all of them absent in between, as when another process takes their core."""
+    threads, over, joined = 5, threading.Event(), set()
+
+    def look_in(memory, threads, thread, wake) -> None:  # type: ignore[no-untyped-def]
+        rng, run = np.random.default_rng(thread), team._function("run")
+        while not over.is_set():
+            time.sleep(rng.choice([0, 1e-5, 1e-4, 2e-3]))
+            run(memory.ctypes.data, threads, thread)
+            joined.add(thread)
+
+    monkeypatch.setattr(team, "_serve", look_in)
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=threads, max_rows=64))
+    logits = []
+
+    def run() -> None:
+        while len(logits) < 300 or len(joined) < threads - 1:
+            logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
+
+    _ends(run)
+    over.set()
+    backend.close()
+    assert all(np.array_equal(one, alone) for one in logits)
+
+
+def test_a_forward_does_not_return_while_a_thread_may_read_its_job(checkpoint) -> None:  # type: ignore[no-untyped-def]
+    """The memory of a job may be freed or written anew behind a forward."""
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64))
+    cache = backend.new_cache(1, 64)
+    forward(backend, cache, {0: TOKENS})
+    visitor = backend._team.workers["inside"]  # type: ignore[attr-defined]
+    backend._team.close()  # type: ignore[attr-defined]
+    backend._team._quit[0] = 0  # type: ignore[attr-defined]
+    visitor[1] = 1  # no other thread writes this: the worker has ended
+    thread = threading.Thread(target=lambda: forward(backend, cache, {0: TOKENS}), daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    visitor[1] = 0
+    thread.join(900)
+    assert not thread.is_alive()
 
 
 def _ends(run) -> None:  # type: ignore[no-untyped-def]
