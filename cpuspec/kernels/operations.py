@@ -16,7 +16,7 @@ from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 from cpuspec.kernels.pointwise import add_normed, cap_numbers, prepare_row, rotate_head, rows_of_block, scale_numbers
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
-from cpuspec.kernels.sharing import PIECES, piece, share, take
+from cpuspec.kernels.sharing import PIECES, parts_of_row, piece, share, take
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
@@ -52,16 +52,10 @@ def _rows_to_prepare(op, state):
 
 
 @compiled
-def _parts_of_row(op, rows, threads):
-    """With few rows, a long row is shared: each part measures the whole norm and writes its own inputs."""
-    return 1 if rows >= 2 * threads else max(1, min(threads, op.features // 1024))
-
-
-@compiled
 def _prepare(op, state, threads, item):
     """A part of a row to activations."""
     rows, features = _rows_to_prepare(op, state), op.features
-    parts = _parts_of_row(op, rows, threads)
+    parts = parts_of_row(op.features, rows, threads)
     part = (features // parts + 31) // 32 * 32
     place, first = item // parts, item % parts * part
     row = state.logit_rows[place] if op.select != 0 else place
@@ -100,8 +94,9 @@ def _linear(op, state, counters, stride, threads, thread):
     for turn in range(threads):
         owner = (thread + turn) % threads
         start, tiles = share(items, owner, threads)
-        while True:
-            number = take(counters + owner * stride, PIECES, 1)
+        counter = counters + owner * stride
+        while piece(tiles, simd.acquire(counter)) < tiles:  # to look costs less than to take in vain where many threads help
+            number = take(counter, PIECES, 1)
             first, end = start + piece(tiles, number), start + piece(tiles, number + 1)
             if first == end:
                 break
@@ -270,7 +265,7 @@ def _num_items(op, state, threads):
     """How many items of work an operation has in this forward, 0 where there is nothing to do."""
     if op.number == _PREPARE:
         rows = _rows_to_prepare(op.prepare, state)
-        return rows * _parts_of_row(op.prepare, rows, threads)
+        return rows * parts_of_row(op.prepare.features, rows, threads)
     if op.number == _LINEAR:
         return _num_tiles(op.linear) if not op.linear.vocab or state.num_logit_rows > 0 else 0
     if op.number == _ROTATE:

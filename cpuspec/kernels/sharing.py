@@ -1,4 +1,4 @@
-"""How the threads of a team share out an operation: by a counter, so that a thread that is held up delays only what it took.
+"""How the threads of a team share out an operation: by counters, so that a thread that is held up delays only what it took.
 
 Which thread computes what never changes a result.
 """
@@ -6,7 +6,7 @@ Which thread computes what never changes a result.
 from cpuspec.kernels import simd
 from cpuspec.kernels.options import compiled
 
-PIECES = 8  # of each thread's share of the tiles of a linear layer
+PIECES = 16  # that a thread's share of the tiles of a linear layer has at most
 
 
 @compiled
@@ -24,7 +24,18 @@ def share(tiles, thread, threads):
 
 @compiled
 def piece(tiles, number):
-    """Where a piece of a share of `tiles` tiles begins. Each is half of what is left: memory is read in long runs, and threads end
-    together.
+    """Where a piece of a share of `tiles` tiles begins. Each is a quarter of what is left: memory is read in long runs, a slow core
+    never holds much, and threads end together.
     """
-    return tiles - (tiles >> number) if number < PIECES else tiles
+    if number >= PIECES:
+        return tiles
+    left = tiles
+    for _ in range(number):
+        left -= (left + 3) // 4
+    return tiles - left
+
+
+@compiled
+def parts_of_row(features, rows, threads):
+    """How many parts a row of activations is prepared in: a long row is shared where rows are few. Each part measures the norm."""
+    return 1 if rows >= 2 * threads else max(1, min(threads, features // 1024))
