@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from cpuspec.errors import ConfigError
+from cpuspec.topology import read_topology
 
 
 def cache_dir() -> Path:
@@ -123,15 +124,8 @@ def ollama_dirs() -> list[Path]:
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may use: its affinity, without second hardware threads, within the cgroup's quota."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not on this platform
-        return os.cpu_count() or 1
-    siblings = {_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    limit = max(1, int(quota) // int(period)) if quota.isdigit() and period.isdigit() and int(period) else len(siblings)
-    return max(1, min(len(siblings), limit))
+    """Threads to compute with by default (`topology.Topology.usable_cores`)."""
+    return read_topology().usable_cores
 
 
 def processor_name() -> str:
