@@ -87,7 +87,7 @@ def _nodes(root: Path, cpus: Set[int]) -> Iterator[Node]:
 
 
 def _speed(cpu: Path) -> int:
-    """A number that grows with the speed of a logical processor, 0 where there is none. All processors of a machine have the same."""
+    """A number that grows with the speed of a logical processor, in one unit for all of a machine; 0 where there is none."""
     # The scheduler's measure, which knows more than the clock (Documentation/ABI/testing/sysfs-devices-system-cpu).
     return _whole(cpu / "cpu_capacity") or _whole(cpu / "cpufreq/cpuinfo_max_freq")
 

@@ -40,6 +40,7 @@ from cpuspec.evaluate import speed
 from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
+from cpuspec.topology import Core, Node, Topology
 from tests.processes import HANG_S, interruptible_children, started, wait_for
 from tests.stand_in_hub import COMMIT, Repository, StandInHub, running
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
@@ -1321,12 +1322,31 @@ def test_info_says_what_was_chosen_and_why(cache: Path) -> None:
     assert set(shown["features"]) == kernels.isa.features()
     assert 1 <= shown["default_threads"] == shown["usable_cores"] <= shown["logical_cpus"]
     assert shown["read_bandwidth"] == [{"threads": n, "bytes_per_s": 1e9 * n} for n in sorted({1, shown["usable_cores"]})]
+    assert sum(one["count"] for one in shown["cores"]) >= shown["usable_cores"]
     assert shown["versions"]["cpuspec"] == cpuspec.__version__
     assert shown["versions"].keys() == {"cpuspec", "python", "numpy", "numba", "llvmlite"}
     assert (shown["cache_directory"], shown["kernel_directory"]) == (str(cache), str(kernels.kernel_directory()))
     assert (shown["kernels_compiled"], shown["kernel_bytes"], shown["models"]) == (False, 0, [])
     table = ok("info")
     assert all(str(text) in table for text in (shown["processor"], shown["isa_reason"], shown["kernel_directory"], "not compiled"))
+
+
+@pytest.mark.usefixtures("bandwidth", "cache")
+def test_info_tells_unequal_cores_a_quota_and_where_weights_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = (*(Core((n,), 1.0, "core") for n in range(6)), *(Core((n,), 0.45, "atom") for n in range(6, 14)))
+    machine = Topology(cores, (Node(0, tuple(range(6)), 1 << 30), Node(1, tuple(range(6, 14)), None)), 2.5)
+    monkeypatch.setattr("cpuspec.cli.machine.read_topology", lambda: machine)
+    shown = json.loads(ok("info", "--json"))
+    assert shown["cores"] == [{"kind": "core", "speed": 1.0, "count": 6}, {"kind": "atom", "speed": 0.45, "count": 8}]
+    assert (shown["cpu_quota"], shown["interleaved_nodes"]) == (2.5, [0, 1])
+    table = " ".join(ok("info").split())
+    for text in (
+        "6 cores of kind core, 100% of the top speed",
+        "8 cores of kind atom, 45%",
+        "a quota of 2.5",
+        "over 2 memory nodes",
+    ):
+        assert text in table
 
 
 @pytest.mark.usefixtures("bandwidth")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.backends.numa import interleave_pages, nodes_to_use
 from cpuspec.backends.packed import packed_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
@@ -42,6 +43,7 @@ from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import Layer, decode, query_scale
+from cpuspec.topology import read_topology
 
 _SMALL = 768  # hidden size under which a model is small
 
@@ -85,7 +87,10 @@ class NumbaBackend:
         matrices = {name: t for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
 
         def load(matrices: Mapping[str, WeightTensor]) -> dict[str, PackedTensor]:
-            return packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
+            packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
+            if engine.numa_interleave:
+                interleave_pages((matrix.data for matrix in packed.values()), nodes_to_use(read_topology()))
+            return packed
 
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes

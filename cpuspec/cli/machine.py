@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections import Counter
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import takewhile
@@ -9,12 +10,14 @@ from pathlib import Path
 
 from cpuspec import __version__
 from cpuspec.backends import OWN_SETTINGS
+from cpuspec.backends.numa import nodes_to_use
 from cpuspec.backends.packed import packed_directory, packed_files
 from cpuspec.cli.console import Report, counted, print_facts, size
 from cpuspec.cli.reports import known_models
 from cpuspec.config import EngineConfig
 from cpuspec.environment import cache_dir, packed_limit_bytes, proc_field, processor_name, usable_cores
 from cpuspec.metrics import read_bandwidth
+from cpuspec.topology import read_topology
 
 # The features that decide how fast kernels are, of the hundred that a processor has: LLVM's names.
 TELLING_FEATURES = (
@@ -59,12 +62,20 @@ def describe_hardware() -> Report:
     """The processor, its memory, and the kernels chosen for them. It measures nothing."""
     from cpuspec.kernels import isa  # imports numba
 
+    topology = read_topology()
     threads = usable_cores()
     return {
         "processor": processor_name(),
         "logical_cpus": os.cpu_count(),
         "usable_cores": threads,
         "default_threads": threads,
+        "cores": [
+            {"kind": kind, "speed": speed, "count": count}
+            for (kind, speed), count in Counter((core.kind, round(core.speed, 2)) for core in topology.cores).items()
+        ],
+        "cpu_quota": topology.quota,
+        "memory_nodes": [{"number": node.number, "bytes": node.memory_bytes, "cpus": len(node.cpus)} for node in topology.nodes],
+        "interleaved_nodes": list(nodes_to_use(topology)),
         "features": sorted(isa.features()),
         "isa": isa.dot_isa(),
         "isa_reason": _why(isa.dot_isa(), isa.features()),
@@ -111,8 +122,10 @@ def show_machine(report: Report) -> None:
         ("kernels", f"{report['isa']}: {report['isa_reason']}"),
         ("", f"4-bit codes that stand for values are looked up with {report['lookup_isa']} instructions"),
         ("", f"nine rows and more {'are multiplied in' if report['tile_registers'] else 'have no'} tile registers (AMX)"),
-        ("threads", f"{report['default_threads']} by default"),
+        *(("", _kind(one)) for one in report["cores"] if len(report["cores"]) > 1),
+        ("threads", f"{report['default_threads']} by default{_limit_of_threads(report)}"),
         ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
+        ("", _nodes(report)),
         *(
             ("", f"reads {one['bytes_per_s'] / 1e9:.1f} GB/s with {counted(one['threads'], 'thread')}")
             for one in report["read_bandwidth"]
@@ -135,6 +148,26 @@ def _why(isa: str, features: frozenset[str]) -> str:
     if used not in features:
         return f"this processor has no {missing}"
     return f"this processor has {used}" + (f" and no {missing}" if missing else "")
+
+
+def _kind(cores: Report) -> str:
+    """Cores of one kind and speed, on a machine with several."""
+    kind = f" of kind {cores['kind']}" if cores["kind"] else ""
+    return f"{counted(cores['count'], 'core')}{kind}, {cores['speed']:.0%} of the top speed"
+
+
+def _limit_of_threads(report: Report) -> str:
+    """Why there are no more threads, if it is not the number of cores."""
+    quota = report["cpu_quota"]
+    return "" if quota is None else f"; a quota of {quota:g} processors limits them"
+
+
+def _nodes(report: Report) -> str:
+    """Where weights lie."""
+    nodes = report["interleaved_nodes"]
+    if nodes:
+        return f"weights are spread over {len(nodes)} memory nodes, page by page"
+    return "weights lie in one piece: the usable cores are near one memory node"
 
 
 def _bytes_under(directory: Path) -> int:
