@@ -1,7 +1,8 @@
 """A team of threads that runs one program after another, each as one compiled call.
 
-Workers are Python threads inside a compiled function without the GIL. Between forwards a worker waits as at a barrier (`waiting`),
-and when no work comes for long it returns to Python and sleeps on an event.
+Workers are Python threads inside a compiled function without the GIL. An operation ends when all of its items are done
+(`operations.run`), so the threads of a team need not all be there. Between forwards a worker waits as it does between operations
+(`waiting`), and when no work comes for long it returns to Python and sleeps on an event.
 """
 
 import os
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from cpuspec.errors import BackendError
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import layout, machine_code, simd
-from cpuspec.kernels.layout import job_at, team_at
+from cpuspec.kernels.layout import DONE, job_at, team_at
 from cpuspec.kernels.operations import first_operation, run
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
@@ -37,8 +38,8 @@ def _publish(team, job, threads):
     own.operations, own.num_operations, own.state, own.counters = job.operations, job.num_operations, job.state, job.counters
     for i in range((threads + 1) * job.num_operations):
         simd.poke_i64(job.counters + 8 * i, 0)
-    # The last forward is done: one more than DONE is the first operation of the next.
-    begin(step, simd.acquire(step) + 1 + first_operation(job, 0, threads))
+    # One more than a forward's DONE is the first operation of the next.
+    begin(step, (simd.acquire(step) | DONE) + 1 + first_operation(job, 0, threads))
     asleep = 0
     for worker in range(1, threads):
         asleep += simd.exchange(address(team.workers[worker]), 0)
@@ -149,9 +150,11 @@ class Team:
         if asleep < 0:
             return -asleep
         if asleep:
-            for event in self._wake:
-                event.set()
-            self._run(self._address, self.threads, 0)
+            try:
+                for event in self._wake:
+                    event.set()
+            finally:  # workers must not read what an interrupted caller lets go
+                self._run(self._address, self.threads, 0)
         return 0
 
     def close(self) -> None:

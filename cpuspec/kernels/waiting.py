@@ -1,8 +1,10 @@
-"""How threads of a team wait for each other: for the next forward, and for everyone at the end of an operation.
+"""How threads of a team wait: for the next forward, and for the items of an operation that others still do.
+
+A thread that does no item is not waited for. It is outside of the job then, and joins the operation that runs when it comes back.
 
 A waiting thread spins for a moment and then yields its core, so that a team larger than its free cores slows down and does not
-collapse. A thread whose yields take long shares its core with another process, which hands the core back milliseconds after the
-others came. That thread sleeps for a while instead, until the last of the others wakes it: schedulers run a woken thread promptly.
+collapse. A thread whose yields take long shares its core with another process, which hands the core back milliseconds later. That
+thread sleeps for a while instead, until another thread wakes it: schedulers run a woken thread promptly.
 A thread with a core of its own never sleeps, because waking takes longer than most waits.
 """
 
