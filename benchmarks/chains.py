@@ -32,8 +32,9 @@ from chains_peers import (
     peer_table,
     summarize_peers,
 )
+from instruction_sets import in_use
 from peers import read_interpreters
-from peers_engines import PeerError
+from peers_errors import PeerError
 from record import Rounds, record, save, say
 
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
@@ -137,6 +138,7 @@ def main(
     head = record("chains", checkpoint.path.name, rounds) | {"target_dtype": target_dtype, "max_tokens": max_tokens}
     head |= {"sets": summaries, "memory": memory, "prompts": rows}
     if peers.abouts or peers.failed:
+        head["instructions"] = {"cpuspec": in_use(), **peers.builds}
         head["peers"] = {"compared": compared, "engines": peers.abouts, "failed": peers.failed, "sets": peer_summaries}
     save(head, json_file)
     if any(one["num_identical"] < one["num_prompts"] for arms in summaries.values() for one in arms.values()):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import report_plots as plots
-from peers_report import OWN
+from peers_report import OWN, who
 
 from cpuspec.config import SpecConfig
 from cpuspec.evaluate.parity import Parity, Recording, compare
@@ -25,7 +25,8 @@ _UPPER = (
 )
 _PEERS = (
     "llama.cpp reads the same file. The others run a model of the same shape with random weights, in their own 4-bit format "
-    "(torch: 8 bits). All engines took turns, round by round."
+    "(torch: 8 bits). All engines took turns, round by round. Each part is about one instruction set of cpuspec and one build of "
+    "llama.cpp; the others choose their instructions themselves."
 )
 
 _SAME_PROMPTS = (
@@ -121,9 +122,10 @@ def drafts_of_peers(results: Sequence[Result], runs: Sequence[Recording]) -> lis
             for peer, arm in theirs.items():
                 cells = [_figure(arm["tokens_per_s"], 1), _figure(arm["over_plain"]), _same(arm)]
                 rows.append([f"{name}: {peer}", *cells, _fastest_over(result, name, peer)])
-        blocks.append(f"**{target}**")
+        subject = f"{target}: {who(result['instructions'])}"
+        blocks.append(f"**{subject}**")
         if rows:
-            caption = f"{target}: tokens per second of greedy answers to the same prompts, geometric mean, the fastest first"
+            caption = f"{subject}: tokens per second of greedy answers to the same prompts, geometric mean, the fastest first"
             blocks.append(Plot(f"drafts-of-peers-{number}", caption, plots.bars(panels, "tokens/s", 1)))
             columns = ["prompts: engine, drafts", "tokens/s", "over its plain", "identical to it", f"{OWN}'s fastest over it"]
             blocks.append(Table(columns, rows))
@@ -166,10 +168,11 @@ def four_arms(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
 def peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Engines side by side: rates, and how many times as fast as each cpuspec is."""
     blocks: list[Block] = []
-    seen: set[tuple[str, str]] = set()  # a figure of a model is told by the newest file that has it
-    for number, result in enumerate(_of(results, "peers")):
-        figures = {figure: one for figure, one in result["figures"].items() if (result["model"], figure) not in seen}
-        seen |= {(result["model"], figure) for figure in figures}
+    seen: set[tuple[str, str]] = set()  # a figure of a model and build is told by the newest file that has it
+    for number, result in enumerate(_parts(results)):
+        subject = f"{result['model']}: {who(result['instructions'])}"
+        figures = {figure: one for figure, one in result["figures"].items() if (subject, figure) not in seen}
+        seen |= {(subject, figure) for figure in figures}
         if not figures:
             continue
         rates = {figure: by_engine for figure, by_engine in figures.items() if figure.startswith(("decode", "prefill"))}
@@ -177,7 +180,7 @@ def peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
             figure: {engine: plots.Bar(one["median"], one["min"], one["max"]) for engine, one in by_engine.items()}
             for figure, by_engine in rates.items()
         }
-        head = f"{result['model']}, {result['threads']} threads, {result['rounds']} rounds"
+        head = f"{subject}; {result['threads']} threads, {result['rounds']} rounds"
         blocks.append(f"**{head}**")
         if panels:
             caption = f"{head}: tokens per second, median of the rounds, and the least and the most"
@@ -194,15 +197,16 @@ def row_costs(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
     """v(n): what a forward over n rows costs, over that of one row."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for result in _of(results, "peers"):
+    for result in _parts(results):
+        builds = {engine: f"{engine}, {text}" for engine, text in result["instructions"].items()}
         model, forwards = str(result["model"]), {name: one for name, one in result["figures"].items() if "row" in name}
         for engine in dict.fromkeys(engine for by_engine in forwards.values() for engine in by_engine):
             points = [(float(_rows(name)), one[engine]["median"]) for name, one in forwards.items() if engine in one]
-            times.setdefault(model, {}).setdefault(engine, points)
+            times.setdefault(model, {}).setdefault(builds.get(engine, engine), points)
         for engine, costs in result["over_one_row"].items():
             if costs:
                 points = [(1.0, 1.0), *((float(_rows(name)), one["median"]) for name, one in costs.items())]
-                panels.setdefault(model, {}).setdefault(engine, points)
+                panels.setdefault(model, {}).setdefault(builds.get(engine, engine), points)
     rows = [
         [f"{model}: {engine}", "; ".join(f"{x:.0f}: {y:.2f}" for x, y in points[1:])]
         for model, curves in panels.items()
@@ -273,7 +277,7 @@ def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
         caption = "memory of each arm in megabytes; weights that drafts share with the target are counted once"
         blocks.append(Plot("memory", caption, plots.stacks(panels, "MB")))
     rows = [
-        [f"{result['model']}: {figure}, {engine}", _figure(one["median"])]
+        [f"{result['model']}: {figure}, {engine}{_built(result, engine)}", _figure(one["median"])]
         for result in _newest_of_model(results, "start")
         for figure, by_engine in result["figures"].items()
         for engine, one in by_engine.items()
@@ -405,6 +409,11 @@ def _of(results: Sequence[Result], benchmark: str) -> Iterator[Result]:
     return (result for result in results if result["benchmark"] == benchmark)
 
 
+def _parts(results: Sequence[Result]) -> Iterator[Result]:
+    """Results of `peers.py`, one for each instruction set."""
+    return (result | part for result in _of(results, "peers") for part in result["instruction_sets"].values())
+
+
 def _newest_of_model(results: Sequence[Result], benchmark: str) -> list[Result]:
     newest: dict[str, Result] = {}
     for result in _of(results, benchmark):
@@ -480,6 +489,11 @@ def _same(arm: Mapping[str, Any]) -> str:
 
 def _with(spec: str | None) -> str:
     return "" if spec in (None, PLAIN) else f", {spec}"
+
+
+def _built(result: Result, engine: str) -> str:
+    """What the build of a peer is for, where the result tells."""
+    return f" built for {result['instructions'][engine]}" if engine != OWN and engine in result.get("instructions", ()) else ""
 
 
 def _rows(name: str) -> int:

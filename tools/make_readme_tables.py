@@ -57,23 +57,40 @@ def with_tables(readme: str, results: Mapping[str, Result]) -> str:
         raise ValueError(f"README needs one line {START} and, after it, one line {END}")
     before, _, rest = readme.partition(START)
     _, _, after = rest.partition(END)
-    return f"{before}{START}\n{_table(results)}\n{_sources(results)}\n{END}{after}"
+    return f"{before}{START}\n{_tables(results)}{_sources(results)}\n{END}{after}"
 
 
-def _table(results: Mapping[str, Result]) -> str:
-    """Figures in rows, models in columns; the model with most figures first."""
-    models = list(dict.fromkeys(result["model"] for result in results.values()))
+def _tables(results: Mapping[str, Result]) -> str:
+    """A table for each instruction set with the build of llama.cpp that it was compared with, then one of all other figures."""
+    compared: dict[str, list[Result]] = {}
+    for result in results.values():
+        for part in result.get("instruction_sets", {"": result}).values():
+            if "instructions" in part:
+                compared.setdefault(_who(part["instructions"]), []).append(result | part)
+    tables = {who: _table(group, _beside_peers(group)) for who, group in compared.items()}
+    tables["all other figures"] = _table(list(results.values()), _rows(list(results.values())))
+    return "".join(f"**{title}**\n\n{table}\n" for title, table in tables.items() if table)
+
+
+def _who(instructions: Mapping[str, str]) -> str:
+    """Which instruction set and which build of a peer figures are about."""
+    peers = [f"{peer} built for {text}" for peer, text in instructions.items() if peer != OWN]
+    return ", ".join([f"{OWN} with {instructions[OWN]}", *peers])
+
+
+def _table(results: Sequence[Result], labels: Sequence[tuple[str, str, Cell]]) -> str:
+    """Figures in rows, models in columns; the model with most figures first. "" of no figures."""
+    models = list(dict.fromkeys(result["model"] for result in results))
     rows = [
         (
             label,
-            {
-                model: _newest(cell, [r for r in results.values() if (r["benchmark"], r["model"]) == (benchmark, model)])
-                for model in models
-            },
+            {model: _newest(cell, [r for r in results if (r["benchmark"], r["model"]) == (benchmark, model)]) for model in models},
         )
-        for benchmark, label, cell in _rows(results)
+        for benchmark, label, cell in labels
     ]
     rows = [(label, cells) for label, cells in rows if any(cells.values())]
+    if not rows:
+        return ""
     models = sorted((m for m in models if any(cells[m] for _, cells in rows)), key=lambda m: (-sum(bool(c[m]) for _, c in rows), m))
     lines = [["", *(Path(model).stem for model in models)], ["---"] * (len(models) + 1)]
     lines += [[label, *(cells[model] or "" for model in models)] for label, cells in rows]
@@ -107,12 +124,10 @@ def _sources(results: Mapping[str, Result]) -> str:
     return "\n\n".join(texts)
 
 
-def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
-    """(benchmark, label, cell) of each row, in the table's order."""
-    figures = [(r["benchmark"], figure) for r in results.values() for figure in r.get("figures", ())]
-    depths = sorted({int(figure.removeprefix("decode @ d")) for _, figure in figures if figure.startswith("decode @ d")})
-    others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark not in ("peers", "kernels"))
-    steps = dict.fromkeys(arm for r in results.values() if r["benchmark"] == "overhead" for arm in r["us_per_step"])
+def _beside_peers(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
+    """(benchmark, label, cell) of each row that compares engines, in the table's order."""
+    figures = dict.fromkeys(figure for r in results for figure in r.get("figures", ()))
+    depths = sorted({int(figure.removeprefix("decode @ d")) for figure in figures if figure.startswith("decode @ d")})
     return [
         ("peers", "decoding, tokens/s", _own("decode")),
         ("peers", "decoding over llama.cpp on the same file", _over("decode", "llama.cpp")),
@@ -128,15 +143,25 @@ def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
         ("peers", "a forward over 2 / 4 / 8 / 16 rows over one row, all logits", _over_one_row(OWN)),
         ("peers", "the same, llama.cpp", _over_one_row("llama.cpp")),
         *(("peers", f"a forward over {rows} rows over the best of all peers", _over_best(f"{rows} rows")) for rows in (4, 8, 16)),
+        *(("chains", label, cell) for label, cell in _over_drafts(results, "llama.cpp")),
+    ]  # fmt: skip
+
+
+def _rows(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
+    """(benchmark, label, cell) of each other row, in the table's order."""
+    figures = [(r["benchmark"], figure) for r in results for figure in r.get("figures", ())]
+    others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark != "kernels")
+    steps = dict.fromkeys(arm for r in results if r["benchmark"] == "overhead" for arm in r["us_per_step"])
+    return [
         *(("overhead", f"a step besides the compiled forward, drafts {arm}", _overhead(arm)) for arm in steps),
         *((benchmark, figure, _every_engine(figure)) for benchmark, figure in others),
         ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
         ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
         ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
-        *(("chains", label, cell) for label, cell in (*_gains(results), *_over_drafts(results, "llama.cpp"))),
+        *(("chains", label, cell) for label, cell in _gains(results)),
         ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
         ("certificates", "drafts certified: the same greedy ids and distribution, and a lie seen", _certified),
-    ]  # fmt: skip
+    ]
 
 
 def _own(figure: str) -> Cell:
@@ -171,11 +196,14 @@ def _over_one_row(engine: str) -> Cell:
 
 
 def _every_engine(figure: str) -> Cell:
-    """cpuspec's figure, then the others' medians with their names."""
+    """cpuspec's figure, then the others' medians with their names and builds."""
 
     def cell(result: Result) -> str | None:
         engines = result["figures"].get(figure, {})
-        others = [f"{engine} {_number(spread['median'])}" for engine, spread in engines.items() if engine != OWN]
+        builds = {engine: f" (built for {text})" for engine, text in result.get("instructions", {}).items()}
+        others = [
+            f"{engine} {_number(spread['median'])}{builds.get(engine, '')}" for engine, spread in engines.items() if engine != OWN
+        ]
         own = [_range(engines[OWN])] if OWN in engines else []
         return "; ".join(text for text in (*own, *others) if text) or None
 
@@ -199,9 +227,9 @@ _PICKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
 }
 
 
-def _gains(results: Mapping[str, Result]) -> list[tuple[str, Cell]]:
+def _gains(results: Sequence[Result]) -> list[tuple[str, Cell]]:
     """(label, cell) of each set of prompts, target and pick."""
-    chains = [result for result in results.values() if result["benchmark"] == "chains"]
+    chains = [result for result in results if result["benchmark"] == "chains"]
     sets = sorted({(name, result["target_dtype"] or "") for result in chains for name in result["sets"]})
     return [
         (f"{name}{dtype and f', target in {dtype}'}: {what}", _gain(name, dtype, pick))
@@ -224,9 +252,9 @@ def _gain(name: str, dtype: str, pick: Callable[[Mapping[str, Any]], str | None]
     return cell
 
 
-def _over_drafts(results: Mapping[str, Result], engine: str) -> list[tuple[str, Cell]]:
+def _over_drafts(results: Sequence[Result], engine: str) -> list[tuple[str, Cell]]:
     """(label, cell) of each set of prompts that another engine's drafts were measured on."""
-    names = sorted({name for result in results.values() for name in result.get("peers", {}).get("sets", {})})
+    names = sorted({name for result in results for name in result.get("peers", {}).get("sets", {})})
     return [(f"{name}: fastest arm over {engine}'s fastest", _over_fastest(name, engine)) for name in names]
 
 
