@@ -109,8 +109,9 @@ def drafts_of_peers(results: Sequence[Result], runs: Sequence[Recording]) -> lis
     seen: set[tuple[str, str]] = set()
     for number, result in enumerate(result for result in _of(results, "chains") if "peers" in result):
         target = _target(result)
-        sets = {name: theirs for name, theirs in result["peers"]["sets"].items() if (target, name) not in seen}
-        seen |= {(target, name) for name in sets}
+        subject = f"{target}: {who(result['instructions'])}"
+        sets = {name: theirs for name, theirs in result["peers"]["sets"].items() if (subject, name) not in seen}
+        seen |= {(subject, name) for name in sets}
         panels, rows = {}, []
         for name, theirs in sets.items():
             ours = result["sets"][name]
@@ -122,7 +123,6 @@ def drafts_of_peers(results: Sequence[Result], runs: Sequence[Recording]) -> lis
             for peer, arm in theirs.items():
                 cells = [_figure(arm["tokens_per_s"], 1), _figure(arm["over_plain"]), _same(arm)]
                 rows.append([f"{name}: {peer}", *cells, _fastest_over(result, name, peer)])
-        subject = f"{target}: {who(result['instructions'])}"
         blocks.append(f"**{subject}**")
         if rows:
             caption = f"{subject}: tokens per second of greedy answers to the same prompts, geometric mean, the fastest first"
@@ -138,7 +138,7 @@ def four_arms(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
     by_model: dict[str, dict[str, Mapping[str, Any]]] = {}
     for result in _of(results, "chains"):
         dtype = "file" if result["target_dtype"] is None else str(result["target_dtype"])
-        by_model.setdefault(result["model"], {}).setdefault(dtype, result["sets"])
+        by_model.setdefault(f"{Path(result['model']).stem}, {result['machine']['isa']}", {}).setdefault(dtype, result["sets"])
     rows, panels = [], {}
     for model, targets in by_model.items():
         wide = next((dtype for dtype in targets if dtype != "file"), None)
@@ -153,7 +153,7 @@ def four_arms(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
             }
             rates = {f"{label}{_with(spec)}": sets[spec]["tokens_per_s"] for label, (sets, spec) in arms.items() if spec}
             base = next(iter(rates.values()))
-            panels[f"{Path(model).stem}, {name}"] = {label: plots.Bar(rate) for label, rate in rates.items() if rate}
+            panels[f"{model}, {name}"] = {label: plots.Bar(rate) for label, rate in rates.items() if rate}
             rows += [[f"{name}: {label}", _figure(rate, 1), _figure(rate / base)] for label, rate in rates.items() if rate and base]
     if not rows:
         return []
@@ -375,7 +375,10 @@ PARTS = (
     Part("The four arms: baseline, quantization, speculation, both", (_CHAINS, _IN_BF16), four_arms),
     Part(
         "Peers side by side",
-        ("python benchmarks/peers.py MODEL --llama-cpp PROGRAMS --python ENGINE=PYTHON --json benchmarks/results/peers-NAME.json",),
+        (
+            "python benchmarks/peers.py MODEL --isa native,avx2 --llama-cpp PROGRAMS --python ENGINE=PYTHON "
+            "--json benchmarks/results/peers-NAME.json",
+        ),
         peers,
     ),
     Part(
@@ -429,11 +432,11 @@ def _newest_chains(results: Sequence[Result]) -> list[Result]:
 
 
 def _chains(results: Sequence[Result]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each target its sets of prompts, each from the newest file that has it."""
+    """For each target and instruction set its sets of prompts, each from the newest file that has it."""
     sets: dict[str, dict[str, Any]] = {}
     for result in _of(results, "chains"):
         for name, arms in result["sets"].items():
-            sets.setdefault(_target(result), {}).setdefault(name, arms)
+            sets.setdefault(f"{_target(result)}: {OWN} with {result['machine']['isa']}", {}).setdefault(name, arms)
     yield from sets.items()
 
 

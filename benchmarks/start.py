@@ -21,6 +21,7 @@ import typer
 from instruction_sets import build_text, in_use
 from llama_cpp_build import open_build
 from peers_errors import PeerError
+from peers_report import who
 from record import Rounds, record, save, say, spread
 
 from cpuspec.checkpoints.download import resolve_model
@@ -85,7 +86,7 @@ def main(
         say(str(error))
         raise typer.Exit(1) from error
     figures = {figure: {name: spread(values) for name, values in by_engine.items()} for figure, by_engine in samples.items()}
-    print(_table(figures))
+    print(f"{who(instructions)}\n\n{_table(figures)}")
     sizes = {"context": context, "file_bytes": file_bytes, "cache_bytes": cache_bytes}
     save(record("start", path.name, passed) | sizes | {"instructions": instructions, "figures": figures}, json_file)
 

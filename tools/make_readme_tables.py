@@ -1,4 +1,4 @@
-"""Make the table in `benchmarks/README.md` from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
+"""Make the tables in `benchmarks/README.md` from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
 
     python tools/make_readme_tables.py            rewrite the text between the markers
     python tools/make_readme_tables.py --check    exit 1 if that text is not what the results say
@@ -30,8 +30,8 @@ Cell = Callable[[Result], str | None]  # what a file says in a row of the table;
 
 def main() -> int:
     """The command line described at the top of this file; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make the table in benchmarks/README.md from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="only say whether the table is what the results say")
+    parser = argparse.ArgumentParser(description="Make the tables in benchmarks/README.md from benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="only say whether the tables are what the results say")
     arguments = parser.parse_args()
     before = README.read_text("utf-8")
     after = with_tables(before, read_results(RESULTS))
@@ -61,14 +61,17 @@ def with_tables(readme: str, results: Mapping[str, Result]) -> str:
 
 
 def _tables(results: Mapping[str, Result]) -> str:
-    """A table for each instruction set with the build of llama.cpp that it was compared with, then one of all other figures."""
+    """Tables by instruction set: beside each build of llama.cpp, of cpuspec by itself, and of figures that depend on none."""
     compared: dict[str, list[Result]] = {}
+    alone: dict[str, list[Result]] = {}
     for result in results.values():
+        alone.setdefault(f"{OWN} by itself, with {result['machine']['isa']}", []).append(result)
         for part in result.get("instruction_sets", {"": result}).values():
             if "instructions" in part:
                 compared.setdefault(_who(part["instructions"]), []).append(result | part)
-    tables = {who: _table(group, _beside_peers(group)) for who, group in compared.items()}
-    tables["all other figures"] = _table(list(results.values()), _rows(list(results.values())))
+    tables = {title: _table(group, _beside_peers(group)) for title, group in compared.items()}
+    tables |= {title: _table(group, _by_itself(group)) for title, group in alone.items()}
+    tables["any instruction set: the bits are the same"] = _table(list(results.values()), _BITS)
     return "".join(f"**{title}**\n\n{table}\n" for title, table in tables.items() if table)
 
 
@@ -147,20 +150,15 @@ def _beside_peers(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
     ]  # fmt: skip
 
 
-def _rows(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
-    """(benchmark, label, cell) of each other row, in the table's order."""
+def _by_itself(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
+    """(benchmark, label, cell) of each row that is about cpuspec's own time."""
     figures = [(r["benchmark"], figure) for r in results for figure in r.get("figures", ())]
     others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark != "kernels")
     steps = dict.fromkeys(arm for r in results if r["benchmark"] == "overhead" for arm in r["us_per_step"])
     return [
         *(("overhead", f"a step besides the compiled forward, drafts {arm}", _overhead(arm)) for arm in steps),
         *((benchmark, figure, _every_engine(figure)) for benchmark, figure in others),
-        ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
-        ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
-        ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
         *(("chains", label, cell) for label, cell in _gains(results)),
-        ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
-        ("certificates", "drafts certified: the same greedy ids and distribution, and a lie seen", _certified),
     ]
 
 
@@ -288,6 +286,15 @@ def _identical(result: Result) -> str:
 def _certified(result: Result) -> str:
     certificates = result["certificates"]
     return f"{sum(one['passed'] for one in certificates)} of {len(certificates)}: {'; '.join(one['spec'] for one in certificates)}"
+
+
+_BITS: Sequence[tuple[str, str, Cell]] = (
+    ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
+    ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
+    ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
+    ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
+    ("certificates", "drafts certified: the same greedy ids and distribution, and a lie seen", _certified),
+)
 
 
 def _range(spread: Mapping[str, Any] | None, digits: int | None = None, times: float = 1, unit: str = "") -> str | None:

@@ -208,6 +208,17 @@ def test_a_figure_is_told_by_the_newest_file_that_has_it(tmp_path, drawn):
     assert re.findall(r"\| (\w+) \| ([\d.]+) \(", text) == [("decode", "2.00"), ("prefill", "7.00")]
 
 
+def test_what_drafts_gain_is_told_for_each_instruction_set(tmp_path, drawn):
+    newest = chains(1.0, date="2026-02-01", machine={"processor": "A laptop", "cores": 2, "isa": "avx2"})
+    text = chapter(made(on_file(tmp_path / "results", {"a": chains(2.0), "b": newest})), "Drafts over plain decoding")
+    assert re.findall(r"\*\*(.*)\*\*|\| mbpp: auto \| [\d.]+ \| ([\d.]+)", text) == [
+        ("one|two.gguf: cpuspec with avx2", ""),
+        ("", "2.00"),
+        ("one|two.gguf: cpuspec with generic", ""),
+        ("", "4.00"),
+    ]
+
+
 def test_a_part_with_nothing_on_file_names_the_command_that_makes_it(tmp_path, drawn):
     text = made(on_file(tmp_path / "results", {}))
     for part in report_parts.PARTS:

@@ -108,6 +108,20 @@ def test_figures_of_each_instruction_set_and_build_have_a_table_that_names_them(
     assert row(second, "decoding over llama.cpp on the same file") == "1.50x (1.25 to 2.00)"
 
 
+def test_times_of_each_instruction_set_have_a_table_and_figures_that_depend_on_none_have_one_together():
+    def chains(isa):
+        arms = {"auto": {"over_plain": 2.0, "over_plain_interval": [1.5, 2.5]}}
+        return result("chains", sets={"mbpp": arms}, target_dtype=None, machine={"processor": "One", "cores": 2, "isa": isa})
+
+    arms = [{"arm": "none", "identical_prompts": 4}]
+    text = with_tables(README, {"a": chains("avx2"), "b": chains("avx_vnni"), "c": result("identity", prompts=4, arms=arms)})
+    titles = [line for line in text.splitlines() if line.startswith("**")]
+    by_itself = [f"**cpuspec by itself, with {isa}**" for isa in ("avx2", "avx_vnni")]
+    assert titles == [*by_itself, "**any instruction set: the bits are the same**"]
+    for one in by_itself:
+        assert row(text.split(one)[1].split("**")[0], "mbpp: auto over plain decoding") == "2.00x (1.50 to 2.50)"
+
+
 def test_a_figure_that_only_an_older_result_has_is_kept():
     results = {
         "new": peers({"decode": {"llama.cpp": SPREAD}}, date="2026-01-02T00:00:00+00:00"),
