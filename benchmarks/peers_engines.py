@@ -54,9 +54,7 @@ class LlamaCpp:
     def __post_init__(self) -> None:
         if self.build.find("llama-bench") is None:
             raise PeerError(f"there is no llama-bench in {self.build.programs}; give the directory of llama.cpp's programs")
-        without = "" if self.build.find("forward-cost") else "; no forward-cost there, so no forwards over several rows"
-        self._build_about = f"{self.build.about}{without}"
-        self.about = f"llama-bench, {self._build_about}"
+        self.about = f"llama-bench, {self._about_build()}"
         self.instructions = self.build.instructions
 
     def measure(self, figure: Figure) -> Samples:
@@ -71,11 +69,15 @@ class LlamaCpp:
         seconds, about = parse_llama_bench(
             self._run("llama-bench", "-m", str(self.model), "-t", str(self.threads), *tests, "-o", "json")
         )
-        self.about = f"{about}, {self._build_about}"
+        self.about = f"{about}, {self._about_build()}"
         return {figure.name: seconds}
 
     def close(self) -> None:
         """Nothing runs between figures."""
+
+    def _about_build(self) -> str:
+        without = "" if self.build.find("forward-cost") else "; no forward-cost there, so no forwards over several rows"
+        return f"{self.build.about}{without}"
 
     def _run(self, program: str, *arguments: str) -> str:
         command = [str(self.build.find(program)), *arguments]
