@@ -1,4 +1,5 @@
-"""A linear layer's arithmetic in numpy, one operation after another: the bits that kernels return on every processor.
+"""Linear layers, and the norms and gates before them, in numpy, one operation after another: the bits that kernels return on every
+processor.
 
 It starts from rows of f32 and from the codes and scales of a format's file. It knows nothing of panels, tiles, registers or
 instructions. `fma` rounds once, as the instruction does.
@@ -57,6 +58,49 @@ def fma(x: Any, y: Any, z: Any) -> F32:
     error = (product - (total - added)) + (z - added)
     inexact_and_even = (error != 0) & (total.view(np.int64) & 1 == 0)
     return np.where(inexact_and_even, np.nextafter(total, np.copysign(np.inf, error)), total).astype(np.float32)
+
+
+def exp(x: F32) -> F32:
+    """As `pointwise.exp_f32`: n ln 2 in two parts, and Taylor to the seventh power."""
+    kept = np.clip(x, np.float32(-87), np.float32(88))
+    n = np.rint(kept * np.float32(1.4426950408889634))
+    r = fma(n, np.float32(2.12194440e-4), fma(n, np.float32(-0.693359375), kept))
+    p = np.full_like(x, 1 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1, 1):
+        p = fma(p, r, np.float32(factor))
+    return np.where(x > -87, np.ldexp(p, n.astype(np.int32)), np.float32(0))
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of the polynomial, where it is not taken
+def tanh(x: F32) -> F32:
+    """As `pointwise.tanh_f32`: Cephes' tanhf."""
+    square = x * x
+    p = np.full_like(x, -5.70498872745e-3)
+    for factor in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        p = fma(p, square, np.float32(factor))
+    far = 1 - 2 / (exp(x * 2) + 1)
+    return np.where(np.abs(x) < np.float32(0.625), fma(p * square, x, x), far)
+
+
+def normed(x: F32, weight: F32, eps: np.float32) -> F32:
+    """x / rms(x) * weight of a row, whose squares are summed in sixteen lanes, then in eight, four, two and one."""
+    lanes = np.zeros(16, np.float32)
+    for some in np.pad(x, (0, -len(x) % 16)).reshape(-1, 16):
+        lanes = fma(some, some, lanes)
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return x * (1 / np.sqrt(lanes / np.float32(len(x)) + eps)) * weight
+
+
+def silu_times(x: F32, other: F32) -> F32:
+    """silu(x) * other."""
+    return x / (1 + exp(0 - x)) * other
+
+
+def gelu_times(x: F32, other: F32) -> F32:
+    """gelu(x) * other, in the tanh form."""
+    inner = fma(x * x * x, np.float32(0.044715), x) * np.float32(0.7978845608028654)
+    return np.float32(0.5) * x * (1 + tanh(inner)) * other
 
 
 def quantized(x: F32, order: str) -> Inputs:

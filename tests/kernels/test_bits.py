@@ -1,5 +1,5 @@
-"""Linear layers have the bits of one reference in numpy. Every processor's kernels are held to the same one, so all instruction
-sets give the same bits.
+"""Linear layers, norms and gates have the bits of one reference in numpy. Every processor's kernels are held to the same one, so
+all instruction sets give the same bits.
 """
 
 from fractions import Fraction
@@ -12,6 +12,7 @@ from cpuspec.formats.packing import PANEL, TILE, pack
 from cpuspec.kernels import isa
 from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.linear import activation_order
+from cpuspec.kernels.pointwise import GELU, NORM, SILU, prepare_row
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.readers import NUMBERS, READERS
 from tests.kernels import reference
@@ -87,6 +88,23 @@ def test_products_of_bf16_are_those_of_the_reference_for_any_number_of_rows(
     assert wanted.any()
     for rows in ROWS:
         assert np.array_equal(_products(tensor, order, x[:rows]), wanted[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("features", [83, 576])
+@pytest.mark.parametrize("kind", [NORM, SILU, GELU])
+def test_norms_and_gates_are_those_of_the_reference(kind: int, features: int) -> None:
+    rng = np.random.default_rng(4)
+    row, other, weight = (4 * rng.standard_normal((3, features))).astype(np.float32)
+    row[:4] = 0, 100, -100, 0.01
+    eps = np.float32(1e-5)
+    padded = [np.pad(part, (0, -features % 32)) for part in (row, other, weight)]
+    got = np.empty(features, np.float32)
+    prepare_row(kind, *(part.ctypes.data for part in padded), eps, features, 0, features, 0, 0, got.ctypes.data, 0, 0, 0, 1)
+    if kind == NORM:
+        wanted = reference.normed(row, weight, eps)
+    else:
+        wanted = (reference.silu_times if kind == SILU else reference.gelu_times)(row, other)
+    assert np.array_equal(_bits(got), _bits(wanted))
 
 
 @pytest.mark.parametrize("order", ["int8", "int16"])
