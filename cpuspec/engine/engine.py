@@ -34,6 +34,7 @@ class Output:
     logprobs: list[TokenLogprobs]  # one for each token if asked for
     finish_reason: str | None = None  # "stop", "length", "aborted"
     stats: RequestStats | None = None
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were there already; the same in each output of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Engine:
             return waiting[0] if waiting else None
         request.seq.finish_reason = "aborted"
         self._remove(request)
-        return Output(request_id, "", [], [], "aborted", request.meter.stats())
+        return Output(request_id, "", [], [], "aborted", request.meter.stats(), request.meter.num_cached_tokens)
 
     def step(self) -> list[Output]:
         """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
@@ -180,13 +181,14 @@ class Engine:
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
         request.meter.record_step(num_taken, num_forwards, done.cycles)
         if reason is None:
-            return Output(seq.id, text, new, chosen)
+            return Output(seq.id, text, new, chosen, num_cached_tokens=request.meter.num_cached_tokens)
         if not request.text.stopped:
             text += request.text.finish()
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats())
+        stats = request.meter.stats()
+        return Output(seq.id, text, new[:num_taken], chosen, reason, stats, stats.num_cached_tokens)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)
