@@ -160,7 +160,8 @@ class KVCache:
         """Append the first `length` indices of what `read_block` returned to a slot that holds whole blocks so far."""
         assert self.blocks, "asked of caches that have blocks only"
         number, begun = divmod(self.lengths[slot], self.blocks.size)
-        assert not begun and block.shape >= self.block_shape(length), "blocks follow whole blocks, and have what is appended"
+        assert not begun, "blocks follow whole blocks"
+        assert block.shape >= self.block_shape(length), "a block has what is appended of it"
         if self.lengths[slot] + length > self.capacity:
             raise CacheError(f"slot {slot} holds {self.lengths[slot]} of {self.capacity} tokens; {length} more do not fit")
         *_, num_bytes = self.block_shape(-(-length // self.blocks.step) * self.blocks.step)
