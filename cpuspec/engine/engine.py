@@ -149,10 +149,15 @@ class Engine:
             self._ready.append(self._commit(request, done, num_forwards))
 
     def _admit(self) -> None:
-        """Begin waiting requests in their order while there are free slots, but none whose prefix is being read right now."""
-        waiting, context = self._scheduler.waiting, self._context
-        while waiting and context.num_free_slots and not context.awaits_prefix(waiting[0]):
-            seq = self._scheduler.admit()
+        """Begin waiting requests in their order while there are free slots.
+
+        One whose prefix is being read right now waits for that and keeps a free slot: those behind it do not take its turn.
+        """
+        context = self._context
+        for seq in list(itertools.islice(self._scheduler.waiting, context.num_free_slots)):
+            if context.awaits_prefix(seq):
+                continue
+            self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter
             meter.num_cached_tokens = context.acquire(seq)
             self._proposer.begin(seq, meter.num_cached_tokens)

@@ -164,11 +164,10 @@ class Context:
 
     def awaits_prefix(self, seq: Sequence) -> bool:
         """Whether a running sequence will soon hold a useful prefix of this one that is nowhere yet: acquire it then."""
-        useful = max(MIN_SHARED_PREFIX * len(seq.tokens), _MANY)
-        if len(seq.tokens) < useful or not self._shares:
+        if len(seq.tokens) < _MANY or not self._shares:
             return False
         coming = max((shared_prefix(other.seq.tokens, seq.tokens) for other in self._assignments.values()), default=0)
-        return coming >= useful and coming - max(*self._shared(seq), self._stored(seq)) >= useful
+        return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
     def release(self, seq: Sequence) -> None:
         """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
