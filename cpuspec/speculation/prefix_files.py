@@ -82,7 +82,7 @@ class PrefixFiles:
             "bytes": sum(block.nbytes for block in part.blocks),
             "blake2b": checksum.hexdigest(),
         }
-        with replacing(path) as file:
+        with replacing(path, mode=0o600) as file:  # it holds a prompt
             file.write(json.dumps(head).encode() + b"\n")
             for block in part.blocks:
                 file.write(block.data)

@@ -356,6 +356,7 @@ def test_a_saved_prefix_is_restored(tmp_path: Path) -> None:
         context.save_prefix(A, tmp_path / "saved")
     requests.run(*A)
     assert context.save_prefix([*A[:11], 7, 7, 7], tmp_path / "saved") == 10
+    assert (tmp_path / "saved").stat().st_mode & 0o077 == 0
     fresh = keeping(toy(), 100)
     assert fresh.restore_prefix(tmp_path / "saved") == 10
     assert Requests(fresh).run(*A) == 10
