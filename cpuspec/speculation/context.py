@@ -174,7 +174,7 @@ class Context:
         assigned = self._assignments.pop(seq.id, None)
         if assigned is None or assigned.slot in self._free:
             return
-        self._align(assigned)  # drafts that were rejected are no part of it
+        self._align(assigned, but=0)  # drafts that were rejected are no part of it
         if not self._shares:
             self._held[assigned.slot] = []
         self._clock += 1
@@ -339,18 +339,18 @@ class Context:
             else:
                 return
 
-    def _align(self, assigned: _Assignment) -> list[int]:
-        """Truncate the slot to the tokens that it shares with its sequence, all but the last at most; returns those it then holds.
+    def _align(self, assigned: _Assignment, but: int = 1) -> list[int]:
+        """Truncate the slot to what it shares with its sequence's tokens, all `but` the last of them; returns what it then holds.
 
         The last committed token is always fed: its row is asked for even where a slot already holds it.
         """
         seq, slot = assigned.seq, assigned.slot
-        held = self._held[slot]
+        held, most = self._held[slot], len(seq.tokens) - but
         # Only tokens that are new since the last score are compared: comparing all of a long context takes longer than the rest.
-        agreed = min(seq.unchanged(assigned.agreed), len(held), len(seq.tokens) - 1)
+        agreed = min(seq.unchanged(assigned.agreed), len(held), most)
         # The cache may have more rows than are held: those of a tree, or of a forward that was interrupted.
         if agreed < self.cache.lengths[slot]:
-            agreed += shared_prefix(held[agreed:], seq.tokens[agreed:-1])
+            agreed += shared_prefix(held[agreed:], seq.tokens[agreed:most])
             del held[self.cache.truncate(slot, agreed) :]
         assigned.agreed = seq.mark()
         return held

@@ -110,7 +110,7 @@ class PrefixFiles:
 
     def _read(self, file: BinaryIO, path: Path, with_blocks: bool) -> PrefixPart:
         capacity, per_token = self._cache.capacity, self._cache.bytes_per_token
-        line = file.readline(capacity * _MAX_TOKEN_BYTES + _MAX_OTHER_BYTES)
+        line = file.readline(_line_bytes(capacity))
         head = Fields(str(path), parse_json_object(line, str(path)))
         if head.text("cpuspec", "") != "prefix" or head.integer("format", 0) != _FORMAT:
             raise CacheError(f"{path} holds no keys and values in format {_FORMAT}; save them again with this version")
@@ -195,7 +195,10 @@ class PrefixDirectory:
 
     def write(self, files: PrefixFiles, part: PrefixPart) -> bool:
         """Write a block, removing others if the directory would be too large; returns whether that worked."""
-        key, num_bytes = prefix_key(part.parent, part.tokens), sum(block.nbytes for block in part.blocks)
+        key, num_bytes = (
+            prefix_key(part.parent, part.tokens),
+            sum(block.nbytes for block in part.blocks) + _line_bytes(len(part.tokens)),
+        )
         try:
             if self._room < num_bytes:
                 self._make_room(num_bytes)
@@ -240,3 +243,8 @@ class PrefixDirectory:
                 path.unlink(missing_ok=True)
                 kept -= size
         self._room = self._max_bytes - kept
+
+
+def _line_bytes(num_tokens: int) -> int:
+    """The most bytes that the line of a file may have."""
+    return num_tokens * _MAX_TOKEN_BYTES + _MAX_OTHER_BYTES
