@@ -4,12 +4,11 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from cpuspec.config import SamplingParams
 from cpuspec.errors import CacheError, ConfigError
@@ -182,50 +181,45 @@ def test_a_cache_without_blocks_keeps_slots_within_the_bound() -> None:
         context.save_prefix(A, Path("nowhere"))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    """Requests that begin alike, several at once, under a tiny bound; evictions, files, starts over one directory."""
-    model, directory = toy(max_rows=data.draw(st.integers(3, 9))), None
-    if data.draw(st.booleans()):
-        directory = tmp_path_factory.mktemp("prefixes")
-    limit, disk_bytes = data.draw(st.sampled_from([0, 10, 30, 100])), data.draw(st.sampled_from([300, 2000, 10**6]))
-    num_slots = data.draw(st.integers(1, 3))
+@pytest.mark.parametrize("limit", [0, 10, 30, 100])
+@pytest.mark.parametrize("disk_bytes", [0, 2500, 10**6])
+def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(tmp_path: Path, limit: int, disk_bytes: int) -> None:
+    """Requests that begin alike, several at once, under tiny bounds; evictions, saved files, and starts over one directory."""
+    rng = np.random.default_rng(limit + disk_bytes)
+    model, directory, saved = toy(max_rows=7), tmp_path / "blocks" if disk_bytes else None, tmp_path / "saved"
 
     def start() -> Requests:
-        return Requests(keeping(model, limit, num_slots, directory, disk_bytes))
+        return Requests(keeping(model, limit, int(rng.integers(1, 4)), directory, disk_bytes))
 
-    requests, alive, saved = start(), list[Sequence](), tmp_path_factory.mktemp("saved") / "prefix"
-    stems = [[*A[:size], *B[: data.draw(st.integers(0, 9))]] for size in (3, 8, 13)]
-    for _ in range(data.draw(st.integers(1, 14))):
-        action = data.draw(
-            st.sampled_from(["arrive", "arrive", "step", "depart", "depart", "restart", "save", "restore", "forget"])
-        )
-        prompt = [*data.draw(st.sampled_from(stems)), *data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))]
-        context = requests.context
-        if action == "arrive" and len(alive) < num_slots:
+    def new_prompt() -> list[int]:
+        return [*A[: rng.choice([3, 8, 13])], *B[: rng.integers(0, 9)], *rng.integers(0, 3, rng.integers(1, 6)).tolist()]
+
+    requests, alive = start(), list[Sequence]()
+    for action in rng.choice(
+        ["arrive", "step", "depart", "restart", "save", "restore", "forget"], 200, p=[0.35, 0.2, 0.3, 0.06, 0.04, 0.04, 0.01]
+    ):
+        context, prompt = requests.context, new_prompt()
+        if action == "arrive" and context.num_free_slots:
             alive.append(requests.begin(prompt))
-        elif action == "step" and alive:
+            requests.score(alive[-1])
+        elif action == "step":
             for seq in alive:
+                seq.extend([int(rng.integers(0, 8))])
                 requests.score(seq)
-                seq.extend([data.draw(st.integers(0, 7))])
         elif action == "depart" and alive:
-            context.release(alive.pop(data.draw(st.integers(0, len(alive) - 1))))
-        elif action == "restart" and not alive:
+            context.release(alive.pop(rng.integers(len(alive))))
+        elif action == "restart":
+            while alive:
+                context.release(alive.pop())
             context.spill()
             requests = start()
         elif action == "forget":
             context.forget_prefixes()
-        elif action == "save" and context._store:
-            if stored := max(context._stored(Sequence.new(99, [*prompt, 0], SamplingParams())), 0) // 2 * 2:
-                assert context.save_prefix(prompt, saved) >= stored
-        elif action == "restore" and context._store and saved.exists():
-            assert context.restore_prefix(saved) % 2 == 0
+        elif action in ("save", "restore") and context._store:
+            with suppress(CacheError):  # nothing is there
+                assert (context.save_prefix(prompt, saved) if action == "save" else context.restore_prefix(saved)) % 2 == 0
         assert requests.context.kept_bytes <= limit * 16
-        if directory:
-            assert sum(file.stat().st_size for file in directory.iterdir()) <= disk_bytes
+        assert sum(file.stat().st_size for file in directory.iterdir()) <= disk_bytes if directory else True
 
 
 # -------------------------------------------------------------------------------------------------------------------- on the disk
