@@ -70,7 +70,7 @@ class PrefixFiles:
 
     def write(self, path: Path, part: PrefixPart) -> None:
         """Put a part in the place of `path`. Raises OSError."""
-        checksum = hashlib.blake2b(digest_size=16)
+        checksum = hashlib.blake2b(prefix_key(part.parent, part.tokens), digest_size=16)
         for block in part.blocks:
             checksum.update(block.data)
         head = {
@@ -131,7 +131,7 @@ class PrefixFiles:
             raise CacheError(f"{path} has {got_bytes} bytes of keys and values; wanted {wanted_bytes} for {len(ids)} tokens")
         blocks: list[U8] = []
         if with_blocks:
-            checksum, size = hashlib.blake2b(digest_size=16), self._blocks.size
+            checksum, size = hashlib.blake2b(prefix_key(bytes.fromhex(parent), ids), digest_size=16), self._blocks.size
             for start in range(0, len(ids), size):
                 block = np.empty(self._cache.block_shape(min(size, len(ids) - start)), np.uint8)
                 if file.readinto(block.data) != block.nbytes:  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ class PrefixFiles:
                 checksum.update(block.data)
                 blocks.append(block)
             if checksum.hexdigest() != head.text("blake2b"):
-                raise CacheError(f"{path} is damaged: its keys and values do not agree with their checksum")
+                raise CacheError(f"{path} is damaged: its tokens, keys and values do not agree with their checksum")
         return PrefixPart(bytes.fromhex(parent), ids, blocks)
 
 

@@ -300,6 +300,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another model": (edited(identity="0" * 32), "another model, KV format, processor or version"),
     "another version": (edited(format=2), "holds no keys and values in format 1"),
     "more tokens than bytes": (edited(tokens=[0] * 24), "bytes of keys and values; wanted"),
+    "other tokens": (edited(tokens=[0] * 18), "do not agree with their checksum"),
     "no tokens": (edited(tokens=[]), "has 0 tokens; wanted 1 to 64"),
     "a million tokens": (edited(tokens=[0] * 10**6), "is not sound JSON"),
     "more tokens than the context": (edited(tokens=[0] * 66), "has 66 tokens; wanted 1 to 64"),
@@ -310,7 +311,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "tokens that are no array": (edited(tokens="0"), "tokens is '0', wanted an array"),
     "bytes below zero": (edited(bytes=-288), "bytes of keys and values; wanted"),
     "a parent that is no key": (edited(parent="xyz"), "cannot be read"),
-    "a middle part": (edited(parent="00"), "the middle of a prefix"),
+    "another parent": (edited(parent="00"), "do not agree with their checksum"),
 }  # fmt: skip
 
 
@@ -353,6 +354,12 @@ def test_a_saved_prefix_is_restored(tmp_path: Path) -> None:
     fresh = keeping(toy(), 100)
     assert fresh.restore_prefix(tmp_path / "saved") == 10
     assert Requests(fresh).run(*A) == 10
+    context = keeping(toy(), 0, directory=tmp_path / "blocks")
+    Requests(context).run(*A[:8])
+    beginning, middle = sorted((tmp_path / "blocks").iterdir(), key=lambda path: b'"parent": ""' not in path.read_bytes())
+    assert fresh.restore_prefix(beginning) == 4
+    with pytest.raises(CacheError, match="holds the middle of a prefix; wanted a file that save_prefix wrote"):
+        fresh.restore_prefix(middle)
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "gone", "a\0b"):
         with pytest.raises(CacheError, match=r"is not a file|cannot be read"):
