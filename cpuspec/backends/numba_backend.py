@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec import model
-from cpuspec.backends.packed import packed_matrices, tensor_identity
+from cpuspec.backends.packed import content_hash, packed_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -403,9 +404,17 @@ class _Writer:
 def _identity(config: ModelConfig, kv_format: str, tensors: Mapping[str, WeightTensor]) -> str:
     """A hash of everything that the bits of keys and values depend on besides the tokens."""
     sources = [sources_digest(Path(file).parent) for file in (__file__, model.__file__)]
-    weights = [(name, tensor.format.name, tensor.shape, tensor_identity(tensor)) for name, tensor in tensors.items()]
+    weights = [(name, tensor.format.name, tensor.shape, _weights_of(tensor)) for name, tensor in tensors.items()]
     facts = (machine_code.fingerprint(), sources, np.__version__, sys.byteorder, repr(config), kv_format, weights)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
+    """Of a vector, and of a matrix in memory, a hash; of a matrix in a file its place: vectors tell files of one size apart."""
+    source = tensor.source if isinstance(tensor, Cast) else tensor
+    data = source.data.reshape(-1)
+    place = place_in_file(data) if len(tensor.shape) == 2 else None
+    return source.format.name, *(place or (content_hash(data),))
 
 
 def _is_precise(config: ModelConfig, name: str) -> bool:

@@ -127,7 +127,7 @@ class _PackedFile:
             self._offsets[tensor_name] = at
             index.append((tensor_name, tensor.format.name, tensor.shape, at, num_bytes))
             at += _round_up(num_bytes, 64)
-        identity = (_LAYOUT, _FINGERPRINT, sys.byteorder, index, list(pool.map(tensor_identity, tensors.values())))
+        identity = (_LAYOUT, _FINGERPRINT, sys.byteorder, index, list(pool.map(_identity, tensors.values())))
         key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
         num_bytes = _round_up(at, _PAGE)
         head = json.dumps({"cpuspec": "packed weights", "key": key, "bytes": num_bytes, "tensors": index}).encode()
@@ -247,6 +247,12 @@ def _checksum(block: U8) -> bytes:
     return hashlib.blake2b(np.einsum("ij,j->i", pages, _ODD).tobytes(), digest_size=_CHECKSUM_BYTES).digest()
 
 
+def content_hash(data: U8) -> str:
+    """A hash of bytes, made as a checksum of packed weights is: as fast as memory is read, and no protection from intent."""
+    whole = len(data) // _PAGE * _PAGE
+    return _checksum(np.ascontiguousarray(data[:whole])).hex() + hashlib.blake2b(data[whole:].tobytes(), digest_size=16).hexdigest()
+
+
 def _is_sound(path: Path, pool: Executor) -> bool:
     """Whether a file agrees with its own head and checksums. Raises FileNotFoundError if there is none."""
     try:
@@ -313,14 +319,14 @@ def _pack(tensor: WeightTensor) -> PackedTensor:
     return packed
 
 
-def tensor_identity(tensor: WeightTensor) -> tuple[object, ...]:
+def _identity(tensor: WeightTensor) -> tuple[object, ...]:
     """Facts that change whenever the bytes of a tensor do.
 
     Of bytes in a file: its size, its time of change, their place in it, and samples of them. Of other bytes: a hash. Of a cast:
     those of its source.
     """
     if isinstance(tensor, Cast):
-        return ("cast", tensor.source.format.name, *tensor_identity(tensor.source))
+        return ("cast", tensor.source.format.name, *_identity(tensor.source))
     data = tensor.data.reshape(-1)
     place = place_in_file(data)
     if place is None:
