@@ -171,15 +171,16 @@ class Context:
 
     def release(self, seq: Sequence) -> None:
         """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
-        assigned = self._assignments.pop(seq.id, None)
-        if assigned is None or assigned.slot in self._free:
-            return
-        self._align(assigned, but=0)  # drafts that were rejected are no part of it
-        if not self._shares:
-            self._held[assigned.slot] = []
-        self._clock += 1
-        self._used[assigned.slot] = self._clock
-        self._free.append(assigned.slot)
+        assigned = self._assignments.get(seq.id)
+        if assigned is not None and assigned.slot not in self._free:
+            self._align(assigned, but=0)  # drafts that were rejected are no part of it
+            if not self._shares:
+                self._held[assigned.slot] = []
+            self._clock += 1
+            self._used[assigned.slot] = self._clock
+            self._free.append(assigned.slot)
+        # After the slot is free again: an interrupt between the two loses no slot.
+        self._assignments.pop(seq.id, None)
         self._tidy()
 
     def save_prefix(self, tokens: list[int], path: Path) -> int:
