@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import numpy as np
@@ -206,6 +206,11 @@ def _percentiles(values: Any) -> dict[str, float]:
 def now_s() -> float:
     """Seconds since some moment, to tell how long something takes that is no single call."""
     return perf_counter()
+
+
+def epoch_s() -> int:
+    """Seconds since 1970, for time stamps."""
+    return int(time())
 
 
 def elapsed_s(function: Callable[[], object]) -> float:

@@ -112,6 +112,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template; None without one."""
+        return self._parts.chat_template
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.
 
@@ -140,7 +145,7 @@ class Tokenizer:
         return self._text(token_id) is None or token_id in self._special_ids
 
     def token_id(self, text: str) -> int | None:
-        """The token that stands for exactly this text: a control token, or one that the vocabulary never splits; None without one."""
+        """The token that stands for exactly this text, a control token or one that is never split; None without one."""
         if control := self._control.get(text):
             return control.id
         return next((token_id for token_id in self._parts.literal if self._parts.tokens[token_id] == text), None)

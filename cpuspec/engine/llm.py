@@ -211,9 +211,7 @@ class LLM:
         self._shared.aborted_stats = None
         return self._stream(self._prompt_ids(prompt), one)
 
-    def submit(
-        self, prompt: Seq[int], params: SamplingParams, receiver: Receiver, shown: abc.Set[int] = frozenset()
-    ) -> int:
+    def submit(self, prompt: Seq[int], params: SamplingParams, receiver: Receiver, shown: abc.Set[int] = frozenset()) -> int:
         """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
 
         receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
@@ -284,7 +282,7 @@ class LLM:
         request_ids: list[int] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                request_ids += [self._shared.submit(prompt, answer) for answer in _answers(one)]
+                request_ids += [self._shared.submit(prompt, answer) for answer in answer_params(one)]
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
             for request_id in request_ids:
@@ -340,7 +338,7 @@ def _changed(settings: _Settings, changes: dict[str, Any], kind: str) -> _Settin
     return replace(settings, **changes) if changes else settings
 
 
-def _answers(params: SamplingParams) -> list[SamplingParams]:
+def answer_params(params: SamplingParams) -> list[SamplingParams]:
     """Params of each of the `n` answers; each has a seed of its own, counted from the one that was given."""
     if params.n == 1:
         return [params]
