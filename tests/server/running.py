@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,10 @@ class Running:
 
 
 @contextmanager
-def serving(make: Callable[[], LLM], keys: tuple[str, ...] = (), **config: Any) -> Iterator[Running]:
+def serving(make: Callable[[], LLM], keys: tuple[str, ...] = (), listen_port: int = 0, **config: Any) -> Iterator[Running]:
     """Serve what `make` loads until the context ends. The model is called "tiny"."""
     settings = ServerConfig(**{"port": 0, "drain_s": 0.0, **config})
-    server, listener, ready, errors = Server("tiny", settings, keys), listen("127.0.0.1", 0), threading.Event(), []
+    server, listener, ready, errors = Server("tiny", settings, keys), listen("127.0.0.1", listen_port), threading.Event(), []
 
     def run() -> None:
         try:
@@ -71,7 +71,8 @@ def serving(make: Callable[[], LLM], keys: tuple[str, ...] = (), **config: Any) 
             raise errors[0]
         yield Running(server, f"http://127.0.0.1:{listener.getsockname()[1]}")
     finally:
-        server.stop()
-        server.stop()
+        with suppress(RuntimeError):  # it has ended by itself
+            server.stop()
+            server.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), "the server does not end"
