@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.server import completions, native
+from cpuspec.server import completions, infill, messages, native, responses
 from cpuspec.server.errors import EngineFailedError, RequestError
 from cpuspec.server.gate import Gate, context_of
 from cpuspec.server.model import ServedModel
@@ -35,6 +35,9 @@ def make_app(server: Server) -> FastAPI:
     app.state.server = server
     app.include_router(native.router)
     app.include_router(completions.router)
+    app.include_router(messages.router)
+    app.include_router(responses.router)
+    app.include_router(infill.router)
     app.add_exception_handler(CpuspecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -63,7 +66,9 @@ async def _on_bad_body(request: Request, error: Exception) -> Response:
     place = [str(part) for part in first["loc"][1:]]
     name = place[0] if place else None
     if first["type"] == "extra_forbidden":
-        message = f"Unrecognized request argument supplied: {'.'.join(place)}"
+        theirs = request.url.path.startswith("/v1/messages")
+        said = "{}: Extra inputs are not permitted" if theirs else "Unrecognized request argument supplied: {}"
+        message = said.format(".".join(place))
     elif first["type"] == "json_invalid":
         message, name = "the body is no JSON", None
     else:
