@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.server import completions, infill, messages, native, responses
@@ -31,7 +32,9 @@ _LOG = logging.getLogger("cpuspec.server")
 
 def make_app(server: Server) -> FastAPI:
     """The application of a server, whose model may come later."""
-    app = FastAPI(title="cpuspec", docs_url=None, redoc_url=None)  # their pages would load scripts from elsewhere
+    app = FastAPI(
+        title="cpuspec", version=__version__, docs_url=None, redoc_url=None
+    )  # their pages would load scripts from elsewhere
     app.state.server = server
     app.include_router(native.router)
     app.include_router(completions.router)
