@@ -23,6 +23,8 @@ from cpuspec.server.runner import Runner
 
 _T = TypeVar("_T")
 
+_MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
+
 # Special tokens that are part of an answer's text, because a parser reads them.
 _SHOWN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 # What surrounds the text before and behind the gap, by model family: Qwen2.5-Coder and CodeGemma; StarCoder, Granite and SmolLM;
@@ -95,7 +97,16 @@ class ServedModel:
         return await asyncio.get_running_loop().run_in_executor(self._workers, function)
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
-        """The params of a request with these fields, the model's own recommendations for others. Raises ConfigError."""
+        """The params of a request with these fields, the model's own recommendations for others.
+
+        Raises ConfigError, and RequestError for more than an engine's step should have to look through.
+        """
+        stops = given.get("stop", ())
+        stops = (stops,) if isinstance(stops, str) else stops
+        if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _STOP_CHARS:
+            raise RequestError(f"stop takes at most {_MOST_STOPS} texts with {_STOP_CHARS} characters together", "stop")
+        if len(given.get("logit_bias", ())) > _MOST_BIASES:
+            raise RequestError(f"logit_bias takes at most {_MOST_BIASES} tokens", "logit_bias")
         most = self.config.max_new_tokens or self.llm.context_length
         given = {"max_tokens": most, **given}
         params = self.llm.sampling_defaults.under(given)

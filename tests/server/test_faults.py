@@ -15,6 +15,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.errors import BackendError, ConfigError
+from cpuspec.server import gate
 from cpuspec.server.app import listen
 from tests.processes import started, wait_for
 from tests.server.running import PATIENCE_S, SMALL, Running, load, serving, tiny_model
@@ -148,6 +149,27 @@ def test_a_body_that_hides_its_length_is_limited_too(running: Running) -> None:
     with running.client() as client:
         reply = client.post("/v1/completions", content=endless(), headers=JSON)
     assert reply.status_code == 413
+
+
+def test_a_body_that_never_comes_is_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_S", 0.05)
+    address = httpx.URL(running.url)
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+    # An answer may take longer than a body.
+    with running.client() as client:
+        assert client.post("/v1/completions", json=ENDLESS | {"max_tokens": 500}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change", [{"stop": ["x"] * 33}, {"stop": "x" * 5000}, {"logit_bias": {str(token): 1 for token in range(1025)}}]
+)
+def test_what_each_step_would_have_to_look_through_is_limited(running: Running, change: dict[str, Any]) -> None:
+    with running.client() as client:
+        reply = client.post("/v1/completions", json=SHORT | change)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(change)))
 
 
 def test_unknown_paths_and_methods_have_the_shape_of_errors(running: Running) -> None:
