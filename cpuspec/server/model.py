@@ -23,6 +23,7 @@ from cpuspec.server.runner import Runner
 
 _T = TypeVar("_T")
 
+_CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096  # of a text; languages and programs have 2 to 6
 _MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
 
 # Special tokens that are part of an answer's text, because a parser reads them.
@@ -117,6 +118,17 @@ class ServedModel:
         if len(prompt) > self.max_prompt_tokens:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, and at most {self.max_prompt_tokens} are taken; shorten it",
+                "prompt",
+                "context_length_exceeded",
+            )
+
+    def check_text(self, num_chars: int) -> None:
+        """Raise RequestError for a prompt's text that is too long to be worth tokenizing: a megabyte may take 15 seconds."""
+        most = max(_CHARS_PER_TOKEN * self.max_prompt_tokens, _CHARS_AT_LEAST)
+        if num_chars > most:
+            raise RequestError(
+                f"the prompt has {num_chars} characters, and at most {most} are taken, {_CHARS_PER_TOKEN} for each of "
+                f"{self.max_prompt_tokens} tokens; shorten it",
                 "prompt",
                 "context_length_exceeded",
             )

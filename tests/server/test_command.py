@@ -7,6 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cpuspec.cli import app as module
 from cpuspec.cli.app import app
 from cpuspec.cli.serve import read_keys
 
@@ -15,6 +16,7 @@ from cpuspec.cli.serve import read_keys
 def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CPUSPEC_API_KEY", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(module, "show_log", lambda: None)  # other tests' servers would log from then on
 
 
 def run(*arguments: str) -> Any:

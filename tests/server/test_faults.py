@@ -209,6 +209,30 @@ def test_a_request_that_takes_too_long_is_told_so(path: Path) -> None:
         running.eventually(lambda: is_idle(running))
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lambda: load(path, context_length=300)) as running, running.client() as client:
+        assert running.server.loaded is not None
+
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            raise AssertionError("this text was tokenized")
+
+        monkeypatch.setattr(running.server.loaded.llm.tokenizer, "encode", refuse)
+        monkeypatch.setattr(running.server.loaded.llm.tokenizer, "encode_chat", refuse)
+        text = "a" * 5000
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [text]}}}]
+        for route, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": tools}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "system": text, "max_tokens": 1}),
+            ("/v1/responses", {"input": text}),
+            ("/tokenize", {"content": text}),
+        ):
+            reply = client.post(route, json=body)
+            assert reply.status_code == 400, reply.text
+            assert "characters, and at most 4784 are taken" in reply.json()["error"]["message"]
+
+
 def test_limits_on_tokens_hold(path: Path) -> None:
     with serving(lambda: load(path), max_prompt_tokens=3, max_new_tokens=4) as running, running.client() as client:
         assert client.post("/v1/completions", json=ENDLESS | {"prompt": [5, 6, 7]}).json()["usage"]["completion_tokens"] == 4
