@@ -76,6 +76,7 @@ class ServedModel:
         self.config = config
         self.created = epoch_s()
         self.admission = Admission(llm.max_sequences, config.max_waiting)
+        self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
         self.metrics = Metrics(name, self._state, lambda: llm.levels)
         self.runner = Runner(llm, asyncio.get_running_loop())
@@ -138,6 +139,11 @@ class ServedModel:
         rounds = (self.admission.num_waiting + 1) / self.admission.max_running
         return max(1, min(60, round(rounds * self.metrics.mean_request_s)))
 
+    def end_answers(self, error: CpuspecError) -> None:
+        """Let whoever waits for an answer get this error instead."""
+        for answers in self.unfinished:
+            answers.fail(error)
+
     def close(self) -> None:
         """End the engine's thread when its step is done, and release the model."""
         self.runner.close()
@@ -175,6 +181,7 @@ class Answers:
         except BusyError as error:
             error.retry_after_s = model.retry_after_s()
             raise
+        model.unfinished.add(self)
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """Yield each answer's number and output as they come; what came while the reader was slow is one output.
@@ -200,8 +207,14 @@ class Answers:
                     num_left -= output.finish_reason is not None
                     yield number, output
 
+    def fail(self, error: CpuspecError) -> None:
+        """Let `outputs` raise this."""
+        self._error = error
+        self._ready.set()
+
     def close(self) -> None:
         """End what still runs, and give all places back. Doing it again changes nothing."""
+        self._model.unfinished.discard(self)
         for number, ticket in enumerate(self._tickets):
             if number in self._engine_ids:
                 self._model.metrics.ended(self.meters[number], "aborted", 0)
@@ -214,8 +227,7 @@ class Answers:
         try:
             self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, partial(self._take, number))
         except CpuspecError as error:
-            self._error = error
-            self._ready.set()
+            self.fail(error)
             return
         slot = self._slots[number] = next(slot for slot in model.slots if slot.meter is None)
         slot.meter, slot.request_id = self.meters[number], self._request_id

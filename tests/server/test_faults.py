@@ -233,6 +233,22 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: Path, mo
             assert "characters, and at most 4784 are taken" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_not_complete_when_the_server_ends_is_told_so(path: Path, stream: bool) -> None:
+    texts: list[str] = []
+    with serving(lambda: load(path)) as running, running.client() as client:
+
+        def ask() -> None:
+            texts.append(client.post("/v1/completions", json=ENDLESS | {"stream": stream}).text)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        running.eventually(lambda: running.server.num_unfinished == 1)
+        running.server.stop()
+        thread.join(PATIENCE_S)
+    assert "the server has ended before this answer was complete" in texts[0]
+
+
 def test_limits_on_tokens_hold(path: Path) -> None:
     with serving(lambda: load(path), max_prompt_tokens=3, max_new_tokens=4) as running, running.client() as client:
         assert client.post("/v1/completions", json=ENDLESS | {"prompt": [5, 6, 7]}).json()["usage"]["completion_tokens"] == 4
