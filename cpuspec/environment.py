@@ -3,6 +3,7 @@
 CPUSPEC_CACHE      directory for models and everything else that can be fetched or built again
 CPUSPEC_PACKED_GB  gigabytes of it that packed weights may take, by default 20; 0 keeps none
 CPUSPEC_OFFLINE    set to anything but 0, no or false: nothing is downloaded
+CPUSPEC_API_KEY    key that requests to `cpuspec serve` must have
 HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME and the other variables of the model hub, its cache and its token mean what they
 mean to huggingface_hub, and OLLAMA_MODELS what it means to Ollama.
 """
@@ -77,6 +78,11 @@ def who_else_writes(status: os.stat_result) -> str:
 def boot_id() -> str:
     """The id that Linux gives each boot; "" on other systems."""
     return _read("/proc/sys/kernel/random/boot_id")
+
+
+def api_key() -> str:
+    """The key that CPUSPEC_API_KEY asks of those who use the server; "" for none."""
+    return os.environ.get("CPUSPEC_API_KEY", "").strip()
 
 
 def offline() -> bool:

@@ -6,7 +6,7 @@ rational enumeration of everything a program does with uniform draws.
 
 import codecs
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -184,7 +184,7 @@ class ToyTokenizer:
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return b"".join(self._bytes[i] for i in ids).decode(errors="replace")
 
-    def stream(self, skip_special: bool = True) -> "ToyDecoder":
+    def stream(self, skip_special: bool = True, shown: Set[int] = frozenset()) -> "ToyDecoder":
         return ToyDecoder(self._bytes)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:

@@ -1,6 +1,7 @@
 """The Python interface: a model by name, prompts or messages in, completions or streams out."""
 
 import weakref
+from collections import abc
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
@@ -16,11 +17,11 @@ from cpuspec.checkpoints.recipes import recipe_of
 from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig, read_backend
 from cpuspec.engine.assemble import Target, build, check_spec, model_and_spec, open_spec
 from cpuspec.engine.engine import Engine, Output
-from cpuspec.engine.shared import SharedEngine
+from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
 from cpuspec.errors import CacheError, ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.metrics import LevelMemory, PrefixStats, RequestStats
+from cpuspec.metrics import LevelCounters, LevelMemory, PrefixStats, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
@@ -142,6 +143,7 @@ class LLM:
         self.threads = backend.threads
         self.row_invariant = backend.row_invariant
         self.context_length = _capacity(backend.config, settings)
+        self.max_sequences = settings.max_sequences
         self._backend = backend
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
@@ -211,6 +213,35 @@ class LLM:
             raise ConfigError(f"a stream gives one answer, and n is {one.n}; begin a stream for each, or call generate")
         self._shared.aborted_stats = None
         return self._stream(self._prompt_ids(prompt), one)
+
+    def submit(self, prompt: Seq[int], params: SamplingParams, receiver: Receiver, shown: abc.Set[int] = frozenset()) -> int:
+        """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
+
+        receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
+        tokens whose names are part of the text. Raises ConfigError as `check` does.
+        """
+        return self._shared.submit(prompt, params, receiver, shown)
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request of `submit`; one that runs is aborted before the next step, and its receiver is called no more."""
+        self._shared.drop(request_id)
+
+    def step(self) -> bool:
+        """Run one step for all requests; returns whether there is more to do.
+
+        An exception ends every running request: their receivers get a last output, "aborted", in the next step.
+        """
+        return self._shared.step()
+
+    def check(self, prompt: Seq[int], params: SamplingParams) -> None:
+        """Raise ConfigError for a prompt or params that this model cannot run, and for a closed LLM."""
+        self._shared.check_open()
+        self._engine.check(prompt, params)
+
+    @property
+    def levels(self) -> dict[str, LevelCounters]:
+        """What each drafter proposed and what was accepted, over all requests that have ended."""
+        return dict(self._engine.levels)
 
     @property
     def aborted_stats(self) -> RequestStats | None:
@@ -293,7 +324,7 @@ class LLM:
         request_ids: list[int] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                request_ids += [self._shared.submit(prompt, answer) for answer in _answers(one)]
+                request_ids += [self._shared.submit(prompt, answer) for answer in answer_params(one)]
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
             for request_id in request_ids:
@@ -349,7 +380,7 @@ def _changed(settings: _Settings, changes: dict[str, Any], kind: str) -> _Settin
     return replace(settings, **changes) if changes else settings
 
 
-def _answers(params: SamplingParams) -> list[SamplingParams]:
+def answer_params(params: SamplingParams) -> list[SamplingParams]:
     """Params of each of the `n` answers; each has a seed of its own, counted from the one that was given."""
     if params.n == 1:
         return [params]
