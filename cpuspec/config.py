@@ -214,12 +214,13 @@ class _Kind(NamedTuple):
     wanted: str
 
 
-def _setting(default: object, kind: _Kind, help: str, metavar: str = "", of_backend: bool = False) -> Any:
+def _setting(default: object, kind: _Kind, help: str, metavar: str = "", of_backend: bool = False, option: str = "") -> Any:
     """A field of settings: everything that Python, the command line and a backend's spelling need to know of it.
 
-    help, metavar: of its option. of_backend: whether `read_backend` takes it.
+    help, metavar, option: of its option; by default its name, without the plural's s. of_backend: whether `read_backend` takes it.
     """
-    return field(default=default, metadata={"kind": kind, "help": help, "metavar": metavar, "of_backend": of_backend})
+    told = {"kind": kind, "help": help, "metavar": metavar, "of_backend": of_backend, "option": option}
+    return field(default=default, metadata=told)
 
 
 _of_backend = partial(_setting, of_backend=True)
@@ -464,6 +465,20 @@ class EngineConfig:
         "Rows of prompts that a step reads beside running answers: more of them read prompts sooner and delay answers.",
         "N",
     )
+    prefix_cache_gb: float | None = _setting(
+        None,
+        _optional(_NOT_NEGATIVE),
+        "Gigabytes of keys and values that finished requests leave in memory, so that later prompts that begin alike need not be "
+        "computed: by default an eighth of the memory, and 0 on backends that do not promise the same bits.",
+        "GB",
+    )
+    prefix_cache_dir: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "Directory that gets what does not fit in memory, and at the end the rest, for the next start. It holds prompts.",
+        "DIR",
+    )
+    prefix_disk_gb: float = _setting(10.0, _NOT_NEGATIVE, "Gigabytes that this directory may have.", "GB")
     threads: int | None = _of_backend(
         None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N"
     )
@@ -496,6 +511,42 @@ class EngineConfig:
         "What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with: int8, fast and what auto is, or f32, exact but for "
         "the order of sums. numpy with int8 shows what that rounding costs.",
         "A",
+    )
+
+    def __post_init__(self) -> None:
+        _read_settings(self)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where `cpuspec serve` listens, whom it answers, and the limits of what it takes on. Secrets are no settings."""
+
+    host: str = _setting("127.0.0.1", _TEXT, "The address to listen on; 0.0.0.0 is every one that this machine has.", "ADDRESS")
+    port: int = _setting(8000, _whole(0, 65535), "The port to listen on; 0 takes a free one.", "N")
+    aliases: tuple[str, ...] = _setting(
+        (), _TEXTS, "A name that requests may call the model by; by default MODEL. Repeatable.", "NAME", option="alias"
+    )
+    cors: tuple[str, ...] = _setting(
+        (),
+        _TEXTS,
+        "An origin whose web pages may use the server, as http://localhost:3000; by default none. Repeatable.",
+        "ORIGIN",
+        option="cors",
+    )
+    max_waiting: int = _setting(
+        64, _whole(0, 1 << 16), "Answers that may wait for their turn; a request beyond is refused with status 429.", "N"
+    )
+    max_connections: int = _setting(512, _whole(1, 1 << 16), "Connections at once; one beyond gets status 503.", "N")
+    max_body_bytes: int = _setting(8 << 20, _whole(1, 1 << 32), "Bytes of a request's body; beyond is status 413.", "N")
+    max_prompt_tokens: int | None = _setting(
+        None, _optional(_POSITIVE_COUNT), "Tokens that a prompt may have; by default what the context holds.", "N"
+    )
+    max_new_tokens: int | None = _setting(
+        None, _optional(_POSITIVE_COUNT), "Tokens that an answer may have, whatever a request asks for.", "N"
+    )
+    max_request_s: float = _setting(1800.0, _FACTOR, "Seconds that a request may take, waiting included.", "S")
+    drain_s: float = _setting(
+        30.0, _NOT_NEGATIVE, "Seconds that running requests have left when the server is told to end (SIGTERM, Ctrl-C).", "S"
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 CPUSPEC_CACHE      directory for models and everything else that can be fetched or built again
 CPUSPEC_PACKED_GB  gigabytes of it that packed weights may take, by default 20; 0 keeps none
 CPUSPEC_OFFLINE    set to anything but 0, no or false: nothing is downloaded
+CPUSPEC_API_KEY    key that requests to `cpuspec serve` must have
 HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME and the other variables of the model hub, its cache and its token mean what they
 mean to huggingface_hub, and OLLAMA_MODELS what it means to Ollama.
 """
@@ -80,6 +81,11 @@ def boot_id() -> str:
     return _read("/proc/sys/kernel/random/boot_id")
 
 
+def api_key() -> str:
+    """The key that CPUSPEC_API_KEY asks of those who use the server; "" for none."""
+    return os.environ.get("CPUSPEC_API_KEY", "").strip()
+
+
 def offline() -> bool:
     """Whether CPUSPEC_OFFLINE forbids downloads."""
     return os.environ.get("CPUSPEC_OFFLINE", "").strip().lower() not in ("", "0", "no", "false")
@@ -126,6 +132,24 @@ def ollama_dirs() -> list[Path]:
 def usable_cores() -> int:
     """Threads to compute with by default (`topology.Topology.usable_cores`)."""
     return read_topology().usable_cores
+
+
+def memory_bytes() -> int | None:
+    """Bytes of memory that this process may use: the machine's, within the limit of its control group; None where unknown."""
+    total, limit = proc_field("/proc/meminfo", "MemTotal").removesuffix(" kB"), memory_limit_bytes()
+    there = 1024 * int(total) if total.isdigit() else None
+    return min((number for number in (there, limit) if number is not None), default=None)
+
+
+def memory_limit_bytes() -> int | None:
+    """Bytes that the control group of this process may use; None for no limit."""
+    text = _read("/sys/fs/cgroup/memory.max")
+    return int(text) if text.isdigit() else None
+
+
+def default_prefix_cache_bytes() -> int:
+    """Bytes that keys and values of finished requests may take by default: an eighth of the memory; 1 GB where that is unknown."""
+    return (memory_bytes() or 8 * 10**9) // 8
 
 
 def processor_name() -> str:

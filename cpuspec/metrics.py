@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,7 @@ class LevelCounters:
 
 @dataclass(frozen=True)
 class LevelMemory:
-    """The memory of one model of a chain: weights that a forward reads, and keys and values of the most tokens it held so far.
+    """The memory of one model of a chain: weights that a forward reads, and keys and values of running and of finished requests.
 
     shared_bytes of the weights are the target's own; they are in memory once.
     """
@@ -89,6 +89,26 @@ class LevelMemory:
     weight_bytes: int
     shared_bytes: int
     kv_bytes: int
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """The prefix cache of one model so far: what requests came with, and what finished requests have left for later ones.
+
+    limit_bytes: the most that kept_bytes may be; None for no limit. disk_bytes are those of the whole directory, which models and
+    processes share; blocks were read from it, written to it, and refused because they were damaged.
+    """
+
+    name: str
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of these, the ones that were not computed again
+    kept_bytes: int
+    limit_bytes: int | None
+    num_evictions: int  # blocks that left the memory to make room
+    disk_bytes: int
+    num_blocks_read: int
+    num_blocks_written: int
+    num_blocks_refused: int
 
 
 @dataclass(frozen=True)
@@ -102,10 +122,12 @@ class RequestStats:
     """
 
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens that a slot's earlier content supplied
+    num_cached_tokens: int  # prompt tokens whose keys and values were there already
     num_new_tokens: int
     num_forwards: int  # of the target from the request's admission to its end, chunks of other requests' prompts included
     num_forwards_saved: int  # of the target: tokens that needed no step of their own
+    num_draft_tokens: int  # that the target verified
+    num_accepted_tokens: int  # of these
     ttft_s: float | None
     decode_s: float | None
     tpot_s: float | None
@@ -177,12 +199,15 @@ class RequestMeter:
         between_tokens = np.zeros(max(int(counts.sum()) - 1, 0))
         arrivals = np.cumsum(counts)[:-1] - 1  # the gap before a step's first token
         between_tokens[arrivals[counts[1:] > 0]] = gaps[counts[1:] > 0]
+        verified = [cycles[-1] for *_, cycles in steps if cycles]  # by the target
         return RequestStats(
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_new_tokens=int(counts.sum()),
             num_forwards=int(num_forwards[:, 0].sum()),
             num_forwards_saved=int(counts.sum()) - len(counts),
+            num_draft_tokens=sum(num_drafted for _, num_drafted, *_ in verified),
+            num_accepted_tokens=sum(num_accepted for *_, num_accepted, _ in verified),
             ttft_s=float(times[0] - self._arrival_s) if len(times) else None,
             decode_s=decode_s,
             tpot_s=decode_s / num_decoded if decode_s else None,
@@ -201,6 +226,11 @@ def _percentiles(values: Any) -> dict[str, float]:
 def now_s() -> float:
     """Seconds since some moment, to tell how long something takes that is no single call."""
     return perf_counter()
+
+
+def epoch_s() -> int:
+    """Seconds since 1970, for time stamps."""
+    return int(time())
 
 
 def elapsed_s(function: Callable[[], object]) -> float:

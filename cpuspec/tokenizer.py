@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +85,9 @@ _MOST_TOKENS = 1 << 24
 _ORDINARY_GROWTH = 4  # bytes of a character; where steps of a file make more of it, a text may become _MOST_GROWN characters
 _MOST_GROWN = 1 << 22
 _SPACE = "▁"
+_DEEPEST = 50  # levels of lists and dicts in messages and variables of a chat template
+
+Message = Mapping[str, Any]
 
 
 class Tokenizer:
@@ -109,6 +112,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template; None without one."""
+        return self._parts.chat_template
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.
 
@@ -123,9 +131,9 @@ class Tokenizer:
         decoder = self.stream(skip_special)
         return "".join(map(decoder.push, ids)) + decoder.finish()
 
-    def stream(self, skip_special: bool = True) -> "StreamDecoder":
-        """A decoder for ids that arrive one by one."""
-        return StreamDecoder(self, skip_special, self._parts.strips_first_space)
+    def stream(self, skip_special: bool = True, shown: Set[int] = frozenset()) -> "StreamDecoder":
+        """A decoder for ids that arrive one by one. shown: special tokens that it shows all the same."""
+        return StreamDecoder(self, skip_special, self._parts.strips_first_space, shown)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text; b"" for special tokens. Raises TokenizerError for an id out of range."""
@@ -135,6 +143,12 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether the token carries control, not text. Raises TokenizerError for an id out of range."""
         return self._text(token_id) is None or token_id in self._special_ids
+
+    def token_id(self, text: str) -> int | None:
+        """The token that stands for exactly this text, a control token or one that is never split; None without one."""
+        if control := self._control.get(text):
+            return control.id
+        return next((token_id for token_id in self._parts.literal if self._parts.tokens[token_id] == text), None)
 
     def first_difference(self, other: "Tokenizer") -> int | None:
         """The first id that stands for other bytes, or another control token, in the other vocabulary; None if there is none.
@@ -204,28 +218,41 @@ class Tokenizer:
         spelled = _BYTE_OF if self._parts.byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
         return {spelled[text]: token_id for token_id, text in enumerate(self._parts.tokens) if text in spelled}
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
         """The conversation as the text that the model was trained on, for reading. `encode_chat` is the safe way to ids.
 
-        messages: dicts with `role` and `content`. Raises TokenizerError without a template, or if it refuses the messages.
+        messages: dicts with `role`, `content`, and what else the template knows, as `tool_calls`. variables: of the template, as
+        `tools`. Raises TokenizerError without a template, or if it refuses the messages.
         """
-        return self._template.render(_checked(messages), add_generation_prompt)
+        return self._template.render(_checked(messages), add_generation_prompt, variables)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of the conversation: the template's own control tokens are recognised, those in messages are plain text.
 
-        Where no message contains a control token's text, equal to encoding the rendered text with `parse_special`.
+        Where neither messages nor variables contain a control token's text, equal to encoding the rendered text with
+        `parse_special`. messages, variables: as in `apply_chat_template`.
         """
-        messages = _checked(messages)
+        messages, given = _checked(messages), dict(variables or {})
         template = self._template
-        mark = _unused_character([template.source, *(value for message in messages for value in message.values() if value)])
+        texts = list(_texts_in([messages, given]))
+        if key := next((key for key, is_key in texts if is_key and self._control_finder.search(key, 0)), None):
+            raise TokenizerError(f"the name {quoted(key)} is written like a control token; choose another")
+        mark = _unused_character([template.source, *(text for text, _ in texts)])
+
+        def rendered(change: Callable[[str], str]) -> str:
+            return template.render(_map_contents(messages, change), add_generation_prompt, _map_texts(given, change))
+
         # A control token's text inside a message is broken in two while the template renders, and healed before encoding.
-        text = template.render(_map_contents(messages, lambda content: self._break_control(content, mark)), add_generation_prompt)
+        text = rendered(lambda content: self._break_control(content, mark))
         found = self._find_control(text)
         # Templates can cut and paste messages, so see whether the same tokens come without any of their characters there.
-        neutral = _map_contents(messages, lambda content: content.translate({ord(char): mark for char in self._control_marks}))
-        if neutral != messages:
-            without = self._find_control(template.render(neutral, add_generation_prompt))
+        if any(not self._control_marks.isdisjoint(content) for content, is_key in texts if not is_key):
+            table = {ord(char): mark for char in self._control_marks}
+            without = self._find_control(rendered(lambda content: content.translate(table)))
             if [token for _, _, token in found] != [token for _, _, token in without]:
                 raise TokenizerError("the chat template makes control tokens out of a message's text; use --raw for such messages")
         if mark not in text:
@@ -313,9 +340,10 @@ class StreamDecoder:
     What all `push` calls and `finish` return, joined, is `decode` of all the ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strips_first_space: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strips_first_space: bool, shown: Set[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = shown
         self._strip = strips_first_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._between_characters = not strips_first_space  # and nothing is to be stripped
@@ -327,7 +355,8 @@ class StreamDecoder:
             return whole
         if tokenizer.is_special(token_id):
             text = tokenizer._text(token_id)
-            data = b"" if self._skip_special or text is None else text.encode()
+            hidden = text is None or (self._skip_special and token_id not in self._shown)
+            data = b"" if hidden or text is None else text.encode()
         else:
             data = tokenizer.token_bytes(token_id)
             with contextlib.suppress(UnicodeDecodeError):
@@ -722,7 +751,7 @@ def _unicode(text: str, name: str) -> str:
     return text
 
 
-def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     from cpuspec.chat_template import ROLES
 
     if not messages:
@@ -734,7 +763,7 @@ def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         if message.get("role") not in ROLES:
             raise TokenizerError(f"message {number} has the role {quoted(message.get('role'))}; wanted one of {', '.join(ROLES)}")
         for key, value in message.items():
-            if not isinstance(value, str | None):
+            if not isinstance(value, str | None) and key != "tool_calls":
                 raise TokenizerError(f"message {number}: {key} is {type(value).__name__}; wanted a text")
     return [dict(message) for message in messages]
 
@@ -745,8 +774,32 @@ def _unused_character(texts: Sequence[str]) -> str:
     return next(char for char in map(chr, range(0x10FFFD, 0xF0000, -1)) if char not in used)
 
 
-def _map_contents(messages: Sequence[Mapping[str, str]], change: Callable[[str], str]) -> list[dict[str, str]]:
-    return [{k: v if k == "role" or v is None else change(v) for k, v in message.items()} for message in messages]
+def _map_contents(messages: Sequence[Message], change: Callable[[str], str]) -> list[dict[str, Any]]:
+    return [{k: v if k == "role" else _map_texts(v, change) for k, v in message.items()} for message in messages]
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with other texts in it; keys stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_texts(item, change) for key, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _texts_in(value: Any, depth: int = 0) -> Iterator[tuple[str, bool]]:
+    """Every text in a value of JSON, and whether it is a key."""
+    if depth > _DEEPEST:
+        raise TokenizerError(f"the messages or the tools are nested deeper than {_DEEPEST}")
+    if isinstance(value, str):
+        yield value, False
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key), True
+            yield from _texts_in(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item, depth + 1)
 
 
 @contextlib.contextmanager

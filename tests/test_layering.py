@@ -32,7 +32,8 @@ LAYERS = (
     ("engine",),
     ("evaluate",),
     ("",),
-    ("cli", "server"),
+    ("server",),
+    ("cli",),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -52,6 +53,11 @@ HOMES = {
     "onnx": {"backends"},
     "onnxruntime": {"backends"},
     "openvino": {"backends"},
+    "fastapi": {"server"},
+    "starlette": {"server"},
+    "uvicorn": {"server"},
+    "pydantic": {"server"},
+    "prometheus_client": {"server"},
     "optimum": set(),
     "pickle": set(),
     "environment variables": {"environment"},
@@ -183,7 +189,7 @@ def test_a_module_in_its_place_is_not_accused(module: str, source: str) -> None:
 
 HEAVY = (
     *("numpy", "numba", "llvmlite", "torch", "transformers", "onnx", "onnxruntime", "tokenizers", "jinja2", "typer", "rich"),
-    "huggingface_hub",
+    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"),
 )
 
 

@@ -52,21 +52,24 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, MemoryError, ValueError) as error:
             raise TokenizerError(f"the chat template does not compile: {_say(error)}; use --raw instead") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None
+    ) -> str:
         """The conversation as text. Raises TokenizerError if the template refuses it, fails, or exceeds its budget.
 
-        messages: texts, numbers, booleans and None in dicts and lists, as JSON has them.
+        messages: texts, numbers, booleans and None in dicts and lists, as JSON has them. variables: more of these by name, as
+        `tools`; they replace none of the template's own.
         """
         held = _Size()
-        own = _copy(list(messages), held, MAX_DEPTH)
+        own, given = _copy(list(messages), held, MAX_DEPTH), _copy(dict(variables or {}), held, MAX_DEPTH)
         budget = Budget(
             steps=_STEPS_AT_LEAST + _STEPS_PER_VALUE * held.values + held.room,
             room=_ROOM_AT_LEAST + _GROWTH * held.room,
             seconds=_SECONDS_AT_LEAST + held.room / _CHARS_PER_SECOND,
         )
-        variables = {**self._variables, "messages": own, "add_generation_prompt": add_generation_prompt}
+        known = {**given, **self._variables, "messages": own, "add_generation_prompt": add_generation_prompt}
         try:
-            return Interpreter(budget).render(self._tree, variables)
+            return Interpreter(budget).render(self._tree, known)
         except TokenizerError:
             raise
         except jinja2.TemplateError as error:

@@ -56,7 +56,7 @@ from cpuspec.cli.reports import (
     size_of,
     verify_model,
 )
-from cpuspec.config import AUTO, SamplingDefaults, SpecConfig
+from cpuspec.config import AUTO, SamplingDefaults, ServerConfig, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
@@ -235,6 +235,43 @@ def chat(
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
         _sampling_defaults(llm)
         converse(Chat(llm, model, sampling, system))
+
+
+@app.command()
+@exit_codes()
+@options.takes_serving()
+@options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *_HOW)
+def serve(
+    model: options.ModelArgument,
+    *,
+    draft: options.DraftOption = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            metavar="FILE",
+            help="Take only requests with one of this file's keys, one a line; CPUSPEC_API_KEY may hold a key, too.",
+        ),
+    ] = None,
+    running: options.Running,
+    serving: ServerConfig,
+) -> None:
+    """Serve a model over HTTP to clients of OpenAI's API. It listens to this machine alone unless --host says more.
+
+    Each request has a line of JSON on stderr, without its texts. SIGTERM or Ctrl-C ends it when running answers are done.
+    """
+    from cpuspec.cli.serve import read_keys, run_server
+
+    keys = read_keys(api_key_file)
+    checkpoint, spec = _open_with_drafts(model, draft, running.settings.mmap)
+    name = checkpoint.name if Path(model).exists() else model
+
+    def load() -> "LLM":
+        from cpuspec.engine.llm import LLM
+
+        return LLM(checkpoint, spec, running.backend, settings=running.settings)
+
+    run_server(name, load, serving, keys)
 
 
 @app.command()

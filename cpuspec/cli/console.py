@@ -151,6 +151,8 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         note(f"warning: {record.getMessage()}" if record.levelno >= logging.WARNING else record.getMessage())
+        if record.exc_info:
+            note(logging.Formatter().formatException(record.exc_info))
 
 
 _NOTES = _Notes()

@@ -15,7 +15,15 @@ from cpuspec.backends.packed import packed_directory, packed_files
 from cpuspec.cli.console import Report, counted, print_facts, size
 from cpuspec.cli.reports import known_models
 from cpuspec.config import EngineConfig
-from cpuspec.environment import cache_dir, packed_limit_bytes, proc_field, processor_name, usable_cores
+from cpuspec.environment import (
+    cache_dir,
+    default_prefix_cache_bytes,
+    memory_limit_bytes,
+    packed_limit_bytes,
+    proc_field,
+    processor_name,
+    usable_cores,
+)
 from cpuspec.metrics import read_bandwidth
 from cpuspec.topology import read_topology
 
@@ -83,7 +91,8 @@ def describe_hardware() -> Report:
         "tile_registers": isa.has_tiles(),
         "memory_bytes": _kilobytes("MemTotal"),
         "available_memory_bytes": _kilobytes("MemAvailable"),
-        "memory_limit_bytes": _memory_limit(),
+        "memory_limit_bytes": memory_limit_bytes(),
+        "prefix_cache_bytes": default_prefix_cache_bytes(),
     }
 
 
@@ -125,7 +134,11 @@ def show_machine(report: Report) -> None:
         *(("", _kind(one)) for one in report["cores"] if len(report["cores"]) > 1),
         ("threads", f"{report['default_threads']} by default{_limit_of_threads(report)}"),
         ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
+<<<<<<< HEAD
         ("", _nodes(report)),
+=======
+        ("", f"{size(report['prefix_cache_bytes'])} by default for the keys and values of finished requests (prefix cache)"),
+>>>>>>> main
         *(
             ("", f"reads {one['bytes_per_s'] / 1e9:.1f} GB/s with {counted(one['threads'], 'thread')}")
             for one in report["read_bandwidth"]
@@ -177,12 +190,6 @@ def _bytes_under(directory: Path) -> int:
         with suppress(OSError):
             total += path.stat().st_size if path.is_file() else 0
     return total
-
-
-def _memory_limit() -> int | None:
-    """Bytes that the control group of this process may use, or None."""
-    text = _read("/sys/fs/cgroup/memory.max").strip()
-    return int(text) if text.isdigit() else None
 
 
 def _kilobytes(field: str) -> int | None:

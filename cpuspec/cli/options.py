@@ -13,7 +13,7 @@ import typer
 
 from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.checkpoints.recipes import known_names
-from cpuspec.config import EngineConfig, SamplingParams, SpecConfig, read_backend
+from cpuspec.config import EngineConfig, SamplingParams, ServerConfig, SpecConfig, read_backend
 from cpuspec.engine.assemble import LOOKUPS, check_spec
 from cpuspec.errors import BackendError, ConfigError, FormatError
 from cpuspec.formats.kv import get_kv_format
@@ -80,7 +80,9 @@ _KINDS: Mapping[Any, Any] = {  # of an option that may be absent, by the type of
     int: int | None,
     int | None: int | None,
     float: float | None,
+    float | None: float | None,
     str: str | None,
+    str | None: str | None,
     bool: bool,
     tuple[str, ...]: list[str] | None,
     tuple[int, ...]: list[int] | None,
@@ -99,7 +101,7 @@ def _options(declaration: type, names: Iterable[str], panel: str, **defaults: An
     """The options of these fields of settings. A field that is true by default has an option that denies it, as --no-mmap."""
     options = []
     for one in (one for one in fields(declaration) if one.name in names):
-        spelling = one.name.removesuffix("s") if get_origin(one.type) is tuple else one.name
+        spelling = one.metadata["option"] or (one.name.removesuffix("s") if get_origin(one.type) is tuple else one.name)
         flag = f"--{'no-' * (one.default is True)}{spelling.replace('_', '-')}"
         shown = typer.Option(flag, metavar=one.metadata["metavar"] or None, rich_help_panel=panel, help=one.metadata["help"])
         default = defaults.get(one.name, False if one.type is bool else None)
@@ -143,6 +145,17 @@ def _read_running(given: dict[str, Any]) -> Running:
         check_backend(running.backend)
         get_kv_format(running.settings.kv_format)
     return running
+
+
+def takes_serving() -> Callable[[Command], Command]:
+    """Give a command options for the fields of ServerConfig; it gets `serving: ServerConfig`."""
+    names = [one.name for one in fields(ServerConfig)]
+    return _takes("serving", _options(ServerConfig, names, "Serving"), _read_serving)
+
+
+def _read_serving(given: dict[str, Any]) -> ServerConfig:
+    with usage_errors():
+        return ServerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
 def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens")) -> Callable[[Command], Command]:

@@ -34,6 +34,7 @@ class Output:
     logprobs: list[TokenLogprobs]  # one for each token if asked for
     finish_reason: str | None = None  # "stop", "length", "aborted"
     stats: RequestStats | None = None
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were there already; the same in each output of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +77,39 @@ class Engine:
         self.add(request)
         return request.seq.id
 
-    def prepare(self, prompt: abc.Sequence[int], params: SamplingParams) -> Request:
+    def prepare(self, prompt: abc.Sequence[int], params: SamplingParams, shown: abc.Set[int] = frozenset()) -> Request:
         """Check a prompt of token ids and make a request of it, without touching the engine: any thread may call it at any time.
 
-        Raises ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
+        shown: special tokens whose names are part of the answer's text, as those that begin a tool call. Raises ConfigError as
+        `check` does.
         """
-        self._check(prompt, params)
+        self.check(prompt, params)
         seq = Sequence.new(next(self._ids), prompt, params)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
-        text = StopText(self._tokenizer.stream(), params.stop)
+        text = StopText(self._tokenizer.stream(shown=shown), params.stop)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
         return Request(seq, text, meter, end_ids, max_length, max_drafted)
+
+    def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
+        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context."""
+        vocab_size = self._context.backend.config.vocab_size
+        if not len(prompt):
+            raise ConfigError("the prompt is empty; give at least one token")
+        if not all(0 <= token < vocab_size for token in prompt):
+            raise ConfigError(f"prompt token ids must be in [0, {vocab_size}), got {min(prompt)} to {max(prompt)}")
+        if len(prompt) >= self._context.capacity:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens and the context holds {self._context.capacity}, "
+                "at least one of them generated; shorten the prompt or raise context_length"
+            )
+        for name, ids in (("logit_bias", list(params.logit_bias)), ("stop_token_ids", list(params.stop_token_ids))):
+            if not all(0 <= token < vocab_size for token in ids):
+                raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
+        if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:
+            raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
 
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
@@ -108,7 +128,7 @@ class Engine:
             return waiting[0] if waiting else None
         request.seq.finish_reason = "aborted"
         self._remove(request)
-        return Output(request_id, "", [], [], "aborted", request.meter.stats())
+        return Output(request_id, "", [], [], "aborted", request.meter.stats(), request.meter.num_cached_tokens)
 
     def step(self) -> list[Output]:
         """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
@@ -148,10 +168,15 @@ class Engine:
             self._ready.append(self._commit(request, done, num_forwards))
 
     def _admit(self) -> None:
-        """Begin waiting requests in their order while there are free slots, but none whose prefix is being read right now."""
-        waiting, context = self._scheduler.waiting, self._context
-        while waiting and context.num_free_slots and not context.awaits_prefix(waiting[0]):
-            seq = self._scheduler.admit()
+        """Begin waiting requests in their order while there are free slots.
+
+        One whose prefix is being read right now waits for that and keeps a free slot: those behind it do not take its turn.
+        """
+        context = self._context
+        for seq in list(itertools.islice(self._scheduler.waiting, context.num_free_slots)):
+            if context.awaits_prefix(seq):
+                continue
+            self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter
             meter.num_cached_tokens = context.acquire(seq)
             self._proposer.begin(seq, meter.num_cached_tokens)
@@ -180,13 +205,14 @@ class Engine:
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
         request.meter.record_step(num_taken, num_forwards, done.cycles)
         if reason is None:
-            return Output(seq.id, text, new, chosen)
+            return Output(seq.id, text, new, chosen, num_cached_tokens=request.meter.num_cached_tokens)
         if not request.text.stopped:
             text += request.text.finish()
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats())
+        stats = request.meter.stats()
+        return Output(seq.id, text, new[:num_taken], chosen, reason, stats, stats.num_cached_tokens)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)
@@ -195,20 +221,3 @@ class Engine:
         if self._requests.pop(request.seq.id, None):
             for source, counters in request.meter.levels.items():
                 self.levels[source] += counters
-
-    def _check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
-        vocab_size = self._context.backend.config.vocab_size
-        if not len(prompt):
-            raise ConfigError("the prompt is empty; give at least one token")
-        if not all(0 <= token < vocab_size for token in prompt):
-            raise ConfigError(f"prompt token ids must be in [0, {vocab_size}), got {min(prompt)} to {max(prompt)}")
-        if len(prompt) >= self._context.capacity:
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self._context.capacity}, "
-                "at least one of them generated; shorten the prompt or raise context_length"
-            )
-        for name, ids in (("logit_bias", list(params.logit_bias)), ("stop_token_ids", list(params.stop_token_ids))):
-            if not all(0 <= token < vocab_size for token in ids):
-                raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
-        if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:
-            raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")

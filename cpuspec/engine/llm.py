@@ -1,6 +1,7 @@
 """The Python interface: a model by name, prompts or messages in, completions or streams out."""
 
 import weakref
+from collections import abc
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
@@ -16,13 +17,15 @@ from cpuspec.checkpoints.recipes import recipe_of
 from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig, read_backend
 from cpuspec.engine.assemble import Target, build, check_spec, model_and_spec, open_spec
 from cpuspec.engine.engine import Engine, Output
-from cpuspec.engine.shared import SharedEngine
-from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.engine.shared import Receiver, SharedEngine
+from cpuspec.environment import default_prefix_cache_bytes
+from cpuspec.errors import CacheError, ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.metrics import LevelMemory, RequestStats
+from cpuspec.metrics import LevelCounters, LevelMemory, PrefixStats, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
+from cpuspec.speculation.prefix_files import PrefixDirectory
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
@@ -140,10 +143,12 @@ class LLM:
         self.threads = backend.threads
         self.row_invariant = backend.row_invariant
         self.context_length = _capacity(backend.config, settings)
+        self.max_sequences = settings.max_sequences
         self._backend = backend
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = Context(backend, settings.max_sequences, self.context_length, prompt_rows=settings.prompt_rows)
+        _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
         self._engine = Engine(self._context, proposer, tokenizer)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
@@ -209,6 +214,35 @@ class LLM:
         self._shared.aborted_stats = None
         return self._stream(self._prompt_ids(prompt), one)
 
+    def submit(self, prompt: Seq[int], params: SamplingParams, receiver: Receiver, shown: abc.Set[int] = frozenset()) -> int:
+        """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
+
+        receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
+        tokens whose names are part of the text. Raises ConfigError as `check` does.
+        """
+        return self._shared.submit(prompt, params, receiver, shown)
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request of `submit`; one that runs is aborted before the next step, and its receiver is called no more."""
+        self._shared.drop(request_id)
+
+    def step(self) -> bool:
+        """Run one step for all requests; returns whether there is more to do.
+
+        An exception ends every running request: their receivers get a last output, "aborted", in the next step.
+        """
+        return self._shared.step()
+
+    def check(self, prompt: Seq[int], params: SamplingParams) -> None:
+        """Raise ConfigError for a prompt or params that this model cannot run, and for a closed LLM."""
+        self._shared.check_open()
+        self._engine.check(prompt, params)
+
+    @property
+    def levels(self) -> dict[str, LevelCounters]:
+        """What each drafter proposed and what was accepted, over all requests that have ended."""
+        return dict(self._engine.levels)
+
     @property
     def aborted_stats(self) -> RequestStats | None:
         """The figures of the request that was aborted last, its stream closed or interrupted."""
@@ -222,6 +256,39 @@ class LLM:
             for name, context in contexts
         ]
 
+    def prefix_stats(self) -> list[PrefixStats]:
+        """What the prefix cache of each model holds and has saved: draft models first, the cheapest foremost, then the target."""
+        with self._shared.turn():
+            return [*(draft.context.prefix_stats(draft.name) for draft in self._drafts), self._context.prefix_stats("target")]
+
+    def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path) -> int:
+        """Save the target's keys and values of a prompt to a file, as far as the prefix cache holds them; returns how many tokens.
+
+        Raises CacheError if it holds none of them, the file cannot be written, or the backend's cache cannot be saved.
+        """
+        tokens = self._prompt_ids(prompt)
+        with self._shared.turn():
+            try:
+                return self._context.save_prefix(tokens, Path(path))
+            except OSError as error:
+                raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def restore_prefix(self, path: str | Path) -> int:
+        """Take what `save_prefix` wrote into the prefix cache; returns how many tokens. Prompts that begin with them use it.
+
+        Raises CacheError for a file that is damaged, or of another model, KV format, processor or version.
+        """
+        self._shared.check_open()
+        with self._shared.turn():
+            return self._context.restore_prefix(Path(path))
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache of every model, on the disk, too."""
+        self._shared.check_open()
+        with self._shared.turn():
+            for context in (self._context, *(draft.context for draft in self._drafts)):
+                context.forget_prefixes()
+
     def explain(self) -> list[PlannedDrafter]:
         """The figures that "auto" decides from and its drafts so far, one entry for each drafter; empty for other specs."""
         if not self._planner:
@@ -230,8 +297,14 @@ class LLM:
             return self._planner.explain()
 
     def close(self) -> None:
-        """Release the models as soon as no step runs. Calling it again does nothing; any other use then raises ConfigError."""
-        self._shared.close()
+        """Release the models as soon as no step runs. Calling it again does nothing; any other use then raises ConfigError.
+
+        With a `prefix_cache_dir`, what finished requests have left in memory is written there first.
+        """
+        if not self._shared.closed:
+            self._shared.close()
+            for context in (*(draft.context for draft in self._drafts), self._context):
+                context.spill()
         for draft in self._drafts:
             draft.context.backend.close()
         self._backend.close()
@@ -251,7 +324,7 @@ class LLM:
         request_ids: list[int] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                request_ids += [self._shared.submit(prompt, answer) for answer in _answers(one)]
+                request_ids += [self._shared.submit(prompt, answer) for answer in answer_params(one)]
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
             for request_id in request_ids:
@@ -307,7 +380,7 @@ def _changed(settings: _Settings, changes: dict[str, Any], kind: str) -> _Settin
     return replace(settings, **changes) if changes else settings
 
 
-def _answers(params: SamplingParams) -> list[SamplingParams]:
+def answer_params(params: SamplingParams) -> list[SamplingParams]:
     """Params of each of the `n` answers; each has a seed of its own, counted from the one that was given."""
     if params.n == 1:
         return [params]
@@ -354,6 +427,19 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     if wanted > config.context_length:
         raise ConfigError(f"context_length must be at most {config.context_length}, what this model was trained for; got {wanted}")
     return wanted
+
+
+def _keep_prefixes(contexts: list[Context], settings: EngineConfig) -> None:
+    """Share the memory of the prefix cache among the models, so that each keeps the same number of tokens."""
+    directory = None
+    if settings.prefix_cache_dir is not None:
+        directory = PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9))
+    per_token = sum(context.cache.bytes_per_token for context in contexts)
+    for context in contexts:
+        gb = settings.prefix_cache_gb
+        if gb is None:
+            gb = default_prefix_cache_bytes() / 1e9 if context.backend.row_invariant else 0
+        context.keep_prefixes(int(gb * 1e9 * context.cache.bytes_per_token / per_token), directory)
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -1,8 +1,9 @@
 """One engine for several threads: their requests run in one batch.
 
-There is no thread that runs the engine. A thread that waits for an output takes the turn if it is free, runs a step, and puts
-each output into the inbox of its request; the other threads wait at their inboxes. So one thread alone pays for no hand-over, and
-nothing is lost in a fork. A thread that submits or drops a request leaves a command, which the next step carries out.
+A thread that waits for an output takes the turn if it is free, runs a step, and puts each output into the inbox of its request;
+the other threads wait at their inboxes. So one thread alone pays for no hand-over, and nothing is lost in a fork. A program with an
+event loop gives a request a receiver instead, and has one thread that calls `step`. A thread that submits or drops a request leaves
+a command, which the next step carries out.
 
 Only operations that are atomic in Python are used here, and no lock: an interrupt between taking a lock and noting that it is
 held would leave it held for ever, and the garbage collector may close a stream in the middle of a step.
@@ -23,6 +24,7 @@ from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from cpuspec.metrics import RequestStats
 
 _Inbox = SimpleQueue[Output | None]  # None tells its thread to try for the turn
+Receiver = Callable[[Output], object]
 
 
 class SharedEngine:
@@ -40,13 +42,27 @@ class SharedEngine:
         self._turn: dict[str, int] = {}  # "thread": the one that runs the engine; empty if none does
         self._commands: deque[Callable[[], object]] = deque()
         self._inboxes: dict[int, _Inbox] = {}  # by request, while a thread will ask for its outputs
+        self._receivers: dict[int, Receiver] = {}  # by request
         self._waiting: dict[object, _Inbox] = {}  # the inboxes of the threads that wait
 
-    def submit(self, prompt: abc.Sequence[int], params: SamplingParams) -> int:
-        """Queue a prompt; returns the request's id. Raises ConfigError for one that cannot run, or if the engine is closed."""
+    def submit(
+        self,
+        prompt: abc.Sequence[int],
+        params: SamplingParams,
+        receiver: Receiver | None = None,
+        shown: abc.Set[int] = frozenset(),
+    ) -> int:
+        """Queue a prompt; returns the request's id. Raises ConfigError for one that cannot run, or if the engine is closed.
+
+        receiver: what the thread that runs a step calls with each output; None for an inbox that `outputs` reads.
+        """
         self.check_open()
-        request = self._engine.prepare(prompt, params)
-        self._inboxes[request.seq.id] = SimpleQueue()
+        request = self._engine.prepare(prompt, params, shown)
+        if receiver is None:
+            inbox: _Inbox = SimpleQueue()
+            self._inboxes[request.seq.id] = inbox
+            receiver = inbox.put
+        self._receivers[request.seq.id] = receiver
         self._commands.append(partial(self._engine.add, request))
         return request.seq.id
 
@@ -63,7 +79,8 @@ class SharedEngine:
 
     def drop(self, request_id: int) -> None:
         """Forget a request. A running one is aborted, now or before the next step."""
-        if self._inboxes.pop(request_id, None) is None:
+        self._inboxes.pop(request_id, None)
+        if self._receivers.pop(request_id, None) is None:
             return
         self._commands.append(partial(self._abort, request_id))
         while self._commands and not self._turn:
@@ -72,6 +89,15 @@ class SharedEngine:
                     self._obey()
                 finally:
                     self._leave()
+
+    def step(self) -> bool:
+        """Carry out what was submitted and dropped, and run one step; returns whether there is more to do.
+
+        An exception aborts every running request. Their last outputs come with the next step.
+        """
+        with self.turn():
+            self._run()
+            return bool(self._commands) or self._engine.has_work
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -137,8 +163,8 @@ class SharedEngine:
             self.check_open()
             self._obey()
             for output in self._engine.step():
-                if inbox := self._inboxes.get(output.request_id):
-                    inbox.put(output)
+                if receiver := self._receivers.get(output.request_id):
+                    receiver(output)
         except BaseException:
             self._engine.abort_all()  # an interrupt between step and inboxes may have lost a part of an answer
             raise

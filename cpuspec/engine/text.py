@@ -41,11 +41,11 @@ class StopText:
         if found:
             self.stopped, self._pending = True, ""
             return text[: min(found)]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        held = max((overlap(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,47 @@
+"""The command `serve`: keys from where a user keeps them, and a server that runs until it is told to end."""
+
+import asyncio
+import ipaddress
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cpuspec.cli.console import note
+from cpuspec.config import ServerConfig
+from cpuspec.environment import api_key
+from cpuspec.errors import BackendError
+
+if TYPE_CHECKING:
+    from cpuspec.engine.llm import LLM
+
+
+def read_keys(file: Path | None) -> list[str]:
+    """The keys of CPUSPEC_API_KEY and of a file with one a line. Raises BadParameter for a file without any."""
+    keys = [api_key()] if api_key() else []
+    if file is None:
+        return keys
+    try:
+        found = [line.strip() for line in file.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--api-key-file {file} cannot be read: {error}") from None
+    if not any(found):
+        raise typer.BadParameter(f"--api-key-file {file} has no key; write one in each line")
+    return [*keys, *filter(None, found)]
+
+
+def run_server(name: str, load: "Callable[[], LLM]", config: ServerConfig, keys: Sequence[str]) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises BackendError where the libraries for it are missing, and what `load` raises."""
+    try:
+        from cpuspec.server.app import listen, serve
+        from cpuspec.server.server import Server
+    except ModuleNotFoundError as error:
+        raise BackendError(f"`cpuspec serve` needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
+    server, listener = Server(name, config, keys), listen(config.host, config.port)
+    host, port = listener.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    note(f"listening on {address}, loading {name}")
+    if not (keys or ipaddress.ip_address(host).is_loopback):
+        note("warning: whoever reaches this address can use the model; give a key with --api-key-file")
+    asyncio.run(serve(server, load, listener, lambda: note(f"ready: {address}/v1 speaks OpenAI's protocol")))

@@ -1,0 +1,181 @@
+"""The application: routes, the gate before them, and errors in the protocols' shapes. And the process that runs it."""
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from cpuspec import __version__
+from cpuspec.engine.llm import LLM
+from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.server import completions, infill, messages, native, responses
+from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
+from cpuspec.server.gate import Gate, context_of
+from cpuspec.server.model import ServedModel
+from cpuspec.server.observe import log_event
+from cpuspec.server.replies import as_request_error, error_response
+from cpuspec.server.server import Server
+
+_LOG = logging.getLogger("cpuspec.server")
+
+
+def make_app(server: Server) -> FastAPI:
+    """The application of a server, whose model may come later."""
+    app = FastAPI(
+        title="cpuspec", version=__version__, docs_url=None, redoc_url=None
+    )  # their pages would load scripts from elsewhere
+    app.state.server = server
+    app.include_router(native.router)
+    app.include_router(completions.router)
+    app.include_router(messages.router)
+    app.include_router(responses.router)
+    app.include_router(infill.router)
+    app.add_exception_handler(CpuspecError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_bad_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_failure)
+    app.add_middleware(Gate, server=server)
+    if server.config.cors:
+        # Around the gate: a browser asks without a key first, and reads errors only with these headers.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.config.cors),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, CpuspecError), "this handler is registered for nothing else"
+    return error_response(request.url.path, as_request_error(error), context_of(request).id)
+
+
+async def _on_bad_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "this handler is registered for nothing else"
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"][1:]]
+    name = place[0] if place else None
+    if first["type"] == "extra_forbidden":
+        theirs = request.url.path.startswith("/v1/messages")
+        said = "{}: Extra inputs are not permitted" if theirs else "Unrecognized request argument supplied: {}"
+        message = said.format(".".join(place))
+    elif first["type"] == "json_invalid":
+        message, name = "the body is no JSON", None
+    else:
+        message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
+    return error_response(request.url.path, RequestError(message[:500], name), context_of(request).id)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "this handler is registered for nothing else"
+    told = RequestError(str(error.detail))
+    told.status = error.status_code
+    told.kind = {404: "not_found_error", 413: "request_too_large"}.get(error.status_code, told.kind)
+    return error_response(request.url.path, told, context_of(request).id)
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    # The framework logs the exception itself.
+    return error_response(request.url.path, EngineFailedError("the server failed; its log says why"), context_of(request).id)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ConfigError where that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}, port {port}: {error}; choose another --host or --port") from None
+
+
+async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve until the process is told to end (SIGTERM or Ctrl-C); then no request is taken any more, and those that run may end.
+
+    load: is called beside the event loop; until it has returned, requests get status 503. What it raises ends the server. ready: is
+    called when requests are answered. A second signal ends the server at once.
+    """
+    config = server.config
+    web = uvicorn.Server(
+        uvicorn.Config(
+            make_app(server),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            limit_concurrency=config.max_connections,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    told_to_end, loaded = asyncio.Event(), loop.create_future()
+
+    def load_beside() -> None:
+        try:
+            result: tuple[LLM | None, BaseException | None] = load(), None
+        except BaseException as error:
+            result = None, error
+        with suppress(RuntimeError):  # the server has ended meanwhile
+            loop.call_soon_threadsafe(loaded.set_result, result)
+
+    def on_signal() -> None:
+        if told_to_end.is_set():
+            web.should_exit = True
+        told_to_end.set()
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    server.stop = partial(loop.call_soon_threadsafe, on_signal)
+    # A daemon: a server that is told to end does not wait until its model is loaded.
+    threading.Thread(target=load_beside, name="cpuspec-load", daemon=True).start()
+    serving = asyncio.create_task(web.serve(sockets=[listener]))
+    ending = asyncio.create_task(told_to_end.wait())
+    try:
+        while not web.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if threading.current_thread() is threading.main_thread():
+            for number, before in handlers.items():
+                if before is signal.SIG_IGN:  # as a background job has it, which the web server does not respect
+                    signal.signal(number, before)
+                else:
+                    loop.add_signal_handler(number, on_signal)
+        await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
+        if loaded.done():
+            llm, error = loaded.result()
+            if error is not None:
+                raise error
+            server.start(ServedModel(server.name, llm, config))
+            log_event("ready", {"model": server.name})
+            ready()
+            await asyncio.wait((ending, serving), return_when=asyncio.FIRST_COMPLETED)
+        await _drain(server, web)
+    finally:
+        ending.cancel()
+        web.should_exit = True
+        await serving
+        if server.loaded:
+            await asyncio.to_thread(server.loaded.close)
+
+
+async def _drain(server: Server, web: uvicorn.Server) -> None:
+    """Take no request any more, and wait for those that there are, as long as the settings say."""
+    server.state = "draining"
+    log_event("draining", {"unfinished": server.num_unfinished})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(server.config.drain_s):
+            while server.num_unfinished and not web.should_exit:
+                await asyncio.sleep(0.02)
+    if server.loaded:
+        server.loaded.end_answers(UnavailableError("the server has ended before this answer was complete"))

@@ -1,0 +1,231 @@
+"""A conversation with tools as a prompt, and what the model says as reasoning, content and tool calls.
+
+Chat completions, Anthropic's messages and OpenAI's responses are three spellings of this.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.llm import answer_params
+from cpuspec.server.errors import RequestError
+from cpuspec.server.model import ServedModel, Wanted
+from cpuspec.server.parsing import AnswerParser
+from cpuspec.server.parsing.calls import tool_instructions
+
+_ROLES = {"developer": "system"}  # a name that templates do not know yet
+_KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message that templates may read, besides role and content
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation, ready to be answered. prefix: what the answer begins with, because a tool call was demanded."""
+
+    model: ServedModel
+    ids: list[int]
+    thinking: bool  # the prompt has opened the reasoning
+    tool_names: frozenset[str]
+    prefix: str
+
+    def parser(self) -> AnswerParser:
+        """The parser of one answer."""
+        calls = self.model.tool_format.parser(self.tool_names) if self.tool_names else None
+        return AnswerParser(thinking=self.thinking, calls=calls)
+
+    def wanted(self, params: SamplingParams) -> list[Wanted]:
+        """The answers to compute."""
+        return [Wanted(self.ids, one) for one in answer_params(params)]
+
+    def call_id(self) -> str:
+        """An id for a tool call, such as the model's template takes."""
+        num_chars = self.model.tool_format.id_chars
+        return uuid4().hex[:num_chars] if num_chars < 16 else f"call_{uuid4().hex[:num_chars]}"
+
+
+def chat_prompt(
+    model: ServedModel,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: Any = None,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatPrompt:
+    """Encode a conversation in OpenAI's spelling. variables: of the chat template. Takes a while for long ones.
+
+    Raises RequestError for what is no conversation, TokenizerError for what the template refuses.
+    """
+    tools, named = _chosen_tools(tools, tool_choice)
+    listed = [_message(number, message) for number, message in enumerate(messages)]
+    given = dict(variables or {})
+    model.check_text(_num_chars([listed, tools, given]))
+    if model.template_takes_tools:
+        if tools:
+            given["tools"] = list(tools)
+    else:
+        listed = _without_tools(listed, tools, model.llm.tokenizer.chat_template or "")
+    tokenizer = model.llm.tokenizer
+    ids = tokenizer.encode_chat(listed, variables=given)
+    thinking = tokenizer.decode(ids[-8:], skip_special=False).rstrip().endswith("<think>")
+    prefix = ""
+    if tools and (named or tool_choice == "required"):
+        row = model.tool_format
+        prefix = ("\n</think>\n\n" if thinking else "") + row.begins + (row.begins_named(named) if named else "")
+        ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
+    return ChatPrompt(model, ids, thinking, frozenset(tool["function"]["name"] for tool in tools), prefix)
+
+
+def _num_chars(value: Any) -> int:
+    """Characters of all texts in a value of JSON. It is as deep as a parser of JSON lets it be, so that this is no recursion."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, Mapping):
+            left += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            left += one
+    return total
+
+
+def _chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str]:
+    """The tools that the model is told of, and the one that must be called, if any."""
+    found = [_tool(number, tool) for number, tool in enumerate(tools)]
+    if choice in (None, "auto", "required"):
+        if choice == "required" and not found:
+            raise RequestError("tool_choice is required, and there are no tools", "tool_choice")
+        return found, ""
+    if choice == "none":
+        return [], ""
+    name = choice.get("function", choice).get("name") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    chosen = [tool for tool in found if tool["function"]["name"] == name]
+    if not chosen:
+        raise RequestError(
+            "tool_choice is none, auto, required, or {'type': 'function', 'function': {'name': ...}} with the name of a tool",
+            "tool_choice",
+        )
+    return chosen, str(name)
+
+
+def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+        raise RequestError(f"tools[{number}] is no function; wanted {{'type': 'function', 'function': {{...}}}}", "tools")
+    name = function.get("name")
+    if not isinstance(name, str) or not name or len(name) > 256 or not name.isprintable() or '"' in name or "\\" in name:
+        raise RequestError(f"tools[{number}].function.name must be a name", "tools")
+    kept = {key: value for key, value in function.items() if key != "strict" and value is not None}
+    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **kept}}
+
+
+def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as templates take it: its content one text, arguments of tool calls as objects."""
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RequestError(f"messages[{number}] has no role", "messages")
+    found: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content_text(message.get("content"), f"messages[{number}]")}
+    for key in _KEPT:
+        if isinstance(message.get(key), str):
+            found[key] = message[key]
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise RequestError(f"messages[{number}].tool_calls must be a list", "messages")
+    if calls:
+        found["tool_calls"] = [_tool_call(number, call) for call in calls]
+    return found
+
+
+def content_text(content: Any, where: str) -> str:
+    """A message's content as one text: text itself, or the joined texts of its parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content must be a text or a list of parts", "messages")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
+            raise RequestError(f"{where}.content has a part of type {str(kind)[:40]!r}; this model takes texts only", "messages")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(number: int, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"messages[{number}].tool_calls has a call without a function's name", "messages")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # a model wrote it; the template shows what is no JSON as it is
+            arguments = json.loads(arguments)
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """The conversation for a template that has no place for tools: told in words, with calls and results as texts."""
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            shown = [json.dumps({"name": call["function"]["name"], "parameters": call["function"]["arguments"]}) for call in calls]
+            content = "\n".join(filter(None, (message["content"], *shown)))
+            told.append({"role": "assistant", "content": content})
+        elif message["role"] in ("tool", "function"):
+            result = f"```tool_output\n{message['content']}\n```"
+            if told and told[-1]["role"] == "user":  # results of several calls are one message
+                told[-1] = {"role": "user", "content": f"{told[-1]['content']}\n{result}"}
+            else:
+                told.append({"role": "user", "content": result})
+        else:
+            told.append(message)
+    if not tools:
+        return told
+    role = "system" if "system" in template or not template else "user"
+    first = next((number for number, message in enumerate(told) if message["role"] in ("system", role)), None)
+    words = tool_instructions(tools)
+    if first is None:
+        return [{"role": role, "content": words}, *told]
+    told[first] = told[first] | {"content": f"{told[first]['content']}\n\n{words}"}
+    return told
+
+
+@dataclass
+class Said:
+    """What one answer holds, collected from its pieces."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple["SaidCall", ...] = ()
+
+
+@dataclass(frozen=True)
+class SaidCall:
+    """A tool call: its id, the function's name, and the JSON text of its arguments."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+def said(prompt: ChatPrompt, text: str) -> Said:
+    """A finished answer, taken apart."""
+    parser, found = prompt.parser(), Said()
+    for piece in [*parser.push(prompt.prefix + text), *parser.finish()]:
+        match piece.kind:
+            case "reasoning":
+                found.reasoning += piece.text
+            case "content":
+                found.content += piece.text
+            case "call":
+                found.calls += (SaidCall(prompt.call_id(), piece.text),)
+            case "arguments":
+                last = found.calls[-1]
+                found.calls = (*found.calls[:-1], replace(last, arguments=last.arguments + piece.text))
+    return found

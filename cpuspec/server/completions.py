@@ -1,0 +1,307 @@
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.engine import Output
+from cpuspec.engine.llm import answer_params
+from cpuspec.metrics import epoch_s
+from cpuspec.server.chat import ChatPrompt, chat_prompt, said
+from cpuspec.server.errors import RequestError
+from cpuspec.server.figures import chat_logprobs, completion_logprobs, log_figures, stats_of, timings, usage
+from cpuspec.server.gate import context_of
+from cpuspec.server.model import Answers, ServedModel, Wanted, gather
+from cpuspec.server.parsing import Piece
+from cpuspec.server.replies import EventStream, event, json_response, unless_gone
+from cpuspec.server.schema import ChatBody, CompletionBody, SamplingBody, sampling_params
+from cpuspec.server.server import server_of
+
+router = APIRouter()
+
+_MOST_LOGPROBS = 20
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """Answer a conversation."""
+    server, context = server_of(request), context_of(request)
+    model = server.model(body.model)
+    if body.response_format and body.response_format.type != "text":
+        raise RequestError(f"response_format {body.response_format.type[:40]!r} is not supported; wanted text", "response_format")
+    params = chat_params(model, body)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"} | variables
+    work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables)
+    prompt = await model.in_worker(work)
+    check_number(model, params.n)
+    wanted = prompt.wanted(params)
+    answers = Answers(model, context.client, context.id, wanted)
+    head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server.names[0]}
+    if body.stream:
+        return EventStream(_chat_events(body, prompt, answers, head, context.figures), answers, request, context.id)
+    return await unless_gone(request, _chat(body, prompt, answers, head, context.figures), answers)
+
+
+def chat_params(model: ServedModel, body: ChatBody) -> SamplingParams:
+    """The params of a chat completion. Raises RequestError or ConfigError."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    num_top = _checked_logprobs(body.top_logprobs or 0, "top_logprobs")
+    limits = {} if body.max_completion_tokens is None else {"max_tokens": body.max_completion_tokens}
+    return sampling_params(model, body, logprobs=num_top if body.logprobs else None, **limits)
+
+
+def check_number(model: ServedModel, number: int) -> None:
+    """Raise RequestError for more answers than could ever be taken in."""
+    most = model.admission.max_running + model.admission.max_waiting
+    if number > most:
+        raise RequestError(f"the request asks for {number} answers, and at most {most} are taken", "n")
+
+
+def _checked_logprobs(number: int, name: str) -> int:
+    if not 0 <= number <= _MOST_LOGPROBS:
+        raise RequestError(f"{name} must be from 0 to {_MOST_LOGPROBS}, got {str(number)[:20]}", name)
+    return number
+
+
+async def _chat(body: ChatBody, prompt: ChatPrompt, answers: Answers, head: dict[str, Any], figures: dict[str, Any]) -> Response:
+    outputs = await gather(answers)
+    tokenizer, choices = prompt.model.llm.tokenizer, []
+    for index, output in enumerate(outputs):
+        found = said(prompt, output.text)
+        message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
+        if found.reasoning:
+            message["reasoning_content"] = found.reasoning
+        if found.calls:
+            message["content"] = found.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in found.calls
+            ]
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "logprobs": chat_logprobs(tokenizer, output.logprobs) if body.logprobs else None,
+                "finish_reason": _reason(output, bool(found.calls)),
+            }
+        )
+    stats = stats_of(outputs)
+    figures |= log_figures(stats)
+    reply = {**head, "object": "chat.completion", "choices": choices, "usage": usage(stats)}
+    return json_response(reply | ({"timings": timings(stats[0])} if len(stats) == 1 else {}))
+
+
+async def _chat_events(
+    body: ChatBody, prompt: ChatPrompt, answers: Answers, head: dict[str, Any], figures: dict[str, Any]
+) -> AsyncGenerator[str]:
+    head = {**head, "object": "chat.completion.chunk"}
+    tokenizer, lasts = prompt.model.llm.tokenizer, []
+    parsers = [prompt.parser() for _ in answers.wanted]
+    call_ids: dict[tuple[int, int], str] = {}
+    extra: dict[str, Any] = {"usage": None} if _wants_usage(body) else {}
+
+    def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None, **more: Any) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({**head, "choices": [choice], **extra, **more})
+
+    def delta_of(index: int, piece: Piece) -> dict[str, Any]:
+        match piece.kind:
+            case "content":
+                return {"content": piece.text}
+            case "reasoning":
+                return {"reasoning_content": piece.text}
+            case "call":
+                call_id = call_ids.setdefault((index, piece.call), prompt.call_id())
+                function = {"name": piece.text, "arguments": ""}
+                return {"tool_calls": [{"index": piece.call, "id": call_id, "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+
+    for index, parser in enumerate(parsers):
+        yield chunk(index, {"role": "assistant", "content": ""})
+        for piece in parser.push(prompt.prefix):
+            yield chunk(index, delta_of(index, piece))
+    async for index, output in answers.outputs():
+        parser = parsers[index]
+        deltas = [delta_of(index, piece) for piece in parser.push(output.text)]
+        if output.finish_reason is not None:
+            deltas += [delta_of(index, piece) for piece in parser.finish()]
+        logprobs = chat_logprobs(tokenizer, output.logprobs) if body.logprobs and output.logprobs else None
+        if logprobs and not deltas:
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            yield chunk(index, delta, None if number else logprobs)
+        if output.finish_reason is not None:
+            lasts.append(output)
+            told = {"timings": timings(output.stats)} if output.stats and len(parsers) == 1 else {}
+            yield chunk(index, {}, reason=_reason(output, parser.num_calls > 0), **told)
+    stats = stats_of(lasts)
+    figures |= log_figures(stats)
+    if _wants_usage(body):
+        yield event({**head, "choices": [], "usage": usage(stats)})
+    yield "data: [DONE]\n\n"
+
+
+def _wants_usage(body: SamplingBody) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _reason(output: Output, has_calls: bool) -> str:
+    return "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason or "stop"
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionBody, request: Request) -> Response:
+    """Continue one prompt or several, or fill the gap between a prompt and a suffix."""
+    server, context = server_of(request), context_of(request)
+    model = server.model(body.model)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo with logprobs is not supported: a prompt's tokens get no log-probabilities", "echo")
+    if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
+        raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
+    own = {"max_tokens": 16} if body.max_tokens is None else {}  # OpenAI's default
+    num_top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
+    params = sampling_params(model, body, logprobs=num_top, **own)
+    if body.suffix:
+        assert isinstance(body.prompt, str), "checked above"
+        check_number(model, params.n)
+        prompts = [await model.in_worker(partial(fill_prompt, model, body.prompt, body.suffix))]
+        params = fill_params(model, params)
+    else:
+        check_number(model, params.n * len(_each_prompt(body.prompt)))
+        prompts = await model.in_worker(partial(_prompts, model, body.prompt))
+    wanted = [Wanted(prompt, one) for prompt in prompts for one in answer_params(params)]
+    echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
+    answers = Answers(model, context.client, context.id, wanted)
+    head = {"id": f"cmpl-{context.id}", "object": "text_completion", "created": epoch_s(), "model": server.names[0]}
+    if body.stream:
+        return EventStream(_text_events(body, model, answers, echoes, head, context.figures), answers, request, context.id)
+    return await unless_gone(request, _texts(body, model, answers, echoes, head, context.figures), answers)
+
+
+def fill_prompt(model: ServedModel, before: str, behind: str, others: Sequence[tuple[str, str]] = (), name: str = "") -> list[int]:
+    """The prompt that asks for the text between two texts. others: names and texts of other files; name: this file's.
+
+    Source of the order: Qwen2.5-Coder's and StarCoder 2's repository format, as llama.cpp's server writes it. Raises RequestError
+    for a model that cannot fill in.
+    """
+    fill, tokenizer = model.fill, model.llm.tokenizer
+    if fill is None:
+        raise RequestError(
+            f"{model.name} has no tokens for filling in the middle, so it cannot take a suffix; use a model such as qwen2.5-coder",
+            "suffix",
+        )
+    model.check_text(len(before) + len(behind) + sum(len(path) + len(text) for path, text in others))
+    ids = list(tokenizer.prefix)
+    if others and fill.repository is not None and fill.file is not None:
+        ids += [fill.repository, *tokenizer.encode("project\n", add_special=False)]
+        for path, text in others:
+            ids += [fill.file, *tokenizer.encode(f"{path}\n{text}\n", add_special=False)]
+        ids += [fill.file, *tokenizer.encode(f"{name or 'file'}\n", add_special=False)]
+    elif others:
+        ids += tokenizer.encode("".join(f"{text}\n" for _, text in others), add_special=False)
+    return [
+        *ids,
+        fill.prefix,
+        *tokenizer.encode(before, add_special=False),
+        fill.suffix,
+        *tokenizer.encode(behind, add_special=False),
+        fill.middle,
+    ]
+
+
+def fill_params(model: ServedModel, params: SamplingParams) -> SamplingParams:
+    """The params, with the tokens that end the text in a gap."""
+    return replace(params, stop_token_ids=(*params.stop_token_ids, *(model.fill.ends if model.fill else ())))
+
+
+def _each_prompt(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """A list of texts and lists of token ids."""
+    if isinstance(given, str):
+        return [given]
+    ids = [one for one in given if isinstance(one, int)]
+    return [ids] if ids else [one for one in given if not isinstance(one, int)]
+
+
+def _prompts(model: ServedModel, given: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+    """Token ids of every prompt."""
+    if not given and not isinstance(given, str):
+        raise RequestError("prompt is an empty list; wanted a text, token ids, or a list of them", "prompt")
+    tokenizer, prompts = model.llm.tokenizer, []
+    for one in _each_prompt(given):
+        model.check_text(len(one) if isinstance(one, str) else 0)
+        ids = tokenizer.encode(one) if isinstance(one, str) else one
+        prompts.append(ids if ids or tokenizer.bos_id is None else [tokenizer.bos_id])
+    return prompts
+
+
+def _echo(model: ServedModel, prompt: str | list[int]) -> str:
+    """The prompt's text."""
+    return prompt if isinstance(prompt, str) else model.llm.tokenizer.decode(prompt, skip_special=False)
+
+
+async def _texts(
+    body: CompletionBody,
+    model: ServedModel,
+    answers: Answers,
+    echoes: Sequence[str],
+    head: dict[str, Any],
+    figures: dict[str, Any],
+) -> Response:
+    outputs = await gather(answers)
+    per_prompt = len(outputs) // len(echoes)
+    choices = []
+    for index, output in enumerate(outputs):
+        echo = echoes[index // per_prompt]
+        logprobs = completion_logprobs(model.llm.tokenizer, output.logprobs, 0) if body.logprobs is not None else None
+        choices.append({"index": index, "text": echo + output.text, "logprobs": logprobs, "finish_reason": output.finish_reason})
+    stats = stats_of(outputs)
+    figures |= log_figures(stats)
+    reply = {**head, "choices": choices, "usage": usage(stats, len(echoes))}
+    return json_response(reply | ({"timings": timings(stats[0])} if len(stats) == 1 else {}))
+
+
+async def _text_events(
+    body: CompletionBody,
+    model: ServedModel,
+    answers: Answers,
+    echoes: Sequence[str],
+    head: dict[str, Any],
+    figures: dict[str, Any],
+) -> AsyncGenerator[str]:
+    per_prompt = len(answers.wanted) // len(echoes)
+    num_chars, lasts = [0] * len(answers.wanted), {}
+    extra: dict[str, Any] = {"usage": None} if _wants_usage(body) else {}
+
+    def chunk(index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> str:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return event({**head, "choices": [choice], **extra, **more})
+
+    for index in range(len(answers.wanted)):
+        if echo := echoes[index // per_prompt]:
+            yield chunk(index, echo)
+    async for index, output in answers.outputs():
+        logprobs = None
+        if body.logprobs is not None:
+            logprobs = completion_logprobs(model.llm.tokenizer, output.logprobs, num_chars[index])
+            num_chars[index] += sum(map(len, logprobs["tokens"]))
+        told: dict[str, Any] = {}
+        if output.finish_reason is not None:
+            lasts[index] = output
+            told = {"timings": timings(output.stats)} if output.stats and len(answers.wanted) == 1 else {}
+        if output.text or logprobs or output.finish_reason is not None:
+            yield chunk(index, output.text, logprobs, output.finish_reason, **told)
+    stats = stats_of([lasts[index] for index in sorted(lasts)])
+    figures |= log_figures(stats)
+    if _wants_usage(body):
+        yield event({**head, "choices": [], "usage": usage(stats, len(echoes))})
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,84 @@
+"""What a client did wrong or the server cannot do now, with the status and the kind that each protocol has for it."""
+
+from cpuspec.errors import CpuspecError
+
+
+class RequestError(CpuspecError):
+    """A request that ends without an answer.
+
+    kind: the `type` of OpenAI's error object, which Anthropic's protocol translates. param: the field that is wrong.
+    """
+
+    status = 400
+    kind = "invalid_request_error"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class UnauthorizedError(RequestError):
+    """No key, or a wrong one."""
+
+    status = 401
+    kind = "authentication_error"
+
+
+class ForbiddenError(RequestError):
+    """A request that came under a name that is not this server's."""
+
+    status = 403
+    kind = "permission_error"
+
+
+class UnknownModelError(RequestError):
+    """A model that this server does not have."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class BodyTooLargeError(RequestError):
+    """A body beyond the limit."""
+
+    status = 413
+    kind = "request_too_large"
+
+
+class BusyError(RequestError):
+    """The queue is full."""
+
+    status = 429
+    kind = "rate_limit_error"
+    retry_after_s = 1
+
+
+class UnavailableError(RequestError):
+    """The model is being loaded, or the server is about to end."""
+
+    status = 503
+    kind = "overloaded_error"
+    retry_after_s = 5
+
+
+class TimeUpError(RequestError):
+    """The request's time was up."""
+
+    status = 504
+    kind = "timeout_error"
+
+
+class NotSupportedError(RequestError):
+    """Something that no model of this server does."""
+
+    status = 501
+    kind = "not_supported_error"
+
+
+class EngineFailedError(RequestError):
+    """The engine failed while it computed this answer, perhaps because of another one."""
+
+    status = 500
+    kind = "server_error"

@@ -1,0 +1,95 @@
+"""The figures of answers in the words of OpenAI's `usage` and of llama-server's `timings`; tokens with their log-probabilities."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cpuspec.engine.engine import Output
+from cpuspec.metrics import RequestStats
+from cpuspec.sampling import TokenLogprobs
+from cpuspec.tokenizer import Tokenizer
+
+
+def usage(stats: Sequence[RequestStats], num_prompts: int = 1) -> dict[str, Any]:
+    """OpenAI's usage of all answers to `num_prompts` prompts; the answers to one prompt count its tokens once."""
+    per_prompt = len(stats) // num_prompts
+    prompt_tokens = sum(one.num_prompt_tokens for one in stats[::per_prompt])
+    new_tokens = sum(one.num_new_tokens for one in stats)
+    drafted, accepted = sum(one.num_draft_tokens for one in stats), sum(one.num_accepted_tokens for one in stats)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in stats[::per_prompt])},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted},
+    }
+
+
+def timings(stats: RequestStats) -> dict[str, Any]:
+    """llama-server's timings of one answer; times are in milliseconds. predicted_* leave the first token to the prompt's time."""
+    num_read, num_decoded = stats.num_prompt_tokens - stats.num_cached_tokens, max(stats.num_new_tokens - 1, 0)
+    prompt_ms, predicted_ms = 1000 * (stats.ttft_s or 0.0), 1000 * (stats.decode_s or 0.0)
+    return {
+        "cache_n": stats.num_cached_tokens,
+        "prompt_n": num_read,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / num_read if num_read else 0.0,
+        "prompt_per_second": 1000 * num_read / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": stats.num_new_tokens,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / num_decoded if num_decoded else 0.0,
+        "predicted_per_second": stats.tokens_per_s or 0.0,
+        "draft_n": stats.num_draft_tokens,
+        "draft_n_accepted": stats.num_accepted_tokens,
+    }
+
+
+def log_figures(stats: Sequence[RequestStats]) -> dict[str, Any]:
+    """What the log line of a request says of its answers."""
+    found = usage(stats)
+    first = min((one.ttft_s for one in stats if one.ttft_s is not None), default=None)
+    return {
+        "prompt_tokens": stats[0].num_prompt_tokens,
+        "cached_tokens": stats[0].num_cached_tokens,
+        "new_tokens": found["completion_tokens"],
+        "ttft_s": first and round(first, 4),
+        "drafted_tokens": sum(one.num_draft_tokens for one in stats),
+        "accepted_tokens": sum(one.num_accepted_tokens for one in stats),
+    }
+
+
+def stats_of(outputs: Sequence[Output]) -> list[RequestStats]:
+    """The stats of finished answers, from their last outputs."""
+    return [one.stats for one in outputs if one.stats is not None]
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
+    """A token's text and bytes; of a special token its name."""
+    meaning = tokenizer.meaning(token)
+    data = meaning if isinstance(meaning, bytes) else (meaning or "").encode()
+    return data.decode(errors="replace"), list(data)
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """OpenAI's logprobs of a chat completion."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text, data = token_text(tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": data}
+
+    content = [
+        entry(one.token_id, one.logprob) | {"top_logprobs": [entry(token, logprob) for token, logprob in one.top]} for one in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    """OpenAI's logprobs of a plain completion. offset: characters of the text before the first token."""
+    texts = [token_text(tokenizer, one.token_id)[0] for one in tokens]
+    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
+    tops = [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [one.logprob for one in tokens],
+        "top_logprobs": tops if any(tops) else None,
+        "text_offset": offsets,
+    }

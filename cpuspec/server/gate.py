@@ -1,0 +1,144 @@
+"""What every request passes before an endpoint sees it: host, key, the limits of its body. And the log line when it has ended."""
+
+import asyncio
+import ipaddress
+import re
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cpuspec.metrics import now_s
+from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestError, UnauthorizedError
+from cpuspec.server.observe import log_event
+from cpuspec.server.replies import error_response
+from cpuspec.server.server import Server
+
+BODY_S = 60.0  # that a body may take to come
+OPEN_PATHS = ("/health", "/ready")  # for probes, which have no key
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
+
+
+@dataclass
+class RequestContext:
+    """What is known of a request. figures: what its endpoint adds to the log line."""
+
+    id: str
+    client: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def context_of(request: Request) -> RequestContext:
+    """The context that the gate made for this request."""
+    found: RequestContext = request.scope["cpuspec.context"]
+    return found
+
+
+class Gate:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start_s, headers = now_s(), Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        context = RequestContext(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+        scope["cpuspec.context"] = context
+        status = 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = context.id
+            await send(message)
+
+        try:
+            try:
+                context.client = self._check(scope, headers)
+            except RequestError as error:
+                await error_response(scope["path"], error, context.id)(scope, receive, send_on)
+                return
+            await self._app(scope, _Limited(receive, self._server.config.max_body_bytes), send_on)
+        finally:
+            if scope["path"] not in (*OPEN_PATHS, "/metrics"):
+                if status >= 400 and self._server.loaded:
+                    self._server.loaded.metrics.refused(status)
+                line = {
+                    "request_id": context.id,
+                    "client": context.client,
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status or "disconnected",
+                    "seconds": round(now_s() - start_s, 4),
+                }
+                log_event("request", line | context.figures)
+
+    def _check(self, scope: Scope, headers: Headers) -> str:
+        """The client that the request counts for. Raises ForbiddenError, UnauthorizedError, BodyTooLargeError."""
+        found = _HOST.fullmatch(headers.get("host", ""))
+        name = found["name"].lower().strip("[]") if found else ""
+        bound = self._server.config.host
+        # A web page may lead its own name to this machine (DNS rebinding); what listens to this machine alone knows its names.
+        if _is_loopback(bound) and not (name == bound or _is_loopback(name)):
+            raise ForbiddenError(f"this server answers to localhost, and was asked for as {name[:100]!r}")
+        address = (scope.get("client") or ("local", 0))[0]
+        if scope["path"] in OPEN_PATHS:
+            return address
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else None)
+        client = self._server.client(key, address)
+        if client is None:
+            raise UnauthorizedError("the API key is missing or wrong", code="invalid_api_key")
+        size = headers.get("content-length", "0")
+        if size.isdigit() and int(size[:20]) > self._server.config.max_body_bytes:
+            raise BodyTooLargeError(_too_large(self._server.config.max_body_bytes))
+        return client
+
+
+class _Limited:
+    """Receives a body up to a limit, for one that does not tell its length, and for as long as a body may take."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive = receive
+        self._most = most
+        self._num_bytes = 0
+        self._ends_s = asyncio.get_running_loop().time() + BODY_S
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        try:
+            # Behind the body comes nothing but a disconnect, and that may take as long as the answer.
+            async with asyncio.timeout_at(None if self._complete else self._ends_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {BODY_S:g} seconds") from None
+        if message["type"] == "http.request":
+            self._complete = not message.get("more_body", False)
+            self._num_bytes += len(message.get("body", b""))
+            if self._num_bytes > self._most:
+                raise HTTPException(413, _too_large(self._most))
+        return message
+
+
+def _too_large(most: int) -> str:
+    return f"the body is larger than {most} bytes, the most that is taken"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

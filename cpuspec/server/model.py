@@ -1,0 +1,285 @@
+"""A loaded model that answers requests: what its vocabulary and its template can do, its queue, its engine's thread.
+
+It knows prompts as token ids and answers as outputs; the protocols are written above it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from cpuspec.config import SamplingParams, ServerConfig
+from cpuspec.engine.engine import Output
+from cpuspec.engine.llm import LLM
+from cpuspec.errors import CpuspecError
+from cpuspec.metrics import epoch_s
+from cpuspec.server.admission import Admission
+from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, TimeUpError
+from cpuspec.server.observe import AnswerMeter, Metrics
+from cpuspec.server.parsing import ToolFormat, tool_format
+from cpuspec.server.runner import Runner
+
+_T = TypeVar("_T")
+
+_CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096  # of a text; languages and programs have 2 to 6
+_MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
+
+# Special tokens that are part of an answer's text, because a parser reads them.
+_SHOWN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
+# What surrounds the text before and behind the gap, by model family: Qwen2.5-Coder and CodeGemma; StarCoder, Granite and SmolLM;
+# DeepSeek-Coder.
+_FILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+_FILL_ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "<fim_pad>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class FillTokens:
+    """The tokens of filling in the middle. ends: those that end the text in the gap. repository, file: of other files, if any."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    ends: tuple[int, ...]
+    repository: int | None
+    file: int | None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One answer to compute."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class Slot:
+    """One place where answers are computed, for `/slots`."""
+
+    number: int
+    meter: AnswerMeter | None = None
+    request_id: str = ""
+
+
+class ServedModel:
+    """An LLM with everything that serving it needs. Made in the event loop; `close` ends its thread and frees it."""
+
+    def __init__(self, name: str, llm: LLM, config: ServerConfig) -> None:
+        self.name = name
+        self.llm = llm
+        self.config = config
+        self.created = epoch_s()
+        self.admission = Admission(llm.max_sequences, config.max_waiting)
+        self.unfinished: set[Answers] = set()
+        self.slots = [Slot(number) for number in range(llm.max_sequences)]
+        self.metrics = Metrics(name, self._state, lambda: llm.levels)
+        self.runner = Runner(llm, asyncio.get_running_loop())
+        # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.
+        self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
+        tokenizer = llm.tokenizer
+        self.tool_format: ToolFormat = tool_format(tokenizer.chat_template)
+        self.template_takes_tools = "tools" in (tokenizer.chat_template or "")
+        self.shown = frozenset(found for text in _SHOWN if (found := tokenizer.token_id(text)) is not None)
+        self.fill = _fill_tokens(llm)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens that a prompt may have."""
+        most = self.llm.context_length - 1
+        return min(most, self.config.max_prompt_tokens or most)
+
+    async def in_worker(self, function: Callable[[], _T]) -> _T:
+        """What the function returns, run beside the event loop: for tokenization and templates, which may take a while."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, function)
+
+    def params(self, given: dict[str, Any]) -> SamplingParams:
+        """The params of a request with these fields, the model's own recommendations for others.
+
+        Raises ConfigError, and RequestError for more than an engine's step should have to look through.
+        """
+        stops = given.get("stop", ())
+        stops = (stops,) if isinstance(stops, str) else stops
+        if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _STOP_CHARS:
+            raise RequestError(f"stop takes at most {_MOST_STOPS} texts with {_STOP_CHARS} characters together", "stop")
+        if len(given.get("logit_bias", ())) > _MOST_BIASES:
+            raise RequestError(f"logit_bias takes at most {_MOST_BIASES} tokens", "logit_bias")
+        most = self.config.max_new_tokens or self.llm.context_length
+        given = {"max_tokens": most, **given}
+        params = self.llm.sampling_defaults.under(given)
+        return replace(params, max_tokens=min(params.max_tokens, most))
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise RequestError for a prompt that is longer than the server takes."""
+        if len(prompt) > self.max_prompt_tokens:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, and at most {self.max_prompt_tokens} are taken; shorten it",
+                "prompt",
+                "context_length_exceeded",
+            )
+
+    def check_text(self, num_chars: int) -> None:
+        """Raise RequestError for a prompt's text that is too long to be worth tokenizing: a megabyte may take 15 seconds."""
+        most = max(_CHARS_PER_TOKEN * self.max_prompt_tokens, _CHARS_AT_LEAST)
+        if num_chars > most:
+            raise RequestError(
+                f"the prompt has {num_chars} characters, and at most {most} are taken, {_CHARS_PER_TOKEN} for each of "
+                f"{self.max_prompt_tokens} tokens; shorten it",
+                "prompt",
+                "context_length_exceeded",
+            )
+
+    def retry_after_s(self) -> int:
+        """When a place may be free, as far as recent requests tell."""
+        rounds = (self.admission.num_waiting + 1) / self.admission.max_running
+        return max(1, min(60, round(rounds * self.metrics.mean_request_s)))
+
+    def end_answers(self, error: CpuspecError) -> None:
+        """Let whoever waits for an answer get this error instead."""
+        for answers in self.unfinished:
+            answers.fail(error)
+
+    def close(self) -> None:
+        """End the engine's thread when its step is done, and release the model."""
+        self.runner.close()
+        self._workers.shutdown(cancel_futures=True)
+        self.llm.close()
+
+    def _state(self) -> tuple[int, int, float]:
+        held = sum(slot.meter.num_prompt_tokens + slot.meter.num_new_tokens for slot in self.slots if slot.meter)
+        return self.admission.num_running, self.admission.num_waiting, held / (len(self.slots) * self.llm.context_length)
+
+
+class Answers:
+    """The answers to one request, from their places in the queue to their last tokens. `close` must be called at last.
+
+    All or none are taken in: raises BusyError where the queue is full, ConfigError for what the model cannot run.
+    """
+
+    def __init__(self, model: ServedModel, client: str, request_id: str, wanted: Sequence[Wanted]) -> None:
+        for one in wanted:
+            model.check_prompt(one.prompt)
+            model.llm.check(one.prompt, one.params)
+        self.wanted = wanted
+        self.meters = [AnswerMeter(len(one.prompt)) for one in wanted]
+        self._model = model
+        self._request_id = request_id
+        self._deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
+        self._outputs: list[list[Output]] = [[] for _ in wanted]  # that nobody has taken yet
+        self._ready = asyncio.Event()
+        self._engine_ids: dict[int, int] = {}  # the engine's ids of those that run, by number
+        self._slots: dict[int, Slot] = {}
+        self._error: CpuspecError | None = None
+        try:
+            starts = [partial(self._start, number) for number in range(len(wanted))]
+            self._tickets = model.admission.enter(client, starts)
+        except BusyError as error:
+            error.retry_after_s = model.retry_after_s()
+            raise
+        model.unfinished.add(self)
+
+    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        """Yield each answer's number and output as they come; what came while the reader was slow is one output.
+
+        Raises TimeUpError when the time is up, EngineFailedError if the engine ended an answer.
+        """
+        num_left = len(self.wanted)
+        while num_left:
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                raise TimeUpError(f"the request took longer than {self._model.config.max_request_s:g} seconds") from None
+            self._ready.clear()
+            if self._error:
+                raise self._error
+            for number, waiting in enumerate(self._outputs):
+                if waiting:
+                    self._outputs[number] = []
+                    output = _merged(waiting)
+                    if output.finish_reason == "aborted":
+                        raise EngineFailedError("the engine failed while it computed this answer; try again")
+                    num_left -= output.finish_reason is not None
+                    yield number, output
+
+    def fail(self, error: CpuspecError) -> None:
+        """Let `outputs` raise this."""
+        self._error = error
+        self._ready.set()
+
+    def close(self) -> None:
+        """End what still runs, and give all places back. Doing it again changes nothing."""
+        self._model.unfinished.discard(self)
+        for number, ticket in enumerate(self._tickets):
+            if number in self._engine_ids:
+                self._model.metrics.ended(self.meters[number], "aborted", 0)
+            self._end(number)
+            self._model.admission.leave(ticket)
+
+    def _start(self, number: int) -> None:
+        one, model = self.wanted[number], self._model
+        self.meters[number].start()
+        try:
+            self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, partial(self._take, number))
+        except CpuspecError as error:
+            self.fail(error)
+            return
+        slot = self._slots[number] = next(slot for slot in model.slots if slot.meter is None)
+        slot.meter, slot.request_id = self.meters[number], self._request_id
+
+    def _take(self, number: int, output: Output) -> None:
+        """An output has come; the place of a finished answer is free at once, whether its reader is slow or not."""
+        if number not in self._engine_ids:
+            return  # closed meanwhile
+        self._outputs[number].append(output)
+        self._ready.set()
+        metrics = self._model.metrics
+        metrics.output(self.meters[number], len(output.token_ids))
+        if output.finish_reason is not None:
+            metrics.ended(self.meters[number], output.finish_reason, output.stats.num_cached_tokens if output.stats else 0)
+            self._end(number)
+            self._model.admission.leave(self._tickets[number])
+
+    def _end(self, number: int) -> None:
+        engine_id = self._engine_ids.pop(number, None)
+        if engine_id is not None:
+            self._model.runner.drop(engine_id)
+            slot = self._slots.pop(number)
+            slot.meter, slot.request_id = None, ""
+
+
+async def gather(answers: Answers) -> list[Output]:
+    """Each answer as one output when the last has ended, in their order."""
+    parts: list[list[Output]] = [[] for _ in answers.wanted]
+    async for number, output in answers.outputs():
+        parts[number].append(output)
+    return [_merged(outputs) for outputs in parts]
+
+
+def _merged(outputs: list[Output]) -> Output:
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    return Output(
+        last.request_id,
+        "".join(one.text for one in outputs),
+        [token for one in outputs for token in one.token_ids],
+        [one for output in outputs for one in output.logprobs],
+        last.finish_reason,
+        last.stats,
+    )
+
+
+def _fill_tokens(llm: LLM) -> FillTokens | None:
+    find = llm.tokenizer.token_id
+    for names in _FILL:
+        prefix, suffix, middle = map(find, names)
+        if prefix is not None and suffix is not None and middle is not None:
+            ends = tuple(found for text in _FILL_ENDS if (found := find(text)) is not None)
+            return FillTokens(prefix, suffix, middle, ends, find("<|repo_name|>"), find("<|file_sep|>"))
+    return None

@@ -1,0 +1,180 @@
+"""Endpoints beside the protocols: state and metrics for operators, text and tokens, and llama.cpp's `/infill` for editors."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cpuspec import __version__
+from cpuspec.server.chat import ChatPrompt, chat_prompt
+from cpuspec.server.errors import NotSupportedError
+from cpuspec.server.figures import token_text
+from cpuspec.server.replies import json_response
+from cpuspec.server.schema import Body
+from cpuspec.server.server import server_of
+
+router = APIRouter()
+
+
+class TokenizeBody(Body):
+    content: str | None = None
+    prompt: str | None = None  # vLLM's name for it
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special: bool = False
+    parse_special: bool = False
+    with_pieces: bool = False
+    model: str | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: list[int]
+    model: str | None = None
+
+
+class TemplateBody(Body):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """The process answers: 200, whatever its state."""
+    return json_response({"status": "ok", "state": server_of(request).state})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 when requests are answered, else 503."""
+    state = server_of(request).state
+    return json_response({"status": state}, 200 if state == "ready" else 503)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The model under each of its names, once as OpenAI's clients read it and once as Codex does."""
+    server = server_of(request)
+    model = server.model(None)
+    rows = [
+        {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "cpuspec",
+            "max_model_len": model.llm.context_length,
+            "meta": {
+                "n_ctx": model.llm.context_length,
+                "n_vocab": model.llm.config.vocab_size,
+                "architecture": _architecture(request),
+            },
+        }
+        for name in server.names
+    ]
+    return json_response({"object": "list", "data": rows, "models": [{"slug": row["id"], "model": row["id"]} for row in rows]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> Response:
+    """One model."""
+    found = server_of(request).model(name)
+    return json_response({"id": name, "object": "model", "created": found.created, "owned_by": "cpuspec"})
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """Token ids of a text, or of a conversation as the model gets it."""
+    found = server_of(request).model(body.model)
+    tokenizer = found.llm.tokenizer
+    if body.messages is not None:
+        ids = (await found.in_worker(partial(chat_prompt, found, body.messages, body.tools or ()))).ids
+    else:
+        text = body.content if body.content is not None else body.prompt or ""
+        found.check_text(len(text))
+        ids = await found.in_worker(partial(tokenizer.encode, text, body.add_special, body.parse_special))
+    tokens = [{"id": one, "piece": token_text(tokenizer, one)[0]} for one in ids] if body.with_pieces else ids
+    return json_response({"tokens": tokens, "count": len(ids), "max_model_len": found.llm.context_length})
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    found = server_of(request).model(body.model)
+    text = await found.in_worker(partial(found.llm.tokenizer.decode, body.tokens, skip_special=False))
+    return json_response({"content": text, "prompt": text})
+
+
+@router.post("/apply-template")
+async def apply_template(body: TemplateBody, request: Request) -> Response:
+    """The text that the model gets for a conversation."""
+    found = server_of(request).model(body.model)
+    work = partial(chat_prompt, found, body.messages, body.tools or (), body.tool_choice, body.chat_template_kwargs)
+    prompt: ChatPrompt = await found.in_worker(work)
+    return json_response({"prompt": found.llm.tokenizer.decode(prompt.ids, skip_special=False)})
+
+
+@router.get("/props")
+async def props(request: Request) -> Response:
+    """The model and the settings that requests meet."""
+    server = server_of(request)
+    found = server.model(None)
+    llm = found.llm
+    return json_response(
+        {
+            "model": found.name,
+            "model_alias": server.names[0],
+            "build_info": f"cpuspec {__version__}",
+            "architecture": _architecture(request),
+            "total_slots": llm.max_sequences,
+            "context_length": llm.context_length,
+            "chat_template": llm.tokenizer.chat_template,
+            "tool_format": found.tool_format.name,
+            "fills_in_the_middle": found.fill is not None,
+            "draft": str(llm.spec),
+            "threads": llm.threads,
+            "default_generation_settings": {"n_ctx": llm.context_length, "params": llm.sampling_defaults.fields()},
+            "limits": {
+                "max_prompt_tokens": found.max_prompt_tokens,
+                "max_new_tokens": server.config.max_new_tokens or llm.context_length,
+                "max_waiting": server.config.max_waiting,
+                "max_body_bytes": server.config.max_body_bytes,
+                "max_request_s": server.config.max_request_s,
+            },
+        }
+    )
+
+
+@router.get("/slots")
+async def slots(request: Request) -> Response:
+    """What is computed now; no texts."""
+    found = server_of(request).model(None)
+    rows = []
+    for slot in found.slots:
+        row: dict[str, Any] = {"id": slot.number, "n_ctx": found.llm.context_length, "is_processing": slot.meter is not None}
+        if slot.meter:
+            tokens = {"prompt_tokens": slot.meter.num_prompt_tokens, "new_tokens": slot.meter.num_new_tokens}
+            row |= {"request_id": slot.request_id, **tokens}
+        rows.append(row)
+    return json_response(rows)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request) -> Response:
+    """Refused: the models that cpuspec runs were trained to write, and their hidden states are no embeddings of texts."""
+    name = server_of(request).names[0]
+    raise NotSupportedError(f"{name} writes text and makes no embeddings; use an embedding model elsewhere")
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    found = server_of(request).loaded
+    text = found.metrics.text() if found else b""
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _architecture(request: Request) -> str:
+    return server_of(request).model(None).llm.config.architecture

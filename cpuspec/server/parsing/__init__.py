@@ -1,0 +1,10 @@
+"""Generated text, as it arrives, taken apart into reasoning, content and tool calls. Knows text only, no tokens and no protocol.
+
+Whatever the pieces that a text arrives in, what comes out is the same: `tests/server/test_parsing.py` holds that for every split.
+"""
+
+from cpuspec.server.parsing.answer import AnswerParser
+from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
+from cpuspec.server.parsing.pieces import Piece, joined
+
+__all__ = ["TOOL_FORMATS", "AnswerParser", "Piece", "ToolFormat", "joined", "tool_format"]

@@ -1,0 +1,336 @@
+"""The ways in which models write tool calls. A row of TOOL_FORMATS is everything about one of them.
+
+Sources: the chat templates of Qwen2.5, Qwen3 and Hermes 2 Pro; Llama 3.1's model card ("JSON based tool calling"); mistral-common's
+instruct tokenizers (v3 and v11); Gemma's guide to function calling.
+"""
+
+import json
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cpuspec.engine.text import overlap
+from cpuspec.server.parsing.call_reader import CallReader, ValueEnd
+from cpuspec.server.parsing.pieces import Piece
+
+_SPACE = " \t\r\n"
+
+
+class CallParser(Protocol):
+    """Takes content apart into content and tool calls."""
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls have begun."""
+        ...
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain with this text."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """The rest, at the end of the answer."""
+        ...
+
+
+class MarkedCalls:
+    """Calls behind a mark, as `<tool_call>{...}</tool_call>` and `[TOOL_CALLS][{...}, {...}]`, with text before and between them.
+
+    White space beside a call is nobody's. named: `NAME[ARGS]{...}` may stand in a call's place, too.
+    """
+
+    def __init__(self, opens: str, closes: str, named: bool = False) -> None:
+        self.num_calls = 0
+        self._opens = opens
+        self._closes = closes
+        self._named = named
+        self._state = "content"
+        self._pending = ""  # text that nothing is decided about
+        self._reader = CallReader()
+        self._arguments = ValueEnd()
+
+    def push(self, text: str) -> list[Piece]:
+        """See `CallParser`."""
+        self._pending += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """See `CallParser`. A call that broke off before its name was known is content."""
+        rest = self._pending
+        if self._state == "before":
+            rest = self._opens + rest
+        elif self._state == "call" and not self._reader.begun:
+            rest = self._opens + self._reader.raw + rest
+        elif self._state != "content":
+            rest = ""  # a closing mark that broke off
+        self._pending, self._state = "", "content"
+        return [Piece("content", rest)] if rest.strip(_SPACE) or not self.num_calls else []
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Decide about some of the pending text; returns whether there may be more to decide."""
+        match self._state:
+            case "content":
+                return self._content(pieces)
+            case "before":
+                return self._before(pieces)
+            case "call":
+                return self._call(pieces)
+            case "arguments":
+                return self._named_arguments(pieces)
+            case "between":
+                self._pending = self._pending.lstrip(_SPACE)
+                self._state = "content" if self._pending else "between"
+                return bool(self._pending)
+        return self._after()
+
+    def _content(self, pieces: list[Piece]) -> bool:
+        text = self._pending
+        at = text.find(self._opens)
+        if at >= 0:
+            pieces.append(Piece("content", text[:at].rstrip(_SPACE)))
+            self._pending, self._state = text[at + len(self._opens) :], "before"
+            return True
+        sure = text[: len(text) - overlap(text, self._opens)].rstrip(_SPACE)
+        pieces.append(Piece("content", sure))
+        self._pending = text[len(sure) :]
+        return False
+
+    def _before(self, pieces: list[Piece]) -> bool:
+        text = self._pending.lstrip(_SPACE)
+        if self._named and text.startswith("["):
+            text = text[1:].lstrip(_SPACE)
+        if not text:
+            return False
+        if text[0] == "{":
+            self._pending, self._reader, self._state = text, CallReader(), "call"
+            return True
+        if not self._named:
+            self._not_a_call(pieces, self._opens + self._pending)
+            return True
+        head, brace, _ = self._pending.partition("{")
+        if not brace:
+            return False
+        if name := head.partition("[")[0].strip(_SPACE):
+            self._begin(pieces, name)
+            self._pending, self._arguments, self._state = self._pending[len(head) :], ValueEnd(), "arguments"
+        else:
+            self._not_a_call(pieces, self._opens + self._pending)
+        return True
+
+    def _call(self, pieces: list[Piece]) -> bool:
+        reader, had_begun = self._reader, self._reader.begun
+        taken, arguments = reader.push(self._pending)
+        self._pending = self._pending[taken:]
+        if reader.begun and not had_begun:
+            self._begin(pieces, reader.name)
+        pieces.append(Piece("arguments", arguments, self.num_calls - 1))
+        if reader.failed:
+            self._not_a_call(pieces, self._opens + reader.raw + self._pending)
+            return True
+        if reader.done:
+            self._state = "after"
+        return reader.done
+
+    def _named_arguments(self, pieces: list[Piece]) -> bool:
+        for taken, char in enumerate(self._pending, 1):
+            self._arguments.takes(char)
+            if self._arguments.done:
+                pieces.append(Piece("arguments", self._pending[:taken], self.num_calls - 1))
+                self._pending, self._state = self._pending[taken:], "after"
+                return True
+        pieces.append(Piece("arguments", self._pending, self.num_calls - 1))
+        self._pending = ""
+        return False
+
+    def _after(self) -> bool:
+        """Behind a call: its closing mark, or another call of a list."""
+        text = self._pending.lstrip(_SPACE)
+        if text.startswith(self._closes):
+            self._pending, self._state = text[len(self._closes) :], "between"
+            return True
+        if self._closes.startswith(text):
+            return False
+        if self._named and text[0] == ",":
+            if not text[1:].lstrip(_SPACE):
+                return False
+            self._pending, self._state = text[1:], "before"
+            return True
+        self._pending, self._state = text, "between"
+        return True
+
+    def _begin(self, pieces: list[Piece], name: str) -> None:
+        pieces.append(Piece("call", name, self.num_calls))
+        self.num_calls += 1
+
+    def _not_a_call(self, pieces: list[Piece], text: str) -> None:
+        # The mark itself is shown at once, lest it be found again.
+        pieces.append(Piece("content", self._opens))
+        self._pending, self._state = text[len(self._opens) :], "content"
+
+
+class BareCalls:
+    """An answer that is nothing but calls: JSON objects, perhaps behind a mark or in a fence, with ; or , between them.
+
+    An object that names none of the functions is no call. That and all text behind it is for `rest` to parse, or content.
+    """
+
+    def __init__(self, names: Set[str], marks: Sequence[str], rest: CallParser | None = None) -> None:
+        self._names = names
+        self._marks = marks
+        self._rest = rest
+        self._num_own = 0
+        self._state = "start"
+        self._skipped = ""  # marks and white space before a call
+        self._pending = ""
+        self._reader = CallReader(names)
+
+    @property
+    def num_calls(self) -> int:
+        """See `CallParser`."""
+        return self._num_own + (self._rest.num_calls if self._rest else 0)
+
+    def push(self, text: str) -> list[Piece]:
+        """See `CallParser`."""
+        self._pending += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """See `CallParser`. A call that broke off before its name was known is content."""
+        broken_off = self._state == "call" and not self._reader.begun
+        text = self._skipped + (self._reader.raw if broken_off else "") + self._pending
+        self._pending, self._skipped, self._state = "", "", "content"
+        # Behind a call, separators are nobody's.
+        pieces = self._others(text) if not self._num_own or text.strip(_SPACE + ";,[]`") else []
+        return pieces + (self._numbered(self._rest.finish()) if self._rest else [])
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        match self._state:
+            case "start":
+                return self._start(pieces)
+            case "call":
+                return self._call(pieces)
+        pieces += self._others(self._pending)
+        self._pending = ""
+        return False
+
+    def _others(self, text: str) -> list[Piece]:
+        """What is no bare call."""
+        return self._numbered(self._rest.push(text)) if self._rest else [Piece("content", text)]
+
+    def _numbered(self, pieces: list[Piece]) -> list[Piece]:
+        return [
+            replace(piece, call=piece.call + self._num_own) if piece.kind in ("call", "arguments") else piece for piece in pieces
+        ]
+
+    def _start(self, pieces: list[Piece]) -> bool:
+        text = self._pending
+        if not text:
+            return False
+        found = next((mark for mark in self._marks if text.startswith(mark)), "")
+        separators = _SPACE + ";,[]" if self._num_own else _SPACE + "["
+        if any(mark.startswith(text) and mark != text for mark in self._marks):
+            return False
+        if found or text[0] in separators:
+            size = len(found) or 1
+            self._skipped, self._pending = self._skipped + text[:size], text[size:]
+            return True
+        if text[0] == "{":
+            self._reader, self._state = CallReader(self._names), "call"
+            return True
+        self._no_call(text)
+        return True
+
+    def _call(self, pieces: list[Piece]) -> bool:
+        reader, had_begun = self._reader, self._reader.begun
+        taken, arguments = reader.push(self._pending)
+        self._pending = self._pending[taken:]
+        if reader.begun and not had_begun:
+            self._skipped = ""
+            pieces.append(Piece("call", reader.name, self._num_own))
+            self._num_own += 1
+        pieces.append(Piece("arguments", arguments, self._num_own - 1))
+        if reader.failed:
+            self._no_call(reader.raw + self._pending)
+            return True
+        if reader.done:
+            self._state = "start"
+        return reader.done
+
+    def _no_call(self, text: str) -> None:
+        skipped = "" if self._num_own else self._skipped
+        self._skipped, self._pending, self._state = "", skipped + text, "content"
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    parser: makes the parser of one answer, given the names of the functions. begins: the text that begins a call of any function,
+    and `begins_named` goes on from there to one function's arguments; for requests that demand a call. id_chars: of a call's id.
+    """
+
+    name: str
+    parser: Callable[[Set[str]], CallParser]
+    begins: str
+    begins_named: Callable[[str], str]
+    id_chars: int = 24
+
+
+_FENCES = ("```json", "```xml", "```tool_call", "```tool_code", "```")
+
+TOOL_FORMATS = {
+    row.name: row
+    for row in (
+        ToolFormat(
+            "hermes",
+            # Small models, as Qwen2.5-Coder, often forget the mark or write a fence instead.
+            lambda names: BareCalls(names, _FENCES, MarkedCalls("<tool_call>", "</tool_call>")),
+            '<tool_call>\n{"name": "',
+            lambda name: f'{name}", "arguments": ',
+        ),
+        ToolFormat(
+            "mistral",
+            lambda names: MarkedCalls("[TOOL_CALLS]", "]", named=True),
+            '[TOOL_CALLS][{"name": "',
+            lambda name: f'{name}", "arguments": ',
+            id_chars=9,  # its template refuses others
+        ),
+        ToolFormat(
+            "llama3",
+            lambda names: BareCalls(names, ("<|python_tag|>", *_FENCES)),
+            '{"name": "',
+            lambda name: f'{name}", "parameters": ',
+        ),
+        ToolFormat(
+            "json",
+            lambda names: BareCalls(names, _FENCES),
+            '{"name": "',
+            lambda name: f'{name}", "parameters": ',
+        ),
+    )
+}
+
+
+def tool_format(template: str | None) -> ToolFormat:
+    """The way that a chat template teaches; "json", which `tool_instructions` teach, where it has none."""
+    template = template or ""
+    marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3", "ipython": "llama3"}
+    found = next((name for mark, name in marks.items() if mark in template), "json")
+    return TOOL_FORMATS[found if "tools" in template else "json"]
+
+
+def tool_instructions(tools: Sequence[Any]) -> str:
+    """What tells a model about tools whose template has no place for them, in the words that Gemma's guide recommends."""
+    functions = [tool["function"] for tool in tools]
+    return (
+        "You have access to functions. If you decide to invoke any of the function(s), you MUST put it in the format of\n"
+        '{"name": function name, "parameters": dictionary of argument name and its value}\n\n'
+        "You SHOULD NOT include any other text in the response if you call a function\n"
+        f"{json.dumps(functions, ensure_ascii=False)}"
+    )

@@ -1,0 +1,30 @@
+"""What a parser hands out."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer.
+
+    kind: "reasoning" or "content", more text of it; "call", a tool call begins and `text` is the function's name; "arguments",
+    more of the JSON text of its arguments. call: which tool call it belongs to, counted from 0.
+    """
+
+    kind: str
+    text: str
+    call: int = 0
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, neighbours of one kind as one, and none that is empty. Two calls are never joined."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if not piece.text:
+            continue
+        if found and piece.kind != "call" and (found[-1].kind, found[-1].call) == (piece.kind, piece.call):
+            found[-1] = replace(piece, text=found[-1].text + piece.text)
+        else:
+            found.append(piece)
+    return found

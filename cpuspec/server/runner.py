@@ -1,0 +1,75 @@
+"""The thread that runs the engine, and the way of its outputs into the event loop."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import abc
+from functools import partial
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.engine import Output
+from cpuspec.engine.llm import LLM
+
+_LOG = logging.getLogger("cpuspec.server")
+
+OnOutput = abc.Callable[[Output], None]
+
+
+class Runner:
+    """Runs an LLM's steps in a thread of its own; requests come from the event loop, and their outputs go there.
+
+    A step that fails ends the requests that run, whose last outputs say "aborted", and no other. All of a step's outputs cross into
+    the event loop in one call.
+    """
+
+    def __init__(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
+        self._llm = llm
+        self._loop = loop
+        self._wake = threading.Event()
+        self._closed = False
+        self._outputs: list[tuple[OnOutput, Output]] = []  # of the step that runs
+        self._thread = threading.Thread(target=self._run, name="cpuspec-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], on_output: OnOutput) -> int:
+        """Queue a prompt; returns the request's id. `on_output` is called in the event loop. Raises ConfigError."""
+        request_id = self._llm.submit(prompt, params, partial(self._receive, on_output), shown)
+        self._wake.set()
+        return request_id
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request: it ends before the next step."""
+        self._llm.drop(request_id)
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread when its step is done."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def _receive(self, on_output: OnOutput, output: Output) -> None:
+        self._outputs.append((on_output, output))
+
+    def _run(self) -> None:
+        failed = False
+        while not self._closed:
+            try:
+                more, failed = self._llm.step(), False
+            except Exception:
+                _LOG.exception("a step failed; the requests that ran are ended")
+                # Their last outputs come with the next step. If that fails, too, there is nothing left to end.
+                more, failed = not failed, True
+            if self._outputs:
+                outputs, self._outputs = self._outputs, []
+                with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody waits
+                    self._loop.call_soon_threadsafe(_deliver, outputs)
+            if not more:
+                self._wake.wait()
+                self._wake.clear()
+
+
+def _deliver(outputs: list[tuple[OnOutput, Output]]) -> None:
+    for on_output, output in outputs:
+        on_output(output)

@@ -1,0 +1,78 @@
+"""A server over a small random model, on a free port of this machine, for tests."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cpuspec import LLM
+from cpuspec.config import EngineConfig, ServerConfig
+from cpuspec.server.app import listen, serve
+from cpuspec.server.server import Server
+from tools.make_tiny_model import make_tiny_gguf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+PATIENCE_S = 300.0  # a machine that is slower than this hangs
+
+
+def tiny_model(directory: Path, **shape: Any) -> Path:
+    """A model that may talk for long."""
+    return make_tiny_gguf(directory / "tiny.gguf", context_length=32768, **SMALL | shape)
+
+
+def load(path: Path, **settings: Any) -> LLM:
+    """The model as the tests serve it."""
+    engine = {"threads": 1, "max_sequences": 4, "keep_packed": False} | settings
+    return LLM(path, engine.pop("spec", "ngram"), settings=EngineConfig(**engine))
+
+
+class Running:
+    """A server that runs in a thread."""
+
+    def __init__(self, server: Server, url: str) -> None:
+        self.server = server
+        self.url = url
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **options)
+
+    def eventually(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds."""
+        waited = threading.Event()
+        for _ in range(int(PATIENCE_S / 0.01)):
+            if holds():
+                return
+            waited.wait(0.01)
+        raise AssertionError("it never came to hold")
+
+
+@contextmanager
+def serving(make: Callable[[], LLM], keys: tuple[str, ...] = (), listen_port: int = 0, **config: Any) -> Iterator[Running]:
+    """Serve what `make` loads until the context ends. The model is called "tiny"."""
+    settings = ServerConfig(**{"port": 0, "drain_s": 0.0, **config})
+    server, listener, ready, errors = Server("tiny", settings, keys), listen("127.0.0.1", listen_port), threading.Event(), []
+
+    def run() -> None:
+        try:
+            asyncio.run(serve(server, make, listener, ready.set))
+        except BaseException as error:
+            errors.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(PATIENCE_S)
+        if errors:
+            raise errors[0]
+        yield Running(server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    finally:
+        with suppress(RuntimeError):  # it has ended by itself
+            server.stop()
+            server.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "the server does not end"

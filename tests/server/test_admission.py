@@ -1,0 +1,60 @@
+"""Places, queues and turns."""
+
+from functools import partial
+
+import pytest
+
+from cpuspec.server.admission import Admission, Ticket
+from cpuspec.server.errors import BusyError
+
+
+class Desk:
+    """An admission, and the names of those that it let in, in order."""
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self.admission = Admission(max_running, max_waiting)
+        self.started: list[str] = []
+
+    def enter(self, client: str, *names: str) -> list[Ticket]:
+        return self.admission.enter(client, [partial(self.started.append, name) for name in names])
+
+
+def test_clients_take_turns_and_a_clients_own_answers_keep_their_order() -> None:
+    desk = Desk(1, 10)
+    running = desk.enter("a", "a1", "a2", "a3", "a4")
+    running += desk.enter("b", "b1", "b2") + desk.enter("c", "c1")
+    while len(desk.started) < 7:
+        current = next(ticket for ticket in running if ticket.state == "running")
+        desk.admission.leave(current)
+    # a's second answer waited before the others came, so that it is first; then each has one in turn.
+    assert desk.started == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+
+
+def test_no_more_run_than_there_are_places() -> None:
+    desk = Desk(2, 5)
+    tickets = desk.enter("a", "1", "2", "3")
+    assert (desk.started, desk.admission.num_running, desk.admission.num_waiting) == (["1", "2"], 2, 1)
+    desk.admission.leave(tickets[0])
+    desk.admission.leave(tickets[0])
+    assert (desk.started, desk.admission.num_running, desk.admission.num_waiting) == (["1", "2", "3"], 2, 0)
+
+
+def test_a_full_queue_takes_all_of_a_request_or_nothing() -> None:
+    desk = Desk(1, 2)
+    desk.enter("a", "1", "2")
+    with pytest.raises(BusyError, match="1 answers are computed and 1 wait"):
+        desk.enter("b", "3", "4")
+    assert desk.admission.num_waiting == 1
+    desk.enter("b", "3")
+    with pytest.raises(BusyError):
+        desk.enter("c", "5")
+
+
+def test_who_leaves_the_queue_is_never_started() -> None:
+    desk = Desk(1, 5)
+    first, second, third = desk.enter("a", "1", "2", "3")
+    desk.admission.leave(second)
+    desk.admission.leave(first)
+    assert desk.started == ["1", "3"]
+    desk.admission.leave(third)
+    assert (desk.admission.num_running, desk.admission.num_waiting) == (0, 0)

@@ -1,0 +1,369 @@
+"""Clients that vanish, flood, send garbage or have no key; engines that fail; signals. The server goes on, or ends as it says."""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cpuspec import LLM, SamplingParams
+from cpuspec.errors import BackendError, ConfigError
+from cpuspec.server import gate
+from cpuspec.server.app import listen
+from tests.processes import started, wait_for
+from tests.server.running import PATIENCE_S, SMALL, Running, load, serving, tiny_model
+
+ENDLESS = {"prompt": "the cat", "max_tokens": 30000, "temperature": 0, "ignore_eos": True}
+SHORT = ENDLESS | {"max_tokens": 5}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def running(path: Path) -> Iterator[Running]:
+    """Two answers at once, and two that wait."""
+    with serving(lambda: load(path, max_sequences=2), max_waiting=2, max_body_bytes=100_000) as found:
+        yield found
+
+
+def is_idle(running: Running) -> bool:
+    with running.client() as client:
+        busy = any(slot["is_processing"] for slot in client.get("/slots").json())
+    return not busy and running.server.num_unfinished == 0
+
+
+def answers(running: Running) -> bool:
+    with running.client() as client:
+        return client.post("/v1/completions", json=SHORT).status_code == 200
+
+
+def ended(running: Running, reason: str) -> float:
+    """How many answers have ended for this reason."""
+    with running.client() as client:
+        found = re.search(rf'request_success_total{{finished_reason="{reason}".*}} (\S+)', client.get("/metrics").text)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path_", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_whose_client_vanishes_ends(running: Running, stream: bool, path_: str) -> None:
+    body = dict(ENDLESS, stream=stream)
+    if "chat" in path_:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    before = ended(running, "aborted")
+    content = json.dumps(body).encode()
+    address = httpx.URL(running.url)
+    with socket.create_connection((address.host, address.port)) as connection:
+        head = (
+            f"POST {path_} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + content)
+        if stream:
+            assert b"200 OK" in connection.recv(100)
+        running.eventually(lambda: running.server.num_unfinished == 1)
+    running.eventually(lambda: is_idle(running))
+    assert ended(running, "aborted") == before + 1
+
+
+def test_clients_that_vanish_from_the_queue_leave_it(running: Running) -> None:
+    with running.client() as client, client.stream("POST", "/v1/completions", json=ENDLESS | {"n": 4, "stream": True}):
+        running.eventually(lambda: running.server.num_unfinished == 4)
+        assert running.server.loaded is not None
+        assert running.server.loaded.admission.num_waiting == 2
+    running.eventually(lambda: is_idle(running))
+
+
+def test_a_flood_is_refused_with_the_time_to_come_back(running: Running) -> None:
+    with running.client() as client:
+        with client.stream("POST", "/v1/completions", json=ENDLESS | {"n": 4, "stream": True}):
+            running.eventually(lambda: running.server.num_unfinished == 4)
+            for _ in range(50):
+                refused = client.post("/v1/completions", json=SHORT)
+                assert refused.status_code == 429
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+        running.eventually(lambda: is_idle(running))
+    assert answers(running)
+
+
+def test_a_reader_that_is_slow_delays_nobody_and_loses_nothing(running: Running, path: Path) -> None:
+    with load(path) as llm:
+        (wanted,) = llm.generate("the cat", SamplingParams(max_tokens=400, ignore_eos=True))
+    with (
+        running.client() as client,
+        client.stream("POST", "/v1/completions", json=ENDLESS | {"max_tokens": 400, "stream": True}) as slow,
+    ):
+        assert answers(running)
+        running.eventually(lambda: is_idle(running))  # its place is free before it has read anything
+        lines = [line.removeprefix("data: ") for line in slow.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == wanted.text
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"", JSON, 400),
+        (b"{", JSON, 400),
+        (b"\xff\xfe\x00", JSON, 400),
+        (b"[" * 50_000, JSON, 400),
+        (b'"text"', JSON, 400),
+        (b'{"prompt": 5}', JSON, 400),
+        (b'{"prompt": []}', JSON, 400),
+        (b'{"prompt": "a", "temperature": NaN}', JSON, 400),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", JSON, 400),
+        (b'{"prompt": "a", "max_tokens": 1' + b"0" * 30 + b"}", JSON, 200),
+        (b'{"prompt": "a", "\\ud800": 1}', JSON, 400),
+        (b'{"prompt": [1, "a"]}', JSON, 400),
+        (b'{"prompt": [999999]}', JSON, 400),
+        (b'{"prompt": "a"}', {"content-type": "text/plain"}, 400),
+        (b"x" * 100_001, JSON, 413),
+    ],
+)
+def test_garbage_is_refused_and_the_server_goes_on(running: Running, content: bytes, headers: dict[str, str], status: int) -> None:
+    with running.client() as client:
+        if status == 200:
+            content = content[:-1] + b', "logit_bias": {"256": -100}, "stop": ["e", "a", "t", " "]}'
+        reply = client.post("/v1/completions", content=content, headers=headers)
+        assert reply.status_code == status, reply.text
+        if status != 200:
+            assert reply.json()["error"]["message"]
+
+
+def test_a_body_that_hides_its_length_is_limited_too(running: Running) -> None:
+    def endless() -> Iterator[bytes]:
+        for _ in range(200):
+            yield b"x" * 1000
+
+    with running.client() as client:
+        reply = client.post("/v1/completions", content=endless(), headers=JSON)
+    assert reply.status_code == 413
+
+
+def test_a_body_that_never_comes_is_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_S", 0.05)
+    address = httpx.URL(running.url)
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+    # An answer may take longer than a body.
+    with running.client() as client:
+        assert client.post("/v1/completions", json=ENDLESS | {"max_tokens": 500}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change", [{"stop": ["x"] * 33}, {"stop": "x" * 5000}, {"logit_bias": {str(token): 1 for token in range(1025)}}]
+)
+def test_what_each_step_would_have_to_look_through_is_limited(running: Running, change: dict[str, Any]) -> None:
+    with running.client() as client:
+        reply = client.post("/v1/completions", json=SHORT | change)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(change)))
+
+
+def test_unknown_paths_and_methods_have_the_shape_of_errors(running: Running) -> None:
+    with running.client() as client:
+        assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+        assert client.get("/v1/completions").status_code == 405
+        assert client.get("/docs").status_code == 404
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_other(path: Path) -> None:
+    llm = load(path)
+    whole, failing = llm._backend.forward, threading.Event()
+
+    def forward(batch: Any, cache: Any) -> Any:
+        if failing.is_set():
+            raise RuntimeError("a kernel is broken")
+        return whole(batch, cache)
+
+    llm._backend.forward = forward  # type: ignore[method-assign]
+    with serving(lambda: llm) as running, running.client() as client:
+        assert answers(running)
+        failing.set()
+        reply = client.post("/v1/completions", json=SHORT)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+        lines = client.post("/v1/completions", json=SHORT | {"stream": True}).text
+        assert '"type":"server_error"' in lines
+        assert "[DONE]" not in lines
+        failing.clear()
+        assert answers(running)
+        assert is_idle(running)
+
+
+def test_a_request_that_takes_too_long_is_told_so(path: Path) -> None:
+    with serving(lambda: load(path), max_request_s=0.05) as running, running.client() as client:
+        reply = client.post("/v1/completions", json=ENDLESS)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (504, "timeout_error")
+        running.eventually(lambda: is_idle(running))
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lambda: load(path, context_length=300)) as running, running.client() as client:
+        assert running.server.loaded is not None
+
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            raise AssertionError("this text was tokenized")
+
+        monkeypatch.setattr(running.server.loaded.llm.tokenizer, "encode", refuse)
+        monkeypatch.setattr(running.server.loaded.llm.tokenizer, "encode_chat", refuse)
+        text = "a" * 5000
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [text]}}}]
+        for route, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": tools}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "system": text, "max_tokens": 1}),
+            ("/v1/responses", {"input": text}),
+            ("/tokenize", {"content": text}),
+        ):
+            reply = client.post(route, json=body)
+            assert reply.status_code == 400, reply.text
+            assert "characters, and at most 4784 are taken" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_not_complete_when_the_server_ends_is_told_so(path: Path, stream: bool) -> None:
+    texts: list[str] = []
+    with serving(lambda: load(path)) as running, running.client() as client:
+
+        def ask() -> None:
+            texts.append(client.post("/v1/completions", json=ENDLESS | {"stream": stream}).text)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        running.eventually(lambda: running.server.num_unfinished == 1)
+        running.server.stop()
+        thread.join(PATIENCE_S)
+    assert "the server has ended before this answer was complete" in texts[0]
+
+
+def test_limits_on_tokens_hold(path: Path) -> None:
+    with serving(lambda: load(path), max_prompt_tokens=3, max_new_tokens=4) as running, running.client() as client:
+        assert client.post("/v1/completions", json=ENDLESS | {"prompt": [5, 6, 7]}).json()["usage"]["completion_tokens"] == 4
+        reply = client.post("/v1/completions", json=ENDLESS | {"prompt": [5, 6, 7, 8]})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_keys_are_asked_of_everything_but_probes(path: Path) -> None:
+    with serving(lambda: load(path), ("first", "sécond")) as running, running.client() as client:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}, {"x-api-key": "firs"}):
+            for route in ("/v1/models", "/metrics", "/slots", "/nothing"):
+                reply = client.get(route, headers=headers)
+                assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert client.get("/v1/models", headers={"authorization": "Bearer first"}).status_code == 200
+        assert client.get("/v1/models", headers={"x-api-key": "first"}).status_code == 200
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+
+
+def test_pages_of_other_origins_and_names_are_kept_out(path: Path, running: Running) -> None:
+    ask = {"origin": "http://page.example", "access-control-request-method": "POST"}
+    with running.client() as client:
+        assert client.get("/v1/models", headers={"host": "evil.example:80"}).status_code == 403
+        assert client.get("/v1/models", headers={"host": "[::1]:80"}).status_code == 200
+        assert "access-control-allow-origin" not in client.options("/v1/models", headers=ask).headers
+    with serving(lambda: load(path), ("key",), cors=("http://page.example",)) as guarded, guarded.client() as client:
+        assert client.options("/v1/models", headers=ask).headers["access-control-allow-origin"] == "http://page.example"
+        other = client.options("/v1/models", headers=ask | {"origin": "http://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_request_keeps_its_id(running: Running) -> None:
+    with running.client() as client:
+        assert client.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+        assert client.get("/health", headers={"x-request-id": 'a"b'}).headers["x-request-id"] != 'a"b'
+
+
+def test_until_the_model_is_loaded_requests_are_put_off(path: Path) -> None:
+    go_on, addresses = threading.Event(), []
+
+    def slow() -> LLM:
+        go_on.wait(PATIENCE_S)
+        return load(path)
+
+    def look() -> None:
+        with httpx.Client(base_url=addresses[0], timeout=PATIENCE_S) as client:
+            found.update(health=client.get("/health").status_code, ready=client.get("/ready").status_code)
+            reply = client.post("/v1/completions", json=SHORT)
+            found.update(status=reply.status_code, retry=reply.headers["retry-after"])
+        go_on.set()
+
+    found: dict[str, Any] = {}
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    listener.close()
+    addresses.append(f"http://127.0.0.1:{port}")
+
+    def looker() -> None:
+        while not found:
+            try:
+                look()
+            except httpx.ConnectError:
+                threading.Event().wait(0.01)
+
+    thread = threading.Thread(target=looker, daemon=True)
+    thread.start()
+    with serving(slow, listen_port=port) as running:
+        thread.join(PATIENCE_S)
+        assert found == {"health": 200, "ready": 503, "status": 503, "retry": "5"}
+        assert answers(running)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(path: Path) -> None:
+    def broken() -> LLM:
+        raise BackendError("no such processor")
+
+    with pytest.raises(BackendError, match="no such processor"), serving(broken):
+        pass
+
+
+def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="cannot listen on 127"):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------------------- as a process
+
+
+def test_sigterm_lets_running_answers_end(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, **SMALL)
+    arguments = ("serve", str(model), "--port", "0", "--threads", "1", "--alias", "mine", "--draft", "none")
+    with started(*arguments) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline().decode()
+        url = re.search(r"http://127.0.0.1:\d+", line)
+        assert url, line
+        wait_for(process.stderr, b"ready: ")
+        body = ENDLESS | {"max_tokens": 300, "stream": True, "model": "mine"}
+        with (
+            httpx.Client(base_url=url[0], timeout=PATIENCE_S) as client,
+            client.stream("POST", "/v1/completions", json=body) as reply,
+        ):
+            lines = reply.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert first.startswith("data: ")
+        assert rest[-1] == "data: [DONE]"
+        assert process.wait(PATIENCE_S) == 0
+        assert b'"event": "draining"' in process.stderr.read()
+
+
+def test_the_extra_is_named_where_its_libraries_are_missing(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, **SMALL)
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('none', name='uvicorn')")
+    with started("serve", str(model), "--port", "0", env={**os.environ, "PYTHONPATH": str(tmp_path)}) as process:
+        assert process.stderr is not None
+        assert b"`cpuspec serve` needs uvicorn; install it with: pip install 'cpuspec[server]'" in process.stderr.read()
+        assert process.wait(PATIENCE_S) == 1

@@ -1,0 +1,238 @@
+"""OpenAI's protocol through its official client, against the answers that the Python interface gives."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from cpuspec import LLM, SamplingParams
+from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat sat on the mat"}]
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
+IGNORE = {"extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(path: Any) -> Iterator[LLM]:
+    with load(path) as offline:
+        yield offline
+
+
+@pytest.fixture(scope="module")
+def running(path: Any) -> Iterator[Running]:
+    with serving(lambda: load(path)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+
+def expected(llm: LLM, **settings: Any) -> Any:
+    return llm.chat(MESSAGES, SamplingParams(ignore_eos=True, **settings))
+
+
+def test_a_greedy_chat_is_the_offline_answer(client: openai.OpenAI, llm: LLM) -> None:
+    wanted = expected(llm, max_tokens=20)
+    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=20, **GREEDY, **IGNORE)  # type: ignore[call-overload]
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (wanted.text, "assistant", "length")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (wanted.stats.num_prompt_tokens, 20)
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == answer.timings["draft_n"]
+    assert answer.timings["draft_n_accepted"] == details.accepted_prediction_tokens
+    assert answer.model == "tiny"
+    assert answer._request_id in answer.id
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_streams_add_up_to_the_whole_answers(client: openai.OpenAI, llm: LLM, n: int) -> None:
+    settings: dict[str, Any] = {"temperature": 0.9, "seed": 11, "max_tokens": 15}
+    wanted = llm.chat(MESSAGES, SamplingParams(ignore_eos=True, n=n, **settings))
+    texts, reasons = [""] * n, [None] * n
+    usage = None
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, n=n, **settings, **IGNORE, **options)  # type: ignore[call-overload]
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [one.text for one in (wanted if isinstance(wanted, list) else [wanted])]
+    assert reasons == ["length"] * n
+    assert usage.completion_tokens == 15 * n  # type: ignore[union-attr]
+
+
+def test_stop_and_seed_and_penalties_reach_the_sampler(client: openai.OpenAI, llm: LLM) -> None:
+    wanted = expected(llm, max_tokens=30)
+    stop = wanted.text[3:5]
+    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=30, stop=[stop], **GREEDY, **IGNORE)  # type: ignore[call-overload]
+    assert answer.choices[0].message.content == wanted.text[: wanted.text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    changed: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "seed": 3, "top_p": 0.9, "temperature": 1.1}
+    wanted = expected(llm, max_tokens=12, top_k=7, min_p=0.01, **changed)
+    extra = {"extra_body": {"ignore_eos": True, "top_k": 7, "min_p": 0.01}}
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=12, **changed, **extra)  # type: ignore[call-overload]
+    assert answer.choices[0].message.content == wanted.text
+
+
+def test_logit_bias_forbids_and_demands_tokens(client: openai.OpenAI, llm: LLM) -> None:
+    token = llm.tokenizer.encode(" cat", add_special=False)[0]
+    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=5, logit_bias={str(token): 100}, **GREEDY, **IGNORE)  # type: ignore[call-overload]
+    assert answer.choices[0].message.content == llm.tokenizer.decode([token] * 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_offline_answer(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    wanted = expected(llm, max_tokens=6, logprobs=2)
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "stream": stream}
+    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=6, **options, **GREEDY, **IGNORE)
+    parts = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    content = [token for part in parts if part.logprobs for token in part.logprobs.content]
+    assert [one.logprob for one in content] == [one.logprob for one in wanted.logprobs]
+    assert [[top.logprob for top in one.top_logprobs] for one in content] == [[lp for _, lp in one.top] for one in wanted.logprobs]
+    assert bytes(byte for one in content for byte in one.bytes).decode(errors="replace") == wanted.text
+
+
+def test_plain_completions_take_texts_ids_and_lists(client: openai.OpenAI, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    wanted = [one.text for one in llm.generate(["the dog", "a small model"], params)]
+    ids = [llm.tokenizer.encode(text) for text in ("the dog", "a small model")]
+    for prompt in (["the dog", "a small model"], ids):
+        answer = client.completions.create(prompt=prompt, max_tokens=8, **GREEDY, **IGNORE)  # type: ignore[call-overload]
+        assert [choice.text for choice in answer.choices] == wanted
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+    for single in ("the dog", ids[0]):
+        answer = client.completions.create(prompt=single, max_tokens=8, echo=True, **GREEDY, **IGNORE)  # type: ignore[call-overload]
+        assert answer.choices[0].text == "the dog" + wanted[0]
+    stream = client.completions.create(prompt="the dog", max_tokens=8, stream=True, echo=True, **GREEDY, **IGNORE)  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].text for chunk in stream) == "the dog" + wanted[0]
+
+
+def test_logprobs_of_plain_completions_have_offsets(client: openai.OpenAI, llm: LLM) -> None:
+    (wanted,) = llm.generate("the dog", SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
+    answer = client.completions.create(prompt="the dog", max_tokens=6, logprobs=1, **GREEDY, **IGNORE)  # type: ignore[call-overload]
+    found = answer.choices[0].logprobs
+    assert found.token_logprobs == [one.logprob for one in wanted.logprobs]
+    assert [max(top.values()) for top in found.top_logprobs] == [one.top[0][1] for one in wanted.logprobs]
+    assert found.text_offset[0] == 0
+    assert found.text_offset == sorted(found.text_offset)
+
+
+def test_requests_at_once_get_the_answers_that_each_gets_alone(client: openai.OpenAI, llm: LLM) -> None:
+    prompts = [f"the cat number {number} sat on" for number in range(12)]
+    wanted = [one.text for one in llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))]
+    found: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        answer = client.completions.create(prompt=prompts[number], max_tokens=12, **GREEDY, **IGNORE)  # type: ignore[call-overload]
+        found[number] = answer.choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert [found.get(number) for number in range(12)] == wanted
+
+
+def test_speculation_is_the_requests_choice_and_changes_no_answer(client: openai.OpenAI, llm: LLM) -> None:
+    drafted = {}
+    for draft, most in (("auto", None), ("ngram", 2), ("none", None), ("auto", 0)):
+        extra = {"ignore_eos": True, "speculation": {"draft": draft, "max_draft_tokens": most}}
+        repeat = [{"role": "user", "content": "one two three " * 20}]
+        answer = client.chat.completions.create(messages=repeat, max_tokens=40, extra_body=extra, **GREEDY)  # type: ignore[call-overload]
+        drafted[draft, most] = answer.timings["draft_n"], answer.choices[0].message.content
+    assert drafted["none", None][0] == drafted["auto", 0][0] == 0
+    assert drafted["auto", None][0] > 0
+    assert len({text for _, text in drafted.values()}) == 1
+    with pytest.raises(openai.BadRequestError, match="this server drafts with 'ngram'"):
+        client.chat.completions.create(  # type: ignore[call-overload]
+            messages=MESSAGES, extra_body={"speculation": {"draft": "suffix"}}, **GREEDY
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "gpt-5"}, 404, "does not exist"),
+        ({"temperature": -1}, 400, "temperature must be"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"max_tokens": 0}, 400, "max_tokens must be"),
+        ({"n": 10**6}, 400, "asks for 1000000 answers"),
+        ({"top_logprobs": 3}, 400, "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 99}, 400, "from 0 to 20"),
+        ({"messages": []}, 400, "no messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, 400, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "texts only"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode"),
+        ({"logit_bias": {"cat": 1}}, 400, "token ids"),
+        ({"logit_bias": {"999999": 1}}, 400, "logit_bias ids"),
+        ({"functions": []}, 400, "Unrecognized request argument supplied: functions"),
+        ({"response_format": {"type": "json_object"}}, 400, "not supported"),
+        ({"tools": [{"type": "web_search"}]}, 400, "is no function"),
+        ({"tool_choice": "required"}, 400, "there are no tools"),
+        ({"messages": [{"role": "user", "content": "7" * 40000}]}, 400, "the prompt has"),
+    ],
+)
+def test_what_cannot_be_answered_is_an_error_in_openais_shape(
+    running: Running, change: dict[str, Any], status: int, message: str
+) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3} | change
+    with running.client() as client:
+        reply = client.post("/v1/chat/completions", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_suffix_needs_a_model_that_can_fill_in(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="filling in the middle"):
+        client.completions.create(prompt="a", suffix="b", **GREEDY)
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_text_and_tokens_convert(running: Running, llm: LLM) -> None:
+    with running.client() as client:
+        found = client.post("/tokenize", json={"content": "the cat", "with_pieces": True}).json()["tokens"]
+        ids = [one["id"] for one in found]
+        assert ids == llm.tokenizer.encode("the cat", add_special=False)
+        assert "".join(one["piece"] for one in found) == "the cat"
+        assert client.post("/detokenize", json={"tokens": ids}).json()["content"] == "the cat"
+        assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+        shown = client.post("/apply-template", json={"messages": MESSAGES}).json()["prompt"]
+        assert shown == llm.tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_state_and_metrics_tell_what_happened(running: Running, client: openai.OpenAI) -> None:
+    client.completions.create(prompt="one two " * 30, max_tokens=20, **GREEDY, **IGNORE)  # type: ignore[call-overload]
+    with running.client() as http:
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+        assert http.get("/props").json()["draft"] == "ngram"
+        assert [slot["is_processing"] for slot in http.get("/slots").json()] == [False] * 4
+        text = http.get("/metrics").text
+    for name in (
+        *("time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "generation_tokens_total"),
+        *("request_time_per_output_token_seconds_count", "prefix_cache_hits_total", "num_requests_running"),
+        *('spec_decode_num_draft_tokens_total{level="ngram"', 'spec_decode_mean_acceptance_length{level="ngram"'),
+    ):
+        assert f"cpuspec:{name}" in text
+    assert 'quantile="0.99"' in text
+    assert "cpuspec:num_requests_running{" in text

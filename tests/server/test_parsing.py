@@ -1,0 +1,181 @@
+"""Answers taken apart: what comes out does not depend on the pieces that the text arrives in."""
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpuspec.server.parsing import TOOL_FORMATS, AnswerParser, Piece, joined, tool_format
+from cpuspec.server.parsing.calls import MarkedCalls
+
+NAMES = frozenset({"get_weather", "f", "search"})
+ARGUMENTS = '{"city": "Paris, \\"}]{[\\\\", "deep": {"list": [1, 2.5, null, "</tool_call>"]}}'
+
+# format, text, what it holds
+SAMPLES = [
+    ("hermes", "Just text, <b>with</b> marks < and <tool", [("content", "Just text, <b>with</b> marks < and <tool")]),
+    (
+        "hermes",
+        f'Let me look.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n<tool_call>\n'
+        '{"arguments": {"a": 1}, "name": "f"}\n</tool_call>',
+        [("content", "Let me look."), ("call", "get_weather"), ("arguments", ARGUMENTS), ("call", "f"), ("arguments", '{"a": 1}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call> and on',
+        [("call", "f"), ("arguments", '{"a": 1}'), ("content", "and on")],
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("call", "f"), ("arguments", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', [("call", "f"), ("arguments", '{"a": ')]),
+    (
+        "hermes",
+        '```json\n{\n  "name": "f",\n  "arguments": {"a": 1}\n}\n```\nor <tool_call>{"name": "search"}</tool_call>',
+        [("call", "f"), ("arguments", '{"a": 1}'), ("content", "or"), ("call", "search"), ("arguments", "{}")],
+    ),
+    ("hermes", '{"name": "Bob"} <tool_call>{"name": "f"}', [("content", '{"name": "Bob"}'), ("call", "f"), ("arguments", "{}")]),
+    ("hermes", "<tool_call>sorry</tool_call>", [("content", "<tool_call>sorry</tool_call>")]),
+    ("hermes", '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
+    ("hermes", '<tool_call>{"name": 5, "x" 6} ', [("content", '<tool_call>{"name": 5, "x" 6} ')]),
+    (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "f", "arguments": {ARGUMENTS}}}, {{"name": "search", "arguments": {{}}, "id": "abc"}}]',
+        [("call", "f"), ("arguments", ARGUMENTS), ("call", "search"), ("arguments", "{}")],
+    ),
+    (
+        "mistral",
+        f"Well.[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]search[CALL_ID]x1[ARGS]{{}}",
+        [("content", "Well."), ("call", "f"), ("arguments", ARGUMENTS), ("call", "search"), ("arguments", "{}")],
+    ),
+    (
+        "llama3",
+        f'<|python_tag|>{{"name": "f", "parameters": {ARGUMENTS}}}; {{"name": "search", "parameters": {{"q": "x"}}}}',
+        [("call", "f"), ("arguments", ARGUMENTS), ("call", "search"), ("arguments", '{"q": "x"}')],
+    ),
+    ("llama3", ' {"name": "Bob", "parameters": {"age": 3}}', [("content", ' {"name": "Bob", "parameters": {"age": 3}}')]),
+    ("llama3", "{'name': 'f'} is no JSON", [("content", "{'name': 'f'} is no JSON")]),
+    ("json", '```json\n{"name": "f", "parameters": {"a": 1}}\n```', [("call", "f"), ("arguments", '{"a": 1}')]),
+    ("json", '```python\nprint("x")\n```', [("content", '```python\nprint("x")\n```')]),
+    ("json", "[1] is a note", [("content", "[1] is a note")]),
+    ("json", '{"name": "f", "parameters": {}} Done.', [("call", "f"), ("arguments", "{}"), ("content", "Done.")]),
+]
+REASONED = [
+    ("", False, []),
+    ("\n<think>\nI must <think> hard.\n</think>\n\nYes.", False, [("reasoning", "I must <think> hard."), ("content", "Yes.")]),
+    ("so </thin king </think> 42", True, [("reasoning", "so </thin king"), ("content", "42")]),
+    ("<think></think>x", False, [("content", "x")]),
+    ("<think>never ends ", False, [("reasoning", "never ends ")]),
+    ("  no <think>here</think>", False, [("content", "  no <think>here</think>")]),
+]
+
+
+def parse(parser: AnswerParser, parts: list[str]) -> list[Piece]:
+    pieces = [piece for part in parts for piece in parser.push(part)]
+    return joined(pieces + parser.finish())
+
+
+def plain(pieces: list[Piece]) -> list[tuple[str, str]]:
+    return [(piece.kind, piece.text) for piece in pieces]
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+def parser_of(name: str) -> AnswerParser:
+    return AnswerParser(calls=TOOL_FORMATS[name].parser(NAMES))
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), SAMPLES)
+def test_calls_are_found_whatever_pieces_they_come_in(name: str, text: str, wanted: list[tuple[str, str]]) -> None:
+    whole = parse(parser_of(name), [text])
+    assert plain(whole) == wanted
+    calls = [piece.call for piece in whole if piece.kind == "call"]
+    assert calls == list(range(len(calls)))
+    assert parse(parser_of(name), list(text)) == whole
+    for at in range(len(text)):
+        assert parse(parser_of(name), [text[:at], text[at:]]) == whole
+
+
+@pytest.mark.parametrize(("text", "thinking", "wanted"), REASONED)
+def test_reasoning_comes_first_and_apart(text: str, thinking: bool, wanted: list[tuple[str, str]]) -> None:
+    assert plain(parse(AnswerParser(thinking=thinking), [text])) == wanted
+    assert plain(parse(AnswerParser(thinking=thinking), list(text))) == wanted
+    assert plain(parse(AnswerParser(reasons=False), [text])) == ([("content", text)] if text else [])
+
+
+FRAGMENTS = st.lists(
+    st.sampled_from(
+        [
+            *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```"),
+            *(
+                '{"name": "f", "arguments": {"a": [1, "}"]}}',
+                '{"name": "f", "parameters": {}}',
+                '{"a": 1}',
+                "f",
+                "[",
+                "]",
+                "{",
+                "}",
+            ),
+            *('"', "\\", ",", ";", " ", "\n", ":", "text", '"name"', "<", "tool", "é"),
+        ]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@given(text=FRAGMENTS, places=st.lists(st.integers(0, 400), max_size=6), thinking=st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int], thinking: bool) -> None:
+    def make() -> AnswerParser:
+        return AnswerParser(thinking=thinking, calls=TOOL_FORMATS[name].parser(NAMES))
+
+    whole = parse(make(), [text])
+    assert parse(make(), cut(text, places)) == whole
+    assert parse(make(), list(text)) == whole
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@given(text=FRAGMENTS)
+@settings(deadline=None, max_examples=100)
+def test_text_without_calls_loses_nothing(name: str, text: str) -> None:
+    pieces = parse(AnswerParser(reasons=False, calls=TOOL_FORMATS[name].parser(NAMES)), [text])
+    if all(piece.kind == "content" for piece in pieces):
+        shown = "".join(piece.text for piece in pieces)
+        assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
+
+
+def test_a_parser_that_looked_at_pieces_alone_would_be_caught() -> None:
+    class Forgetful(MarkedCalls):
+        def push(self, text: str) -> list[Piece]:
+            return [*super().push(text), *self.finish()]
+
+    text = SAMPLES[1][1]
+    assert parse(AnswerParser(calls=Forgetful("<tool_call>", "</tool_call>")), list(text)) != parse(parser_of("hermes"), [text])
+
+
+@pytest.mark.parametrize("row", TOOL_FORMATS.values(), ids=lambda row: row.name)
+def test_a_demanded_call_is_begun_in_the_format_itself(row: object) -> None:
+    text = row.begins + row.begins_named("f") + '{"a": 1}}'  # type: ignore[attr-defined]
+    pieces = parse(AnswerParser(calls=row.parser(NAMES)), [text])  # type: ignore[attr-defined]
+    assert plain(pieces) == [("call", "f"), ("arguments", '{"a": 1}')]
+    assert json.loads(pieces[1].text) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
+        ("{% if tools %}Environment: ipython{% endif %}", "llama3"),
+        ("<start_of_turn>", "json"),
+        (None, "json"),
+    ],
+)
+def test_the_format_of_calls_is_the_templates(template: str | None, name: str) -> None:
+    assert tool_format(template).name == name
