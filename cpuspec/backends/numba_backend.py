@@ -18,13 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-<<<<<<< HEAD
-from cpuspec.backends.numa import interleave_pages, nodes_to_use
-from cpuspec.backends.packed import packed_matrices
-=======
 from cpuspec import model
+from cpuspec.backends.numa import interleave_pages, nodes_to_use
 from cpuspec.backends.packed import content_hash, packed_matrices
->>>>>>> main
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.mapped import place_in_file

@@ -134,11 +134,8 @@ def show_machine(report: Report) -> None:
         *(("", _kind(one)) for one in report["cores"] if len(report["cores"]) > 1),
         ("threads", f"{report['default_threads']} by default{_limit_of_threads(report)}"),
         ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
-<<<<<<< HEAD
         ("", _nodes(report)),
-=======
         ("", f"{size(report['prefix_cache_bytes'])} by default for the keys and values of finished requests (prefix cache)"),
->>>>>>> main
         *(
             ("", f"reads {one['bytes_per_s'] / 1e9:.1f} GB/s with {counted(one['threads'], 'thread')}")
             for one in report["read_bandwidth"]
