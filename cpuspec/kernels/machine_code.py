@@ -104,6 +104,7 @@ def _tell_of_compiling() -> None:
 
 
 def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> Any:
+    binding.initialize_native_asmparser()  # some kernels are written as instructions
     result = types.int64 if returns else types.void
     return cfunc(result(*[types.int64] * num_arguments), **OPTIONS)(python)
 
