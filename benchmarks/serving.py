@@ -2,9 +2,9 @@
 
     python benchmarks/serving.py smollm2-135m-instruct mt_bench.jsonl:turns:80:chat mbpp.jsonl:text:80 --llama-cpp PROGRAMS_DIR
 
-Each server has a process of its own on a port of this machine, one at a time, on the same GGUF file, with the same threads and as
-many slots as there are clients at most. In its turn it starts, answers two requests unmeasured, and then for each number of clients
-gets as many requests as there are clients times --per-client: each client sends its next one when it has its answer. No prompt comes
+Each server has a process of its own on a port of this machine, one at a time, with the same GGUF file, the same threads and as
+many slots as there are clients at most. In its turn it starts, answers two requests unmeasured, and then gets --per-client requests
+for each client, for one number of clients after the other: a client sends its next request when it has its answer. No prompt comes
 twice in a turn, so that no cache of prompts is of use. Answers are greedy and end where the model ends them. The next round begins
 with the last server of the one before.
 

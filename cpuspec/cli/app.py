@@ -319,8 +319,7 @@ def bench_serve(
         typer.Option(
             "--dataset-path",
             metavar="FILE",
-            help="JSON lines with prompt or messages, and output_tokens or max_tokens if they like; repeated if too few. By default "
-            "random words.",
+            help="JSON lines with prompt or messages, perhaps with output_tokens; too few are repeated. By default random words.",
         ),
     ] = None,
     random_input_len: Annotated[
