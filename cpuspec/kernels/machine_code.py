@@ -50,6 +50,11 @@ def kernel_directory() -> Path:
     return directory.with_name(f"{_FINGERPRINT}-{os.geteuid()}") if _who_else_fills(directory) else directory
 
 
+def fingerprint() -> str:
+    """Names the sources of the kernels and formats, the compiler, and the processor's features."""
+    return _FINGERPRINT
+
+
 def compiled_before() -> bool:
     """Whether a start finds machine code on the disk; if not it compiles for some seconds."""
     return (kernel_directory() / "run.o").exists()
