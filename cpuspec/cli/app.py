@@ -280,7 +280,7 @@ def serve(
 @app.command("bench-serve")
 @exit_codes()
 def bench_serve(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="NAME:MS", help="More targets of --goodput.")] = None,
     *,
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Of the server, on this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", metavar="N", min=1, max=65535, help="Of the server.")] = 8000,
@@ -417,7 +417,10 @@ def bench_serve(
     load.note_errors(result.answers)
     if result.stopped:
         note(f"{result.stopped}: these figures are of a part of the load")
-        raise typer.Exit(INTERRUPTED if result.stopped == load.STOPPED_BY_USER else ERROR)
+    if result.stopped == load.STOPPED_BY_USER:
+        raise typer.Exit(INTERRUPTED)
+    if result.stopped or not report["completed"]:
+        raise typer.Exit(ERROR)
 
 
 @app.command()

@@ -48,6 +48,7 @@ def test_random_prompts_have_the_lengths_asked_for(server: Running) -> None:
     assert found["model_id"] == "tiny"
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert {f"{what}_{name}_ms" for what in ("mean", "median", "std", "p50", "p95", "p99")} <= found.keys()
+    for name in ("ttft", "tpot", "e2el"):  # an answer whose text came in one piece has no gaps
         assert 0 <= found[f"p50_{name}_ms"] <= found[f"p99_{name}_ms"] <= found["p99_e2el_ms"]
 
 
@@ -73,7 +74,7 @@ def test_people_get_tables_and_failures_are_told(server: Running) -> None:
     assert "2 answered, 0 failed" in result.stdout
     assert "time to first token" in result.stdout
     failed = run("--base-url", server.url, "--num-prompts", "3", "--num-warmups", "0", "--extra-body", '{"top_p": 5}')
-    assert failed.exit_code == 0, failed.output
+    assert failed.exit_code == 1  # nothing was answered
     assert "3 requests failed: status 400: top_p" in failed.stderr
     refused = run("--base-url", server.url, "--num-prompts", "3", "--extra-body", '{"top_p": 5}')
     assert refused.exit_code == 1
