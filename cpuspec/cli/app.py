@@ -280,7 +280,9 @@ def serve(
 @app.command("bench-serve")
 @exit_codes()
 def bench_serve(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="NAME:MS", help="More targets of --goodput.")] = None,
+    more_goodput: Annotated[
+        list[str] | None, typer.Argument(hidden=True, metavar="NAME:MS", help="More targets of --goodput.")
+    ] = None,
     *,
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Of the server, on this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", metavar="N", min=1, max=65535, help="Of the server.")] = 8000,
