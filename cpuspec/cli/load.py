@@ -44,6 +44,11 @@ class Wanted:
     percentiles: tuple[float, ...]
     goodput: Mapping[str, float]
 
+    @property
+    def num_requests(self) -> int:
+        """Those to measure, and then those to warm up with."""
+        return self.num_prompts + self.num_warmups
+
 
 def measure_load(url: str, plan: LoadPlan, wanted: Wanted) -> tuple[dict[str, Any], LoadResult]:
     """Run a load against a server of this machine; returns the report and the answers. plan.model: "" for the server's first.
@@ -51,7 +56,7 @@ def measure_load(url: str, plan: LoadPlan, wanted: Wanted) -> tuple[dict[str, An
     Raises ConfigError for other machines and for requests that cannot be sent, CpuspecError where the server does not answer.
     """
     client = Client(local_address(url), api_key())
-    requests = read_requests(wanted.dataset, wanted.num_prompts) if wanted.dataset else []
+    requests = read_requests(wanted.dataset, wanted.num_requests) if wanted.dataset else []
     plan, requests, result = asyncio.run(_run(client, requests, plan, wanted))
     report = {
         "date": datetime.fromtimestamp(epoch_s()).strftime("%Y%m%d-%H%M%S"),
@@ -76,8 +81,9 @@ async def _run(
     plan = replace(plan, model=plan.model or await first_model(client))
     if wanted.dataset is None:
         lengths = wanted.num_random_tokens, wanted.num_prefix_tokens
-        requests = await random_requests(client, wanted.num_prompts, *lengths, plan.seed, plan.backend)
-    await warm_up(client, [requests[number % len(requests)] for number in range(wanted.num_warmups)], plan)
+        requests = await random_requests(client, wanted.num_requests, *lengths, plan.seed, plan.backend)
+    requests, others = requests[: wanted.num_prompts], requests[wanted.num_prompts :]
+    await warm_up(client, others, plan)  # so that no measured prompt is in the server's cache already
     with StepProgress(tenths=True) as progress:
         return plan, requests, await run_load(client, requests, plan, lambda done, total: progress("requests", done, total))
 

@@ -52,6 +52,13 @@ def test_random_prompts_have_the_lengths_asked_for(server: Running) -> None:
         assert 0 <= found[f"p50_{name}_ms"] <= found[f"p99_{name}_ms"] <= found["p99_e2el_ms"]
 
 
+def test_a_measured_prompt_is_not_warmed_up_with(server: Running) -> None:
+    lengths = ("--random-input-len", "40", "--random-output-len", "2", "--seed", "9")
+    assert report(server, "--num-prompts", "1", "--num-warmups", "1", *lengths)["total_cached_tokens"] < 20
+    again = report(server, "--num-prompts", "1", "--num-warmups", "0", *lengths)
+    assert again["total_cached_tokens"] > 20  # the negative control: that prompt was there before
+
+
 def test_a_data_set_goes_to_the_endpoints_that_it_is_made_for(server: Running, tmp_path: Path) -> None:
     lines = [{"prompt": "one two", "max_tokens": 3}, {"messages": [{"role": "user", "content": "hello"}], "output_tokens": 4}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
