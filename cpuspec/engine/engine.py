@@ -6,7 +6,8 @@ thread at a time, and several threads share an engine through `cpuspec.engine.sh
 
 import itertools
 from collections import abc, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
@@ -16,9 +17,18 @@ from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Cycle
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.tokenizer import Tokenizer
+
+
+class PromptProgress(NamedTuple):
+    """How much of a prompt has been read; the cached tokens, which a slot held already, count as read."""
+
+    num_tokens: int
+    num_cached: int
+    num_read: int
 
 
 @dataclass(slots=True)
@@ -26,6 +36,9 @@ class Output:
     """The tokens and the text that one step added to one request. The last output of a request has a finish_reason and its stats.
 
     text excludes the token that ended the request and everything from a stop string on; token_ids include them.
+    token_texts: what each token added to the text. Text that may begin a stop string, and half a character, come with a later
+    token. token_sources: the level that drafted each token, "" for the target's own. cycles: of each round the verifications that
+    it took, the target's last. progress: without tokens, where `Request.shows_progress`.
     """
 
     request_id: int
@@ -34,6 +47,10 @@ class Output:
     logprobs: list[TokenLogprobs]  # one for each token if asked for
     finish_reason: str | None = None  # "stop", "length", "aborted"
     stats: RequestStats | None = None
+    token_texts: list[str] = field(default_factory=list)
+    token_sources: list[str] = field(default_factory=list)
+    cycles: list[tuple[Cycle, ...]] = field(default_factory=list)
+    progress: PromptProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +63,7 @@ class Request:
     end_ids: frozenset[int]
     max_length: int  # tokens that it may have, prompt included
     max_draft_tokens: int
+    shows_progress: bool  # a step that reads on in the prompt returns an output
 
 
 class Engine:
@@ -76,11 +94,17 @@ class Engine:
         self.add(request)
         return request.seq.id
 
-    def prepare(self, prompt: abc.Sequence[int], params: SamplingParams, shown: abc.Set[int] = frozenset()) -> Request:
+    def prepare(
+        self,
+        prompt: abc.Sequence[int],
+        params: SamplingParams,
+        shown: abc.Set[int] = frozenset(),
+        shows_progress: bool = False,
+    ) -> Request:
         """Check a prompt of token ids and make a request of it, without touching the engine: any thread may call it at any time.
 
-        shown: special tokens whose names are part of the answer's text, as those that begin a tool call. Raises ConfigError as
-        `check` does.
+        shown: special tokens whose names are part of the answer's text, as those that begin a tool call. shows_progress: steps
+        that read on in the prompt return outputs with `progress`. Raises ConfigError as `check` does.
         """
         self.check(prompt, params)
         seq = Sequence.new(next(self._ids), prompt, params)
@@ -90,7 +114,7 @@ class Engine:
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
-        return Request(seq, text, meter, end_ids, max_length, max_drafted)
+        return Request(seq, text, meter, end_ids, max_length, max_drafted, shows_progress)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context."""
@@ -132,7 +156,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
 
-        A step that only reads prompts returns none. An exception, an interrupt included, aborts every request: a half-done step
+        A step that only reads prompts returns none, unless a request shows its progress. An exception, an interrupt included, aborts every request: a half-done step
         cannot be taken up again. The engine stays usable, and the next step returns the last outputs of those requests.
         """
         try:
@@ -165,6 +189,13 @@ class Engine:
         num_forwards = self._num_forwards()
         for request, done in zip(requests, rounds, strict=True):
             self._ready.append(self._commit(request, done, num_forwards))
+        for chunk in chunks:
+            request = self._requests[chunk.seq.id]
+            if request.shows_progress:
+                num_tokens = len(chunk.seq.tokens)
+                num_read = num_tokens - 1 - self._context.num_unfed(chunk.seq)
+                progress = PromptProgress(num_tokens, request.meter.num_cached_tokens, num_read)
+                self._ready.append(Output(chunk.seq.id, "", [], [], progress=progress))
 
     def _admit(self) -> None:
         """Begin waiting requests in their order while there are free slots, but none whose prefix is being read right now."""
@@ -182,13 +213,13 @@ class Engine:
 
     def _commit(self, request: Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
-        seq, new, text, reason, num_taken = request.seq, done.verdict.tokens, "", None, 0
+        seq, new, texts, reason, num_taken = request.seq, done.verdict.tokens, [""] * len(done.verdict.tokens), None, 0
         before = len(seq.tokens) - len(new)
         for num_taken, token in enumerate(new, 1):
             if token in request.end_ids:
                 reason = "stop"
                 break
-            text += request.text.push(token)
+            texts[num_taken - 1] = request.text.push(token)
             if request.text.stopped:
                 reason = "stop"
                 break
@@ -198,14 +229,16 @@ class Engine:
         num_top = seq.params.logprobs
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
         request.meter.record_step(num_taken, num_forwards, done.cycles)
+        sources, cycles = done.token_sources[:num_taken], [done.cycles]
         if reason is None:
-            return Output(seq.id, text, new, chosen)
+            return Output(seq.id, "".join(texts), new, chosen, None, None, texts, sources, cycles)
         if not request.text.stopped:
-            text += request.text.finish()
+            texts[num_taken - 1] += request.text.finish()
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats())
+        texts, stats = texts[:num_taken], request.meter.stats()
+        return Output(seq.id, "".join(texts), new[:num_taken], chosen, reason, stats, texts, sources, cycles)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)

@@ -211,13 +211,21 @@ class LLM:
         self._shared.aborted_stats = None
         return self._stream(self._prompt_ids(prompt), one)
 
-    def submit(self, prompt: Seq[int], params: SamplingParams, receiver: Receiver, shown: abc.Set[int] = frozenset()) -> int:
+    def submit(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        receiver: Receiver,
+        shown: abc.Set[int] = frozenset(),
+        shows_progress: bool = False,
+    ) -> int:
         """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
 
         receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
-        tokens whose names are part of the text. Raises ConfigError as `check` does.
+        tokens whose names are part of the text. shows_progress: outputs without tokens tell how much of the prompt has been read.
+        Raises ConfigError as `check` does.
         """
-        return self._shared.submit(prompt, params, receiver, shown)
+        return self._shared.submit(prompt, params, receiver, shown, shows_progress)
 
     def drop(self, request_id: int) -> None:
         """Forget a request of `submit`; one that runs is aborted before the next step, and its receiver is called no more."""

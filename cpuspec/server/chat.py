@@ -36,9 +36,9 @@ class ChatPrompt:
         calls = self.model.tool_format.parser(self.tool_names) if self.tool_names else None
         return AnswerParser(thinking=self.thinking, calls=calls)
 
-    def wanted(self, params: SamplingParams) -> list[Wanted]:
+    def wanted(self, params: SamplingParams, shows_progress: bool = False) -> list[Wanted]:
         """The answers to compute."""
-        return [Wanted(self.ids, one) for one in answer_params(params)]
+        return [Wanted(self.ids, one, shows_progress) for one in answer_params(params)]
 
     def call_id(self) -> str:
         """An id for a tool call, such as the model's template takes."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cpuspec.engine.engine import Output
+from cpuspec.engine.engine import Output, PromptProgress
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.tokenizer import Tokenizer
@@ -41,6 +41,33 @@ def timings(stats: RequestStats) -> dict[str, Any]:
         "draft_n": stats.num_draft_tokens,
         "draft_n_accepted": stats.num_accepted_tokens,
     }
+
+
+def prompt_progress(progress: PromptProgress, running_s: float) -> dict[str, Any]:
+    """llama-server's progress of a prompt, the cached tokens being processed from the start."""
+    return {
+        "total": progress.num_tokens,
+        "cache": progress.num_cached,
+        "processed": progress.num_read,
+        "time_ms": 1000 * running_s,
+    }
+
+
+def token_parts(output: Output) -> list[tuple[str, list[TokenLogprobs], dict[str, Any]]]:
+    """For each token the text that it added, its log-probabilities, and the `cpuspec` object of its chunk.
+
+    level: the drafter of a token, null for the target's own. rounds: with the first token that a chunk tells of, the target's
+    verifications that brought it and those behind it, each with the drafter that was chosen and what came of its draft.
+    """
+    rounds = [
+        {"level": source if drafted else None, "drafted": drafted, "accepted": accepted}
+        for source, drafted, accepted, _ in (cycles[-1] for cycles in output.cycles)
+    ]
+    parts = []
+    for number, (token, text, source) in enumerate(zip(output.token_ids, output.token_texts, output.token_sources, strict=True)):
+        told = {"id": token, "level": source or None} | ({} if number else {"rounds": rounds})
+        parts.append((text, output.logprobs[number : number + 1], {"cpuspec": told}))
+    return parts
 
 
 def log_figures(stats: Sequence[RequestStats]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Wanted:
 
     prompt: list[int]
     params: SamplingParams
+    shows_progress: bool = False  # outputs without tokens tell how much of the prompt has been read
 
 
 @dataclass
@@ -189,7 +190,8 @@ class Answers:
         one, model = self.wanted[number], self._model
         self.meters[number].start()
         try:
-            self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, partial(self._take, number))
+            take = partial(self._take, number)
+            self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, take, one.shows_progress)
         except CpuspecError as error:
             self._error = error
             self._ready.set()
@@ -237,6 +239,10 @@ def _merged(outputs: list[Output]) -> Output:
         [one for output in outputs for one in output.logprobs],
         last.finish_reason,
         last.stats,
+        [text for one in outputs for text in one.token_texts],
+        [source for one in outputs for source in one.token_sources],
+        [cycles for one in outputs for cycles in one.cycles],
+        last.progress,
     )
 
 
