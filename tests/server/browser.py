@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-_PATIENCE_S = 300.0
+_PATIENCE_S = 15.0
 _QUIET = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-default-apps --disable-extensions --disable-dev-shm-usage "
@@ -30,10 +30,9 @@ _KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, ""), "Tab": ("Ta
 class Browser:
     """One tab. asked: the addresses that it requested; troubles: what its console said of errors and violations."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", write_to: int, read_from: int) -> None:
+    def __init__(self, write_to: int, read_from: int) -> None:
         self.asked: list[str] = []
         self.troubles: list[str] = []
-        self._process = process
         self._to, self._from = os.fdopen(write_to, "wb", 0), os.fdopen(read_from, "rb", 0)
         self._ids = itertools.count(1)
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -137,7 +136,7 @@ def browsing(directory: Path) -> Iterator[Browser]:
     os.close(their_read)
     os.close(their_write)
     try:
-        yield Browser(process, our_write, our_read)
+        yield Browser(our_write, our_read)
     finally:
         process.terminate()
         process.wait(_PATIENCE_S)

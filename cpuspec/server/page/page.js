@@ -97,7 +97,7 @@ function removeConversation(one) {
 function showConversation() {
   $("title").textContent = current.title;
   document.title = current.messages.length ? `${current.title} · cpuspec` : "cpuspec";
-  const welcome = make("p", { className: "welcome", textContent: "Ask the model on this machine. Nothing you write leaves it." });
+  const welcome = make("p", { className: "welcome", textContent: "Ask the model. What you write goes to this server and nowhere else." });
   const nodes = current.messages.map((one) => (one === running?.message ? running.view.node : showMessage(one).node));
   $("log").replaceChildren(...(nodes.length ? nodes : [welcome]));
   $("log").scrollTop = $("log").scrollHeight;
@@ -216,7 +216,7 @@ function showMessage(message) {
     return { node };
   }
   node.append(under);
-  const view = { node, body, under, answer: make("div", {}), reasoning: null };
+  const view = { node, body, under, answer: make("div", {}), reasoning: null, pending: [], painting: 0 };
   view.markdown = new Markdown(view.answer);
   body.append(view.answer);
   if (message.reasoning) addReasoning(view, message.reasoning);
@@ -263,7 +263,7 @@ class Meter {
     this.byLevel = new Map();
     this.rounds = [];
     this.shown = 0;
-    $("live").hidden = false;
+    $("live").hidden = $("figures").hidden = false;
     for (const id of ["speed", "acceptance", "decision"]) $(id).textContent = "";
     $("rounds").replaceChildren();
     $("legend").replaceChildren();
@@ -357,9 +357,15 @@ async function errorText(response) {
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
+  let rested = performance.now();
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
+    if (performance.now() - rested > 30) {
+      // Where tokens come faster than they are shown, keys and the button to stop have their turn.
+      await new Promise((resume) => setTimeout(resume));
+      rested = performance.now();
+    }
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
@@ -419,11 +425,13 @@ async function answer() {
     if (reason === "error") message.error = error instanceof TypeError ? "The server cannot be reached." : error.message;
   }
   meter.show();
-  $("prompt-progress").hidden = true;
+  $("prompt-progress").hidden = $("figures").hidden = true; // the figures now stand under the answer
   message.figures = [...meter.figures(timings), ...({ stopped: ["stopped"], length: ["cut off by the limit of tokens"] }[reason] ?? [])];
   message.ended = true;
   running = null;
+  paint(view);
   showEnd(view, message);
+  paint(view);
   showRunning();
   if (controller.signal.reason !== "deleted") save(conversation);
   $("live").hidden = conversation !== current || !meter.tokens;
@@ -431,33 +439,39 @@ async function answer() {
 }
 
 function add(message, view, level, delta) {
-  const log = $("log");
-  const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   if (delta.reasoning_content) {
     message.reasoning += delta.reasoning_content;
-    addReasoning(view, delta.reasoning_content);
+    view.pending.push(() => addReasoning(view, delta.reasoning_content));
   }
   if (delta.content) {
     const last = message.runs.at(-1);
     if (last && last[0] === level) last[1] += delta.content;
     else message.runs.push([level, delta.content]);
-    view.markdown.push(level, delta.content);
+    view.pending.push(() => view.markdown.push(level, delta.content));
   }
-  if (follows) scrollDown();
+  view.painting ||= setTimeout(() => paint(view), 40);
 }
 
-let scrolling = 0;
-function scrollDown() {
-  scrolling ||= requestAnimationFrame(() => {
-    scrolling = 0;
-    $("log").scrollTop = $("log").scrollHeight;
-  });
+// Show what has come since the last time: a layout for each token would take the processor from the model.
+function paint(view) {
+  clearTimeout(view.painting);
+  view.painting = 0;
+  const log = $("log");
+  const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  for (const show of view.pending) show();
+  view.pending = [];
+  if (follows) log.scrollTop = log.scrollHeight;
+}
+
+function titleOf(text) {
+  const line = text.split("\n")[0];
+  return line.length > 60 ? `${line.slice(0, 59)}…` : line;
 }
 
 function send() {
   const text = $("input").value.trim();
   if (!text || running) return;
-  if (!current.messages.length) current.title = text.split("\n")[0].slice(0, 60);
+  if (!current.messages.length) current.title = titleOf(text);
   current.messages.push({ role: "user", text });
   kept.write("current", current.id);
   save(current);
