@@ -7,7 +7,6 @@ thread at a time, and several threads share an engine through `cpuspec.engine.sh
 import itertools
 from collections import abc, defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
@@ -23,14 +22,6 @@ from cpuspec.speculation.round import Round, speculate
 from cpuspec.tokenizer import Tokenizer
 
 
-class PromptProgress(NamedTuple):
-    """How much of a prompt has been read; the cached tokens, which a slot held already, count as read."""
-
-    num_tokens: int
-    num_cached: int
-    num_read: int
-
-
 @dataclass(slots=True)
 class Output:
     """The tokens and the text that one step added to one request. The last output of a request has a finish_reason and its stats.
@@ -38,7 +29,8 @@ class Output:
     text excludes the token that ended the request and everything from a stop string on; token_ids include them.
     token_texts: what each token added to the text. Text that may begin a stop string, and half a character, come with a later
     token. token_sources: the level that drafted each token, "" for the target's own. cycles: of each round the verifications that
-    it took, the target's last. progress: without tokens, where `Request.shows_progress`.
+    it took, the target's last. num_read_tokens: where `Request.shows_progress`, in outputs without tokens: those of the prompt that
+    have been read, the cached ones included.
     """
 
     request_id: int
@@ -47,10 +39,11 @@ class Output:
     logprobs: list[TokenLogprobs]  # one for each token if asked for
     finish_reason: str | None = None  # "stop", "length", "aborted"
     stats: RequestStats | None = None
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were there already; the same in each output of a request
     token_texts: list[str] = field(default_factory=list)
     token_sources: list[str] = field(default_factory=list)
     cycles: list[tuple[Cycle, ...]] = field(default_factory=list)
-    progress: PromptProgress | None = None
+    num_read_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +97,7 @@ class Engine:
         """Check a prompt of token ids and make a request of it, without touching the engine: any thread may call it at any time.
 
         shown: special tokens whose names are part of the answer's text, as those that begin a tool call. shows_progress: steps
-        that read on in the prompt return outputs with `progress`. Raises ConfigError as `check` does.
+        that read on in the prompt return outputs with `num_read_tokens`. Raises ConfigError as `check` does.
         """
         self.check(prompt, params)
         seq = Sequence.new(next(self._ids), prompt, params)
@@ -151,13 +144,14 @@ class Engine:
             return waiting[0] if waiting else None
         request.seq.finish_reason = "aborted"
         self._remove(request)
-        return Output(request_id, "", [], [], "aborted", request.meter.stats())
+        return Output(request_id, "", [], [], "aborted", request.meter.stats(), request.meter.num_cached_tokens)
 
     def step(self) -> list[Output]:
         """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
 
-        A step that only reads prompts returns none, unless a request shows its progress. An exception, an interrupt included, aborts every request: a half-done step
-        cannot be taken up again. The engine stays usable, and the next step returns the last outputs of those requests.
+        A step that only reads prompts returns none, unless a request shows its progress. An exception, an interrupt included,
+        aborts every request: a half-done step cannot be taken up again. The engine stays usable, and the next step returns the
+        last outputs of those requests.
         """
         try:
             if not self._ready:
@@ -192,16 +186,20 @@ class Engine:
         for chunk in chunks:
             request = self._requests[chunk.seq.id]
             if request.shows_progress:
-                num_tokens = len(chunk.seq.tokens)
-                num_read = num_tokens - 1 - self._context.num_unfed(chunk.seq)
-                progress = PromptProgress(num_tokens, request.meter.num_cached_tokens, num_read)
-                self._ready.append(Output(chunk.seq.id, "", [], [], progress=progress))
+                num_cached = request.meter.num_cached_tokens
+                num_read = len(chunk.seq.tokens) - 1 - self._context.num_unfed(chunk.seq)
+                self._ready.append(Output(chunk.seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
 
     def _admit(self) -> None:
-        """Begin waiting requests in their order while there are free slots, but none whose prefix is being read right now."""
-        waiting, context = self._scheduler.waiting, self._context
-        while waiting and context.num_free_slots and not context.awaits_prefix(waiting[0]):
-            seq = self._scheduler.admit()
+        """Begin waiting requests in their order while there are free slots.
+
+        One whose prefix is being read right now waits for that and keeps a free slot: those behind it do not take its turn.
+        """
+        context = self._context
+        for seq in list(itertools.islice(self._scheduler.waiting, context.num_free_slots)):
+            if context.awaits_prefix(seq):
+                continue
+            self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter
             meter.num_cached_tokens = context.acquire(seq)
             self._proposer.begin(seq, meter.num_cached_tokens)
@@ -229,16 +227,16 @@ class Engine:
         num_top = seq.params.logprobs
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
         request.meter.record_step(num_taken, num_forwards, done.cycles)
-        sources, cycles = done.token_sources[:num_taken], [done.cycles]
+        num_cached, sources, cycles = request.meter.num_cached_tokens, done.token_sources[:num_taken], [done.cycles]
         if reason is None:
-            return Output(seq.id, "".join(texts), new, chosen, None, None, texts, sources, cycles)
+            return Output(seq.id, "".join(texts), new, chosen, None, None, num_cached, texts, sources, cycles)
         if not request.text.stopped:
             texts[num_taken - 1] += request.text.finish()
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
         texts, stats = texts[:num_taken], request.meter.stats()
-        return Output(seq.id, "".join(texts), new[:num_taken], chosen, reason, stats, texts, sources, cycles)
+        return Output(seq.id, "".join(texts), new[:num_taken], chosen, reason, stats, num_cached, texts, sources, cycles)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cpuspec.engine.engine import Output, PromptProgress
+from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.tokenizer import Tokenizer
@@ -43,12 +43,12 @@ def timings(stats: RequestStats) -> dict[str, Any]:
     }
 
 
-def prompt_progress(progress: PromptProgress, running_s: float) -> dict[str, Any]:
-    """llama-server's progress of a prompt, the cached tokens being processed from the start."""
+def prompt_progress(output: Output, num_tokens: int, running_s: float) -> dict[str, Any]:
+    """llama-server's progress of a prompt of `num_tokens`; cached tokens are processed from the start."""
     return {
-        "total": progress.num_tokens,
-        "cache": progress.num_cached,
-        "processed": progress.num_read,
+        "total": num_tokens,
+        "cache": output.num_cached_tokens,
+        "processed": output.num_read_tokens,
         "time_ms": 1000 * running_s,
     }
 

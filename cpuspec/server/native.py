@@ -93,6 +93,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         ids = (await found.in_worker(partial(chat_prompt, found, body.messages, body.tools or ()))).ids
     else:
         text = body.content if body.content is not None else body.prompt or ""
+        found.check_text(len(text))
         ids = await found.in_worker(partial(tokenizer.encode, text, body.add_special, body.parse_special))
     tokens = [{"id": one, "piece": token_text(tokenizer, one)[0]} for one in ids] if body.with_pieces else ids
     return json_response({"tokens": tokens, "count": len(ids), "max_model_len": found.llm.context_length})

@@ -114,7 +114,7 @@ def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: 
                     f"{proposer.name} drafted a tree with parents {parents.tolist()}; each must be -1 or an earlier token"
                 )
         if len(draft.sources) not in (0, len(draft)):
-            raise ConfigError(f"{proposer.name} named {len(draft.sources)} sources for {len(draft)} tokens; wanted one each, or none")
+            raise ConfigError(f"{proposer.name} gave {len(draft.sources)} sources for {len(draft)} tokens; wanted one each or none")
         if draft.probs is not None and [is_row(row, vocab_size) for row in draft.probs] != [True] * len(draft):
             raise ConfigError(
                 f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens, "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cpuspec
-from cpuspec import LLM, SamplingParams
+from cpuspec import SamplingParams
 from cpuspec.server import page
 from tests.server.browser import CHROMIUM, Browser, browsing
 from tests.server.running import Running, load, serving, tiny_model
@@ -168,7 +168,8 @@ def test_a_message_is_sent_answered_tinted_and_kept(browser: Browser, running: R
     shown = browser.value("document.querySelector('.assistant .body').textContent")
     assert "".join(shown.split()) == "".join(wanted.split()), "the tiny model writes no code blocks"
     drafted = [text for level, text in answered["runs"] if level]
-    assert browser.value("[...document.querySelectorAll('.assistant .l1')].map(one => one.title)") == ["drafted by ngram"] * len(drafted)
+    titles = browser.value("[...document.querySelectorAll('.assistant .l1')].map(one => one.title)")
+    assert titles == ["drafted by ngram"] * len(drafted)
     assert any("tokens/s" in one for one in answered["figures"])
     assert browser.value("document.querySelector('#legend').textContent").startswith("ngram" if drafted else "target")
     browser.open(f"{running.url}/")
@@ -200,7 +201,8 @@ def test_an_answer_is_stopped(browser: Browser, running: Running, how: str) -> N
 
 @in_a_browser
 def test_what_a_model_writes_stays_text(browser: Browser, running: Running) -> None:
-    hostile = "<img src=x onerror=alert(1)><script>alert(2)</script>\n\nsecond <b>paragraph</b>\n```html\n<script>alert(3)</script>\n```\nend"
+    lines = ("<img src=x onerror=alert(1)><script>alert(2)</script>", "", "second <b>paragraph</b>")
+    hostile = "\n".join((*lines, "```html", "<script>alert(3)</script>", "```", "end"))
     runs = [["ngram" if number % 3 else None, char] for number, char in enumerate(hostile)]
     told = {"id": "1", "title": "<b>bold</b>", "messages": [{"role": "assistant", "runs": runs, "ended": True}]}
     opened(browser, running, {"current": "1", "conversations": [{"id": "1", "title": told["title"]}], "conversation.1": told})
@@ -236,14 +238,13 @@ def test_every_control_has_a_name_and_is_reached_by_the_keyboard(browser: Browse
     controls = [one for one in tree if not one["ignored"] and one["role"]["value"] in roles]
     assert {one["role"]["value"] for one in controls} == roles
     assert [one for one in controls if not one["name"]["value"].strip()] == []
-    browser.value("document.activeElement.blur()")
+    browser.value("document.querySelector('.skip').focus()")
     reached = []
-    for _ in range(7):
+    for _ in range(6):
         browser.press("Tab")
         reached.append(browser.value("document.activeElement.id || document.activeElement.className"))
-        outline = browser.value("getComputedStyle(document.activeElement).outlineStyle")
-        assert outline == "solid" or reached[-1] == "skip", reached
-    assert reached == ["skip", "new", "model", "settings-open", "log", "input", "send"]
+        assert browser.value("getComputedStyle(document.activeElement).outlineStyle") == "solid", reached
+    assert reached == ["new", "model", "settings-open", "log", "input", "send"]
 
 
 @in_a_browser
@@ -255,12 +256,13 @@ def test_a_narrow_window_shows_everything(browser: Browser, running: Running, da
     browser.press("Enter")
     browser.until(DONE)
     assert browser.value("document.documentElement.scrollWidth") <= 390
-    off = "[...document.querySelectorAll('header *, footer button, footer textarea')].filter(one => one.getBoundingClientRect().right > 390)"
-    assert browser.value(f"{off}.map(one => one.id)") == []
+    controls = "[...document.querySelectorAll('header *, footer button, footer textarea')]"
+    assert browser.value(f"{controls}.filter(one => one.getBoundingClientRect().right > 390).map(one => one.id)") == []
     assert (browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") != dark
     assert browser.value("getComputedStyle(document.getElementById('sidebar')).visibility") == "hidden"
     browser.value("document.getElementById('menu').click()")
-    browser.until("document.activeElement.id === 'new' && getComputedStyle(document.getElementById('sidebar')).visibility === 'visible'")
+    browser.until("document.activeElement.id === 'new'")
+    assert browser.value("getComputedStyle(document.getElementById('sidebar')).visibility") == "visible"
     browser.press("Escape")
     assert browser.value("document.activeElement.id") == "menu"
 
