@@ -329,7 +329,8 @@ function acceptance(accepted, drafted) {
 }
 
 function roundBar(round, most) {
-  const bar = make("i", { className: round.drafted ? `r${levelNumber(round.level)}` : "", title: round.drafted ? `${round.level}: ${round.accepted} of ${round.drafted}` : "no draft" });
+  // A draft of several levels has no colour of its own: its tokens have theirs.
+  const bar = make("i", { className: levels.includes(round.level) ? `r${levelNumber(round.level)}` : "", title: round.drafted ? `${round.level}: ${round.accepted} of ${round.drafted}` : "no draft" });
   if (round.drafted) {
     const [rejected, accepted] = [make("b", {}), make("s", {})];
     rejected.style.height = `${(90 * (round.drafted - round.accepted)) / most}%`;
