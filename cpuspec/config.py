@@ -479,6 +479,9 @@ class EngineConfig:
         "`prefixes` in the cache directory; `none` is none. It holds prompts.",
         "DIR",
     )
+    plain_on_draft_error: bool = _setting(
+        False, _BOOLEAN, "Let a request whose drafter fails go on without drafts, instead of raising the error."
+    )
     prefix_disk_gb: float = _setting(10.0, _NOT_NEGATIVE, "Gigabytes that this directory may have.", "GB")
     threads: int | None = _of_backend(
         None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N"

@@ -274,7 +274,8 @@ def serve(
 
     keys = read_keys(api_key_file)
     check_directory(serving.slot_save_path)
-    settings = replace(running.settings, prefix_cache_dir=prefix_directory(running.settings.prefix_cache_dir))
+    directory = prefix_directory(running.settings.prefix_cache_dir)
+    settings = replace(running.settings, prefix_cache_dir=directory, plain_on_draft_error=True)
     checkpoint, spec = _open_with_drafts(model, draft, running.settings.mmap)
     name = checkpoint.name if Path(model).exists() else model
 

@@ -81,7 +81,7 @@ class ServedModel:
         self.admission = Admission(llm.max_sequences, config.max_waiting)
         self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
-        self.metrics = Metrics(name, self._state, lambda: llm.levels)
+        self.metrics = Metrics(name, self._state, lambda: llm.levels, lambda: llm.num_draft_failures)
         self.runner = Runner(llm, asyncio.get_running_loop())
         # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")

@@ -44,13 +44,19 @@ class AnswerMeter:
 class Metrics:
     """All metrics of a server, in a registry of their own.
 
-    state: the answers that run and wait, and the share of the cache that running ones hold; levels: `LLM.levels`.
+    state: the answers that run and wait, and the share of the cache that running ones hold; levels, draft_failures: of the LLM.
     """
 
-    def __init__(self, model: str, state: Callable[[], tuple[int, int, float]], levels: Callable[[], dict[str, LevelCounters]]):
+    def __init__(
+        self,
+        model: str,
+        state: Callable[[], tuple[int, int, float]],
+        levels: Callable[[], dict[str, LevelCounters]],
+        draft_failures: Callable[[], int],
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self._state, self._levels = state, levels
+        self._state, self._levels, self._draft_failures = state, levels, draft_failures
         self.prefixes: Sequence[PrefixStats] = ()  # of each model of the chain, as they were last asked for
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=_RECENT) for name in ("ttft", "tpot", "itl", "e2e")}
 
@@ -198,6 +204,13 @@ class Metrics:
             for position, number in enumerate(found.num_accepted_tokens_per_pos):
                 per_pos.add_metric([self._model, level, str(position)], number)
             length.add_metric([self._model, level], 1 + found.num_accepted_tokens / found.num_drafts)
+        failures = CounterMetricFamily(
+            "cpuspec:spec_decode_num_draft_failures",
+            "Requests that went on without drafts because their drafter failed.",
+            labels=labels[:1],
+        )
+        failures.add_metric([self._model], self._draft_failures())
+        yield failures
         yield per_pos
         yield length
 
