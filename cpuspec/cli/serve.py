@@ -10,7 +10,7 @@ import typer
 
 from cpuspec.cli.console import note
 from cpuspec.config import ServerConfig
-from cpuspec.environment import api_key
+from cpuspec.environment import api_key, cache_dir
 from cpuspec.errors import BackendError
 
 if TYPE_CHECKING:
@@ -29,6 +29,19 @@ def read_keys(file: Path | None) -> list[str]:
     if not any(found):
         raise typer.BadParameter(f"--api-key-file {file} has no key; write one in each line")
     return [*keys, *filter(None, found)]
+
+
+def prefix_directory(given: str | None) -> str | None:
+    """Where prefixes go that do not fit in memory: the directory that was given, for `none` nowhere, by default one of our own."""
+    if given is None:
+        return str(cache_dir() / "prefixes")
+    return None if given == "none" else given
+
+
+def check_directory(path: str | None) -> None:
+    """Raise BadParameter for a --slot-save-path that is no directory."""
+    if path is not None and not Path(path).is_dir():
+        raise typer.BadParameter(f"--slot-save-path {path} is no directory; make it first")
 
 
 def run_server(name: str, load: "Callable[[], LLM]", config: ServerConfig, keys: Sequence[str]) -> None:

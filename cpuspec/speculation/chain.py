@@ -72,10 +72,10 @@ class ChainProposer:
         """Nothing to do: context and inner follow the sequence's tokens at the next draft."""
 
     def end(self, seq: Sequence) -> None:
-        """Free the slot."""
-        self.inner.end(seq)
+        """Free the slot, also where `inner` raises."""
         self.context.release(seq)
         self._begun.discard(seq.id)
+        self.inner.end(seq)
 
     def _share_rows(self, paths: "list[_Path]") -> "tuple[list[_Path], list[PromptChunk]]":
         """The paths whose sequences can draft now, and the parts of prompts that are read beside them."""

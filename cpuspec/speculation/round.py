@@ -50,7 +50,7 @@ def speculate(
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
     drafts = proposer.propose(seqs, limits) if seqs else []
-    _check(proposer, drafts, limits, context)
+    check_drafts(proposer, drafts, limits, context)
     rounds = []
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
     for seq, draft, scored in zip(seqs, drafts, outputs, strict=True):
@@ -93,7 +93,7 @@ def _along(path: list[int], rows: F32, num_nodes: int) -> F32:
     return np.concatenate([rows[:first], rows[first:][path]])
 
 
-def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
+def check_drafts(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
     """Raise ConfigError for drafts that break the contract: a user's proposer is bad input like any other."""
     if len(drafts) != len(limits):
         raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
