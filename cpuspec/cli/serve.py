@@ -57,4 +57,4 @@ def run_server(name: str, load: "Callable[[], LLM]", config: ServerConfig, keys:
     note(f"listening on {address}, loading {name}")
     if not (keys or ipaddress.ip_address(host).is_loopback):
         note("warning: whoever reaches this address can use the model; give a key with --api-key-file")
-    asyncio.run(serve(server, load, listener, lambda: note(f"ready: {address}/v1 speaks OpenAI's protocol")))
+    asyncio.run(serve(server, load, listener, lambda: note(f"ready: chat at {address}, OpenAI's protocol at {address}/v1")))
