@@ -475,8 +475,12 @@ class EngineConfig:
     prefix_cache_dir: str | None = _setting(
         None,
         _optional(_TEXT),
-        "Directory that gets what does not fit in memory, and at the end the rest, for the next start. It holds prompts.",
+        "Directory that gets what does not fit in memory, and at the end the rest, for the next start; by default "
+        "`prefixes` in the cache directory; `none` is none. It holds prompts.",
         "DIR",
+    )
+    plain_on_draft_error: bool = _setting(
+        False, _BOOLEAN, "Let a request whose drafter fails go on without drafts, instead of raising the error."
     )
     prefix_disk_gb: float = _setting(10.0, _NOT_NEGATIVE, "Gigabytes that this directory may have.", "GB")
     threads: int | None = _of_backend(
@@ -542,6 +546,15 @@ class ServerConfig:
         None, _optional(_POSITIVE_COUNT), "Tokens that an answer may have, whatever a request asks for.", "N"
     )
     max_request_s: float = _setting(1800.0, _FACTOR, "Seconds that a request may take, waiting included.", "S")
+    drop_changing_lines: bool = _setting(
+        True, _BOOLEAN, "Give the model the lines, too, that some agents change in the system message of each request."
+    )
+    slot_save_path: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "Directory that /slots may save prompts to and restore them from; by default that is refused.",
+        "DIR",
+    )
     drain_s: float = _setting(
         30.0, _NOT_NEGATIVE, "Seconds that running requests have left when the server is told to end (SIGTERM, Ctrl-C).", "S"
     )

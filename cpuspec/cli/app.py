@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -243,7 +243,17 @@ def chat(
 @app.command()
 @exit_codes()
 @options.takes_serving()
-@options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *_HOW)
+@options.takes_running(
+    "max_sequences",
+    "context_length",
+    "max_rows",
+    "prompt_rows",
+    "prefix_cache_gb",
+    "prefix_cache_dir",
+    "prefix_disk_gb",
+    "mmap",
+    *_HOW,
+)
 def serve(
     model: options.ModelArgument,
     *,
@@ -263,16 +273,19 @@ def serve(
 
     Each request has a line of JSON on stderr, without its texts. SIGTERM or Ctrl-C ends it when running answers are done.
     """
-    from cpuspec.cli.serve import read_keys, run_server
+    from cpuspec.cli.serve import check_directory, prefix_directory, read_keys, run_server
 
     keys = read_keys(api_key_file)
+    check_directory(serving.slot_save_path)
+    directory = prefix_directory(running.settings.prefix_cache_dir)
+    settings = replace(running.settings, prefix_cache_dir=directory, plain_on_draft_error=True)
     checkpoint, spec = _open_with_drafts(model, draft, running.settings.mmap)
     name = checkpoint.name if Path(model).exists() else model
 
     def load() -> "LLM":
         from cpuspec.engine.llm import LLM
 
-        return LLM(checkpoint, spec, running.backend, settings=running.settings)
+        return LLM(checkpoint, spec, running.backend, settings=settings)
 
     run_server(name, load, serving, keys)
 

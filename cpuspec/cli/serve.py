@@ -10,7 +10,7 @@ import typer
 
 from cpuspec.cli.console import note
 from cpuspec.config import ServerConfig
-from cpuspec.environment import api_key
+from cpuspec.environment import api_key, cache_dir
 from cpuspec.errors import BackendError
 
 if TYPE_CHECKING:
@@ -31,6 +31,19 @@ def read_keys(file: Path | None) -> list[str]:
     return [*keys, *filter(None, found)]
 
 
+def prefix_directory(given: str | None) -> str | None:
+    """Where prefixes go that do not fit in memory: the directory that was given, for `none` nowhere, by default one of our own."""
+    if given is None:
+        return str(cache_dir() / "prefixes")
+    return None if given == "none" else given
+
+
+def check_directory(path: str | None) -> None:
+    """Raise BadParameter for a --slot-save-path that is no directory."""
+    if path is not None and not Path(path).is_dir():
+        raise typer.BadParameter(f"--slot-save-path {path} is no directory; make it first")
+
+
 def run_server(name: str, load: "Callable[[], LLM]", config: ServerConfig, keys: Sequence[str]) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises BackendError where the libraries for it are missing, and what `load` raises."""
     try:
@@ -44,4 +57,4 @@ def run_server(name: str, load: "Callable[[], LLM]", config: ServerConfig, keys:
     note(f"listening on {address}, loading {name}")
     if not (keys or ipaddress.ip_address(host).is_loopback):
         note("warning: whoever reaches this address can use the model; give a key with --api-key-file")
-    asyncio.run(serve(server, load, listener, lambda: note(f"ready: {address}/v1 speaks OpenAI's protocol")))
+    asyncio.run(serve(server, load, listener, lambda: note(f"ready: chat at {address}, OpenAI's protocol at {address}/v1")))

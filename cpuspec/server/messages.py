@@ -1,6 +1,6 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, translated to a conversation in OpenAI's spelling and back.
 
-Sources: Anthropic's Messages API reference (bodies, order of stream events); llama.cpp issue 20623 (the billing header).
+Sources: Anthropic's Messages API reference (bodies, order of stream events).
 """
 
 import json
@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cpuspec.config import SamplingParams
+from cpuspec.engine.changing_lines import without_lines
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.server.chat import ChatPrompt, chat_prompt, said
@@ -26,9 +27,6 @@ from cpuspec.server.schema import Body
 from cpuspec.server.server import server_of
 
 router = APIRouter()
-
-# Claude Code's first system block: it changes with every request and tells the model nothing, and no prefix would ever be shared.
-_BILLING_HEADER = "x-anthropic-billing-header"
 
 
 class CountBody(Body):
@@ -107,7 +105,9 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     listed: list[dict[str, Any]] = []
     blocks = [{"type": "text", "text": body.system}] if isinstance(body.system, str) else body.system or []
     texts = [_block_text(block, "system") for block in blocks]
-    if system := "\n\n".join(text for text in texts if text and not text.startswith(_BILLING_HEADER)):
+    if model.config.drop_changing_lines:  # a block that has nothing else leaves no empty line
+        texts = list(map(without_lines, texts))
+    if system := "\n\n".join(filter(None, texts)):
         listed.append({"role": "system", "content": system})
     for number, message in enumerate(body.messages):
         listed += _translated(number, message)

@@ -1,20 +1,26 @@
 """Endpoints beside the protocols: state and metrics for operators, text and tokens, and llama.cpp's `/infill` for editors."""
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec import __version__
+from cpuspec.errors import CacheError
+from cpuspec.metrics import now_s
 from cpuspec.server.chat import ChatPrompt, chat_prompt
-from cpuspec.server.errors import NotSupportedError
+from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.figures import token_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body
 from cpuspec.server.server import server_of
 
 router = APIRouter()
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 class TokenizeBody(Body):
@@ -39,6 +45,10 @@ class TemplateBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
+
+
+class SlotBody(Body):
+    filename: str
 
 
 @router.get("/health")
@@ -161,6 +171,38 @@ async def slots(request: Request) -> Response:
     return json_response(rows)
 
 
+@router.post("/slots/{number}")
+async def change_slot(number: int, action: str, request: Request, body: SlotBody | None = None) -> Response:
+    """Save or restore what a slot's last request left in the prefix cache, or empty the cache, as llama-server spells it."""
+    found, directory = server_of(request).model(None), server_of(request).config.slot_save_path
+    if directory is None:
+        raise NotSupportedError("this server saves no slots; start it with --slot-save-path DIR")
+    slot = next((one for one in found.slots if one.number == number), None)
+    if slot is None:
+        raise RequestError(f"there is no slot {str(number)[:20]}; they are 0 to {len(found.slots) - 1}", "id_slot")
+    if action == "erase":
+        num_erased, slot.tokens = len(slot.tokens), []
+        await found.runner.between_steps(found.llm.forget_prefixes)
+        return json_response({"id_slot": number, "n_erased": num_erased})
+    if action not in ("save", "restore"):
+        raise RequestError(f"action is save, restore or erase, got {action[:40]!r}", "action")
+    name = body.filename if body else ""
+    if not _FILE_NAME.fullmatch(name):
+        raise RequestError("filename must be a plain name of letters, digits, dots, dashes and underscores", "filename")
+    path, begin_s = Path(directory) / name, now_s()
+    if action == "save" and not slot.tokens:
+        raise RequestError(f"slot {number} has computed nothing yet", "id_slot")
+    work = partial(found.llm.save_prefix, slot.tokens.copy(), path) if action == "save" else partial(found.llm.restore_prefix, path)
+    try:
+        done = await found.runner.between_steps(work)
+    except CacheError as error:  # where the directory is, is no client's business
+        raise RequestError(str(error).replace(str(path), name), "filename") from None
+    counts = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+    figures = dict(zip(counts, (done, path.stat().st_size), strict=True))
+    times = {f"{action}_ms": round(1000 * (now_s() - begin_s), 3)}
+    return json_response({"id_slot": number, "filename": name, **figures, "timings": times})
+
+
 @router.post("/v1/embeddings")
 async def embeddings(request: Request) -> Response:
     """Refused: the models that cpuspec runs were trained to write, and their hidden states are no embeddings of texts."""
@@ -172,7 +214,7 @@ async def embeddings(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     found = server_of(request).loaded
-    text = found.metrics.text() if found else b""
+    text = await found.metrics_text() if found else b""
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

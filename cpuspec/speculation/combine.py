@@ -1,6 +1,7 @@
 """Several drafters for one verification: the first that finds something, or each after the other's tokens."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -41,9 +42,10 @@ class Combined:
             proposer.accept(seq, verdict, tuple(layers[layer] for layer in proposer.hidden_layers))
 
     def end(self, seq: Sequence) -> None:
-        """Call every proposer's `end`."""
-        for proposer in self.proposers:
-            proposer.end(seq)
+        """Call every proposer's `end`, also where one raises."""
+        with ExitStack() as calls:
+            for proposer in reversed(self.proposers):
+                calls.callback(proposer.end, seq)
 
 
 def first_hit(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: list[int]) -> list[Draft]:
@@ -86,6 +88,7 @@ def _joined(first: Draft, second: Draft) -> Draft:
         f"{first.source}+{second.source}",
         cycles,
         np.concatenate([first.confidence, second.confidence]) if sure else None,
+        first.token_sources + second.token_sources,
     )
 
 

@@ -23,6 +23,12 @@ class Round:
     output: ForwardOutput
     cycles: tuple[Cycle, ...]  # the verifications that it took, those of lower levels first
 
+    @property
+    def token_sources(self) -> list[str]:
+        """For each token of the verdict the level that drafted it; "" for the last, which is the verifying model's own."""
+        sources = self.draft.token_sources
+        return [*(sources[node] for node in self.verdict.path), ""]
+
     def logits(self, number: int) -> F32:
         """The row [V] that chose token `number` of the verdict."""
         row: F32 = self.output.logits[self.verdict.path[number - 1] + 1 if number else 0]
@@ -44,7 +50,7 @@ def speculate(
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
     drafts = proposer.propose(seqs, limits) if seqs else []
-    _check(proposer, drafts, limits, context)
+    check_drafts(proposer, drafts, limits, context)
     rounds = []
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
     for seq, draft, scored in zip(seqs, drafts, outputs, strict=True):
@@ -87,7 +93,7 @@ def _along(path: list[int], rows: F32, num_nodes: int) -> F32:
     return np.concatenate([rows[:first], rows[first:][path]])
 
 
-def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
+def check_drafts(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
     """Raise ConfigError for drafts that break the contract: a user's proposer is bad input like any other."""
     if len(drafts) != len(limits):
         raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
@@ -107,6 +113,8 @@ def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: 
                 raise ConfigError(
                     f"{proposer.name} drafted a tree with parents {parents.tolist()}; each must be -1 or an earlier token"
                 )
+        if len(draft.sources) not in (0, len(draft)):
+            raise ConfigError(f"{proposer.name} gave {len(draft.sources)} sources for {len(draft)} tokens; wanted one each or none")
         if draft.probs is not None and [is_row(row, vocab_size) for row in draft.probs] != [True] * len(draft):
             raise ConfigError(
                 f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens, "

@@ -6,6 +6,7 @@ first be fed the tokens that it missed: it is asked where drafts save more than 
 did much of earlier requests, once waiting for them has cost as much as feeding it, as in the ski-rental problem.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cpuspec.backends import Backend
@@ -323,10 +324,11 @@ class Planner:
         self._begun = None
         self._left.end(seq)
         self.costs.keep()
-        for drafter in self._drafters:
-            drafter.end(seq)
-            if self._serves:
-                drafter.proposer.end(seq)
+        with ExitStack() as calls:  # every drafter is told, also where one raises
+            for drafter in reversed(self._drafters):
+                drafter.end(seq)
+                if self._serves:
+                    calls.callback(drafter.proposer.end, seq)
 
     def explain(self, verifies: str = "target") -> list[PlannedDrafter]:
         """The figures that it decides from, and those of the planners below."""
