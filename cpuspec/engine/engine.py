@@ -12,6 +12,7 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
 from cpuspec.errors import ConfigError
+from cpuspec.grammar import Grammars
 from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
@@ -25,7 +26,8 @@ from cpuspec.tokenizer import Tokenizer
 class Output:
     """The tokens and the text that one step added to one request. The last output of a request has a finish_reason and its stats.
 
-    text excludes the token that ended the request and everything from a stop string on; token_ids include them.
+    text excludes the token that ended the request and everything from a stop string on; token_ids include them. error: why a
+    request was aborted, where its own settings are the reason.
     """
 
     request_id: int
@@ -34,6 +36,7 @@ class Output:
     logprobs: list[TokenLogprobs]  # one for each token if asked for
     finish_reason: str | None = None  # "stop", "length", "aborted"
     stats: RequestStats | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Engine:
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in proposer.levels)]
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer)
         self._scheduler = Scheduler(context.prompt_rows, context.backend.max_rows)
         self._requests: dict[int, Request] = {}
         self._ready: list[Output] = []  # outputs that a failed step leaves for the next one to return
@@ -83,7 +87,7 @@ class Engine:
         `check` does.
         """
         self.check(prompt, params)
-        seq = Sequence.new(next(self._ids), prompt, params)
+        seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params))
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(shown=shown), params.stop)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
@@ -93,7 +97,10 @@ class Engine:
         return Request(seq, text, meter, end_ids, max_length, max_drafted)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
-        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context."""
+        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
+
+        And for a grammar that cannot be compiled; one that was not seen lately takes up to a second of the calling thread.
+        """
         vocab_size = self._context.backend.config.vocab_size
         if not len(prompt):
             raise ConfigError("the prompt is empty; give at least one token")
@@ -109,6 +116,7 @@ class Engine:
                 raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
         if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:
             raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
+        self._grammars.constraint(params)
 
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
@@ -182,7 +190,7 @@ class Engine:
 
     def _commit(self, request: Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
-        seq, new, text, reason, num_taken = request.seq, done.verdict.tokens, "", None, 0
+        seq, new, text, reason, num_taken, error = request.seq, done.verdict.tokens, "", None, 0, None
         before = len(seq.tokens) - len(new)
         for num_taken, token in enumerate(new, 1):
             if token in request.end_ids:
@@ -191,6 +199,11 @@ class Engine:
             text += request.text.push(token)
             if request.text.stopped:
                 reason = "stop"
+                break
+            path = seq.tokens[seq.num_prompt_tokens : before + num_taken]
+            if seq.constraint and seq.constraint.legal(path) is None:
+                reason = "stop" if seq.constraint.accepts(path) else "aborted"
+                error = None if reason == "stop" else "the grammar leads nowhere here, or is too complex; simplify it"
                 break
             if before + num_taken == request.max_length:
                 reason = "length"
@@ -205,7 +218,7 @@ class Engine:
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats())
+        return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats(), error)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)

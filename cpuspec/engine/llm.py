@@ -349,7 +349,9 @@ def _completion(parts: list[Output], index: int) -> Completion:
     last = parts[-1]
     assert last.finish_reason is not None, "the last output of a request has a finish reason"
     if last.finish_reason == "aborted":
-        raise CpuspecError("this answer was broken off when a call of another thread was interrupted or failed; ask again")
+        raise CpuspecError(
+            last.error or "this answer was broken off when a call of another thread was interrupted or failed; ask again"
+        )
     assert last.stats is not None, "the last output of a request has stats"
     return Completion(
         text="".join(part.text for part in parts),

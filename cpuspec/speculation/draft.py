@@ -71,6 +71,17 @@ class Draft:
             confidence=None if self.confidence is None else self.confidence[:num_tokens],
         )
 
+    def only(self, nodes: Sequence[int]) -> "Draft":
+        """Some of its nodes, in their order, each with its parent. Drawn tokens are never left out."""
+        assert self.probs is None, "a draw that is left out changes the distribution of the output"
+        place = {-1: -1, **{node: number for number, node in enumerate(nodes)}}
+        return replace(
+            self,
+            tokens=self.tokens[nodes],
+            parents=np.array([place[parent] for parent in self.parents[nodes].tolist()], np.int32),
+            confidence=None if self.confidence is None else self.confidence[nodes],
+        )
+
     def tokens_to(self, node: int) -> list[int]:
         """The drafted tokens from the first one to `node`; none for -1."""
         path: list[int] = []
