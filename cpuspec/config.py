@@ -340,7 +340,7 @@ class SamplingParams:
     n: answers that `LLM.generate` and `LLM.chat` give to the prompt; with a seed, the second has seed + 1, and so on.
     logprobs: None, or the number of alternatives to report beside each chosen token (0 = the chosen token alone).
     max_draft_tokens: most tokens drafted in a round for this request, 0 = none; None = as the model was loaded.
-    json_schema, regex, choices, grammar: one of them at most; every token is then chosen among those that can still lead to a text
+    json_schema (kept as JSON text), regex, choices, grammar: one of them at most; every token is then chosen among those that can still lead to a text
     of it. The answer ends where it does, or may, if the model chooses an end token there; max_tokens and stop may end it before.
     """
 
@@ -370,7 +370,9 @@ class SamplingParams:
         None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
     )
     max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
-    json_schema: str | None = _setting(None, _SCHEMA, "The answer is JSON of this schema, written on one line.", "FILE")
+    json_schema: str | Mapping[str, Any] | None = _setting(
+        None, _SCHEMA, "The answer is JSON of this schema, written on one line.", "FILE"
+    )
     regex: str | None = _setting(None, _optional(_TEXT), "The answer as a whole matches this, in the syntax of Rust's regex.", "R")
     choices: tuple[str, ...] = _setting((), _TEXTS, "The answer is this text, or another that is given so. Repeatable.", "TEXT")
     grammar: str | None = _setting(

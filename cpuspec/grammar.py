@@ -7,7 +7,7 @@ without a forward (its docs/fast_forward.md); elsewhere it allows every token th
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -109,7 +109,7 @@ class GrammarConstraint:
             return None
         ends, bits = self._vocabulary.ends, np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         legal = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(np.bool_)
-        legal[ends] = False
+        legal &= self._vocabulary.is_text  # a grammar may name tokens by their numbers
         if self._matcher.is_error() or not legal.any():
             return None
         legal[ends] = self._matcher.is_accepting()
@@ -134,6 +134,7 @@ class _Vocabulary:
         self.size = tokenizer.vocab_size
         self.tokens = [tokenizer.token_bytes(token) for token in range(self.size)]
         self.special_token_ids: list[int] = []
+        self.is_text = np.array([len(text) > 0 for text in self.tokens])
         # An end is needed even where the vocabulary has none; nobody can choose this one.
         ends = sorted(tokenizer.eos_ids) or [self.size]
         self.tokens += [b""] * (ends == [self.size])
@@ -165,7 +166,7 @@ _NAMES = {
 
 
 def _key(params: SamplingParams) -> _Key | None:
-    texts = {"json_schema": params.json_schema, "regex": params.regex, "grammar": params.grammar}
+    texts = {"json_schema": cast(str | None, params.json_schema), "regex": params.regex, "grammar": params.grammar}
     if params.choices:
         return _Key("choice", "|".join(map(_literal, params.choices)))
     return next((_Key(kind, text) for kind, text in texts.items() if text is not None), None)

@@ -82,6 +82,7 @@ _KINDS: Mapping[Any, Any] = {  # of an option that may be absent, by the type of
     float: float | None,
     str: str | None,
     str | None: str | None,
+    str | Mapping[str, Any] | None: str | None,
     bool: bool,
     tuple[str, ...]: list[str] | None,
     tuple[int, ...]: list[int] | None,

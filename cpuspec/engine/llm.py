@@ -203,7 +203,8 @@ class LLM:
         """Yield one output a step; the last one carries finish_reason and stats.
 
         The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; its figures are then
-        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`.
+        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`. Raises
+        CpuspecError behind the last output of a request whose grammar leads nowhere.
         """
         (one,) = _read_params(params, settings, 1)
         if one.n != 1:
@@ -293,7 +294,10 @@ class LLM:
     def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Output]:
         request_id = self._shared.submit(prompt, params)
         try:
-            yield from self._shared.outputs(request_id)
+            for output in self._shared.outputs(request_id):
+                yield output
+                if output.error:
+                    raise CpuspecError(output.error)
         finally:
             self._shared.drop(request_id)
 
