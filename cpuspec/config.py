@@ -340,8 +340,9 @@ class SamplingParams:
     n: answers that `LLM.generate` and `LLM.chat` give to the prompt; with a seed, the second has seed + 1, and so on.
     logprobs: None, or the number of alternatives to report beside each chosen token (0 = the chosen token alone).
     max_draft_tokens: most tokens drafted in a round for this request, 0 = none; None = as the model was loaded.
-    json_schema (kept as JSON text), regex, choices, grammar: one of them at most; every token is then chosen among those that can still lead to a text
-    of it. The answer ends where it does, or may, if the model chooses an end token there; max_tokens and stop may end it before.
+    json_schema (kept as JSON text), regex, choices, grammar: one of them at most; every token is then chosen among those that can
+    still lead to a text of it. The answer ends where nothing can follow, or where the text is whole and the model chooses its end
+    token; max_tokens and stop may cut it off before.
     """
 
     temperature: float = _setting(
