@@ -5,7 +5,6 @@ address. Where a text is forced, llguidance allows only the tokens that the toke
 without a forward (its docs/fast_forward.md); elsewhere it allows every token that some text of the grammar goes on with.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -50,7 +49,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: _Vocabulary | None = None
-        self._compiled: OrderedDict[_Key, LLMatcher] = OrderedDict()
+        self._compiled: dict[_Key, LLMatcher] = {}  # the latest last
 
     def constraint(self, params: SamplingParams) -> "GrammarConstraint | None":
         """What a request's grammar allows; None for a request without one.
@@ -62,15 +61,15 @@ class Grammars:
             return None
         if self._vocabulary is None:
             self._vocabulary = _Vocabulary(self._tokenizer)
-        matcher = self._compiled.get(key)
+        matcher = self._compiled.pop(key, None)  # to be the latest again
         if matcher is None:
             matcher = _compile(key, self._vocabulary)
             # At the limits of a step, what the first look still reaches the second does not.
             if any(GrammarConstraint(matcher, self._vocabulary).legal(()) is None for _ in range(2)):
                 raise ConfigError(f"{_NAMES[key.kind]} allows no text, or is too complex to tell which; wanted one with a text")
-            self._compiled[key] = matcher
-            while len(self._compiled) > _MOST_COMPILED:
-                self._compiled.popitem(last=False)
+        self._compiled[key] = matcher
+        for oldest in list(self._compiled)[:-_MOST_COMPILED]:
+            self._compiled.pop(oldest, None)
         return GrammarConstraint(matcher, self._vocabulary)
 
 
