@@ -32,8 +32,10 @@ from chains_peers import (
     peer_table,
     summarize_peers,
 )
+from instruction_sets import in_use
 from peers import read_interpreters
-from peers_engines import PeerError
+from peers_errors import PeerError
+from peers_report import who
 from record import Rounds, record, save, say
 
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
@@ -116,6 +118,8 @@ def main(
             llms[spec] = stack.enter_context(LLM(checkpoint, spec, threads=threads, context_length=room, max_sequences=1))
             llms[spec].generate(warm_up, SamplingParams(max_tokens=min(max_tokens, _WARM_UP_TOKENS)))
         peers = open_peers(choice, checkpoint.path, rounds.threads, room, sorted(tokenizer.eos_ids), stack)
+        instructions = {"cpuspec": in_use(), **peers.builds}
+        print(who(instructions), flush=True)
         for peer in list(peers.arms):
             peers.answer(peer, warm_up, max_tokens)
         for number in rounds:
@@ -137,6 +141,7 @@ def main(
     head = record("chains", checkpoint.path.name, rounds) | {"target_dtype": target_dtype, "max_tokens": max_tokens}
     head |= {"sets": summaries, "memory": memory, "prompts": rows}
     if peers.abouts or peers.failed:
+        head["instructions"] = instructions
         head["peers"] = {"compared": compared, "engines": peers.abouts, "failed": peers.failed, "sets": peer_summaries}
     save(head, json_file)
     if any(one["num_identical"] < one["num_prompts"] for arms in summaries.values() for one in arms.values()):

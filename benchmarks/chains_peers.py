@@ -19,7 +19,10 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from peers_engines import PeerError, Worker
+from instruction_sets import build_text, in_use
+from llama_cpp_build import open_build
+from peers_engines import Worker
+from peers_errors import PeerError
 from record import say
 
 from cpuspec.checkpoints import Checkpoint
@@ -73,10 +76,14 @@ class Choice:
 
 @dataclass
 class Peers:
-    """The arms that answer, as ENGINE: DRAFTS; what is known of each engine; and why an arm was left out."""
+    """The arms that answer, as ENGINE: DRAFTS; what is known of each engine; and why an arm was left out.
+
+    builds: the instruction sets that engines are built for, as `instruction_sets.build_text` tells them.
+    """
 
     arms: dict[str, Arm] = field(default_factory=dict)
     abouts: dict[str, str] = field(default_factory=dict)
+    builds: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def answer(self, name: str, ids: list[int], max_tokens: int) -> Answer | None:
@@ -102,12 +109,16 @@ def open_peers(choice: Choice, model: Path, threads: int, context: int, end_ids:
     """Start the chosen peers, plain decoding first; `stack` ends them. context: tokens of a prompt with its answer at most."""
     peers = Peers()
     if choice.llama_cpp is not None:
+        with peers.left_out_if_it_fails(LLAMA_CPP):
+            build = open_build(choice.llama_cpp)
+            peers.abouts[LLAMA_CPP], peers.builds[LLAMA_CPP] = build.about, build_text(build.instructions, in_use())
+    if LLAMA_CPP in peers.builds:
         for drafts in (PLAIN, *choice.llama_cpp_drafts):
             name, room = f"{LLAMA_CPP}: {drafts}", context + _ROOM_FOR_DRAFTS
             say(f"loading {name}")
             with peers.left_out_if_it_fails(name):
                 server = stack.enter_context(closing(LlamaServer(choice.llama_cpp, model, drafts, threads, room, _TIMEOUT_S)))
-                peers.abouts[LLAMA_CPP] = server.load()
+                peers.abouts[LLAMA_CPP] = f"{server.load()}; {build.about}"
                 peers.arms[name] = server.answer
     if choice.transformers is not None:
         say(f"loading {TRANSFORMERS}")

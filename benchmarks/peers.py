@@ -3,10 +3,15 @@
     python benchmarks/peers.py --shape qwen2.5-0.5b --llama-cpp PROGRAMS_DIR --python openvino=VENV/bin/python --rounds 5
     python benchmarks/peers.py qwen2.5-coder-1.5b-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --figures decode,busy
     python benchmarks/peers.py qwen2.5-coder-1.5b-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --figures "" --depth 4096
+    python benchmarks/peers.py smollm2-135m-instruct --peers llama.cpp --llama-cpp PROGRAMS_DIR --isa native,avx_vnni,avx2
 
 llama.cpp reads the same GGUF file. The others get a model of the same shape with random weights, exported to their own int4
 format once and kept. Each runs in a process of its own (`peer_workers/`), the three Python engines in environments of their own.
 Every round asks every engine for one figure after the other, so that a machine's moods hit all of them alike.
+
+--isa holds cpuspec back to an instruction set and puts llama.cpp's library for it (in VARIANTS/ISA/) in front of its own.
+The other engines choose their instructions themselves: they take part in `native` alone. Each engine has its turns in every round
+with each instruction set, and ratios are taken within one instruction set.
 """
 
 import math
@@ -16,11 +21,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from peers_engines import LlamaCpp, Peer, PeerError, Worker
+from instruction_sets import FEATURES, NATIVE, build_text, held_back, read_instruction_sets
+from llama_cpp_build import find_build
+from peers_engines import LlamaCpp, Peer, Worker
+from peers_errors import FigureError, PeerError
 from peers_report import BUSY, DECODE, OWN, QUIET, Figure, Samples, report, summarize
 from record import Rounds, record, save, say
 
@@ -33,6 +42,8 @@ from cpuspec.environment import cache_dir
 from cpuspec.errors import CpuspecError
 
 LLAMA_CPP = "llama.cpp"
+
+EngineKey = tuple[str, str]  # an instruction set and an engine's name
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,13 @@ def main(
     peers: Annotated[str, typer.Option(help="Engines to measure beside cpuspec.")] = ",".join(PEERS),
     python: Annotated[list[str] | None, typer.Option(help="Interpreter of a peer's environment: openvino=PATH; repeat.")] = None,
     llama_cpp: Annotated[Path | None, typer.Option(help="Directory of llama.cpp's programs: llama-bench, forward-cost.")] = None,
+    isa: Annotated[
+        str, typer.Option(help=f"Instruction sets, of {', '.join((NATIVE, *FEATURES))}; native is all that the processor has.")
+    ] = NATIVE,
+    llama_cpp_variants: Annotated[
+        Path | None,
+        typer.Option(help="Directory of llama.cpp's libraries by instruction set; by default variants/ beside its programs."),
+    ] = None,
     figures: Annotated[
         str, typer.Option(help=f"Some of {', '.join(FIGURES)} (that is, decoding beside a busy process).")
     ] = "decode,prefill,forwards",
@@ -84,28 +102,28 @@ def main(
     """Print each engine's figures and how many times as fast as each of them cpuspec is."""
     try:
         names, interpreters, counts = read_names(peers), read_interpreters(python or []), read_rows(rows)
-        asked = read_figures(figures, depth)
+        asked, instruction_sets = read_figures(figures, depth), read_instruction_sets(isa)
         store = workspace or cache_dir() / "peers"
         checkpoint = open_checkpoint(_model_path(model, shape, weight_format, store))
         _check_depth(checkpoint, asked)
     except (PeerError, CpuspecError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from error
-    launcher = _Launcher(checkpoint, store, threads, asked, counts, timeout, llama_cpp, interpreters)
-    engines: dict[str, Peer] = {}
-    failed: dict[str, str] = {}
+    launcher = _Launcher(checkpoint, store, threads, asked, counts, timeout, llama_cpp, llama_cpp_variants, interpreters)
+    engines: dict[EngineKey, Peer] = {}
+    failed: dict[EngineKey, str] = {}
     try:
-        for name in (OWN, *names):
-            say(f"{name}: {'preparing' if prepare else 'preparing and loading'}")
+        for key in product(instruction_sets, (OWN, *names)):
+            say(f"{', '.join(key)}: {'preparing' if prepare else 'preparing and loading'}")
             try:
-                engine = launcher.engine(name, prepare)
-                engines |= {name: engine} if engine is not None else {}
+                engine = launcher.engine(*key, prepare)
+                engines |= {key: engine} if engine is not None else {}
             except PeerError as error:
-                failed[name] = str(error)
-                say(f"{name} is left out: {error}")
+                failed[key] = str(error)
+                say(f"{', '.join(key)}: left out: {error}")
         if prepare:
             raise typer.Exit(bool(failed))
-        if OWN in failed:  # there is nothing to compare
+        if any(name == OWN for _, name in failed):  # there is nothing to compare
             raise typer.Exit(1)
         passed = Rounds(rounds, threads)
         try:
@@ -113,16 +131,37 @@ def main(
         except PeerError as error:
             print(f"{OWN} itself failed: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
-        # An engine that failed on the way is no longer there, and neither are its samples.
-        abouts = {name: engine.about for name, engine in engines.items()}
     finally:
         for engine in engines.values():
             engine.close()
-    read_bytes = dict.fromkeys((OWN, LLAMA_CPP), weight_bytes(checkpoint))
-    result = record("peers", checkpoint.path.name, passed) | {"engines": abouts, "failed": failed}
-    result |= summarize(samples, read_bytes, passed.read_bytes_per_s)
+    result = record("peers", checkpoint.path.name, passed)
+    parts = {one: _part(one, engines, samples, failed, weight_bytes(checkpoint), passed) for one in instruction_sets}
+    result["instruction_sets"] = parts
     print(report(result))
     save(result, json_file)
+
+
+def _part(
+    isa: str,
+    engines: Mapping[EngineKey, Peer],
+    samples: Mapping[EngineKey, Sequence[Samples]],
+    failed: Mapping[EngineKey, str],
+    num_bytes: int,
+    rounds: Rounds,
+) -> dict[str, Any]:
+    """What a results file says of one instruction set."""
+    # An engine that failed on the way is no longer there, and neither are its samples.
+    here = {name: engine for (one, name), engine in engines.items() if one == isa}
+    own = here[OWN].instructions
+    builds = {LLAMA_CPP: build_text(here[LLAMA_CPP].instructions, own)} if LLAMA_CPP in here else {}
+    return {
+        "instructions": {OWN: own, **builds},
+        "engines": {name: engine.about for name, engine in here.items()},
+        "failed": {name: reason for (one, name), reason in failed.items() if one == isa},
+        **summarize(
+            {name: samples[isa, name] for name in here}, dict.fromkeys((OWN, LLAMA_CPP), num_bytes), rounds.read_bytes_per_s
+        ),
+    }
 
 
 def read_names(text: str) -> list[str]:
@@ -195,24 +234,32 @@ class _Launcher:
     rows: Sequence[int]
     timeout: float
     llama_cpp: Path | None
+    llama_cpp_variants: Path | None
     interpreters: Mapping[str, Path]
 
-    def engine(self, name: str, prepare_only: bool) -> Peer | None:
-        """The engine, ready to be measured; None after preparing it only. Raises PeerError."""
+    def engine(self, isa: str, name: str, prepare_only: bool) -> Peer | None:
+        """The engine in an instruction set, ready to be measured; None after preparing it only. Raises PeerError."""
         if name == LLAMA_CPP:
             if self.llama_cpp is None:
                 raise PeerError("where its programs are is not known; give --llama-cpp DIRECTORY")
-            return LlamaCpp(self.llama_cpp, self.checkpoint.path, self.threads, self.rows, self.timeout)
+            build = find_build(self.llama_cpp, self.llama_cpp_variants, isa)
+            return LlamaCpp(build, self.checkpoint.path, self.threads, self.rows, self.timeout)
+        if name != OWN and isa != NATIVE:
+            raise PeerError(f"it chooses its instructions itself; --isa {NATIVE} measures it")
         peer = PythonPeer(OWN) if name == OWN else PYTHON_PEERS[name]
         interpreter = Path(sys.executable) if name == OWN else self.interpreters.get(peer.environment)
         if interpreter is None:
             raise PeerError(f"its interpreter is not known; give --python {peer.environment}=PATH")
         script = _ROOT / "peer_workers" / f"worker_{peer.environment}.py"
-        worker = Worker(interpreter, script, peer.arguments, self.rows, self.timeout)
+        environment = held_back(isa) if name == OWN else {}
+        worker = Worker(interpreter, script, peer.arguments, self.rows, self.timeout, environment)
         try:
             model = self.checkpoint.path if name == OWN else self._exported(worker, peer)
             if not prepare_only:
                 worker.load(model, self.threads, self.checkpoint.config.vocab_size, self.figures)
+                if name == OWN and isa not in (NATIVE, worker.instructions):
+                    raise PeerError(f"it was to use {isa}, and uses {worker.instructions}")
+                worker.about += f"; features held back to those of {isa}" if environment else ""
                 return worker
         except BaseException:
             worker.close()
@@ -289,31 +336,35 @@ def _fresh(path: Path) -> Path:
 
 
 def measure(
-    engines: dict[str, Peer], rounds: Rounds, figures: Sequence[Figure], failed: dict[str, str]
-) -> dict[str, list[Samples]]:
+    engines: dict[EngineKey, Peer], rounds: Rounds, figures: Sequence[Figure], failed: dict[EngineKey, str]
+) -> dict[EngineKey, list[Samples]]:
     """Ask every engine for every figure in every round: samples by engine, one dictionary for each round.
 
-    An engine that fails goes from `engines` to `failed`, with its samples.
+    An engine that fails goes from `engines` to `failed`, with its samples. One that fails on one figure goes on with the others:
+    `failed` then has "ENGINE, FIGURE".
     """
-    samples: dict[str, list[Samples]] = {name: [] for name in engines}
+    samples: dict[EngineKey, list[Samples]] = {key: [] for key in engines}
     for number in rounds:
         for one in samples.values():
             one.append({})
         for figure in figures:
             # Who comes first changes from round to round: a busy neighbour's burst then does not always hit the same one.
-            turns = list(engines)
+            turns = [(isa, name) for isa, name in engines if (isa, f"{name}, {figure.name}") not in failed]
             turns = turns[number % len(turns) :] + turns[: number % len(turns)]
-            for name in turns:
+            for isa, name in turns:
                 try:
                     with _busy_process() if figure.busy else nullcontext():
-                        samples[name][-1] |= engines[name].measure(figure)
+                        samples[isa, name][-1] |= engines[isa, name].measure(figure)
+                except FigureError as error:
+                    say(f"{isa}, {name}: left out of {figure.name}: {error}")
+                    failed[isa, f"{name}, {figure.name}"] = str(error)
                 except PeerError as error:
                     if name == OWN:
                         raise
-                    say(f"{name} is left out from here on: {error}")
-                    failed[name] = str(error)
-                    engines.pop(name).close()
-                    del samples[name]
+                    say(f"{isa}, {name}: left out from here on: {error}")
+                    failed[isa, name] = str(error)
+                    engines.pop((isa, name)).close()
+                    del samples[isa, name]
     for engine in engines.values():
         if isinstance(engine, Worker) and engine.idle_s > 0:
             engine.about += f"; used {engine.idle_cpu_s / engine.idle_s:.1%} of a core while others had their turn"

@@ -1,33 +1,33 @@
 """The engines that `peers.py` measures: llama.cpp through its own programs, all others through workers in their own processes."""
 
 import json
+import os
 import queue
 import re
 import statistics
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_cpp_build import Build, ended
+from peers_errors import FigureError, PeerError
 from peers_report import DECODE, PREFILL, Figure, Samples, rows_name
 
 ROWS_DEPTH, REPEATS = 64, 5
-
-
-class PeerError(Exception):
-    """An engine that cannot be measured; the text says why."""
 
 
 class Peer(Protocol):
     """One engine with the model loaded, or a program that loads it anew for each figure."""
 
     about: str
+    instructions: str | None  # the instruction set that it uses, if it tells
 
     def measure(self, figure: Figure) -> Samples:
-        """Seconds of the samples of one figure."""
+        """Seconds of the samples of one figure. Raises FigureError if other figures may be measured, else PeerError."""
         ...
 
     def close(self) -> None:
@@ -43,27 +43,24 @@ class LlamaCpp:
     `forward-cost MODEL THREADS REPETITIONS DEPTH PROMPT`, if the directory has one; `parse_forward_cost` shows what it prints.
     """
 
-    programs: Path
+    build: Build
     model: Path
     threads: int
     rows: Sequence[int]
     timeout: float
     about: str = field(init=False)
+    instructions: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        if not (self.programs / "llama-bench").is_file():
-            raise PeerError(f"there is no llama-bench in {self.programs}; give the directory of llama.cpp's programs")
-        self._without = "" if self._has_forward_cost else "; no forward-cost there, so no forwards over several rows"
-        self.about = f"llama-bench{self._without}"
-
-    @property
-    def _has_forward_cost(self) -> bool:
-        return (self.programs / "forward-cost").is_file()
+        if self.build.find("llama-bench") is None:
+            raise PeerError(f"there is no llama-bench in {self.build.programs}; give the directory of llama.cpp's programs")
+        self.about = f"llama-bench, {self._about_build()}"
+        self.instructions = self.build.instructions
 
     def measure(self, figure: Figure) -> Samples:
         """One run of a program, one repetition."""
         if figure.kind == "forwards":
-            if not self._has_forward_cost:
+            if self.build.find("forward-cost") is None:
                 return {}
             output = self._run("forward-cost", str(self.model), str(self.threads), "1", str(ROWS_DEPTH), "0")
             return parse_forward_cost(output, self.rows)
@@ -72,37 +69,62 @@ class LlamaCpp:
         seconds, about = parse_llama_bench(
             self._run("llama-bench", "-m", str(self.model), "-t", str(self.threads), *tests, "-o", "json")
         )
-        self.about = about + self._without
+        self.about = f"{about}, {self._about_build()}"
         return {figure.name: seconds}
 
     def close(self) -> None:
         """Nothing runs between figures."""
 
+    def _about_build(self) -> str:
+        without = "" if self.build.find("forward-cost") else "; no forward-cost there, so no forwards over several rows"
+        return f"{self.build.about}{without}"
+
     def _run(self, program: str, *arguments: str) -> str:
-        command = [str(self.programs / program), *arguments]
+        command = [str(self.build.find(program)), *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=self.timeout, check=False)
+            done = subprocess.run(
+                command,
+                env=self.build.environment(),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.timeout,
+                check=False,
+            )
         except subprocess.TimeoutExpired as error:
-            raise PeerError(f"{program} took more than {self.timeout:g} s") from error
+            raise FigureError(f"{program} took more than {self.timeout:g} s") from error
         except OSError as error:
-            raise PeerError(f"{program} does not start: {error}") from error
+            raise FigureError(f"{program} does not start: {error}") from error
         if done.returncode:
-            raise PeerError(f"{program} failed with {done.returncode}: {done.stderr[-500:].strip()}")
+            raise FigureError(f"{program} {ended(done)}")
         return done.stdout
 
 
 class Worker:
-    """A script of `peer_workers/` in an interpreter of its own, asked one thing at a time."""
+    """A script of `peer_workers/` in an interpreter of its own, asked one thing at a time. environment: variables added to ours."""
 
-    def __init__(self, interpreter: Path, script: Path, arguments: Sequence[str], rows: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        interpreter: Path,
+        script: Path,
+        arguments: Sequence[str],
+        rows: Sequence[int],
+        timeout: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.about = ""
+        self.instructions: str | None = None
         self.idle_s = self.idle_cpu_s = 0.0
         self._rows, self._timeout = rows, timeout
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._answers: queue.Queue[bytes] = queue.Queue()
         try:
             self._process = subprocess.Popen(
-                [str(interpreter), str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+                [str(interpreter), str(script), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, **(environment or {})},
             )
         except OSError as error:
             self._errors.close()
@@ -134,9 +156,10 @@ class Worker:
         return answer["result"]
 
     def load(self, model: Path, threads: int, vocab_size: int, figures: Sequence[Figure]) -> None:
-        """Load the model and run each figure once without its depth; `about` then says what was loaded."""
+        """Load the model and run each figure once without its depth; `about` and `instructions` then say what was loaded."""
         capacity = max(PREFILL, max(figure.depth for figure in figures) + DECODE, ROWS_DEPTH + REPEATS * max(self._rows)) + 16
         self.about = self.ask(do="load", model=str(model), threads=threads, vocab_size=vocab_size, capacity=capacity)
+        self.instructions = self.ask(do="instructions")
         for kind in dict.fromkeys(figure.kind for figure in figures):
             self.measure(Figure(kind))
         self.idle_s = self.idle_cpu_s = 0.0
@@ -175,7 +198,7 @@ def parse_forward_cost(output: str, rows: Sequence[int]) -> Samples:
     """
     line = next((line for line in output.splitlines() if line.startswith("N:")), None)
     if line is None:
-        raise PeerError(f"forward-cost printed no line that begins with N: but {output[-300:]!r}")
+        raise FigureError(f"forward-cost printed no line that begins with N: but {output[-300:]!r}")
     found = {int(count): float(median) / 1e3 for count, median in re.findall(r"(\d+): ([\d.]+)\([\d.]+\)", line)}
     return {rows_name(count): found[count] for count in rows if count in found}
 
@@ -190,4 +213,4 @@ def parse_llama_bench(output: str) -> tuple[float, str]:
         )
         return 1 / float(test["avg_ts"]), about
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise PeerError(f"llama-bench's JSON is not that of one test: {output[-300:]!r}") from error
+        raise FigureError(f"llama-bench's JSON is not that of one test: {output[-300:]!r}") from error

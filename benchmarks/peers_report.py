@@ -94,20 +94,41 @@ def summarize(
     }
 
 
+def who(instructions: Mapping[str, str]) -> str:
+    """Which instruction set and which build of a peer figures are about, from a part's `instructions`."""
+    peers = [f"{peer} built for {text}" for peer, text in instructions.items() if peer != OWN]
+    return ", ".join([f"{OWN} with {instructions[OWN]}", *peers])
+
+
 def report(result: Mapping[str, Any]) -> str:
-    """The result as Markdown: figures, ratios, cost of rows, then what was measured and what could not be."""
-    figures, ratios, costs = result["figures"], result["ratios"], result["over_one_row"]
-    engines = list(result["engines"])
+    """The result as Markdown: each instruction set's part, then what was measured and how busy the machine was."""
+    lines = [f"{result['model']}, {result['threads']} threads, median of {result['rounds']} rounds (least and most)", ""]
+    for name, part in result["instruction_sets"].items():
+        lines += [f"**{name}: {who(part['instructions'])}**", "", *_part(part)]
+    machine, load, stolen = result["machine"], result["load_average"], result["stolen"]
+    read = _cell(result["read_bytes_per_s"], 1, 1e-9)
+    lines += [f"- {machine['processor']}, {machine['cores']} cores, {machine['isa']}; memory reads {read} GB/s"]
+    lines += [f"- load average as rounds began: {', '.join(map(str, load))}"]
+    lines += [f"- processor time that the hypervisor gave to others, by round: {', '.join(f'{share:.0%}' for share in stolen)}"]
+    if max(load) > result["threads"] + 1 or max(stolen) > 0.05:
+        lines += [
+            "- the machine was not quiet: engines that spin suffer most from that; the fastest rounds are closest to a quiet one"
+        ]
+    return "\n".join(lines)
+
+
+def _part(part: Mapping[str, Any]) -> list[str]:
+    """Figures, ratios and the cost of rows of one instruction set, then its engines and those that were left out."""
+    figures, ratios, costs = part["figures"], part["ratios"], part["over_one_row"]
+    engines = list(part["engines"])
     peers = [engine for engine in engines if engine != OWN]
-    head = f"{result['model']}, {result['threads']} threads, median of {result['rounds']} rounds"
-    lines = [f"{head} (least and most)", ""]
     rows = [[_label(figure), *(_cell(by_engine.get(engine), 1) for engine in engines)] for figure, by_engine in figures.items()]
     for label, shares in (
-        ("weights read while decoding, % of the read bandwidth", result["bandwidth_share"]),
-        ("decoding beside a busy process, % of its speed without", result["busy_share"]),
+        ("weights read while decoding, % of the read bandwidth", part["bandwidth_share"]),
+        ("decoding beside a busy process, % of its speed without", part["busy_share"]),
     ):
         rows += [[label, *(_cell(shares.get(engine), 0, 100) for engine in engines)]] if shares else []
-    lines += [*_table(["", *engines], rows), ""]
+    lines = [*_table(["", *engines], rows), ""]
     if ratios:
         lines += ["Times as fast as each peer, round by round", ""]
         rows = []
@@ -121,18 +142,9 @@ def report(result: Mapping[str, Any]) -> str:
         names = list(dict.fromkeys(figure for by_rows in costs.values() for figure in by_rows))
         rows = [[figure, *(_cell(costs.get(engine, {}).get(figure), 2) for engine in engines)] for figure in names]
         lines += [*_table(["", *engines], rows), ""]
-    lines += [f"- {engine}: {about}" for engine, about in result["engines"].items()]
-    lines += [f"- {engine} was left out: {reason}" for engine, reason in result["failed"].items()]
-    machine, load, stolen = result["machine"], result["load_average"], result["stolen"]
-    read = _cell(result["read_bytes_per_s"], 1, 1e-9)
-    lines += [f"- {machine['processor']}, {machine['cores']} cores, {machine['isa']}; memory reads {read} GB/s"]
-    lines += [f"- load average as rounds began: {', '.join(map(str, load))}"]
-    lines += [f"- processor time that the hypervisor gave to others, by round: {', '.join(f'{share:.0%}' for share in stolen)}"]
-    if max(load) > result["threads"] + 1 or max(stolen) > 0.05:
-        lines += [
-            "- the machine was not quiet: engines that spin suffer most from that; the fastest rounds are closest to a quiet one"
-        ]
-    return "\n".join(lines)
+    lines += [f"- {engine}: {about}" for engine, about in part["engines"].items()]
+    lines += [f"- {engine} was left out: {reason}" for engine, reason in part["failed"].items()]
+    return [*lines, ""]
 
 
 def _is_rate(figure: str) -> bool:

@@ -1,7 +1,9 @@
 """What every file in `results/` begins with: what was run, when, on what, how busy that was. Then come a benchmark's own figures.
 
-A benchmark that compares engines has them as `figures`: {figure with its unit: {engine: spread}}. `tools/make_readme_tables.py`
-makes the table in `benchmarks/README.md` from these files. No path of a machine gets into them, and no name of one.
+A benchmark that compares engines has them as `figures`: {figure with its unit: {engine: spread}}, and beside them `instructions`:
+{engine: the instruction set that cpuspec uses, or that the peer is built for}. `peers.py` has both in `instruction_sets`, by the
+name that was asked for. `tools/make_readme_tables.py` makes the tables in `benchmarks/README.md` from these files. No path of a
+machine gets into them, and no name of one.
 """
 
 import json

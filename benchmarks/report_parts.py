@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import report_plots as plots
-from peers_report import OWN
+from peers_report import OWN, who
 
 from cpuspec.config import SpecConfig
 from cpuspec.evaluate.parity import Parity, Recording, compare
@@ -25,7 +25,8 @@ _UPPER = (
 )
 _PEERS = (
     "llama.cpp reads the same file. The others run a model of the same shape with random weights, in their own 4-bit format "
-    "(torch: 8 bits). All engines took turns, round by round."
+    "(torch: 8 bits). All engines took turns, round by round. Each part is about one instruction set of cpuspec and one build of "
+    "llama.cpp; the others choose their instructions themselves."
 )
 
 _SAME_PROMPTS = (
@@ -108,8 +109,9 @@ def drafts_of_peers(results: Sequence[Result], runs: Sequence[Recording]) -> lis
     seen: set[tuple[str, str]] = set()
     for number, result in enumerate(result for result in _of(results, "chains") if "peers" in result):
         target = _target(result)
-        sets = {name: theirs for name, theirs in result["peers"]["sets"].items() if (target, name) not in seen}
-        seen |= {(target, name) for name in sets}
+        subject = f"{target}: {who(result['instructions'])}"
+        sets = {name: theirs for name, theirs in result["peers"]["sets"].items() if (subject, name) not in seen}
+        seen |= {(subject, name) for name in sets}
         panels, rows = {}, []
         for name, theirs in sets.items():
             ours = result["sets"][name]
@@ -121,9 +123,9 @@ def drafts_of_peers(results: Sequence[Result], runs: Sequence[Recording]) -> lis
             for peer, arm in theirs.items():
                 cells = [_figure(arm["tokens_per_s"], 1), _figure(arm["over_plain"]), _same(arm)]
                 rows.append([f"{name}: {peer}", *cells, _fastest_over(result, name, peer)])
-        blocks.append(f"**{target}**")
+        blocks.append(f"**{subject}**")
         if rows:
-            caption = f"{target}: tokens per second of greedy answers to the same prompts, geometric mean, the fastest first"
+            caption = f"{subject}: tokens per second of greedy answers to the same prompts, geometric mean, the fastest first"
             blocks.append(Plot(f"drafts-of-peers-{number}", caption, plots.bars(panels, "tokens/s", 1)))
             columns = ["prompts: engine, drafts", "tokens/s", "over its plain", "identical to it", f"{OWN}'s fastest over it"]
             blocks.append(Table(columns, rows))
@@ -136,7 +138,7 @@ def four_arms(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
     by_model: dict[str, dict[str, Mapping[str, Any]]] = {}
     for result in _of(results, "chains"):
         dtype = "file" if result["target_dtype"] is None else str(result["target_dtype"])
-        by_model.setdefault(result["model"], {}).setdefault(dtype, result["sets"])
+        by_model.setdefault(f"{Path(result['model']).stem}, {result['machine']['isa']}", {}).setdefault(dtype, result["sets"])
     rows, panels = [], {}
     for model, targets in by_model.items():
         wide = next((dtype for dtype in targets if dtype != "file"), None)
@@ -151,7 +153,7 @@ def four_arms(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
             }
             rates = {f"{label}{_with(spec)}": sets[spec]["tokens_per_s"] for label, (sets, spec) in arms.items() if spec}
             base = next(iter(rates.values()))
-            panels[f"{Path(model).stem}, {name}"] = {label: plots.Bar(rate) for label, rate in rates.items() if rate}
+            panels[f"{model}, {name}"] = {label: plots.Bar(rate) for label, rate in rates.items() if rate}
             rows += [[f"{name}: {label}", _figure(rate, 1), _figure(rate / base)] for label, rate in rates.items() if rate and base]
     if not rows:
         return []
@@ -166,10 +168,11 @@ def four_arms(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
 def peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Engines side by side: rates, and how many times as fast as each cpuspec is."""
     blocks: list[Block] = []
-    seen: set[tuple[str, str]] = set()  # a figure of a model is told by the newest file that has it
-    for number, result in enumerate(_of(results, "peers")):
-        figures = {figure: one for figure, one in result["figures"].items() if (result["model"], figure) not in seen}
-        seen |= {(result["model"], figure) for figure in figures}
+    seen: set[tuple[str, str]] = set()  # a figure of a model and build is told by the newest file that has it
+    for number, result in enumerate(_parts(results)):
+        subject = f"{result['model']}: {who(result['instructions'])}"
+        figures = {figure: one for figure, one in result["figures"].items() if (subject, figure) not in seen}
+        seen |= {(subject, figure) for figure in figures}
         if not figures:
             continue
         rates = {figure: by_engine for figure, by_engine in figures.items() if figure.startswith(("decode", "prefill"))}
@@ -177,7 +180,7 @@ def peers(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
             figure: {engine: plots.Bar(one["median"], one["min"], one["max"]) for engine, one in by_engine.items()}
             for figure, by_engine in rates.items()
         }
-        head = f"{result['model']}, {result['threads']} threads, {result['rounds']} rounds"
+        head = f"{subject}; {result['threads']} threads, {result['rounds']} rounds"
         blocks.append(f"**{head}**")
         if panels:
             caption = f"{head}: tokens per second, median of the rounds, and the least and the most"
@@ -194,15 +197,16 @@ def row_costs(results: Sequence[Result], runs: Sequence[Recording]) -> list[Bloc
     """v(n): what a forward over n rows costs, over that of one row."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for result in _of(results, "peers"):
+    for result in _parts(results):
+        builds = {engine: f"{engine}, {text}" for engine, text in result["instructions"].items()}
         model, forwards = str(result["model"]), {name: one for name, one in result["figures"].items() if "row" in name}
         for engine in dict.fromkeys(engine for by_engine in forwards.values() for engine in by_engine):
             points = [(float(_rows(name)), one[engine]["median"]) for name, one in forwards.items() if engine in one]
-            times.setdefault(model, {}).setdefault(engine, points)
+            times.setdefault(model, {}).setdefault(builds.get(engine, engine), points)
         for engine, costs in result["over_one_row"].items():
             if costs:
                 points = [(1.0, 1.0), *((float(_rows(name)), one["median"]) for name, one in costs.items())]
-                panels.setdefault(model, {}).setdefault(engine, points)
+                panels.setdefault(model, {}).setdefault(builds.get(engine, engine), points)
     rows = [
         [f"{model}: {engine}", "; ".join(f"{x:.0f}: {y:.2f}" for x, y in points[1:])]
         for model, curves in panels.items()
@@ -273,7 +277,7 @@ def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
         caption = "memory of each arm in megabytes; weights that drafts share with the target are counted once"
         blocks.append(Plot("memory", caption, plots.stacks(panels, "MB")))
     rows = [
-        [f"{result['model']}: {figure}, {engine}", _figure(one["median"])]
+        [f"{result['model']}: {figure}, {engine}{_built(result, engine)}", _figure(one["median"])]
         for result in _newest_of_model(results, "start")
         for figure, by_engine in result["figures"].items()
         for engine, one in by_engine.items()
@@ -371,7 +375,10 @@ PARTS = (
     Part("The four arms: baseline, quantization, speculation, both", (_CHAINS, _IN_BF16), four_arms),
     Part(
         "Peers side by side",
-        ("python benchmarks/peers.py MODEL --llama-cpp PROGRAMS --python ENGINE=PYTHON --json benchmarks/results/peers-NAME.json",),
+        (
+            "python benchmarks/peers.py MODEL --isa native,avx2 --llama-cpp PROGRAMS --python ENGINE=PYTHON "
+            "--json benchmarks/results/peers-NAME.json",
+        ),
         peers,
     ),
     Part(
@@ -405,6 +412,11 @@ def _of(results: Sequence[Result], benchmark: str) -> Iterator[Result]:
     return (result for result in results if result["benchmark"] == benchmark)
 
 
+def _parts(results: Sequence[Result]) -> Iterator[Result]:
+    """Results of `peers.py`, one for each instruction set."""
+    return (result | part for result in _of(results, "peers") for part in result["instruction_sets"].values())
+
+
 def _newest_of_model(results: Sequence[Result], benchmark: str) -> list[Result]:
     newest: dict[str, Result] = {}
     for result in _of(results, benchmark):
@@ -420,11 +432,11 @@ def _newest_chains(results: Sequence[Result]) -> list[Result]:
 
 
 def _chains(results: Sequence[Result]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each target its sets of prompts, each from the newest file that has it."""
+    """For each target and instruction set its sets of prompts, each from the newest file that has it."""
     sets: dict[str, dict[str, Any]] = {}
     for result in _of(results, "chains"):
         for name, arms in result["sets"].items():
-            sets.setdefault(_target(result), {}).setdefault(name, arms)
+            sets.setdefault(f"{_target(result)}: {OWN} with {result['machine']['isa']}", {}).setdefault(name, arms)
     yield from sets.items()
 
 
@@ -480,6 +492,11 @@ def _same(arm: Mapping[str, Any]) -> str:
 
 def _with(spec: str | None) -> str:
     return "" if spec in (None, PLAIN) else f", {spec}"
+
+
+def _built(result: Result, engine: str) -> str:
+    """What the build of a peer is for, where the result tells."""
+    return f" built for {result['instructions'][engine]}" if engine != OWN and engine in result.get("instructions", ()) else ""
 
 
 def _rows(name: str) -> int:

@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from instruction_sets import build_text, in_use
+from llama_cpp_build import open_build
+from peers_errors import PeerError
+from peers_report import who
 from record import Rounds, record, save, say, spread
 
 from cpuspec.checkpoints.download import resolve_model
@@ -54,8 +58,13 @@ def main(
     """Print each engine's figures."""
     path = resolve_model(model)
     commands = {OWN: own_command(path, threads)}
+    instructions = {OWN: in_use()}
     if llama_completion:
         commands[PEER] = peer_command(llama_completion, path, threads)
+        try:
+            instructions[PEER] = build_text(open_build(llama_completion.parent).instructions, in_use())
+        except PeerError as error:
+            raise typer.BadParameter(str(error)) from None
     file_bytes, cache_bytes = model_bytes(path, context)
     samples: dict[str, dict[str, list[float]]] = {}
     passed = Rounds(rounds, threads)
@@ -77,9 +86,9 @@ def main(
         say(str(error))
         raise typer.Exit(1) from error
     figures = {figure: {name: spread(values) for name, values in by_engine.items()} for figure, by_engine in samples.items()}
-    print(_table(figures))
+    print(f"{who(instructions)}\n\n{_table(figures)}")
     sizes = {"context": context, "file_bytes": file_bytes, "cache_bytes": cache_bytes}
-    save(record("start", path.name, passed) | sizes | {"figures": figures}, json_file)
+    save(record("start", path.name, passed) | sizes | {"instructions": instructions, "figures": figures}, json_file)
 
 
 def own_command(model: Path, threads: int) -> list[str]:

@@ -502,6 +502,20 @@ class EngineConfig:
         "Rows of prompts that a step reads beside running answers: more of them read prompts sooner and delay answers.",
         "N",
     )
+    prefix_cache_gb: float | None = _setting(
+        None,
+        _optional(_NOT_NEGATIVE),
+        "Gigabytes of keys and values that finished requests leave in memory, so that later prompts that begin alike need not be "
+        "computed: by default an eighth of the memory, and 0 on backends that do not promise the same bits.",
+        "GB",
+    )
+    prefix_cache_dir: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "Directory that gets what does not fit in memory, and at the end the rest, for the next start. It holds prompts.",
+        "DIR",
+    )
+    prefix_disk_gb: float = _setting(10.0, _NOT_NEGATIVE, "Gigabytes that this directory may have.", "GB")
     threads: int | None = _of_backend(
         None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N"
     )

@@ -140,6 +140,24 @@ def usable_cores() -> int:
     return max(1, min(len(siblings), limit))
 
 
+def memory_bytes() -> int | None:
+    """Bytes of memory that this process may use: the machine's, within the limit of its control group; None where unknown."""
+    total, limit = proc_field("/proc/meminfo", "MemTotal").removesuffix(" kB"), memory_limit_bytes()
+    there = 1024 * int(total) if total.isdigit() else None
+    return min((number for number in (there, limit) if number is not None), default=None)
+
+
+def memory_limit_bytes() -> int | None:
+    """Bytes that the control group of this process may use; None for no limit."""
+    text = _read("/sys/fs/cgroup/memory.max")
+    return int(text) if text.isdigit() else None
+
+
+def default_prefix_cache_bytes() -> int:
+    """Bytes that keys and values of finished requests may take by default: an eighth of the memory; 1 GB where that is unknown."""
+    return (memory_bytes() or 8 * 10**9) // 8
+
+
 def processor_name() -> str:
     """The name that the processor gives itself."""
     return proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()

@@ -37,14 +37,15 @@ def read_file(path: Path, max_bytes: int, error: type[CpuspecError], what: str =
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """A file to write and read, which takes the place of `path` when the block ends: nobody ever sees half of it.
 
-    No group and nobody else may write it, whatever the umask. Raises OSError; a block that raises leaves nothing behind.
+    By default no group and nobody else may write it, whatever the umask. Raises OSError; a block that raises leaves nothing
+    behind.
     """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        with open(unfinished, "xb+", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
+        with open(unfinished, "xb+", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
         os.replace(unfinished, path)  # closed by now: Windows renames no open file
     except BaseException:

@@ -80,7 +80,7 @@ class LevelCounters:
 
 @dataclass(frozen=True)
 class LevelMemory:
-    """The memory of one model of a chain: weights that a forward reads, and keys and values of the most tokens it held so far.
+    """The memory of one model of a chain: weights that a forward reads, and keys and values of running and of finished requests.
 
     shared_bytes of the weights are the target's own; they are in memory once.
     """
@@ -89,6 +89,26 @@ class LevelMemory:
     weight_bytes: int
     shared_bytes: int
     kv_bytes: int
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """The prefix cache of one model so far: what requests came with, and what finished requests have left for later ones.
+
+    limit_bytes: the most that kept_bytes may be; None for no limit. disk_bytes are those of the whole directory, which models and
+    processes share; blocks were read from it, written to it, and refused because they were damaged.
+    """
+
+    name: str
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of these, the ones that were not computed again
+    kept_bytes: int
+    limit_bytes: int | None
+    num_evictions: int  # blocks that left the memory to make room
+    disk_bytes: int
+    num_blocks_read: int
+    num_blocks_written: int
+    num_blocks_refused: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +122,7 @@ class RequestStats:
     """
 
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens that a slot's earlier content supplied
+    num_cached_tokens: int  # prompt tokens whose keys and values were there already
     num_new_tokens: int
     num_forwards: int  # of the target from the request's admission to its end, chunks of other requests' prompts included
     num_forwards_saved: int  # of the target: tokens that needed no step of their own

@@ -8,13 +8,14 @@ import codecs
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cpuspec.config import ModelConfig, SamplingParams
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
-from cpuspec.model.cache import KVCache
+from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.sampling import TokenHistory, dense, distribution, sample
 from cpuspec.speculation.draft import Draft
 
@@ -31,10 +32,14 @@ class ToyBackend:
     threads = 1
     weight_bytes, shared_bytes = 1000, 0
 
-    def __init__(self, seed: int, vocab_size: int = 8, memory: float = 0.5, max_rows: int = 7, context_length: int = 64) -> None:
+    def __init__(
+        self, seed: int, vocab_size: int = 8, memory: float = 0.5, max_rows: int = 7, context_length: int = 64, block_size: int = 0
+    ) -> None:
+        """block_size: cache indices of a block, in steps of 2; 0 for a cache without blocks."""
         rng = np.random.default_rng(seed)
         self.config = ModelConfig("llama", vocab_size, 4, 4, 2, 1, 1, 4, context_length)
         self.max_rows = max_rows
+        self.block_size = block_size
         self.num_forwards = 0
         self.num_rows = 0
         self.closed = False
@@ -48,7 +53,12 @@ class ToyBackend:
         def copy_prefix(source: np.ndarray, storage: np.ndarray, length: int) -> None:
             storage[:length] = source[:length]
 
-        return KVCache(num_slots, capacity, lambda: np.full((capacity, 2), -1, np.int64), copy_rows, copy_prefix, 8)
+        def views(storage: np.ndarray, number: int) -> tuple[np.ndarray]:
+            return (storage[number * self.block_size : (number + 1) * self.block_size].view(np.uint8).reshape(1, -1),)
+
+        blocks = BlockAccess(self.block_size, 2, (1, 1), views, f"toy {self._recent[0, 0]}") if self.block_size else None
+        new_storage = partial(np.full, (capacity, 2), -1, np.int64)
+        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, 16, blocks=blocks)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         c = self.config

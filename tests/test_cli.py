@@ -1216,13 +1216,15 @@ def test_a_chain_is_inspected_and_measured_as_its_target(model: str, tmp_path: P
 @pytest.mark.usefixtures("bandwidth")
 def test_bench_as_json_is_what_scripts_rely_on(model: str) -> None:
     options = ("--rows", "1,2,4,8,16", "--depth", "0,5")
+    batched = json.loads(ok("bench", model, *SHORT, "--rows", "none", "--sequences", "1,3", "--json"))
+    assert [(one["name"], one["tokens"], one["sequences"]) for one in batched["more"]] == [("tg2 x 3", 6, 3)]
     result = run("bench", model, *SHORT, *options, "--json")
     shown = json.loads(result.stdout)
     assert [row["rows"] for row in shown["rows"]] == [1, 2, 4, 8, 16]
     assert all(row["median_s"] > 0 and row["depth"] == 3 for row in shown["rows"])
     assert (shown["prefill"]["tokens"], shown["decode"]["tokens"]) == (9, 2)
     assert all(shown[name]["tokens_per_s"] == shown[name]["tokens"] / shown[name]["median_s"] for name in ("prefill", "decode"))
-    assert [one["name"] for one in shown["deeper"]] == ["pp9 @ d5", "tg2 @ d5"]
+    assert [one["name"] for one in shown["more"]] == ["pp9 @ d5", "tg2 @ d5"]
     assert (shown["model"], shown["backend"], shown["threads"], shown["repetitions"]) == (model, "numpy", 1, 2)
     assert shown["read_bytes_per_s"] == 1e9
     assert shown["kv_format"] == "f16"
@@ -1271,6 +1273,8 @@ def test_bench_leaves_out_what_is_not_asked_for(model: str) -> None:
         (("--depth", "deep"), "--depth takes whole numbers"),
         (("--depth", "9" * 5000), "--depth takes whole numbers"),
         (("--depth", "none"), "depths are empty"),
+        (("--sequences", "none"), "sequences are empty"),
+        (("--sequences", "0"), "sequences must be at least 1"),
         (("-r", "0"), "--repetitions"),
         (("-p", "-1"), "--prompt-tokens"),
         (("-o", "xml"), "md, csv, json"),
@@ -1289,7 +1293,8 @@ def test_a_bench_that_cannot_be_is_wrong_usage(model: str, options: tuple[str, .
     ("options", "wanted"),
     [
         (("--depth", "32300"), "pp512 @ d32300 needs a context of 32812 tokens, the model has 32768"),
-        (("--rows", "300"), "at most 256 rows, got 300"),
+        (("--rows", "300"), "at most 256 rows, got 300 in rows"),
+        (("--sequences", "300"), "at most 256 rows, got 300 in sequences"),
     ],
 )
 def test_a_bench_beyond_the_model_is_an_error_before_it_is_loaded(

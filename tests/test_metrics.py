@@ -75,3 +75,12 @@ def test_counts_of_two_add_up_to_those_of_all():
             both.record(*cycle)
     assert first + second == second + first == both
     assert first + LevelCounters() == first
+
+
+def test_of_a_chain_the_targets_verifications_count_as_drafted() -> None:
+    meter = RequestMeter(3, [(1, 1)])
+    meter.begin((0,))
+    meter.record_step(3, (1,), (("lookup", 5, 2, 5), ("middle", 4, 2, 4)))
+    meter.record_step(1, (2,), (("middle", 3, 0, 3),))
+    stats = meter.stats()
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (7, 2)

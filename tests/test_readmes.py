@@ -14,7 +14,8 @@ from cpuspec.config import SpecConfig
 from cpuspec.engine.assemble import check_spec
 
 ROOT = Path(cpuspec.__file__).parents[1]
-DIRECTORIES = (".", "benchmarks", "models", "cpuspec", "cpuspec/backends", "cpuspec/kernels", "cpuspec/speculation")
+_PACKAGES = ("backends", "kernels", "server", "speculation")
+DIRECTORIES = (".", "benchmarks", "models", "cpuspec", *(f"cpuspec/{package}" for package in _PACKAGES))
 READMES = tuple(Path(directory, "README.md") for directory in DIRECTORIES)
 TEXTS = {str(path): (ROOT / path).read_text("utf-8") for path in READMES}
 

@@ -1,4 +1,4 @@
-"""Make the table in `benchmarks/README.md` from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
+"""Make the tables in `benchmarks/README.md` from `benchmarks/results/*.json`: run it whenever a result is added or replaced.
 
     python tools/make_readme_tables.py            rewrite the text between the markers
     python tools/make_readme_tables.py --check    exit 1 if that text is not what the results say
@@ -30,8 +30,8 @@ Cell = Callable[[Result], str | None]  # what a file says in a row of the table;
 
 def main() -> int:
     """The command line described at the top of this file; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make the table in benchmarks/README.md from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="only say whether the table is what the results say")
+    parser = argparse.ArgumentParser(description="Make the tables in benchmarks/README.md from benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="only say whether the tables are what the results say")
     arguments = parser.parse_args()
     before = README.read_text("utf-8")
     after = with_tables(before, read_results(RESULTS))
@@ -57,23 +57,43 @@ def with_tables(readme: str, results: Mapping[str, Result]) -> str:
         raise ValueError(f"README needs one line {START} and, after it, one line {END}")
     before, _, rest = readme.partition(START)
     _, _, after = rest.partition(END)
-    return f"{before}{START}\n{_table(results)}\n{_sources(results)}\n{END}{after}"
+    return f"{before}{START}\n{_tables(results)}{_sources(results)}\n{END}{after}"
 
 
-def _table(results: Mapping[str, Result]) -> str:
-    """Figures in rows, models in columns; the model with most figures first."""
-    models = list(dict.fromkeys(result["model"] for result in results.values()))
+def _tables(results: Mapping[str, Result]) -> str:
+    """Tables by instruction set: beside each build of llama.cpp, of cpuspec by itself, and of figures that depend on none."""
+    compared: dict[str, list[Result]] = {}
+    alone: dict[str, list[Result]] = {}
+    for result in results.values():
+        alone.setdefault(f"{OWN} by itself, with {result['machine']['isa']}", []).append(result)
+        for part in result.get("instruction_sets", {"": result}).values():
+            if "instructions" in part:
+                compared.setdefault(_who(part["instructions"]), []).append(result | part)
+    tables = {title: _table(group, _beside_peers(group)) for title, group in compared.items()}
+    tables |= {title: _table(group, _by_itself(group)) for title, group in alone.items()}
+    tables["any instruction set: the bits are the same"] = _table(list(results.values()), _BITS)
+    return "".join(f"**{title}**\n\n{table}\n" for title, table in tables.items() if table)
+
+
+def _who(instructions: Mapping[str, str]) -> str:
+    """Which instruction set and which build of a peer figures are about."""
+    peers = [f"{peer} built for {text}" for peer, text in instructions.items() if peer != OWN]
+    return ", ".join([f"{OWN} with {instructions[OWN]}", *peers])
+
+
+def _table(results: Sequence[Result], labels: Sequence[tuple[str, str, Cell]]) -> str:
+    """Figures in rows, models in columns; the model with most figures first. "" of no figures."""
+    models = list(dict.fromkeys(result["model"] for result in results))
     rows = [
         (
             label,
-            {
-                model: _newest(cell, [r for r in results.values() if (r["benchmark"], r["model"]) == (benchmark, model)])
-                for model in models
-            },
+            {model: _newest(cell, [r for r in results if (r["benchmark"], r["model"]) == (benchmark, model)]) for model in models},
         )
-        for benchmark, label, cell in _rows(results)
+        for benchmark, label, cell in labels
     ]
     rows = [(label, cells) for label, cells in rows if any(cells.values())]
+    if not rows:
+        return ""
     models = sorted((m for m in models if any(cells[m] for _, cells in rows)), key=lambda m: (-sum(bool(c[m]) for _, c in rows), m))
     lines = [["", *(Path(model).stem for model in models)], ["---"] * (len(models) + 1)]
     lines += [[label, *(cells[model] or "" for model in models)] for label, cells in rows]
@@ -107,12 +127,10 @@ def _sources(results: Mapping[str, Result]) -> str:
     return "\n\n".join(texts)
 
 
-def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
-    """(benchmark, label, cell) of each row, in the table's order."""
-    figures = [(r["benchmark"], figure) for r in results.values() for figure in r.get("figures", ())]
-    depths = sorted({int(figure.removeprefix("decode @ d")) for _, figure in figures if figure.startswith("decode @ d")})
-    others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark not in ("peers", "kernels"))
-    steps = dict.fromkeys(arm for r in results.values() if r["benchmark"] == "overhead" for arm in r["us_per_step"])
+def _beside_peers(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
+    """(benchmark, label, cell) of each row that compares engines, in the table's order."""
+    figures = dict.fromkeys(figure for r in results for figure in r.get("figures", ()))
+    depths = sorted({int(figure.removeprefix("decode @ d")) for figure in figures if figure.startswith("decode @ d")})
     return [
         ("peers", "decoding, tokens/s", _own("decode")),
         ("peers", "decoding over llama.cpp on the same file", _over("decode", "llama.cpp")),
@@ -128,15 +146,20 @@ def _rows(results: Mapping[str, Result]) -> list[tuple[str, str, Cell]]:
         ("peers", "a forward over 2 / 4 / 8 / 16 rows over one row, all logits", _over_one_row(OWN)),
         ("peers", "the same, llama.cpp", _over_one_row("llama.cpp")),
         *(("peers", f"a forward over {rows} rows over the best of all peers", _over_best(f"{rows} rows")) for rows in (4, 8, 16)),
+        *(("chains", label, cell) for label, cell in _over_drafts(results, "llama.cpp")),
+    ]  # fmt: skip
+
+
+def _by_itself(results: Sequence[Result]) -> list[tuple[str, str, Cell]]:
+    """(benchmark, label, cell) of each row that is about cpuspec's own time."""
+    figures = [(r["benchmark"], figure) for r in results for figure in r.get("figures", ())]
+    others = dict.fromkeys((benchmark, figure) for benchmark, figure in figures if benchmark != "kernels")
+    steps = dict.fromkeys(arm for r in results if r["benchmark"] == "overhead" for arm in r["us_per_step"])
+    return [
         *(("overhead", f"a step besides the compiled forward, drafts {arm}", _overhead(arm)) for arm in steps),
         *((benchmark, figure, _every_engine(figure)) for benchmark, figure in others),
-        ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
-        ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
-        ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
-        *(("chains", label, cell) for label, cell in (*_gains(results), *_over_drafts(results, "llama.cpp"))),
-        ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
-        ("certificates", "drafts certified: the same greedy ids and distribution, and a lie seen", _certified),
-    ]  # fmt: skip
+        *(("chains", label, cell) for label, cell in _gains(results)),
+    ]
 
 
 def _own(figure: str) -> Cell:
@@ -171,11 +194,14 @@ def _over_one_row(engine: str) -> Cell:
 
 
 def _every_engine(figure: str) -> Cell:
-    """cpuspec's figure, then the others' medians with their names."""
+    """cpuspec's figure, then the others' medians with their names and builds."""
 
     def cell(result: Result) -> str | None:
         engines = result["figures"].get(figure, {})
-        others = [f"{engine} {_number(spread['median'])}" for engine, spread in engines.items() if engine != OWN]
+        builds = {engine: f" (built for {text})" for engine, text in result.get("instructions", {}).items()}
+        others = [
+            f"{engine} {_number(spread['median'])}{builds.get(engine, '')}" for engine, spread in engines.items() if engine != OWN
+        ]
         own = [_range(engines[OWN])] if OWN in engines else []
         return "; ".join(text for text in (*own, *others) if text) or None
 
@@ -199,9 +225,9 @@ _PICKS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
 }
 
 
-def _gains(results: Mapping[str, Result]) -> list[tuple[str, Cell]]:
+def _gains(results: Sequence[Result]) -> list[tuple[str, Cell]]:
     """(label, cell) of each set of prompts, target and pick."""
-    chains = [result for result in results.values() if result["benchmark"] == "chains"]
+    chains = [result for result in results if result["benchmark"] == "chains"]
     sets = sorted({(name, result["target_dtype"] or "") for result in chains for name in result["sets"]})
     return [
         (f"{name}{dtype and f', target in {dtype}'}: {what}", _gain(name, dtype, pick))
@@ -224,9 +250,9 @@ def _gain(name: str, dtype: str, pick: Callable[[Mapping[str, Any]], str | None]
     return cell
 
 
-def _over_drafts(results: Mapping[str, Result], engine: str) -> list[tuple[str, Cell]]:
+def _over_drafts(results: Sequence[Result], engine: str) -> list[tuple[str, Cell]]:
     """(label, cell) of each set of prompts that another engine's drafts were measured on."""
-    names = sorted({name for result in results.values() for name in result.get("peers", {}).get("sets", {})})
+    names = sorted({name for result in results for name in result.get("peers", {}).get("sets", {})})
     return [(f"{name}: fastest arm over {engine}'s fastest", _over_fastest(name, engine)) for name in names]
 
 
@@ -260,6 +286,15 @@ def _identical(result: Result) -> str:
 def _certified(result: Result) -> str:
     certificates = result["certificates"]
     return f"{sum(one['passed'] for one in certificates)} of {len(certificates)}: {'; '.join(one['spec'] for one in certificates)}"
+
+
+_BITS: Sequence[tuple[str, str, Cell]] = (
+    ("quality", "KL divergence from the dequantized model, mean", lambda r: f"{r['kl_mean']:.5f}"),
+    ("quality", "same most likely token", lambda r: f"{r['same_top']:.1%}"),
+    ("quality", "perplexity over the dequantized model's", lambda r: f"{r['perplexity_ratio']:.4f}"),
+    ("identity", "prompts with identical greedy ids whatever drafts, threads, batches, chunks", _identical),
+    ("certificates", "drafts certified: the same greedy ids and distribution, and a lie seen", _certified),
+)
 
 
 def _range(spread: Mapping[str, Any] | None, digits: int | None = None, times: float = 1, unit: str = "") -> str | None:

@@ -5,6 +5,7 @@ standard library only; a worker beside it brings the engine.
 
     {"do": "prepare", "source": DIR, "target": DIR}            export a Hugging Face directory to the engine's own format
     {"do": "load", "model": PATH, "threads": 2, "vocab_size": 151936, "capacity": 640}
+    {"do": "instructions"}                                     the instruction set that the engine uses, or null if it does not tell
     {"do": "prefill", "tokens": 512}, {"do": "decode", "tokens": 128, "depth": 4096}
     {"do": "forwards", "rows": [1, 4], "depth": 64, "repeats": 5}
 
@@ -48,9 +49,11 @@ class Loader(Protocol):
 Exporter = Callable[[Path, Path], None]
 
 
-def serve(load: Loader, export: Exporter | None = None, *, needs: str) -> None:
+def serve(
+    load: Loader, export: Exporter | None = None, *, needs: str, instructions: Callable[[], str | None] = lambda: None
+) -> None:
     """Answer the requests above until standard input ends. needs: the packages to install, for the error that says so."""
-    answer_requests(_Session(load, export).answer, needs=needs)
+    answer_requests(_Session(load, export, instructions).answer, needs=needs)
 
 
 def answer_requests(find: Callable[[dict[str, Any]], Any], *, needs: str) -> None:
@@ -80,8 +83,8 @@ def run_exporter(command: list[str]) -> None:
 
 
 class _Session:
-    def __init__(self, load: Loader, export: Exporter | None) -> None:
-        self._load, self._export = load, export
+    def __init__(self, load: Loader, export: Exporter | None, instructions: Callable[[], str | None]) -> None:
+        self._load, self._export, self._instructions = load, export, instructions
         self._random = random.Random(0)
         self._vocab_size = 0
         self._engine: Engine | None = None
@@ -93,6 +96,8 @@ class _Session:
             return self.prepare(**arguments)
         if request["do"] == "load":
             return self.load(**arguments)
+        if request["do"] == "instructions":
+            return self._instructions()
         if self._engine is None:
             raise RuntimeError(f"{request['do']} was asked before load")
         measures: dict[str, Callable[..., Any]] = {"prefill": self.prefill, "decode": self.decode, "forwards": self.forwards}

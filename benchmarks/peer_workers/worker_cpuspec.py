@@ -46,5 +46,12 @@ def load(model: Path, threads: int, capacity: int) -> tuple[Engine, str]:
     return _Cpuspec(model, threads, capacity), f"cpuspec {__version__}, numba backend, {model.name}"
 
 
+def instructions() -> str:
+    """The best instruction set that the kernels use, as this process was told of the processor's features."""
+    from cpuspec.kernels import isa
+
+    return "amx" if isa.has_tiles() else isa.dot_isa()
+
+
 if __name__ == "__main__":
-    serve(load, needs="-e . in the root of cpuspec's repository")
+    serve(load, needs="-e . in the root of cpuspec's repository", instructions=instructions)

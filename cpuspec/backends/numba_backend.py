@@ -4,10 +4,13 @@ The program is written once, when the model is loaded, from `model.transformer`.
 or by `ForwardBatch.check`; the kernels themselves check nothing.
 """
 
+import hashlib
+import sys
 from collections.abc import Mapping
 from ctypes import addressof, c_int32
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from sys import getrefcount
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.backends.packed import packed_matrices
+from cpuspec import model
+from cpuspec.backends.packed import content_hash, packed_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import EngineConfig, ModelConfig, Rope
-from cpuspec.environment import usable_cores
+from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes
@@ -31,6 +36,7 @@ from cpuspec.kernels import (
     isa,
     layout,
     linear,
+    machine_code,
     pointwise,
     products,
     program,
@@ -39,7 +45,7 @@ from cpuspec.kernels import (
 )  # fmt: skip
 from cpuspec.kernels.team import Team
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
-from cpuspec.model.cache import KVCache
+from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import Layer, decode, query_scale
 
@@ -89,6 +95,7 @@ class NumbaBackend:
 
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
+        self._identity = _identity(c, engine.kv_format, tensors)
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
         self._kv_format = kv_format
@@ -135,8 +142,15 @@ class NumbaBackend:
             used = attention.head_bytes(self._kv_format.name, dims, length)
             storage.memory[:, :used] = source.memory[:, :used]
 
-        per_token = heads * 2 * stored_bytes(self._kv_format, dims)
-        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, per_token)
+        stored = stored_bytes(self._kv_format, dims)
+
+        def views(storage: _Storage, number: int) -> tuple[U8, ...]:
+            chunk = storage.memory[:, number * 2 * attention.CHUNK * stored :][:, : 2 * attention.CHUNK * stored]
+            return chunk[:, : attention.CHUNK * stored], chunk[:, attention.CHUNK * stored :]
+
+        # Keys lie in blocks of LANES positions.
+        blocks = BlockAccess(attention.CHUNK, simd.LANES, (2, heads), views, self._identity)
+        return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, blocks=blocks)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states.
@@ -385,6 +399,22 @@ class _Writer:
             room[:] = 0
             self._room[part] = room
         return self._room[part]
+
+
+def _identity(config: ModelConfig, kv_format: str, tensors: Mapping[str, WeightTensor]) -> str:
+    """A hash of everything that the bits of keys and values depend on besides the tokens."""
+    sources = [sources_digest(Path(file).parent) for file in (__file__, model.__file__)]
+    weights = [(name, tensor.format.name, tensor.shape, _weights_of(tensor)) for name, tensor in tensors.items()]
+    facts = (machine_code.fingerprint(), sources, np.__version__, sys.byteorder, repr(config), kv_format, weights)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
+    """Of a vector, and of a matrix in memory, a hash; of a matrix in a file its place: vectors tell files of one size apart."""
+    source = tensor.source if isinstance(tensor, Cast) else tensor
+    data = source.data.reshape(-1)
+    place = place_in_file(data) if len(tensor.shape) == 2 else None
+    return source.format.name, *(place or (content_hash(data),))
 
 
 def _is_precise(config: ModelConfig, name: str) -> bool:

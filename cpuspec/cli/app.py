@@ -374,6 +374,9 @@ def bench(
     depth: Annotated[
         str, typer.Option("--depth", "-d", metavar="LIST", help="Do both after this many tokens of context, as 0,4096.")
     ] = "0",
+    sequences: Annotated[
+        str, typer.Option("--sequences", "-s", metavar="LIST", help="Decode with this many sequences together, as 1,32.")
+    ] = "1",
     rows: Annotated[
         str,
         typer.Option("--rows", metavar="LIST", help="Forwards over this many rows, with the logits of all; or none."),
@@ -402,6 +405,7 @@ def bench(
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
             depths=options.read_numbers(depth, "--depth"),
+            sequences=options.read_numbers(sequences, "--sequences"),
             rows=options.read_numbers(rows, "--rows"),
             rows_depth=rows_depth,
             repetitions=repetitions,

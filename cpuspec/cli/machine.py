@@ -13,7 +13,15 @@ from cpuspec.backends.packed import packed_directory, packed_files
 from cpuspec.cli.console import Report, counted, print_facts, size
 from cpuspec.cli.reports import known_models
 from cpuspec.config import EngineConfig
-from cpuspec.environment import cache_dir, packed_limit_bytes, proc_field, processor_name, usable_cores
+from cpuspec.environment import (
+    cache_dir,
+    default_prefix_cache_bytes,
+    memory_limit_bytes,
+    packed_limit_bytes,
+    proc_field,
+    processor_name,
+    usable_cores,
+)
 from cpuspec.metrics import read_bandwidth
 
 # The features that decide how fast kernels are, of the hundred that a processor has: LLVM's names.
@@ -72,7 +80,8 @@ def describe_hardware() -> Report:
         "tile_registers": isa.has_tiles(),
         "memory_bytes": _kilobytes("MemTotal"),
         "available_memory_bytes": _kilobytes("MemAvailable"),
-        "memory_limit_bytes": _memory_limit(),
+        "memory_limit_bytes": memory_limit_bytes(),
+        "prefix_cache_bytes": default_prefix_cache_bytes(),
     }
 
 
@@ -113,6 +122,7 @@ def show_machine(report: Report) -> None:
         ("", f"nine rows and more {'are multiplied in' if report['tile_registers'] else 'have no'} tile registers (AMX)"),
         ("threads", f"{report['default_threads']} by default"),
         ("memory", ", ".join(f"{size(value)} {what}" for what, value in memory if value is not None) or "unknown"),
+        ("", f"{size(report['prefix_cache_bytes'])} by default for the keys and values of finished requests (prefix cache)"),
         *(
             ("", f"reads {one['bytes_per_s'] / 1e9:.1f} GB/s with {counted(one['threads'], 'thread')}")
             for one in report["read_bandwidth"]
@@ -144,12 +154,6 @@ def _bytes_under(directory: Path) -> int:
         with suppress(OSError):
             total += path.stat().st_size if path.is_file() else 0
     return total
-
-
-def _memory_limit() -> int | None:
-    """Bytes that the control group of this process may use, or None."""
-    text = _read("/sys/fs/cgroup/memory.max").strip()
-    return int(text) if text.isdigit() else None
 
 
 def _kilobytes(field: str) -> int | None:

@@ -80,6 +80,7 @@ _KINDS: Mapping[Any, Any] = {  # of an option that may be absent, by the type of
     int: int | None,
     int | None: int | None,
     float: float | None,
+    float | None: float | None,
     str: str | None,
     str | None: str | None,
     str | Mapping[str, Any] | None: str | None,

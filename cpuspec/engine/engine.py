@@ -36,6 +36,7 @@ class Output:
     logprobs: list[TokenLogprobs]  # one for each token if asked for
     finish_reason: str | None = None  # "stop", "length", "aborted"
     stats: RequestStats | None = None
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were there already; the same in each output of a request
     error: str | None = None
 
 
@@ -135,7 +136,7 @@ class Engine:
             return waiting[0] if waiting else None
         request.seq.finish_reason = "aborted"
         self._remove(request)
-        return Output(request_id, "", [], [], "aborted", request.meter.stats())
+        return Output(request_id, "", [], [], "aborted", request.meter.stats(), request.meter.num_cached_tokens)
 
     def step(self) -> list[Output]:
         """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
@@ -175,10 +176,15 @@ class Engine:
             self._ready.append(self._commit(request, done, num_forwards))
 
     def _admit(self) -> None:
-        """Begin waiting requests in their order while there are free slots, but none whose prefix is being read right now."""
-        waiting, context = self._scheduler.waiting, self._context
-        while waiting and context.num_free_slots and not context.awaits_prefix(waiting[0]):
-            seq = self._scheduler.admit()
+        """Begin waiting requests in their order while there are free slots.
+
+        One whose prefix is being read right now waits for that and keeps a free slot: those behind it do not take its turn.
+        """
+        context = self._context
+        for seq in list(itertools.islice(self._scheduler.waiting, context.num_free_slots)):
+            if context.awaits_prefix(seq):
+                continue
+            self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter
             meter.num_cached_tokens = context.acquire(seq)
             self._proposer.begin(seq, meter.num_cached_tokens)
@@ -212,13 +218,14 @@ class Engine:
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
         request.meter.record_step(num_taken, num_forwards, done.cycles)
         if reason is None:
-            return Output(seq.id, text, new, chosen)
+            return Output(seq.id, text, new, chosen, num_cached_tokens=request.meter.num_cached_tokens)
         if not request.text.stopped:
             text += request.text.finish()
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        return Output(seq.id, text, new[:num_taken], chosen, reason, request.meter.stats(), error)
+        stats = request.meter.stats()
+        return Output(seq.id, text, new[:num_taken], chosen, reason, stats, stats.num_cached_tokens, error)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)

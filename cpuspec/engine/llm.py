@@ -18,12 +18,14 @@ from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, Samplin
 from cpuspec.engine.assemble import Target, build, check_spec, model_and_spec, open_spec
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.engine.shared import Receiver, SharedEngine
-from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.environment import default_prefix_cache_bytes
+from cpuspec.errors import CacheError, ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.metrics import LevelCounters, LevelMemory, RequestStats
+from cpuspec.metrics import LevelCounters, LevelMemory, PrefixStats, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
+from cpuspec.speculation.prefix_files import PrefixDirectory
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
@@ -146,6 +148,7 @@ class LLM:
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = Context(backend, settings.max_sequences, self.context_length, prompt_rows=settings.prompt_rows)
+        _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
         self._engine = Engine(self._context, proposer, tokenizer)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
@@ -254,6 +257,39 @@ class LLM:
             for name, context in contexts
         ]
 
+    def prefix_stats(self) -> list[PrefixStats]:
+        """What the prefix cache of each model holds and has saved: draft models first, the cheapest foremost, then the target."""
+        with self._shared.turn():
+            return [*(draft.context.prefix_stats(draft.name) for draft in self._drafts), self._context.prefix_stats("target")]
+
+    def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path) -> int:
+        """Save the target's keys and values of a prompt to a file, as far as the prefix cache holds them; returns how many tokens.
+
+        Raises CacheError if it holds none of them, the file cannot be written, or the backend's cache cannot be saved.
+        """
+        tokens = self._prompt_ids(prompt)
+        with self._shared.turn():
+            try:
+                return self._context.save_prefix(tokens, Path(path))
+            except OSError as error:
+                raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def restore_prefix(self, path: str | Path) -> int:
+        """Take what `save_prefix` wrote into the prefix cache; returns how many tokens. Prompts that begin with them use it.
+
+        Raises CacheError for a file that is damaged, or of another model, KV format, processor or version.
+        """
+        self._shared.check_open()
+        with self._shared.turn():
+            return self._context.restore_prefix(Path(path))
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache of every model, on the disk, too."""
+        self._shared.check_open()
+        with self._shared.turn():
+            for context in (self._context, *(draft.context for draft in self._drafts)):
+                context.forget_prefixes()
+
     def explain(self) -> list[PlannedDrafter]:
         """The figures that "auto" decides from and its drafts so far, one entry for each drafter; empty for other specs."""
         if not self._planner:
@@ -262,8 +298,14 @@ class LLM:
             return self._planner.explain()
 
     def close(self) -> None:
-        """Release the models as soon as no step runs. Calling it again does nothing; any other use then raises ConfigError."""
-        self._shared.close()
+        """Release the models as soon as no step runs. Calling it again does nothing; any other use then raises ConfigError.
+
+        With a `prefix_cache_dir`, what finished requests have left in memory is written there first.
+        """
+        if not self._shared.closed:
+            self._shared.close()
+            for context in (*(draft.context for draft in self._drafts), self._context):
+                context.spill()
         for draft in self._drafts:
             draft.context.backend.close()
         self._backend.close()
@@ -391,6 +433,19 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     if wanted > config.context_length:
         raise ConfigError(f"context_length must be at most {config.context_length}, what this model was trained for; got {wanted}")
     return wanted
+
+
+def _keep_prefixes(contexts: list[Context], settings: EngineConfig) -> None:
+    """Share the memory of the prefix cache among the models, so that each keeps the same number of tokens."""
+    directory = None
+    if settings.prefix_cache_dir is not None:
+        directory = PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9))
+    per_token = sum(context.cache.bytes_per_token for context in contexts)
+    for context in contexts:
+        gb = settings.prefix_cache_gb
+        if gb is None:
+            gb = default_prefix_cache_bytes() / 1e9 if context.backend.row_invariant else 0
+        context.keep_prefixes(int(gb * 1e9 * context.cache.bytes_per_token / per_token), directory)
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -24,10 +24,10 @@ class Scheduler:
         """Queue a sequence."""
         self.waiting.append(seq)
 
-    def admit(self) -> Sequence:
-        """Move the first waiting sequence to the running ones, and return it."""
-        self.running.append(self.waiting.popleft())
-        return self.running[-1]
+    def admit(self, seq: Sequence) -> None:
+        """Move a waiting sequence to the running ones."""
+        self.waiting = deque(other for other in self.waiting if other is not seq)
+        self.running.append(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, waiting or running."""

@@ -26,7 +26,7 @@ _WARM_UP_TOKENS = 8  # of decoding: enough to wake the threads and touch what is
 
 @dataclass(frozen=True)
 class Workload:
-    """`tokens` tokens fed to a sequence that holds `depth` already, `rows` to a forward.
+    """`tokens` tokens fed to `sequences` sequences that hold `depth` each already, `rows` to a forward, the same number of each.
 
     all_logits: of every row; otherwise of the last token only, as a prompt wants them.
     """
@@ -36,18 +36,26 @@ class Workload:
     depth: int
     rows: int
     all_logits: bool
+    sequences: int = 1
+
+    @property
+    def length(self) -> int:
+        """Tokens that each sequence holds at the end."""
+        return self.depth + self.tokens // self.sequences
 
 
 @dataclass(frozen=True)
 class Plan:
     """The workloads to measure. 0 tokens, or no rows, leave that part out.
 
-    prompt_tokens and new_tokens are measured at each of `depths`, forwards over each number of `rows` at `rows_depth`.
+    prompt_tokens and new_tokens are measured at each of `depths`, new_tokens for each number of `sequences` that decode together,
+    forwards over each number of `rows` at `rows_depth`.
     """
 
     prompt_tokens: int = 512
     new_tokens: int = 128
     depths: tuple[int, ...] = (0,)
+    sequences: tuple[int, ...] = (1,)
     rows: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16)
     rows_depth: int = 64
     repetitions: int = 5
@@ -57,6 +65,7 @@ class Plan:
             ("prompt_tokens", (self.prompt_tokens,), 0),
             ("new_tokens", (self.new_tokens,), 0),
             ("depths", self.depths, 0),
+            ("sequences", self.sequences, 1),
             ("rows", self.rows, 1),
             ("rows_depth", (self.rows_depth,), 0),
             ("repetitions", (self.repetitions,), 1),
@@ -65,19 +74,21 @@ class Plan:
                 raise ConfigError(f"{name} must be at least {least}, got {min(values)}")
             if len(set(values)) != len(values):
                 raise ConfigError(f"{name} must differ from each other, got {', '.join(map(str, values))}")
-        if not self.depths:
-            raise ConfigError("depths are empty; wanted at least one, such as 0")
+        for name, values, such in (("depths", self.depths, 0), ("sequences", self.sequences, 1)):
+            if not values:
+                raise ConfigError(f"{name} are empty; wanted at least one, such as {such}")
         if not (self.prompt_tokens or self.new_tokens or self.rows):
             raise ConfigError("there is nothing to measure; give prompt_tokens, new_tokens or rows")
 
     def check(self, config: ModelConfig, max_rows: int) -> None:
         """Raise ConfigError unless the model's context holds every workload and a forward takes that many rows."""
-        if max(self.rows, default=0) > max_rows:
-            raise ConfigError(f"a forward takes at most {max_rows} rows, got {max(self.rows)} in rows")
+        for name, values in (("rows", self.rows), ("sequences", self.sequences)):
+            if max(values, default=0) > max_rows:
+                raise ConfigError(f"a forward takes at most {max_rows} rows, got {max(values)} in {name}")
         for work in (*self.prefill(max_rows), *self.decode(), *self.forwards()):
-            if work.depth + work.tokens > config.context_length:
+            if work.length > config.context_length:
                 raise ConfigError(
-                    f"{work.name} needs a context of {work.depth + work.tokens} tokens, the model has {config.context_length}; "
+                    f"{work.name} needs a context of {work.length} tokens, the model has {config.context_length}; "
                     "ask for a smaller depth or fewer tokens"
                 )
 
@@ -87,9 +98,14 @@ class Plan:
         return [Workload(_at_depth(f"pp{n}", depth), n, depth, max_rows, False) for n in sizes for depth in self.depths]
 
     def decode(self) -> list[Workload]:
-        """Token after token, at each depth."""
+        """Token after token of some sequences together, at each depth."""
         sizes = [self.new_tokens] if self.new_tokens else []
-        return [Workload(_at_depth(f"tg{n}", depth), n, depth, 1, True) for n in sizes for depth in self.depths]
+        return [
+            Workload(_at_depth(f"tg{n}" + f" x {count}" * (count > 1), depth), n * count, depth, count, True, count)
+            for n in sizes
+            for depth in self.depths
+            for count in self.sequences
+        ]
 
     def forwards(self) -> list[Workload]:
         """One forward for each number of rows, with all logits."""
@@ -98,7 +114,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Speed:
-    """The time of one workload. Rates without a prefix are of the median time; sd is 0 for a single sample.
+    """The time of one workload. Rates without a prefix are of the median time and of all sequences; sd is 0 for a single sample.
 
     gb_per_s: weights, keys and values that its forwards read / time, where each reads what it needs once (None for prompts, which
     arithmetic bounds). bandwidth_share: that over the read bandwidth measured in the same round, median of the rounds (None on a
@@ -108,6 +124,7 @@ class Speed:
     name: str
     tokens: int
     depth: int
+    sequences: int
     num_samples: int
     median_s: float
     mean_s: float
@@ -131,7 +148,7 @@ class RowsSpeed:
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """The figures of one run. prefill and decode have one entry for each depth, in the plan's order."""
+    """The figures of one run. prefill and decode have one entry for each depth, decode for each number of sequences at it."""
 
     read_bytes_per_s: float | None  # of the processor's memory, median of the rounds; None if a GPU computes
     prefill: list[Speed]
@@ -139,12 +156,12 @@ class SpeedReport:
     rows: list[RowsSpeed]
 
     def as_dict(self) -> dict[str, Any]:
-        """prefill and decode: the first depth's figures (None if not measured), those of the others in `deeper`; rows: a list."""
+        """prefill and decode: the first figures of each (None if not measured), the others in `more`; rows: a list."""
         return {
             "read_bytes_per_s": self.read_bytes_per_s,
             "prefill": asdict(self.prefill[0]) if self.prefill else None,
             "decode": asdict(self.decode[0]) if self.decode else None,
-            "deeper": [asdict(speed) for speed in (*self.prefill[1:], *self.decode[1:])],
+            "more": [asdict(speed) for speed in (*self.prefill[1:], *self.decode[1:])],
             "rows": [{"rows": one.rows, "over_one_row": one.over_one_row, **asdict(one.speed)} for one in self.rows],
         }
 
@@ -160,7 +177,8 @@ def measure_speed(backend: Backend, plan: Plan, on_progress: Callable[[str], Non
     stage = _Stage(backend, [*prefill, *decode, *forwards], on_progress)
     on_progress("warming up")
     for work in (*prefill, *decode, *forwards):
-        stage.run(work if work.rows > 1 else replace(work, tokens=min(work.tokens, _WARM_UP_TOKENS)))
+        decodes = work.rows == work.sequences
+        stage.run(replace(work, tokens=min(work.tokens, _WARM_UP_TOKENS * work.sequences)) if decodes else work)
     bandwidths: list[float] = []
     samples_s: dict[Workload, list[float]] = {work: [] for work in (*prefill, *decode, *forwards)}
     for number in range(1, plan.repetitions + 1):
@@ -185,52 +203,63 @@ def measure_speed(backend: Backend, plan: Plan, on_progress: Callable[[str], Non
 
 
 class _Stage:
-    """A cache with one slot for each depth, filled once. What a workload appends is forgotten when its time is taken."""
+    """A cache with slots for each depth, filled once. What a workload appends is forgotten when its time is taken."""
 
     def __init__(self, backend: Backend, workloads: Sequence[Workload], on_progress: Callable[[str], None]) -> None:
         self._backend = backend
         self._rng = np.random.default_rng(0)
-        depths = sorted({work.depth for work in workloads})
-        self._slots = {depth: slot for slot, depth in enumerate(depths)}
-        self._cache = backend.new_cache(len(depths), max(work.depth + work.tokens for work in workloads))
-        for depth in filter(None, depths):
+        self._slots: dict[int, list[int]] = {}
+        num_slots = 0
+        for depth in sorted({work.depth for work in workloads}):
+            count = max(work.sequences for work in workloads if work.depth == depth)
+            self._slots[depth] = list(range(num_slots, num_slots + count))
+            num_slots += count
+        self._cache = backend.new_cache(num_slots, max(work.length for work in workloads))
+        for depth in filter(None, self._slots):
             on_progress(f"filling a cache with {depth} tokens")
-            for batch in self._batches(Workload("", depth, 0, backend.max_rows, False), self._slots[depth]):
-                backend.forward(batch, self._cache)
+            for slot in self._slots[depth]:
+                for batch in self._batches(Workload("", depth, 0, backend.max_rows, False), [slot]):
+                    backend.forward(batch, self._cache)
 
     def run(self, work: Workload) -> float:
         """Seconds that the workload's forwards take."""
-        slot = self._slots[work.depth]
-        batches = self._batches(work, slot)
+        slots = self._slots[work.depth][: work.sequences]
+        batches = self._batches(work, slots)
         start_s = perf_counter()
         for batch in batches:
             self._backend.forward(batch, self._cache)
         elapsed_s = perf_counter() - start_s
-        self._cache.truncate(slot, work.depth)
+        for slot in slots:
+            self._cache.truncate(slot, work.depth)
         return elapsed_s
 
     def read_bytes(self, work: Workload) -> int:
         """Weights, and keys and values up to and including its own last row's, that each forward of the workload reads once."""
-        ends = [work.depth + min(start + work.rows, work.tokens) for start in range(0, work.tokens, work.rows)]
+        ends = [sum(held) + sum(fed) for held, fed in _steps(work)]
         return len(ends) * self._backend.weight_bytes + sum(ends) * self._cache.bytes_per_token
 
-    def _batches(self, work: Workload, slot: int) -> list[ForwardBatch]:
-        tokens = self._rng.integers(0, self._backend.config.vocab_size, work.tokens, dtype=np.int32)
-        positions = np.arange(work.depth, work.depth + work.tokens, dtype=np.int32)
+    def _batches(self, work: Workload, slots: list[int]) -> list[ForwardBatch]:
         batches = []
-        for start in range(0, work.tokens, work.rows):
-            end = min(start + work.rows, work.tokens)
-            last = [end - start - 1] if end == work.tokens else []
+        for held, fed in _steps(work):
+            last = [sum(fed) - 1] if held[0] + fed[0] == work.length else []
             batches.append(
                 ForwardBatch(
-                    tokens=tokens[start:end],
-                    positions=positions[start:end],
-                    slots=np.array([slot], np.int32),
-                    q_start=np.array([0, end - start], np.int32),
+                    tokens=self._rng.integers(0, self._backend.config.vocab_size, sum(fed), dtype=np.int32),
+                    positions=np.concatenate([np.arange(at, at + n, dtype=np.int32) for at, n in zip(held, fed, strict=True)]),
+                    slots=np.array(slots, np.int32),
+                    q_start=np.cumsum([0, *fed], dtype=np.int32),
                     logit_rows=None if work.all_logits else np.array(last, np.int32),
                 )
             )
         return batches
+
+
+def _steps(work: Workload) -> list[tuple[list[int], list[int]]]:
+    """For each forward the tokens that each sequence holds before, and those that it is fed."""
+    step = work.rows // work.sequences
+    return [
+        ([held] * work.sequences, [min(step, work.length - held)] * work.sequences) for held in range(work.depth, work.length, step)
+    ]
 
 
 def _speed(work: Workload, samples_s: Sequence[float], bandwidths: Sequence[float], read_bytes: int | None) -> Speed:
@@ -242,6 +271,7 @@ def _speed(work: Workload, samples_s: Sequence[float], bandwidths: Sequence[floa
         name=work.name,
         tokens=work.tokens,
         depth=work.depth,
+        sequences=work.sequences,
         num_samples=len(samples_s),
         median_s=median_s,
         mean_s=statistics.mean(samples_s),

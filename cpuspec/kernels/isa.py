@@ -36,6 +36,11 @@ def dot_isa() -> str:
     return "avx2"
 
 
+def has_sixteen_registers() -> bool:
+    """Whether linear layers have sixteen registers of 256 bits instead of 32 of 512."""
+    return dot_isa() != "avx512_vnni"
+
+
 @cache
 def lookup_isa() -> str:
     """How bytes are looked up in a table of sixteen: one of avx512bw, avx2, generic. All give the same bits."""

@@ -14,17 +14,16 @@ from numba.extending import intrinsic
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
-from cpuspec.kernels import avx2, isa, machine_code, tiles
+from cpuspec.kernels import isa, machine_code, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS
 
 # Rows that one pass over a tile serves at most; then eight, or what is left of them: a tile that is unpacked again for one row
 # more costs as much as three rows more. Each is code to compile, once per format. Sixteen are not wanted of numbers, which need
-# two registers for the sums of a row, of 32, nor where tile registers serve that many. With AVX2 alone a vector takes two of 16
+# two registers for the sums of a row, of 32, nor where tile registers serve that many. Without AVX-512 a vector takes two of 16
 # registers, and numbers of several rows are multiplied at even inputs and then at odd ones, with half of the sums at a time.
-_SIXTEEN_REGISTERS = isa.dot_isa() == "avx2"
-_MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if _SIXTEEN_REGISTERS else 8
+_MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if isa.has_sixteen_registers() else 8
 
 # For fewer rows than a block, or one block in tile registers, a thread reads its tiles as several streams in turns: from several
 # places at once memory gives a core more (benchmarks/LOG.md). A pass of more rows than these keeps its sums in registers: one tile.
@@ -79,7 +78,7 @@ def _quantized_pass(
             shifted = sum_of_weights(group) if order == "int8" else None
             records = acts + (first + index) * stride
             if isa.dot_isa() == "avx2":
-                avx2.add_rows(order, group, shifted, records.base(), [total(stream, row, 32) for row in range(rows)])
+                ymm.add_rows(order, group, shifted, records.base(), [total(stream, row, 32) for row in range(rows)])
             else:
                 for row in range(rows):
                     own = total(stream, row)
@@ -101,7 +100,7 @@ def _number_pass(o: Ops, format_name: str, rows: int, tile: Value, in_features: 
             total = sums[row][parity]
             total.set(fma(weights, (here + 4 * row).every(F32), total.get()))
 
-    for parities in ((0,), (1,)) if _SIXTEEN_REGISTERS and rows > 3 else ((0, 1),):
+    for parities in ((0,), (1,)) if isa.has_sixteen_registers() and rows > 3 else ((0, 1),):
         with o.loop(in_features >> 1) as pair:
             even = pair << 1
             if parities[0] == 0:
@@ -122,7 +121,7 @@ def _paired_pass(o: Ops, rows: int, tile: Value, in_features: Value, acts: Value
     with o.loop(in_features.rounded_up(GROUP)) as group:
         for total in (*evens, *odds):
             total.set(o.number(0.0, F32X16))
-        for parities in ((0,), (1,)) if _SIXTEEN_REGISTERS and rows > 2 else ((0, 1),):
+        for parities in ((0,), (1,)) if isa.has_sixteen_registers() and rows > 2 else ((0, 1),):
             with o.loop(GROUP // 2) as index:
                 pair = group * (GROUP // 2) + index
                 here = tile + pair * 64
@@ -202,7 +201,7 @@ def _pass(
 def _many_rows(
     typingctx, format_name, order, rows, tile, distance, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
 ):
-    """`_pass` in tile registers or with AVX2: up to MANY rows from the start of a block, or up to BLOCK_ROWS with streams."""
+    """`_pass` in tile registers or without AVX-512: up to MANY rows from the start of a block, or up to BLOCK_ROWS with streams."""
     signature = types.void(format_name, order, *[types.int64] * 11)
     name, order_name = format_name.literal_value, order.literal_value
 
@@ -217,7 +216,7 @@ def _many_rows(
             [values] = _plus(o, [values], residual, lambda _: residual + place)
             (out + place).store(values)
 
-        some_pass = avx2.rows_pass if isa.dot_isa() == "avx2" else tiles.many_rows_pass
+        some_pass = ymm.rows_pass if isa.has_sixteen_registers() else tiles.many_rows_pass
         some_pass(
             o, name, order_name, rows, tile, _num_streams(distance), distance * tile_bytes, in_features, acts, row_bytes, finish
         )
@@ -276,8 +275,8 @@ def linear_kernel(format_name: str, order: str) -> int:
     def make() -> Callable[..., None]:
         if order == "bf16":
             return _bf16_linear()
-        if isa.dot_isa() == "avx2" and format_name in READERS:
-            return _avx2_linear(format_name, order)
+        if isa.has_sixteen_registers() and format_name in READERS:
+            return _ymm_linear(format_name, order)
         return _linear(format_name, order, 4 if order in ("f32", "rounded") else ORDERS[order])
 
     return machine_code.address(f"linear-{format_name}-{order}", 12, make)
@@ -309,9 +308,9 @@ def _bf16_linear() -> Callable[..., None]:
     return linear
 
 
-def _avx2_linear(name: str, order: str) -> Callable[..., None]:
-    """The kernel of a format of codes with AVX2 alone, to be compiled: one pass for any number of rows."""
-    streams, most, many, near = _STREAMS, avx2.TOGETHER, avx2.MANY, _NEAR
+def _ymm_linear(name: str, order: str) -> Callable[..., None]:
+    """The kernel of a format of codes without AVX-512, to be compiled: one pass for any number of rows."""
+    streams, few, many, near = _STREAMS, ymm.FEW, ymm.MANY, _NEAR
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         span = max(BLOCK_ROWS, min(many, near // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
@@ -325,8 +324,8 @@ def _avx2_linear(name: str, order: str) -> Callable[..., None]:
                 plus = bias + 64 * tile if bias != 0 else bias
                 more = add + 64 * tile if add != 0 else add
                 at = to + 64 * tile
-                if count <= most:
-                    _pass(name, order, most, count, weights, distance, tile_bytes, in_features, here, count, plus, more, at, stride)
+                if count <= few:
+                    _pass(name, order, few, count, weights, distance, tile_bytes, in_features, here, count, plus, more, at, stride)
                 else:
                     _many_rows(
                         name, order, count, weights, distance, tile_bytes, in_features, here, row_bytes, plus, more, at, stride

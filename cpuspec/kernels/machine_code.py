@@ -50,6 +50,11 @@ def kernel_directory() -> Path:
     return directory.with_name(f"{_FINGERPRINT}-{os.geteuid()}") if _who_else_fills(directory) else directory
 
 
+def fingerprint() -> str:
+    """Names the sources of the kernels and formats, the compiler, and the processor's features."""
+    return _FINGERPRINT
+
+
 def compiled_before() -> bool:
     """Whether a start finds machine code on the disk; if not it compiles for some seconds."""
     return (kernel_directory() / "run.o").exists()
@@ -104,6 +109,7 @@ def _tell_of_compiling() -> None:
 
 
 def _compile(python: Callable[..., Any], num_arguments: int, returns: bool) -> Any:
+    binding.initialize_native_asmparser()  # some kernels are written as instructions
     result = types.int64 if returns else types.void
     return cfunc(result(*[types.int64] * num_arguments), **OPTIONS)(python)
 

@@ -34,6 +34,7 @@ def row_bytes(order: str, features: int) -> int:
 
 # Field of a record that an integer sum starts from, by zero point and by half of the group.
 _STARTS = {8: (MINUS_8_SUMS,), 16: (MINUS_16_SUMS,), 128: (MINUS_128_SUMS,), 32: (MINUS_32_LOW, MINUS_32_HIGH)}
+MINIMUM_FIELDS = _STARTS[32]  # what the minima of two halves of a group are multiplied with, times -1/32
 
 
 def _halves(group: Group) -> list[tuple[Value, list[Value]]]:
@@ -109,7 +110,7 @@ def add_dots(
         scaled = number * scale if scaled is None else fma(number, scale, scaled)
     assert scaled is not None, "a group has a scale"
     if len(minima) == 2:
-        for minimum, field in zip(minima, _STARTS[32], strict=True):
+        for minimum, field in zip(minima, MINIMUM_FIELDS, strict=True):
             scaled = fma((record + field).every(I32).sitofp(F32X16), minimum * (-1 / 32), scaled)
     total = fma(scaled, (record + SCALE).every(F32), total)
     if shifted is not None:

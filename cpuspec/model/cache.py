@@ -6,13 +6,33 @@ length that the slot really holds, and the caller feeds the rest again.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from cpuspec.errors import CacheError
+from cpuspec.formats.tensor import U8
 from cpuspec.model.batch import I32, ForwardBatch
+
+
+@dataclass(frozen=True)
+class BlockAccess:
+    """How blocks of `size` cache indices leave a storage and come back, bit for bit, for a backend whose rows are invariant.
+
+    step: a part of a block is its first n indices, n a multiple of `step`, which divides `size`.
+    shape: (arrays, parts) that a block lies in.
+    views(storage, number): block `number`, a writable U8 [parts, size * k] for each array; its indices 0..n-1 are the first n * k
+    bytes of each part, with one k for all arrays. The last block may be cut off at the capacity.
+    identity: of weights, arithmetic and layout: where it is the same, in whatever process, the same tokens give the same bytes.
+    """
+
+    size: int
+    step: int
+    shape: tuple[int, int]
+    views: Callable[[Any, int], tuple[U8, ...]]
+    identity: str
 
 
 class KVCache:
@@ -25,6 +45,7 @@ class KVCache:
     copy_prefix(source, storage, length): copy what the first `length` indices of another storage hold, bit for bit.
     restore(storage, length): return to the state after at most `length` tokens and forget every later one; returns how many tokens
     that state covers. None where nothing but keys and values is stored: those cover any length.
+    blocks: for a cache whose contents may be kept outside of its slots; None where they may not.
     """
 
     def __init__(
@@ -36,6 +57,7 @@ class KVCache:
         copy_prefix: Callable[[Any, Any, int], None],
         bytes_per_token: int,
         restore: Callable[[Any, int], int] | None = None,
+        blocks: BlockAccess | None = None,
     ) -> None:
         if num_slots < 1 or capacity < 1:
             raise CacheError(f"a cache needs at least one slot and one token, got {num_slots} slots of {capacity} tokens")
@@ -44,6 +66,7 @@ class KVCache:
         self.bytes_per_token = bytes_per_token
         self.lengths = [0] * num_slots  # tokens that each slot holds
         self._longest = [0] * num_slots  # the most tokens that each slot held when it was shortened
+        self.blocks = blocks
         self._new_storage = new_storage
         self._copy_rows = copy_rows
         self._copy_prefix = copy_prefix
@@ -65,7 +88,11 @@ class KVCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of keys and values that were written so far; forgotten ones count as well."""
-        return sum(map(max, self.lengths, self._longest)) * self.bytes_per_token
+        return sum(map(self.slot_bytes, range(self.num_slots)))
+
+    def slot_bytes(self, slot: int) -> int:
+        """Bytes of keys and values that were written to a slot; forgotten ones count as well."""
+        return max(self.lengths[slot], self._longest[slot]) * self.bytes_per_token
 
     def truncate(self, slot: int, length: int) -> int:
         """Forget every token of `slot` from `length` on. O(1): rows stay and are overwritten later.
@@ -113,6 +140,40 @@ class KVCache:
         self._copy_prefix(self.storage(source), self.storage(slot), length)
         self.lengths[slot] = length
         return self._shorten(slot, length)
+
+    def block_shape(self, length: int) -> tuple[int, int, int]:
+        """The shape of the first `length` indices of a block, U8 [arrays, parts, length * k]."""
+        assert self.blocks, "asked of caches that have blocks only"
+        arrays, parts = self.blocks.shape
+        return arrays, parts, length * self.bytes_per_token // (arrays * parts)
+
+    def read_block(self, slot: int, number: int, length: int) -> U8:
+        """A copy of the first `length` indices of a block, in `block_shape`. `length` is a multiple of the step."""
+        assert self.blocks, "asked of caches that have blocks only"
+        assert not length % self.blocks.step, "a part of a block"
+        if number * self.blocks.size + length > self.lengths[slot]:
+            raise CacheError(f"cannot read {length} tokens of block {number} of slot {slot}: it holds {self.lengths[slot]} tokens")
+        *_, num_bytes = self.block_shape(length)
+        return np.stack([view[:, :num_bytes] for view in self.blocks.views(self.storage(slot), number)])
+
+    def append_block(self, slot: int, block: U8, length: int) -> None:
+        """Append the first `length` indices of what `read_block` returned to a slot that holds whole blocks so far."""
+        assert self.blocks, "asked of caches that have blocks only"
+        number, begun = divmod(self.lengths[slot], self.blocks.size)
+        assert not begun, "blocks follow whole blocks"
+        assert block.shape >= self.block_shape(length), "a block has what is appended of it"
+        if self.lengths[slot] + length > self.capacity:
+            raise CacheError(f"slot {slot} holds {self.lengths[slot]} of {self.capacity} tokens; {length} more do not fit")
+        *_, num_bytes = self.block_shape(-(-length // self.blocks.step) * self.blocks.step)
+        for view, part in zip(self.blocks.views(self.storage(slot), number), block, strict=True):
+            view[:, :num_bytes] = part[:, :num_bytes]
+        self.lengths[slot] += length
+
+    def drop(self, slot: int) -> None:
+        """Forget everything that a slot holds, and give its memory back."""
+        self._check_slot(slot)
+        self.lengths[slot] = self._longest[slot] = 0
+        self._storage[slot] = None
 
     def _shorten(self, slot: int, length: int) -> int:
         self._longest[slot] = max(self._longest[slot], self.lengths[slot])

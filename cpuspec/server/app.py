@@ -16,10 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.server import completions, native
-from cpuspec.server.errors import EngineFailedError, RequestError
+from cpuspec.server import completions, infill, messages, native, responses
+from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
 from cpuspec.server.gate import Gate, context_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
@@ -31,10 +32,15 @@ _LOG = logging.getLogger("cpuspec.server")
 
 def make_app(server: Server) -> FastAPI:
     """The application of a server, whose model may come later."""
-    app = FastAPI(title="cpuspec", docs_url=None, redoc_url=None)  # their pages would load scripts from elsewhere
+    app = FastAPI(
+        title="cpuspec", version=__version__, docs_url=None, redoc_url=None
+    )  # their pages would load scripts from elsewhere
     app.state.server = server
     app.include_router(native.router)
     app.include_router(completions.router)
+    app.include_router(messages.router)
+    app.include_router(responses.router)
+    app.include_router(infill.router)
     app.add_exception_handler(CpuspecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -63,7 +69,9 @@ async def _on_bad_body(request: Request, error: Exception) -> Response:
     place = [str(part) for part in first["loc"][1:]]
     name = place[0] if place else None
     if first["type"] == "extra_forbidden":
-        message = f"Unrecognized request argument supplied: {'.'.join(place)}"
+        theirs = request.url.path.startswith("/v1/messages")
+        said = "{}: Extra inputs are not permitted" if theirs else "Unrecognized request argument supplied: {}"
+        message = said.format(".".join(place))
     elif first["type"] == "json_invalid":
         message, name = "the body is no JSON", None
     else:
@@ -125,9 +133,10 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
 
     def on_signal() -> None:
         if told_to_end.is_set():
-            web.should_exit = web.force_exit = True
+            web.should_exit = True
         told_to_end.set()
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     server.stop = partial(loop.call_soon_threadsafe, on_signal)
     # A daemon: a server that is told to end does not wait until its model is loaded.
     threading.Thread(target=load_beside, name="cpuspec-load", daemon=True).start()
@@ -137,8 +146,11 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         while not web.started and not serving.done():
             await asyncio.sleep(0.01)
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, on_signal)
+            for number, before in handlers.items():
+                if before is signal.SIG_IGN:  # as a background job has it, which the web server does not respect
+                    signal.signal(number, before)
+                else:
+                    loop.add_signal_handler(number, on_signal)
         await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
             llm, error = loaded.result()
@@ -165,3 +177,5 @@ async def _drain(server: Server, web: uvicorn.Server) -> None:
         async with asyncio.timeout(server.config.drain_s):
             while server.num_unfinished and not web.should_exit:
                 await asyncio.sleep(0.02)
+    if server.loaded:
+        server.loaded.end_answers(UnavailableError("the server has ended before this answer was complete"))

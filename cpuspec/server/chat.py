@@ -60,6 +60,7 @@ def chat_prompt(
     tools, named = _chosen_tools(tools, tool_choice)
     listed = [_message(number, message) for number, message in enumerate(messages)]
     given = dict(variables or {})
+    model.check_text(_num_chars([listed, tools, given]))
     if model.template_takes_tools:
         if tools:
             given["tools"] = list(tools)
@@ -74,6 +75,20 @@ def chat_prompt(
         prefix = ("\n</think>\n\n" if thinking else "") + row.begins + (row.begins_named(named) if named else "")
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
     return ChatPrompt(model, ids, thinking, frozenset(tool["function"]["name"] for tool in tools), prefix)
+
+
+def _num_chars(value: Any) -> int:
+    """Characters of all texts in a value of JSON. It is as deep as a parser of JSON lets it be, so that this is no recursion."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, Mapping):
+            left += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            left += one
+    return total
 
 
 def _chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list[dict[str, Any]], str]:

@@ -173,11 +173,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     params = sampling_params(model, body, logprobs=num_top, **own)
     if body.suffix:
         assert isinstance(body.prompt, str), "checked above"
+        check_number(model, params.n)
         prompts = [await model.in_worker(partial(fill_prompt, model, body.prompt, body.suffix))]
         params = fill_params(model, params)
     else:
+        check_number(model, params.n * len(_each_prompt(body.prompt)))
         prompts = await model.in_worker(partial(_prompts, model, body.prompt))
-    check_number(model, params.n * len(prompts))
     wanted = [Wanted(prompt, one) for prompt in prompts for one in answer_params(params)]
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
     answers = Answers(model, context.client, context.id, wanted)
@@ -199,6 +200,7 @@ def fill_prompt(model: ServedModel, before: str, behind: str, others: Sequence[t
             f"{model.name} has no tokens for filling in the middle, so it cannot take a suffix; use a model such as qwen2.5-coder",
             "suffix",
         )
+    model.check_text(len(before) + len(behind) + sum(len(path) + len(text) for path, text in others))
     ids = list(tokenizer.prefix)
     if others and fill.repository is not None and fill.file is not None:
         ids += [fill.repository, *tokenizer.encode("project\n", add_special=False)]
@@ -236,6 +238,7 @@ def _prompts(model: ServedModel, given: str | list[str] | list[int] | list[list[
         raise RequestError("prompt is an empty list; wanted a text, token ids, or a list of them", "prompt")
     tokenizer, prompts = model.llm.tokenizer, []
     for one in _each_prompt(given):
+        model.check_text(len(one) if isinstance(one, str) else 0)
         ids = tokenizer.encode(one) if isinstance(one, str) else one
         prompts.append(ids if ids or tokenizer.bos_id is None else [tokenizer.bos_id])
     return prompts

@@ -70,6 +70,13 @@ class TimeUpError(RequestError):
     kind = "timeout_error"
 
 
+class NotSupportedError(RequestError):
+    """Something that no model of this server does."""
+
+    status = 501
+    kind = "not_supported_error"
+
+
 class EngineFailedError(RequestError):
     """The engine failed while it computed this answer, perhaps because of another one."""
 

@@ -1,5 +1,6 @@
 """What every request passes before an endpoint sees it: host, key, the limits of its body. And the log line when it has ended."""
 
+import asyncio
 import ipaddress
 import re
 import uuid
@@ -17,6 +18,7 @@ from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
 from cpuspec.server.server import Server
 
+BODY_S = 60.0  # that a body may take to come
 OPEN_PATHS = ("/health", "/ready")  # for probes, which have no key
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
@@ -105,16 +107,24 @@ class Gate:
 
 
 class _Limited:
-    """Receives a body up to a limit, for one that does not tell its length."""
+    """Receives a body up to a limit, for one that does not tell its length, and for as long as a body may take."""
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive = receive
         self._most = most
         self._num_bytes = 0
+        self._ends_s = asyncio.get_running_loop().time() + BODY_S
+        self._complete = False
 
     async def __call__(self) -> Message:
-        message = await self._receive()
+        try:
+            # Behind the body comes nothing but a disconnect, and that may take as long as the answer.
+            async with asyncio.timeout_at(None if self._complete else self._ends_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {BODY_S:g} seconds") from None
         if message["type"] == "http.request":
+            self._complete = not message.get("more_body", False)
             self._num_bytes += len(message.get("body", b""))
             if self._num_bytes > self._most:
                 raise HTTPException(413, _too_large(self._most))

@@ -23,6 +23,9 @@ from cpuspec.server.runner import Runner
 
 _T = TypeVar("_T")
 
+_CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096  # of a text; languages and programs have 2 to 6
+_MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
+
 # Special tokens that are part of an answer's text, because a parser reads them.
 _SHOWN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 # What surrounds the text before and behind the gap, by model family: Qwen2.5-Coder and CodeGemma; StarCoder, Granite and SmolLM;
@@ -73,6 +76,7 @@ class ServedModel:
         self.config = config
         self.created = epoch_s()
         self.admission = Admission(llm.max_sequences, config.max_waiting)
+        self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
         self.metrics = Metrics(name, self._state, lambda: llm.levels)
         self.runner = Runner(llm, asyncio.get_running_loop())
@@ -95,7 +99,16 @@ class ServedModel:
         return await asyncio.get_running_loop().run_in_executor(self._workers, function)
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
-        """The params of a request with these fields, the model's own recommendations for others. Raises ConfigError."""
+        """The params of a request with these fields, the model's own recommendations for others.
+
+        Raises ConfigError, and RequestError for more than an engine's step should have to look through.
+        """
+        stops = given.get("stop", ())
+        stops = (stops,) if isinstance(stops, str) else stops
+        if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _STOP_CHARS:
+            raise RequestError(f"stop takes at most {_MOST_STOPS} texts with {_STOP_CHARS} characters together", "stop")
+        if len(given.get("logit_bias", ())) > _MOST_BIASES:
+            raise RequestError(f"logit_bias takes at most {_MOST_BIASES} tokens", "logit_bias")
         most = self.config.max_new_tokens or self.llm.context_length
         given = {"max_tokens": most, **given}
         params = self.llm.sampling_defaults.under(given)
@@ -110,10 +123,26 @@ class ServedModel:
                 "context_length_exceeded",
             )
 
+    def check_text(self, num_chars: int) -> None:
+        """Raise RequestError for a prompt's text that is too long to be worth tokenizing: a megabyte may take 15 seconds."""
+        most = max(_CHARS_PER_TOKEN * self.max_prompt_tokens, _CHARS_AT_LEAST)
+        if num_chars > most:
+            raise RequestError(
+                f"the prompt has {num_chars} characters, and at most {most} are taken, {_CHARS_PER_TOKEN} for each of "
+                f"{self.max_prompt_tokens} tokens; shorten it",
+                "prompt",
+                "context_length_exceeded",
+            )
+
     def retry_after_s(self) -> int:
         """When a place may be free, as far as recent requests tell."""
         rounds = (self.admission.num_waiting + 1) / self.admission.max_running
         return max(1, min(60, round(rounds * self.metrics.mean_request_s)))
+
+    def end_answers(self, error: CpuspecError) -> None:
+        """Let whoever waits for an answer get this error instead."""
+        for answers in self.unfinished:
+            answers.fail(error)
 
     def close(self) -> None:
         """End the engine's thread when its step is done, and release the model."""
@@ -152,6 +181,7 @@ class Answers:
         except BusyError as error:
             error.retry_after_s = model.retry_after_s()
             raise
+        model.unfinished.add(self)
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """Yield each answer's number and output as they come; what came while the reader was slow is one output.
@@ -177,8 +207,14 @@ class Answers:
                     num_left -= output.finish_reason is not None
                     yield number, output
 
+    def fail(self, error: CpuspecError) -> None:
+        """Let `outputs` raise this."""
+        self._error = error
+        self._ready.set()
+
     def close(self) -> None:
         """End what still runs, and give all places back. Doing it again changes nothing."""
+        self._model.unfinished.discard(self)
         for number, ticket in enumerate(self._tickets):
             if number in self._engine_ids:
                 self._model.metrics.ended(self.meters[number], "aborted", 0)
@@ -191,8 +227,7 @@ class Answers:
         try:
             self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, partial(self._take, number))
         except CpuspecError as error:
-            self._error = error
-            self._ready.set()
+            self.fail(error)
             return
         slot = self._slots[number] = next(slot for slot in model.slots if slot.meter is None)
         slot.meter, slot.request_id = self.meters[number], self._request_id

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from cpuspec import __version__
 from cpuspec.server.chat import ChatPrompt, chat_prompt
+from cpuspec.server.errors import NotSupportedError
 from cpuspec.server.figures import token_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body
@@ -92,6 +93,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
         ids = (await found.in_worker(partial(chat_prompt, found, body.messages, body.tools or ()))).ids
     else:
         text = body.content if body.content is not None else body.prompt or ""
+        found.check_text(len(text))
         ids = await found.in_worker(partial(tokenizer.encode, text, body.add_special, body.parse_special))
     tokens = [{"id": one, "piece": token_text(tokenizer, one)[0]} for one in ids] if body.with_pieces else ids
     return json_response({"tokens": tokens, "count": len(ids), "max_model_len": found.llm.context_length})
@@ -157,6 +159,13 @@ async def slots(request: Request) -> Response:
             row |= {"request_id": slot.request_id, **tokens}
         rows.append(row)
     return json_response(rows)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request) -> Response:
+    """Refused: the models that cpuspec runs were trained to write, and their hidden states are no embeddings of texts."""
+    name = server_of(request).names[0]
+    raise NotSupportedError(f"{name} writes text and makes no embeddings; use an embedding model elsewhere")
 
 
 @router.get("/metrics")

@@ -81,9 +81,11 @@ class ChatBody(SamplingBody):
     # Ignored.
     metadata: Any = None
     modalities: Any = None
+    moderation: Any = None
     parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
     service_tier: Any = None

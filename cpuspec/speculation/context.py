@@ -2,9 +2,14 @@
 
 It knows which tokens each slot's cache holds, and brings a slot to any token string by one rule: truncate to the shared prefix,
 feed the rest. It knows nothing about sampling or about why a string changed.
+
+What finished sequences have left stays in their slots as long as these are not needed, and then in a `PrefixStore`. A sequence
+that begins alike goes on in such a slot, if little is lost there, or gets a copy of what it shares.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +18,18 @@ from numpy.typing import NDArray
 from cpuspec.backends import Backend
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
+from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Mark, Sequence, shared_prefix
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.prefix_files import PrefixDirectory
+from cpuspec.speculation.prefixes import PrefixStore
 
-# A slot is worth reusing when it supplies this share of the new tokens, as llama.cpp's server decides; a shorter
-# overlap, such as a system prompt's first words, would cost another conversation its cache.
+# A prefix is worth a copy when it supplies this share of the new tokens, or _MANY of them.
 MIN_SHARED_PREFIX = 0.1
-_WORTH_WAITING = 32  # tokens that another prompt is about to supply: computing fewer takes less time than one more step
+
+# Fewer tokens than these are computed in less time than it takes to wait a step for them, or to keep them elsewhere.
+_MANY = 32
 
 
 class PromptChunk(NamedTuple):
@@ -85,10 +94,27 @@ class Context:
         self.possible = possible
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.num_forwards = 0
+        self.num_acquired_tokens = self.num_cached_tokens = 0  # that sequences came with, and of these what was there already
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._free = list(range(num_slots))  # least recently used first
+        self._used = [0] * num_slots  # when each slot was released, by `_clock`
+        self._clock = 0
+        self._shares = True  # whether sequences may use what was computed for others
+        self._max_kept_bytes: int | None = None
+        self._store: PrefixStore | None = None
         self._assignments: dict[int, _Assignment] = {}  # by sequence id
+
+    def keep_prefixes(self, max_bytes: int | None, directory: PrefixDirectory | None = None) -> None:
+        """Decide what finished sequences leave behind, before the first one: up to `max_bytes` of keys and values in memory.
+
+        None stands for no limit; then it stays in slots alone. directory: where it goes that does not fit, and at `spill`.
+        A backend that promises no row invariance shares nothing between sequences if `max_bytes` is 0.
+        """
+        self._shares = self.backend.row_invariant or max_bytes != 0
+        self._max_kept_bytes = max_bytes
+        if self.cache.blocks and max_bytes is not None and (max_bytes or directory):
+            self._store = PrefixStore(self.cache, self.backend.config.vocab_size, directory)
 
     @property
     def num_free_slots(self) -> int:
@@ -103,39 +129,94 @@ class Context:
     def acquire(self, seq: Sequence) -> int:
         """Give the sequence a slot; returns how many of its tokens the slot already supplies, at most all but the last.
 
-        Picks the free slot with the longest useful shared prefix, else an empty one, else the least recently used. Where the slot
-        of a running sequence shares more, that prefix is copied. Raises CacheError when no slot is free.
+        Goes on in a free slot where the longest prefix is, if little else is lost there. Else it takes an empty slot, or the least
+        recently used one, whose content goes to the store, and copies the longest prefix that a slot or the store holds.
+        Raises CacheError when no slot is free.
         """
         if not self._free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         assert seq.id not in self._assignments, "a sequence acquires one slot"
-        shared = self._shared(seq)
+        self._clock += 1
+        shared, stored = self._shared(seq), self._stored(seq)
         slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
-        useful = max(MIN_SHARED_PREFIX * len(seq.tokens), 1)
-        if shared[slot] < useful:
+        longest, useful = max(shared[source], stored), max(min(MIN_SHARED_PREFIX * len(seq.tokens), _MANY), 1)
+        if shared[slot] < max(longest, useful) or self._num_lost(slot, shared[slot]) >= _MANY:
             slot = next((slot for slot in self._free if not self._held[slot]), self._free[0])
+            if self._num_lost(slot, shared[slot]) >= _MANY:
+                self._save(slot, self._used[slot])
         # Before the slot leaves the free list: an interrupt between the two loses no slot.
         self._assignments[seq.id] = assigned = _Assignment(seq, slot, Mark(shared[slot], len(seq.rewinds)))
         self._free.remove(slot)
-        if shared[source] > shared[slot] and shared[source] >= useful:
+        if longest > shared[slot] and longest >= useful:
             self._held[slot] = []
-            length = self.cache.copy(source, slot, shared[source])
-            self._held[slot], assigned.agreed = self._held[source][:length], seq.mark()
-        return len(self._align(assigned))
+            if shared[source] == longest:
+                length = self.cache.copy(source, slot, longest)
+            else:
+                assert self._store, "only a store supplies more than the slots"
+                self.cache.truncate(slot, 0)
+                length = self._store.load(slot, seq.tokens[:-1], self._clock)
+            self._held[slot], assigned.agreed = seq.tokens[:length], seq.mark()
+        self._tidy()
+        num_cached = len(self._align(assigned))
+        self.num_acquired_tokens += len(seq.tokens)
+        self.num_cached_tokens += num_cached
+        return num_cached
 
     def awaits_prefix(self, seq: Sequence) -> bool:
-        """Whether a running sequence will soon hold a useful prefix of this one that no slot holds yet: acquire it then."""
-        useful = max(MIN_SHARED_PREFIX * len(seq.tokens), _WORTH_WAITING)
-        if len(seq.tokens) < useful:
+        """Whether a running sequence will soon hold a useful prefix of this one that is nowhere yet: acquire it then."""
+        if len(seq.tokens) < _MANY or not self._shares:
             return False
         coming = max((shared_prefix(other.seq.tokens, seq.tokens) for other in self._assignments.values()), default=0)
-        return coming >= useful and coming - max(self._shared(seq)) >= useful
+        return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
     def release(self, seq: Sequence) -> None:
         """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
-        assigned = self._assignments.pop(seq.id, None)
+        assigned = self._assignments.get(seq.id)
         if assigned is not None and assigned.slot not in self._free:
+            self._align(assigned, but=0)  # drafts that were rejected are no part of it
+            if not self._shares:
+                self._held[assigned.slot] = []
+            self._clock += 1
+            self._used[assigned.slot] = self._clock
             self._free.append(assigned.slot)
+        # After the slot is free again: an interrupt between the two loses no slot.
+        self._assignments.pop(seq.id, None)
+        self._tidy()
+
+    def save_prefix(self, tokens: list[int], path: Path) -> int:
+        """Save keys and values of the longest prefix of `tokens` that a slot or the store holds; returns its length.
+
+        Raises CacheError if there is none, or the backend's cache cannot be saved, and OSError.
+        """
+        store, shared = self._wanted_store(), [shared_prefix(held, tokens) for held in self._held]
+        slot = max(range(len(shared)), key=shared.__getitem__)
+        if shared[slot] > store.length(tokens):
+            self._save(slot, self._clock, shared[slot])
+        length = store.write_file(path, tokens)
+        self._tidy()
+        return length
+
+    def restore_prefix(self, path: Path) -> int:
+        """Hold the prefix that `save_prefix` wrote to a file, for later sequences; returns its length. Raises CacheError."""
+        self._clock += 1
+        length = self._wanted_store().read_file(path, self._clock)
+        self._tidy()
+        return length
+
+    def forget_prefixes(self) -> None:
+        """Forget what finished sequences have left, on the disk, too."""
+        for slot in self._free:
+            self._held[slot] = []
+            self.cache.drop(slot)
+        if self._store:
+            self._store.clear()
+
+    def spill(self) -> None:
+        """Write what finished sequences have left to the disk, where there is a directory for it. For the end of the process."""
+        if self._store and self._store.directory:
+            for slot in self._free:
+                self._give_up(slot)
+            self._store.spill()
 
     def num_unfed(self, seq: Sequence) -> int:
         """How many tokens a score would feed before the sequence's last one."""
@@ -185,25 +266,92 @@ class Context:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that the cache has taken up so far."""
-        return self.cache.used_bytes
+        """Bytes of keys and values in memory: of running sequences, and of finished ones."""
+        return self.cache.used_bytes + (self._store.num_bytes if self._store else 0)
+
+    def prefix_stats(self, name: str) -> PrefixStats:
+        """The figures of the prefix cache; `name` says which model it is."""
+        store = self._store
+        directory = store.directory if store else None
+        return PrefixStats(
+            name,
+            self.num_acquired_tokens,
+            self.num_cached_tokens,
+            self.kept_bytes,
+            self._max_kept_bytes,
+            store.num_evictions if store else 0,
+            directory.num_bytes if directory else 0,
+            directory.num_read if directory else 0,
+            directory.num_written if directory else 0,
+            directory.num_refused if directory else 0,
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of keys and values in memory that finished sequences have left."""
+        return sum(map(self.cache.slot_bytes, self._free)) + (self._store.num_bytes if self._store else 0)
 
     def _shared(self, seq: Sequence) -> list[int]:
-        """For each slot the number of the sequence's leading tokens that it holds."""
-        return [shared_prefix(held, seq.tokens) for held in self._held]
+        """For each slot the number of the sequence's leading tokens that it holds and the sequence may use."""
+        return [shared_prefix(held, seq.tokens) if self._shares else 0 for held in self._held]
 
-    def _align(self, assigned: _Assignment) -> list[int]:
-        """Truncate the slot to the tokens that it shares with its sequence, all but the last at most; returns those it then holds.
+    def _stored(self, seq: Sequence) -> int:
+        """The number of the sequence's tokens, all but the last at most, that the store holds."""
+        return self._store.length(seq.tokens[:-1]) if self._store else 0
+
+    def _wanted_store(self) -> PrefixStore:
+        if self._store is None:
+            raise CacheError(
+                f"the {self.backend.name} backend keeps no keys and values outside of running requests here; "
+                "use numba, and a prefix_cache_gb above 0"
+            )
+        return self._store
+
+    def _num_lost(self, slot: int, length: int) -> int:
+        """How many tokens a slot forgets if it keeps the first `length`."""
+        return len(self._held[slot]) - length
+
+    def _save(self, slot: int, used: int, length: int | None = None) -> None:
+        """Copy what a slot holds to the store, or its first `length` tokens. Where there is no memory for it, it is lost."""
+        if self._store and self._max_kept_bytes is not None:
+            # What would not stay in memory is worth a copy only if it can go to the disk.
+            fits = len(self._held[slot]) if self._store.directory else self._max_kept_bytes // self.cache.bytes_per_token
+            with suppress(MemoryError):
+                self._store.save(slot, self._held[slot][: fits if length is None else length], used)
+
+    def _give_up(self, slot: int) -> None:
+        """Move what a free slot holds to the store, and give its memory back."""
+        if self._num_lost(slot, 0) >= _MANY:
+            self._save(slot, self._used[slot])
+        self._held[slot] = []
+        self.cache.drop(slot)
+
+    def _tidy(self) -> None:
+        """Bring what finished sequences have left under its limit: what was used longest ago leaves first."""
+        if self._max_kept_bytes is None or not self._shares:
+            return
+        while self.kept_bytes > self._max_kept_bytes:
+            slot = next((slot for slot in self._free if self.cache.slot_bytes(slot)), None)
+            oldest = self._store.oldest if self._store else None
+            if slot is not None and (oldest is None or self._used[slot] <= oldest):
+                self._give_up(slot)
+            elif self._store and oldest is not None:
+                self._store.evict()
+            else:
+                return
+
+    def _align(self, assigned: _Assignment, but: int = 1) -> list[int]:
+        """Truncate the slot to what it shares with its sequence's tokens, all `but` the last of them; returns what it then holds.
 
         The last committed token is always fed: its row is asked for even where a slot already holds it.
         """
         seq, slot = assigned.seq, assigned.slot
-        held = self._held[slot]
+        held, most = self._held[slot], len(seq.tokens) - but
         # Only tokens that are new since the last score are compared: comparing all of a long context takes longer than the rest.
-        agreed = min(seq.unchanged(assigned.agreed), len(held), len(seq.tokens) - 1)
+        agreed = min(seq.unchanged(assigned.agreed), len(held), most)
         # The cache may have more rows than are held: those of a tree, or of a forward that was interrupted.
         if agreed < self.cache.lengths[slot]:
-            agreed += shared_prefix(held[agreed:], seq.tokens[agreed:-1])
+            agreed += shared_prefix(held[agreed:], seq.tokens[agreed:most])
             del held[self.cache.truncate(slot, agreed) :]
         assigned.agreed = seq.mark()
         return held

@@ -137,7 +137,8 @@ def test_servers_answer_in_turns_and_one_that_fails_is_left_out(programs):
     with ExitStack() as stack:
         peers = opened(stack, programs, "ngram-simple --spec-ngram-simple-size-n 4", "psychic")
         assert list(peers.arms) == ["llama.cpp: none", "llama.cpp: ngram-simple --spec-ngram-simple-size-n 4"]
-        assert peers.abouts == {"llama.cpp": "llama.cpp b7-fake, llama-server"}
+        assert peers.abouts["llama.cpp"].startswith("llama.cpp b7-fake, llama-server; libraries: its own")
+        assert peers.builds == {"llama.cpp": "unknown instructions"}  # there is no library to ask
         assert "unknown speculative type" in peers.failed["llama.cpp: psychic"]
         plain, drafted = (peers.answer(name, [5, 6, 7, 8], 3) for name in peers.arms)
         assert (plain, drafted) == (Answer([5, 6, 7], 2, 0.002), Answer([5, 6, 7], 2, 0.001))

@@ -1,16 +1,22 @@
 """The side-by-side benchmark reads programs rightly, computes ratios round by round, and never drops a peer in silence."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import instruction_sets
+import llama_cpp_build
 import peers
 import peers_report
 import pytest
 import record
+from instruction_sets import FEATURES, NATIVE, build_text, held_back, of_llama_cpp, read_instruction_sets
+from llama_cpp_build import Build, find_build, open_build
 from peers import FIGURES
-from peers_engines import LlamaCpp, PeerError, Worker, parse_forward_cost, parse_llama_bench
+from peers_engines import LlamaCpp, Worker, parse_forward_cost, parse_llama_bench
+from peers_errors import FigureError, PeerError
 from peers_report import DECODE, Figure, report, summarize
 from record import Rounds
 
@@ -171,14 +177,16 @@ def test_the_report_names_every_engine_and_why_one_was_left_out():
     samples = {"cpuspec": rounds(decode=(1.0, 1.0), **{"1_row": (1.0, 1.0)}), "llama.cpp": rounds(decode=(2.0, 2.0))}
     head = {"model": "m.gguf", "threads": 2, "rounds": 2, "load_average": [0.5, 1.0], "stolen": [0.0, 0.2]}
     head |= {"machine": {"processor": "one", "cores": 2, "isa": "generic"}, "read_bytes_per_s": record.spread([2e10])}
-    engines = {"engines": {"cpuspec": "ours", "llama.cpp": "theirs"}, "failed": {"torch": "No module named 'torch'"}}
-    text = report(head | engines | compared(samples))
+    part = {"engines": {"cpuspec": "ours", "llama.cpp": "theirs"}, "failed": {"torch": "No module named 'torch'"}}
+    part |= {"instructions": {"cpuspec": "amx", "llama.cpp": "avx512_vnni without amx"}, **compared(samples)}
+    text = report(head | {"instruction_sets": {"native": part}})
+    assert "**native: cpuspec with amx, llama.cpp built for avx512_vnni without amx**" in text
     assert "| decode | 2.00 (2.00 to 2.00) | llama.cpp 2.00 | 2.00 |" in text
     assert "| 1 row, ms | 1000.0 (1000.0 to 1000.0) | - |" in text
     assert "torch was left out: No module named 'torch'" in text
     assert "by round: 0%, 20%" in text
     assert "not quiet" in text
-    assert "not quiet" not in report(head | {"stolen": [0.0, 0.01]} | engines | compared(samples))
+    assert "not quiet" not in report(head | {"stolen": [0.0, 0.01], "instruction_sets": {"native": part}})
 
 
 @pytest.mark.parametrize(
@@ -197,6 +205,8 @@ def test_the_report_names_every_engine_and_why_one_was_left_out():
         (lambda text: peers.read_interpreters([text]), "openvino"),
         (lambda text: peers.read_interpreters([text]), f"llama.cpp={sys.executable}"),
         (lambda text: peers.read_interpreters([text]), "torch=no-such-file"),
+        (read_instruction_sets, ""),
+        (read_instruction_sets, "avx"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(read, text):
@@ -213,17 +223,17 @@ def test_options_are_read():
 
 def test_a_directory_without_llama_bench_is_refused(tmp_path):
     with pytest.raises(PeerError, match="no llama-bench"):
-        LlamaCpp(tmp_path, Path("m.gguf"), 2, [1], 10)
+        LlamaCpp(Build(tmp_path), Path("m.gguf"), 2, [1], 10)
 
 
 def test_a_failing_program_is_quoted(tmp_path):
     program = tmp_path / "llama-bench"
     program.write_text("#!/bin/sh\necho cannot read the model >&2\nexit 1\n", "utf-8")
     program.chmod(0o755)
-    engine = LlamaCpp(tmp_path, Path("m.gguf"), 2, [1], 10)
+    engine = LlamaCpp(Build(tmp_path), Path("m.gguf"), 2, [1], 10)
     assert "no forward-cost" in engine.about
     assert engine.measure(Figure("forwards")) == {}
-    with pytest.raises(PeerError, match="cannot read the model"):
+    with pytest.raises(FigureError, match="failed with 1: cannot read the model"):
         engine.measure(Figure("decode"))
 
 
@@ -272,7 +282,7 @@ def test_a_worker_that_does_not_answer_is_ended(tmp_path):
 class FakePeer:
     """Takes one second for everything until its n-th figure, then fails."""
 
-    about = "fake"
+    about, instructions = "fake", "avx2"
 
     def __init__(self, lasts=100):
         self.lasts, self.closed = lasts, False
@@ -289,14 +299,52 @@ class FakePeer:
 
 def test_a_peer_that_fails_on_the_way_is_reported_and_the_others_go_on():
     falling = FakePeer(lasts=4)
-    engines, failed = {"cpuspec": FakePeer(), "torch": falling, "openvino": FakePeer()}, {}
+    engines = {("avx2", "cpuspec"): FakePeer(), ("avx2", "torch"): falling, ("native", "torch"): FakePeer()}
+    failed = {}
     figures = [FIGURES["decode"], FIGURES["busy"], Figure("decode", 9)]
     samples = peers.measure(engines, Rounds(3, 1), figures, failed)
-    assert failed == {"torch": "it fell over"}
+    assert failed == {("avx2", "torch"): "it fell over"}
     assert falling.closed
-    assert list(engines) == list(samples) == ["cpuspec", "openvino"]
+    assert list(engines) == list(samples) == [("avx2", "cpuspec"), ("native", "torch")]
     names = [figure.name for figure in figures]
     assert all(len(ones) == 3 and all(list(one) == names for one in ones) for ones in samples.values())
+
+
+def test_a_figure_that_fails_is_reported_and_not_asked_again_and_the_other_figures_go_on():
+    asked = []
+
+    class Partial(FakePeer):
+        def measure(self, figure):
+            asked.append(figure.name)
+            if figure.busy:
+                raise FigureError("its program was ended by SIGILL")
+            return super().measure(figure)
+
+    engines, failed = {("avx2", "cpuspec"): FakePeer(), ("avx2", "llama.cpp"): Partial()}, {}
+    samples = peers.measure(engines, Rounds(3, 1), [FIGURES["decode"], FIGURES["busy"]], failed)
+    assert failed == {("avx2", "llama.cpp, decode, busy"): "its program was ended by SIGILL"}
+    assert asked == ["decode", "decode, busy", "decode", "decode"]
+    assert [list(one) for one in samples["avx2", "llama.cpp"]] == [["decode"]] * 3
+    assert [list(one) for one in samples["avx2", "cpuspec"]] == [["decode", "decode, busy"]] * 3
+
+
+def test_every_engine_has_its_turn_with_each_instruction_set_in_each_round():
+    turns = []
+
+    class Noting(FakePeer):
+        def __init__(self, key):
+            super().__init__()
+            self.key = key
+
+        def measure(self, figure):
+            turns.append((figure.name, self.key))
+            return super().measure(figure)
+
+    keys = [(isa, name) for isa in ("native", "avx2") for name in ("cpuspec", "llama.cpp")]
+    peers.measure({key: Noting(key) for key in keys}, Rounds(2, 1), [FIGURES["decode"], FIGURES["prefill"]], {})
+    for start, figure in ((0, "decode"), (4, "prefill"), (8, "decode"), (12, "prefill")):
+        assert sorted(turns[start : start + 4]) == sorted((figure, key) for key in keys)
+    assert turns[0] != turns[8]  # who begins changes
 
 
 def test_a_busy_process_runs_beside_busy_figures_only(monkeypatch):
@@ -318,8 +366,8 @@ def test_a_busy_process_runs_beside_busy_figures_only(monkeypatch):
             return {figure.name: 1.0 + len(running)}
 
     monkeypatch.setattr(peers.subprocess, "Popen", Spinner)
-    samples = peers.measure({"cpuspec": Watching()}, Rounds(2, 1), [FIGURES["decode"], FIGURES["busy"]], {})
-    assert samples == {"cpuspec": [{"decode": 1.0, "decode, busy": 2.0}] * 2}
+    samples = peers.measure({("native", "cpuspec"): Watching()}, Rounds(2, 1), [FIGURES["decode"], FIGURES["busy"]], {})
+    assert samples == {("native", "cpuspec"): [{"decode": 1.0, "decode, busy": 2.0}] * 2}
     assert len(started) == 2
     assert not running
 
@@ -349,11 +397,15 @@ def test_a_run_from_the_command_line_ends_in_readmes_table(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text("utf-8"))
+    part = result["instruction_sets"]["native"]
+    own = instruction_sets.in_use()
+    assert part["instructions"] == {"cpuspec": own, "llama.cpp": "unknown instructions"}  # these programs have no library to ask
     names = ["decode", "prefill", *(peers_report.rows_name(rows) for rows in (1, 2, 4, 8, 16)), "decode, busy", "decode @ d700"]
-    assert list(result["ratios"]) == names
-    assert result["figures"]["decode @ d700"]["llama.cpp"]["median"] == 50
+    assert list(part["ratios"]) == names
+    assert part["figures"]["decode @ d700"]["llama.cpp"]["median"] == 50
     assert str(tmp_path) not in json.dumps(result)
     text = with_tables(f"{START}\n{END}\n", {"tiny": result})
+    assert f"**cpuspec with {own}, llama.cpp built for unknown instructions**" in text
     assert "| the same, llama.cpp | 1.10 / 1.20 / 1.30 / 1.40 |" in text
     assert "decoding at a depth of 700 tokens, over llama.cpp" in text
 
@@ -364,3 +416,146 @@ def test_a_token_reads_every_matrix_but_the_embedding_of_an_untied_model(tmp_pat
     hidden, intermediate, kv, layers = 256, 512, 128, 2
     weights = 384 * hidden + layers * (2 * hidden * hidden + 2 * kv * hidden + 3 * hidden * intermediate)
     assert peers.weight_bytes(checkpoint) == weights * 18 // 32
+
+
+# ----------------------------------------------------------------------------------------------------------- instruction sets
+
+SYSTEM_INFO = "CPU : SSE3 = 1 | AVX = 1 | {}AVX2 = 1 | F16C = 1 | LLAMAFILE = 1 | REPACK = 1 | "
+
+
+@pytest.fixture
+def laptop(monkeypatch):
+    """A processor with AVX-VNNI and nothing wider."""
+    monkeypatch.setattr(instruction_sets.isa, "features", lambda: frozenset((*FEATURES["avx_vnni"], "bmi2")))
+    monkeypatch.setattr(instruction_sets.isa, "dot_isa", lambda: "avx_vnni")
+    monkeypatch.setattr(instruction_sets.isa, "has_tiles", lambda: False)
+
+
+def test_instruction_sets_are_read_in_the_order_given(laptop):
+    assert read_instruction_sets("native, avx2,avx_vnni,avx2") == ["native", "avx2", "avx_vnni"]
+
+
+@pytest.mark.parametrize("name", ["amx", "avx512_vnni"])
+def test_an_instruction_set_that_the_processor_lacks_is_refused_with_what_it_has(laptop, name):
+    with pytest.raises(PeerError, match=f"lacks {name}; it has avx_vnni, avx2$"):
+        read_instruction_sets(f"avx2,{name}")
+
+
+def test_features_are_held_back_only_below_what_the_processor_has(laptop):
+    assert held_back(NATIVE) == held_back("avx_vnni") == {}
+    assert held_back("avx2")["NUMBA_CPU_FEATURES"].split(",") == [f"+{name}" for name in FEATURES["avx2"]]
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ("", "avx2"),
+        ("AVX_VNNI = 1 | ", "avx_vnni"),
+        ("AVX512 = 1 | ", "avx512"),
+        ("AVX_VNNI = 1 | AVX512 = 1 | AVX512_VNNI = 1 | ", "avx512_vnni"),
+        ("AVX512 = 1 | AVX512_VNNI = 1 | AMX_INT8 = 1 | ", "amx"),
+        ("AVX512 = 0 | ", "avx2"),
+    ],
+)
+def test_llama_cpps_instruction_set_is_the_best_that_its_system_info_has(more, wanted):
+    assert of_llama_cpp(SYSTEM_INFO.format(more)) == wanted
+    assert of_llama_cpp("") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "wanted"),
+    [
+        ("avx512_vnni", "amx", "avx512_vnni without amx"),
+        ("avx2", "avx_vnni", "avx2 without avx_vnni"),
+        ("avx2", "avx2", "avx2"),
+        ("amx", "avx512_vnni", "amx"),
+        (None, "avx2", "unknown instructions"),
+    ],
+)
+def test_a_build_that_lacks_what_cpuspec_uses_is_called_so(name, own, wanted):
+    assert build_text(name, own) == wanted
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """llama.cpp's system info by the directory whose library is in front, instead of asking libraries."""
+    infos = {}
+
+    def answer(programs, variant=None):
+        return Build(programs, variant, SYSTEM_INFO.format(infos.get(variant and variant.name, "")))
+
+    monkeypatch.setattr(llama_cpp_build, "open_build", answer)
+    return infos
+
+
+def test_the_variant_of_an_instruction_set_is_found_beside_the_programs_or_where_the_option_says(tmp_path, told):
+    told["avx_vnni"] = "AVX_VNNI = 1 | "
+    for parent in (tmp_path / "variants", tmp_path / "elsewhere"):
+        (parent / "avx_vnni").mkdir(parents=True)
+    assert find_build(tmp_path, None, "avx_vnni").variant == tmp_path / "variants" / "avx_vnni"
+    build = find_build(tmp_path, tmp_path / "elsewhere", "avx_vnni")
+    assert build.variant == tmp_path / "elsewhere" / "avx_vnni"
+    assert "libraries: elsewhere/avx_vnni; system info: CPU : " in build.about
+    assert build.environment()["LD_LIBRARY_PATH"].split(os.pathsep)[0] == str(build.variant)
+
+
+def test_native_is_the_directorys_own_library_and_so_is_the_instruction_set_that_it_is_for(tmp_path, told):
+    (tmp_path / "variants" / "native").mkdir(parents=True)
+    assert [find_build(tmp_path, None, isa).variant for isa in (NATIVE, "avx2")] == [None, None]
+
+
+@pytest.mark.parametrize("variant", [True, False])
+def test_a_build_for_another_instruction_set_is_refused(tmp_path, told, variant):
+    if variant:
+        (tmp_path / "variants" / "avx_vnni").mkdir(parents=True)
+    wanted = r"avx_vnni is for avx2" if variant else r"there is no .*avx_vnni, and that in .* is for avx2"
+    with pytest.raises(PeerError, match=wanted + ".*--llama-cpp-variants"):
+        find_build(tmp_path, None, "avx_vnni")
+
+
+def test_a_directory_of_variants_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(PeerError, match="no directory"):
+        find_build(tmp_path, tmp_path / "nowhere", NATIVE)
+
+
+def test_programs_and_libraries_of_the_variant_are_preferred(tmp_path):
+    build = Build(tmp_path, tmp_path / "avx2")
+    build.variant.mkdir()
+    (tmp_path / "llama-bench").touch()
+    (tmp_path / "forward-cost").touch()
+    (build.variant / "forward-cost").touch()
+    assert build.find("llama-bench") == tmp_path / "llama-bench"
+    assert build.find("forward-cost") == build.variant / "forward-cost"
+    assert build.find("libllama.so*") is None
+
+
+def test_a_library_that_does_not_load_is_quoted(tmp_path):
+    (tmp_path / "libllama.so.0").write_text("no library", "utf-8")
+    with pytest.raises(PeerError, match=r"libllama\.so\.0, asked for its system info, failed with 1: .*"):
+        open_build(tmp_path)
+
+
+def test_a_program_for_another_processor_is_said_to_be_one(tmp_path):
+    make_program(tmp_path / "llama-bench", "")
+    (tmp_path / "forward-cost").write_text("#!/bin/sh\nkill -ILL $$\n", "utf-8")
+    (tmp_path / "forward-cost").chmod(0o755)
+    engine = LlamaCpp(Build(tmp_path), Path("m.gguf"), 2, [1], 10)
+    with pytest.raises(FigureError, match="forward-cost was ended by SIGILL: it is built for instructions that this processor"):
+        engine.measure(Figure("forwards"))
+
+
+def test_cpuspecs_worker_tells_the_instruction_set_that_it_was_held_back_to():
+    features = ",".join(f"+{name}" for name in FEATURES["avx2"])
+    environment = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": features}
+    worker = Worker(Path(sys.executable), WORKERS / "worker_cpuspec.py", [], [1], 900, environment)
+    try:
+        assert worker.ask(do="instructions") == "avx2"
+    finally:
+        worker.close()
+
+
+def test_peers_that_choose_their_instructions_themselves_are_left_to_native(tmp_path):
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf"))
+    launcher = peers._Launcher(checkpoint, tmp_path, 1, [Figure("decode")], [1], 10, None, None, {})
+    with pytest.raises(PeerError, match="chooses its instructions itself; --isa native"):
+        launcher.engine("avx2", "openvino", prepare_only=False)

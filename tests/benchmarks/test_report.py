@@ -88,14 +88,19 @@ def peers_of_chains():
         for times in (2, 4)
     ]
     sets = {"mbpp": {"llama.cpp: mod": theirs}}
-    return {"peers": {"sets": sets, "failed": {"transformers": "it did not answer either"}}, "prompts": prompts}
+    theirs = {"sets": sets, "failed": {"transformers": "it did not answer either"}}
+    return {"peers": theirs, "prompts": prompts, "instructions": {"cpuspec": "amx", "llama.cpp": "amx"}}
+
+
+def peers(**part):
+    without = {"cpuspec": "amx", "llama.cpp": "avx512_vnni without amx"}
+    return result("peers", instruction_sets={"native": {"instructions": without, **part}})
 
 
 RESULTS_OF_ALL = {
     "chains": chains(1.0, **peers_of_chains()),
     "chains-bf16": chains(2.0, target_dtype="bf16"),
-    "peers": result(
-        "peers",
+    "peers": peers(
         figures={"decode": {"cpuspec": spread(20.0), "llama.cpp": spread(10.0)}, "1 row": {"cpuspec": spread(50.0)}},
         ratios={"decode": {"llama.cpp": spread(2.0), "best": {"peer": "llama.cpp", **spread(2.0)}}},
         over_one_row={"cpuspec": {"2 rows": spread(1.0625), "8 rows": spread(1.5)}, "llama.cpp": {}},
@@ -151,6 +156,7 @@ def test_every_part_tells_its_figures(tmp_path, drawn):
         "Other engines' drafts": [
             "| mbpp: llama.cpp: mod | 8.0 | 1.25 | 1 of 2 | suffix,self:mxfp4: 2.83 (2.00 to 4.00) |",
             "transformers was left out: it did not answer either",
+            "**one|two.gguf: cpuspec with amx, llama.cpp built for amx**",
         ],
         "The four arms: baseline, quantization, speculation, both": [
             "| mbpp: baseline: target in bf16, plain | 10.0 | 1.00 |",
@@ -161,8 +167,9 @@ def test_every_part_tells_its_figures(tmp_path, drawn):
             "| cpuspec over | llama.cpp |",
             "| decode | 2.00 (1.80 to 2.20) |",
             "torch was left out: it did not answer",
+            "**one|two.gguf: cpuspec with amx, llama.cpp built for avx512_vnni without amx; 2 threads, 5 rounds**",
         ],
-        "The cost of n rows": ["| one\\|two.gguf: cpuspec | 2: 1.06; 8: 1.50 |"],
+        "The cost of n rows": ["| one\\|two.gguf: cpuspec, amx | 2: 1.06; 8: 1.50 |"],
         "Acceptance, by position and level": ["| mbpp: suffix in suffix,self:mxfp4 | 6 of 40 | 25% | 50% | 1.50 |"],
         "Memory": ["peak memory, MB, cpuspec | 777.00 |"],
         "Quality": ["| 2.00e-04 | 1.00e-03 | 5.00e-01 | 99.2% | 1.0010 |"],
@@ -185,8 +192,8 @@ def test_pictures_show_the_figures_that_the_tables_have(tmp_path, drawn):
     ]
     curves = next(panels["mbpp"] for panels in drawn if "mbpp" in panels)
     assert curves["suffix"] == [(1.0, 0.9), (2.0, 0.3)]
-    assert {"one|two.gguf": {"cpuspec": [(1.0, 50.0)]}} in drawn
-    assert {"one|two.gguf": {"cpuspec": [(1.0, 1.0), (2.0, 1.0625), (8.0, 1.5)]}} in drawn
+    assert {"one|two.gguf": {"cpuspec, amx": [(1.0, 50.0)]}} in drawn
+    assert {"one|two.gguf": {"cpuspec, amx": [(1.0, 1.0), (2.0, 1.0625), (8.0, 1.5)]}} in drawn
     memory = next(panels["one|two.gguf"] for panels in drawn if "plain" in panels.get("one|two.gguf", ()))
     assert memory["suffix,self:mxfp4"] == {"weights of the target": 300, "weights of drafts alone": 150, "keys and values": 10}
 
@@ -194,10 +201,22 @@ def test_pictures_show_the_figures_that_the_tables_have(tmp_path, drawn):
 def test_a_figure_is_told_by_the_newest_file_that_has_it(tmp_path, drawn):
     newest, older = json.loads(json.dumps([RESULTS_OF_ALL["peers"]] * 2))
     older["date"] = "2025-01-01"
-    older["figures"]["prefill"] = {"cpuspec": spread(99.0)}
-    older["ratios"] = {figure: {"llama.cpp": spread(7.0)} for figure in ("decode", "prefill")}
+    part = older["instruction_sets"]["native"]
+    part["figures"]["prefill"] = {"cpuspec": spread(99.0)}
+    part["ratios"] = {figure: {"llama.cpp": spread(7.0)} for figure in ("decode", "prefill")}
     text = chapter(made(on_file(tmp_path / "results", {"a": older, "b": newest})), "Peers side by side")
     assert re.findall(r"\| (\w+) \| ([\d.]+) \(", text) == [("decode", "2.00"), ("prefill", "7.00")]
+
+
+def test_what_drafts_gain_is_told_for_each_instruction_set(tmp_path, drawn):
+    newest = chains(1.0, date="2026-02-01", machine={"processor": "A laptop", "cores": 2, "isa": "avx2"})
+    text = chapter(made(on_file(tmp_path / "results", {"a": chains(2.0), "b": newest})), "Drafts over plain decoding")
+    assert re.findall(r"\*\*(.*)\*\*|\| mbpp: auto \| [\d.]+ \| ([\d.]+)", text) == [
+        ("one|two.gguf: cpuspec with avx2", ""),
+        ("", "2.00"),
+        ("one|two.gguf: cpuspec with generic", ""),
+        ("", "4.00"),
+    ]
 
 
 def test_a_part_with_nothing_on_file_names_the_command_that_makes_it(tmp_path, drawn):

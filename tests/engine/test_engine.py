@@ -314,6 +314,23 @@ def test_a_prompt_that_several_requests_share_is_read_once() -> None:
         assert joined(answer)["token_ids"] == plain_greedy(model, ToyTokenizer(VOCAB), prompt, params)["token_ids"]
 
 
+def test_who_waits_for_a_prefix_holds_up_nobody_and_keeps_a_slot() -> None:
+    model = ToyBackend(3, VOCAB, memory=0.3, max_rows=10)
+    engine, params = engine_over(model, NullProposer(), num_slots=3, prompt_rows=10), SamplingParams(max_tokens=4, ignore_eos=True)
+    prompts = [LONG_PROMPT, [*LONG_PROMPT, 4], [0, 5], [0, 6], [0, 7]]
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    engine.step()
+    running = [seq.id for seq in engine._scheduler.running]
+    assert running == [ids[0], ids[2]]  # the third slot is for the second request
+    outputs: dict[int, list[Output]] = {id: [] for id in ids}
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    assert outputs[ids[1]][-1].num_cached_tokens == 10  # fewer than 32 are missing then: they are not worth another step
+    for id, prompt in zip(ids[1:], prompts[1:], strict=True):  # the first one's beginning was not noted here
+        assert joined(outputs[id])["token_ids"] == plain_greedy(model, ToyTokenizer(VOCAB), prompt, params)["token_ids"]
+
+
 @pytest.mark.parametrize("prompt_rows", [2, 64])
 def test_a_proposer_gets_the_hidden_states_of_every_token_that_no_cache_held(prompt_rows: int) -> None:
     """In however many chunks a prompt was read; `begin` told which tokens were cached."""

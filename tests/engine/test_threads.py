@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError, CpuspecError
 from tests.backends.models import tiny
@@ -53,6 +54,58 @@ def in_threads(*works: Callable[[], None]) -> None:
         assert not thread.is_alive(), "a thread waits for ever"
     if errors:
         raise errors[0]
+
+
+def run_steps(llm: LLM, received: dict[int, list[Output]]) -> None:
+    """Step until there is nothing to do; a receiver has its outputs by then."""
+    while llm.step():
+        pass
+    assert all(outputs[-1].finish_reason for outputs in received.values() if outputs)
+
+
+def test_receivers_get_the_answers_that_generate_gives() -> None:
+    llm = toy_llm("ngram", max_sequences=2)
+    received: dict[int, list[Output]] = {}
+    for number, prompt in enumerate(PROMPTS):
+        llm.submit(prompt, PARAMS, received.setdefault(number, []).append)
+    run_steps(llm, received)
+    tokens = [[token for output in received[number] for token in output.token_ids] for number in range(len(PROMPTS))]
+    assert tokens == [expected(prompt) for prompt in PROMPTS]
+    assert sum(level.num_draft_tokens for level in llm.levels.values()) > 0
+    assert llm.generate([PROMPTS[0]], PARAMS)[0].token_ids == expected(PROMPTS[0])
+
+
+def test_a_dropped_request_is_received_no_more_and_frees_its_slot() -> None:
+    llm = toy_llm(max_sequences=1)
+    received: dict[int, list[Output]] = {0: [], 1: []}
+    first = llm.submit(PROMPTS[0], PARAMS, received[0].append)
+    llm.submit(PROMPTS[1], PARAMS, received[1].append)
+    llm.step()
+    llm.drop(first)
+    llm.drop(first)
+    run_steps(llm, {1: received[1]})
+    assert len(received[0]) == 1
+    assert received[0][0].finish_reason is None
+    assert [token for output in received[1] for token in output.token_ids] == expected(PROMPTS[1])
+    assert not llm.step()
+
+
+def test_a_step_that_fails_ends_what_ran_and_says_so_to_the_receivers() -> None:
+    backend = ToyBackend(2, memory=0.3)
+    llm = toy_llm(backend=backend)
+    whole, outputs = backend.forward, []
+
+    def broken(batch: Any, cache: Any) -> Any:
+        raise RuntimeError("broken")
+
+    llm.submit(PROMPTS[0], PARAMS, outputs.append)
+    backend.forward = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="broken"):
+        llm.step()
+    backend.forward = whole  # type: ignore[method-assign]
+    assert not llm.step()
+    assert [output.finish_reason for output in outputs] == ["aborted"]
+    assert llm.generate([PROMPTS[0]], PARAMS)[0].token_ids == expected(PROMPTS[0])
 
 
 @pytest.fixture(autouse=True)

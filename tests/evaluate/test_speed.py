@@ -31,6 +31,7 @@ class Watched:
         self.config = config
         self.now_s = 0.0
         self.seen: list[tuple[int, int, int]] = []  # tokens in the slot before, rows, logits
+        self.num_sequences: list[int] = []
         self.tokens: list[int] = []
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
@@ -38,10 +39,12 @@ class Watched:
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         batch.check(self.config, cache, self.max_rows)
-        rows, (slot,) = len(batch.tokens), batch.slots
-        assert batch.positions.tolist() == list(range(cache.lengths[slot], cache.lengths[slot] + rows))
+        rows, slots, fed = len(batch.tokens), batch.slots, np.diff(batch.q_start)
+        held = [cache.lengths[slot] for slot in slots]
+        assert batch.positions.tolist() == [at for start, n in zip(held, fed, strict=True) for at in range(start, start + n)]
         num_logits = rows if batch.logit_rows is None else len(batch.logit_rows)
-        self.seen.append((cache.lengths[slot], rows, num_logits))
+        self.seen.append((held[0], rows, num_logits))
+        self.num_sequences.append(len(slots))
         self.tokens += batch.tokens.tolist()
         cache.advance(batch)
         self.now_s += 1 + rows / 4
@@ -72,6 +75,20 @@ def test_every_workload_feeds_what_its_name_says_and_leaves_the_cache_as_it_was(
     decoding = [(depth + i, 1, 1) for depth in (0, 12) for i in range(3)]
     forwards = [(5, 1, 1), (5, 4, 4)] * FORWARDS_PER_ROUND
     assert watched.seen[rounds[0] : rounds[1]] == watched.seen[rounds[1] :] == prompts + decoding + forwards
+
+
+def test_sequences_that_decode_together_have_slots_of_their_own_and_one_row_each(watched: Watched) -> None:
+    rounds: list[int] = []
+    plan = Plan(prompt_tokens=0, new_tokens=3, depths=(5,), sequences=(1, 4), rows=(), repetitions=1)
+    report = measure_speed(watched, plan, lambda what: rounds.append(len(watched.seen)) if what.startswith("round") else None)
+    assert watched.seen[rounds[0] :] == [(5 + i, 1, 1) for i in range(3)] + [(5 + i, 4, 4) for i in range(3)]
+    assert watched.num_sequences[rounds[0] :] == [1] * 3 + [4] * 3
+    one, four = report.decode
+    assert (four.name, four.tokens, four.sequences) == ("tg3 x 4 @ d5", 12, 4)
+    assert four.tokens_per_s == 12 / (3 * 2.0)
+    read = 3 * watched.weight_bytes + 4 * (6 + 7 + 8) * 1000
+    assert four.gb_per_s == pytest.approx(read / (3 * 2.0) / 1e9)
+    assert one.sequences == 1
 
 
 def test_depths_are_filled_once_and_the_warm_up_sees_every_workload(watched: Watched) -> None:
@@ -135,7 +152,7 @@ def test_the_report_as_a_dict_keeps_what_scripts_rely_on(watched: Watched) -> No
     shown = json.loads(json.dumps(report.as_dict()))
     assert shown["prefill"] == asdict(report.prefill[0])
     assert shown["decode"]["tokens_per_s"] == report.decode[0].tokens_per_s
-    assert shown["deeper"] == [asdict(report.prefill[1]), asdict(report.decode[1])]
+    assert shown["more"] == [asdict(report.prefill[1]), asdict(report.decode[1])]
     assert [(row["rows"], row["median_s"]) for row in shown["rows"]] == [(1, 1.25), (4, 2.0)]
 
 

@@ -21,8 +21,10 @@ from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import pack
 from cpuspec.metrics import LevelCounters
 from cpuspec.speculation.planner import costs
+from cpuspec.speculation.prefix_files import PrefixFiles, PrefixPart
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
 from tests.fuzz.test_models import both
+from tests.oracles import ToyBackend
 
 # ---------------------------------------------------------------------------------------------------------------- packed weights
 
@@ -67,6 +69,34 @@ def packed_weights(rng: random.Random, directory: Path) -> None:
 
 def test_damaged_packed_weights_are_never_computed_with() -> None:
     assert check(packed_weights, 60)["answered"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- kept prefixes
+
+
+@cache
+def prefix_sample() -> tuple[PrefixFiles, PrefixPart, bytes]:
+    cache = ToyBackend(0, block_size=4).new_cache(1, 64)
+    rng = np.random.default_rng(3)
+    blocks = [rng.integers(0, 256, cache.block_shape(size), np.uint8) for size in (4, 4, 2)]
+    files, part = PrefixFiles(cache, 8), PrefixPart(b"", rng.integers(0, 8, 10).tolist(), blocks)
+    with tempfile.TemporaryDirectory() as directory:
+        files.write(Path(directory) / "sample", part)
+        return files, part, (Path(directory) / "sample").read_bytes()
+
+
+def kept_prefix(rng: random.Random, directory: Path) -> None:
+    files, part, content = prefix_sample()
+    line, _, rest = content.partition(b"\n")
+    damaged = mutate_json(json.loads(line), rng) + b"\n" + rest if rng.random() < 0.5 else mutate_bytes(content, rng)
+    (directory / "damaged").write_bytes(damaged)
+    found = files.read(directory / "damaged")
+    assert (found.parent, found.tokens) == (part.parent, part.tokens)
+    assert all(np.array_equal(got, wanted) for got, wanted in zip(found.blocks, part.blocks, strict=True))
+
+
+def test_damaged_prefixes_are_refused() -> None:
+    assert check(kept_prefix, 80)["refused"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------- kernels

@@ -1,5 +1,9 @@
 """A slot's prefix in another slot: the same bits, on every backend and in every KV format that it may have."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 
@@ -7,6 +11,7 @@ from cpuspec.backends import BACKENDS, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.errors import CacheError
+from cpuspec.formats import Format, get_format
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
@@ -37,6 +42,57 @@ def test_a_copied_prefix_is_continued_with_the_same_bits(checkpoint: Checkpoint,
     expected = forward(backend, cache, {0: TOKENS[length:]}).logits.copy()
     np.testing.assert_array_equal(forward(backend, cache, {2: TOKENS[length:]}).logits, expected)
     backend.close()
+
+
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "bf16", "int8"])
+@pytest.mark.parametrize(("held", "wanted"), [(300, 288), (512, 511), (272, 259), (48, 33), (16, 1)])
+def test_blocks_that_were_kept_elsewhere_are_continued_with_the_same_bits(
+    checkpoint: Checkpoint, kv_format: str, held: int, wanted: int
+) -> None:
+    """Every backend whose cache has blocks promises row invariance; `wanted` of the `held` tokens are put back."""
+    tokens = np.random.default_rng(1).integers(0, 300, 520).tolist()
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=520, kv_format=kv_format))
+    cache = backend.new_cache(3, 520)
+    assert cache.blocks is not None
+    size, step = cache.blocks.size, cache.blocks.step
+    forward(backend, cache, {0: tokens[: held // step * step]})
+    lengths = [min(size, cache.lengths[0] - start) for start in range(0, cache.lengths[0], size)]
+    blocks = [cache.read_block(0, number, length) for number, length in enumerate(lengths)]
+    assert sum(block.nbytes for block in blocks) == cache.lengths[0] * cache.bytes_per_token
+    forward(backend, cache, {2: tokens[::-1]})
+    cache.truncate(2, 0)  # what was there is overwritten
+    for number, block in enumerate(blocks):
+        cache.append_block(2, block, min(size, wanted - number * size))
+    forward(backend, cache, {1: tokens[:wanted]})
+    expected = forward(backend, cache, {1: tokens[wanted : wanted + 9]}).logits.copy()
+    np.testing.assert_array_equal(forward(backend, cache, {2: tokens[wanted : wanted + 9]}).logits, expected)
+    cache.drop(2)
+    assert (cache.lengths[2], cache.slot_bytes(2)) == (0, 0)
+    with pytest.raises(CacheError, match="cannot read 16 tokens of block 0 of slot 2: it holds 0"):
+        cache.read_block(2, 0, step)
+    backend.close()
+
+
+@every_backend(BACKENDS)
+def test_a_cache_has_blocks_only_where_rows_are_invariant(checkpoint: Checkpoint, name: str) -> None:
+    backend = make_backend(name, checkpoint, EngineConfig(threads=1))
+    assert backend.row_invariant or backend.new_cache(1, 64).blocks is None
+    backend.close()
+
+
+def test_blocks_of_another_model_format_or_weights_have_another_identity(checkpoint: Checkpoint, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    def identity(checkpoint: Checkpoint, kv_format: str = "f16", casts: Mapping[str, Format] = MappingProxyType({})) -> str:
+        backend = make_backend("numba", checkpoint, EngineConfig(threads=1, kv_format=kv_format), casts=casts)
+        blocks = backend.new_cache(1, 64).blocks
+        backend.close()
+        assert blocks is not None
+        return blocks.identity
+
+    other, longer = tiny(tmp_path_factory, seed=9), replace(checkpoint, config=replace(checkpoint.config, rope_base=5000.0))
+    cast = identity(checkpoint, casts={"layers.0.q": get_format("q8_0")})
+    found = [identity(checkpoint), identity(checkpoint, "int8"), identity(other), identity(longer), cast]
+    assert len(set(found)) == len(found)
+    assert identity(checkpoint) == found[0]
 
 
 # Rows of the other backends depend on their batches, and here both are fed in batches of different sizes.

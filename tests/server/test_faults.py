@@ -15,6 +15,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.errors import BackendError, ConfigError
+from cpuspec.server import gate
 from cpuspec.server.app import listen
 from tests.processes import started, wait_for
 from tests.server.running import PATIENCE_S, SMALL, Running, load, serving, tiny_model
@@ -150,6 +151,27 @@ def test_a_body_that_hides_its_length_is_limited_too(running: Running) -> None:
     assert reply.status_code == 413
 
 
+def test_a_body_that_never_comes_is_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_S", 0.05)
+    address = httpx.URL(running.url)
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+    # An answer may take longer than a body.
+    with running.client() as client:
+        assert client.post("/v1/completions", json=ENDLESS | {"max_tokens": 500}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "change", [{"stop": ["x"] * 33}, {"stop": "x" * 5000}, {"logit_bias": {str(token): 1 for token in range(1025)}}]
+)
+def test_what_each_step_would_have_to_look_through_is_limited(running: Running, change: dict[str, Any]) -> None:
+    with running.client() as client:
+        reply = client.post("/v1/completions", json=SHORT | change)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(change)))
+
+
 def test_unknown_paths_and_methods_have_the_shape_of_errors(running: Running) -> None:
     with running.client() as client:
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
@@ -185,6 +207,46 @@ def test_a_request_that_takes_too_long_is_told_so(path: Path) -> None:
         reply = client.post("/v1/completions", json=ENDLESS)
         assert (reply.status_code, reply.json()["error"]["type"]) == (504, "timeout_error")
         running.eventually(lambda: is_idle(running))
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lambda: load(path, context_length=300)) as running, running.client() as client:
+        assert running.server.loaded is not None
+
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            raise AssertionError("this text was tokenized")
+
+        monkeypatch.setattr(running.server.loaded.llm.tokenizer, "encode", refuse)
+        monkeypatch.setattr(running.server.loaded.llm.tokenizer, "encode_chat", refuse)
+        text = "a" * 5000
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [text]}}}]
+        for route, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": tools}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "system": text, "max_tokens": 1}),
+            ("/v1/responses", {"input": text}),
+            ("/tokenize", {"content": text}),
+        ):
+            reply = client.post(route, json=body)
+            assert reply.status_code == 400, reply.text
+            assert "characters, and at most 4784 are taken" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_not_complete_when_the_server_ends_is_told_so(path: Path, stream: bool) -> None:
+    texts: list[str] = []
+    with serving(lambda: load(path)) as running, running.client() as client:
+
+        def ask() -> None:
+            texts.append(client.post("/v1/completions", json=ENDLESS | {"stream": stream}).text)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        running.eventually(lambda: running.server.num_unfinished == 1)
+        running.server.stop()
+        thread.join(PATIENCE_S)
+    assert "the server has ended before this answer was complete" in texts[0]
 
 
 def test_limits_on_tokens_hold(path: Path) -> None:

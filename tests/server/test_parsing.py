@@ -30,6 +30,12 @@ SAMPLES = [
     ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("call", "f"), ("arguments", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', [("call", "f"), ("arguments", '{"a": ')]),
+    (
+        "hermes",
+        '```json\n{\n  "name": "f",\n  "arguments": {"a": 1}\n}\n```\nor <tool_call>{"name": "search"}</tool_call>',
+        [("call", "f"), ("arguments", '{"a": 1}'), ("content", "or"), ("call", "search"), ("arguments", "{}")],
+    ),
+    ("hermes", '{"name": "Bob"} <tool_call>{"name": "f"}', [("content", '{"name": "Bob"}'), ("call", "f"), ("arguments", "{}")]),
     ("hermes", "<tool_call>sorry</tool_call>", [("content", "<tool_call>sorry</tool_call>")]),
     ("hermes", '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
     ("hermes", '<tool_call>{"name": 5, "x" 6} ', [("content", '<tool_call>{"name": 5, "x" 6} ')]),

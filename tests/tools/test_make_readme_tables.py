@@ -24,9 +24,16 @@ def result(benchmark, model="m.gguf", date="2026-01-01T00:00:00+00:00", **figure
     }
 
 
+AVX2 = {"cpuspec": "avx2", "llama.cpp": "avx2"}
+
+
+def part(ratios, instructions=AVX2, **more):
+    empty = {"figures": {}, "over_one_row": {}, "bandwidth_share": {}, "busy_share": {}}
+    return {"instructions": instructions, "ratios": ratios, **empty, **more}
+
+
 def peers(ratios, date="2026-01-01T00:00:00+00:00", **more):
-    parts = {"figures": {}, "ratios": ratios, "over_one_row": {}, "bandwidth_share": {}, "busy_share": {}}
-    return result("peers", date=date, **parts | more)
+    return result("peers", date=date, instruction_sets={"native": part(ratios, **more)})
 
 
 def row(text, label):
@@ -88,6 +95,33 @@ def test_the_newest_result_counts_whatever_the_files_are_called(tmp_path):
         assert "1.50x (" in row(with_tables(README, read_results(tmp_path)), "decoding over llama.cpp on the same file")
 
 
+def test_figures_of_each_instruction_set_and_build_have_a_table_that_names_them():
+    without = {"cpuspec": "amx", "llama.cpp": "avx512_vnni without amx"}
+    parts = {
+        "native": part({"decode": {"llama.cpp": {**SPREAD, "median": 3.0}}}, without),
+        "avx2": part({"decode": {"llama.cpp": SPREAD}}),
+    }
+    text = with_tables(README, {"a": result("peers", instruction_sets=parts)})
+    first, second = text.split("**cpuspec with avx2, llama.cpp built for avx2**")
+    assert "**cpuspec with amx, llama.cpp built for avx512_vnni without amx**" in first
+    assert row(first, "decoding over llama.cpp on the same file") == "3.00x (1.25 to 2.00)"
+    assert row(second, "decoding over llama.cpp on the same file") == "1.50x (1.25 to 2.00)"
+
+
+def test_times_of_each_instruction_set_have_a_table_and_figures_that_depend_on_none_have_one_together():
+    def chains(isa):
+        arms = {"auto": {"over_plain": 2.0, "over_plain_interval": [1.5, 2.5]}}
+        return result("chains", sets={"mbpp": arms}, target_dtype=None, machine={"processor": "One", "cores": 2, "isa": isa})
+
+    arms = [{"arm": "none", "identical_prompts": 4}]
+    text = with_tables(README, {"a": chains("avx2"), "b": chains("avx_vnni"), "c": result("identity", prompts=4, arms=arms)})
+    titles = [line for line in text.splitlines() if line.startswith("**")]
+    by_itself = [f"**cpuspec by itself, with {isa}**" for isa in ("avx2", "avx_vnni")]
+    assert titles == [*by_itself, "**any instruction set: the bits are the same**"]
+    for one in by_itself:
+        assert row(text.split(one)[1].split("**")[0], "mbpp: auto over plain decoding") == "2.00x (1.50 to 2.50)"
+
+
 def test_a_figure_that_only_an_older_result_has_is_kept():
     results = {
         "new": peers({"decode": {"llama.cpp": SPREAD}}, date="2026-01-02T00:00:00+00:00"),
@@ -98,8 +132,9 @@ def test_a_figure_that_only_an_older_result_has_is_kept():
 
 def test_a_benchmark_that_compares_engines_needs_no_row_of_its_own():
     figures = {"second start to first token, s": {"cpuspec": SPREAD, "llama.cpp": {"median": 5.0, "min": 4.0, "max": 6.0}}}
-    text = with_tables(README, {"a": result("start", "one.gguf", figures=figures), "b": result("start", "two.gguf", figures={})})
-    assert row(text, "second start to first token, s") == "1.5 (1.25 to 2); llama.cpp 5"
+    one = result("start", "one.gguf", figures=figures, instructions={"cpuspec": "amx", "llama.cpp": "avx2 without amx"})
+    text = with_tables(README, {"a": one, "b": result("start", "two.gguf", figures={})})
+    assert row(text, "second start to first token, s") == "1.5 (1.25 to 2); llama.cpp 5 (built for avx2 without amx)"
     assert "two" not in text.split("```")[0]
 
 
@@ -157,7 +192,9 @@ def test_our_fastest_arm_is_compared_with_another_engines_prompt_by_prompt():
     ours = {"none": {"tokens_per_s": 1.0}, "auto": {"tokens_per_s": 4.0}}
     ours = {spec: one | {"over_plain": None, "over_plain_interval": [None, None]} for spec, one in ours.items()}
     theirs = {"mbpp": peer(0)["peers"]}
-    found = result("chains", sets={"mbpp": ours, "words": ours}, target_dtype=None, prompts=prompts, peers={"sets": theirs})
+    sets = {"mbpp": ours, "words": ours}
+    found = result("chains", sets=sets, target_dtype=None, prompts=prompts, peers={"sets": theirs}, instructions=AVX2)
     text = with_tables(README, {"a": found})
     assert row(text, "mbpp: fastest arm over llama.cpp's fastest") == "2.00x (1.00 to 4.00), auto over mod"
+    assert "**cpuspec with avx2, llama.cpp built for avx2**" in text
     assert text.count("over llama.cpp's fastest") == 1  # nothing of it was measured on words

@@ -6,7 +6,7 @@ instruct tokenizers (v3 and v11); Gemma's guide to function calling.
 
 import json
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cpuspec.engine.text import overlap
@@ -174,17 +174,23 @@ class MarkedCalls:
 class BareCalls:
     """An answer that is nothing but calls: JSON objects, perhaps behind a mark or in a fence, with ; or , between them.
 
-    An object that names none of the functions is content, and so is all text behind it.
+    An object that names none of the functions is no call. That and all text behind it is for `rest` to parse, or content.
     """
 
-    def __init__(self, names: Set[str], marks: Sequence[str]) -> None:
-        self.num_calls = 0
+    def __init__(self, names: Set[str], marks: Sequence[str], rest: CallParser | None = None) -> None:
         self._names = names
         self._marks = marks
+        self._rest = rest
+        self._num_own = 0
         self._state = "start"
         self._skipped = ""  # marks and white space before a call
         self._pending = ""
         self._reader = CallReader(names)
+
+    @property
+    def num_calls(self) -> int:
+        """See `CallParser`."""
+        return self._num_own + (self._rest.num_calls if self._rest else 0)
 
     def push(self, text: str) -> list[Piece]:
         """See `CallParser`."""
@@ -197,10 +203,11 @@ class BareCalls:
     def finish(self) -> list[Piece]:
         """See `CallParser`. A call that broke off before its name was known is content."""
         broken_off = self._state == "call" and not self._reader.begun
-        rest = self._skipped + (self._reader.raw if broken_off else "") + self._pending
+        text = self._skipped + (self._reader.raw if broken_off else "") + self._pending
         self._pending, self._skipped, self._state = "", "", "content"
         # Behind a call, separators are nobody's.
-        return [Piece("content", rest)] if rest and (not self.num_calls or rest.strip(_SPACE + ";,[]`")) else []
+        pieces = self._others(text) if not self._num_own or text.strip(_SPACE + ";,[]`") else []
+        return pieces + (self._numbered(self._rest.finish()) if self._rest else [])
 
     def _step(self, pieces: list[Piece]) -> bool:
         match self._state:
@@ -208,16 +215,25 @@ class BareCalls:
                 return self._start(pieces)
             case "call":
                 return self._call(pieces)
-        pieces.append(Piece("content", self._pending))
+        pieces += self._others(self._pending)
         self._pending = ""
         return False
+
+    def _others(self, text: str) -> list[Piece]:
+        """What is no bare call."""
+        return self._numbered(self._rest.push(text)) if self._rest else [Piece("content", text)]
+
+    def _numbered(self, pieces: list[Piece]) -> list[Piece]:
+        return [
+            replace(piece, call=piece.call + self._num_own) if piece.kind in ("call", "arguments") else piece for piece in pieces
+        ]
 
     def _start(self, pieces: list[Piece]) -> bool:
         text = self._pending
         if not text:
             return False
         found = next((mark for mark in self._marks if text.startswith(mark)), "")
-        separators = _SPACE + ";,[]" if self.num_calls else _SPACE + "["
+        separators = _SPACE + ";,[]" if self._num_own else _SPACE + "["
         if any(mark.startswith(text) and mark != text for mark in self._marks):
             return False
         if found or text[0] in separators:
@@ -227,7 +243,7 @@ class BareCalls:
         if text[0] == "{":
             self._reader, self._state = CallReader(self._names), "call"
             return True
-        self._show_all(pieces, text)
+        self._no_call(text)
         return True
 
     def _call(self, pieces: list[Piece]) -> bool:
@@ -236,19 +252,19 @@ class BareCalls:
         self._pending = self._pending[taken:]
         if reader.begun and not had_begun:
             self._skipped = ""
-            pieces.append(Piece("call", reader.name, self.num_calls))
-            self.num_calls += 1
-        pieces.append(Piece("arguments", arguments, self.num_calls - 1))
+            pieces.append(Piece("call", reader.name, self._num_own))
+            self._num_own += 1
+        pieces.append(Piece("arguments", arguments, self._num_own - 1))
         if reader.failed:
-            self._show_all(pieces, reader.raw + self._pending)
+            self._no_call(reader.raw + self._pending)
             return True
         if reader.done:
             self._state = "start"
         return reader.done
 
-    def _show_all(self, pieces: list[Piece], text: str) -> None:
-        pieces.append(Piece("content", self._skipped if not self.num_calls else ""))
-        self._skipped, self._pending, self._state = "", text, "content"
+    def _no_call(self, text: str) -> None:
+        skipped = "" if self._num_own else self._skipped
+        self._skipped, self._pending, self._state = "", skipped + text, "content"
 
 
 @dataclass(frozen=True)
@@ -266,14 +282,15 @@ class ToolFormat:
     id_chars: int = 24
 
 
-_FENCES = ("```json", "```tool_call", "```tool_code", "```")
+_FENCES = ("```json", "```xml", "```tool_call", "```tool_code", "```")
 
 TOOL_FORMATS = {
     row.name: row
     for row in (
         ToolFormat(
             "hermes",
-            lambda names: MarkedCalls("<tool_call>", "</tool_call>"),
+            # Small models, as Qwen2.5-Coder, often forget the mark or write a fence instead.
+            lambda names: BareCalls(names, _FENCES, MarkedCalls("<tool_call>", "</tool_call>")),
             '<tool_call>\n{"name": "',
             lambda name: f'{name}", "arguments": ',
         ),

@@ -1,0 +1,173 @@
+"""Linear layers of codes on processors with sixteen vector registers, AVX2 with or without dot products of bytes (AVX-VNNI).
+
+A register has half of a tile, and sixteen registers do not hold a group's codes beside sums. One or two rows are multiplied while
+weights are unpacked. For more rows, a panel of a tile is unpacked to the stack once, and up to six rows at a time are multiplied
+with it, by the instructions of `instructions`. The float sums are those of `linear`'s other passes in the same order, and integer
+dots are exact: the bits are the same.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from cpuspec.formats import FORMATS
+from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
+from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
+from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
+from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start_field, sum_of_weights
+from cpuspec.kernels.readers import AHEAD, READERS, Group
+
+FEW = 2  # rows that are multiplied while weights are unpacked
+MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
+
+_GROUPS = PANEL // GROUP
+_HALVES = (0, 1)  # registers of a tile's 16 outputs
+
+_BYTES, _WORDS, _INTEGERS = vector_of(I8, 32), vector_of(I16, 16), vector_of(I32, 8)
+
+_Halves = list[list[Any]]  # by row and half: a Value, or None before the first
+
+
+def laid(products: Products, group: Group) -> list[Value]:
+    """Vectors of codes as they are multiplied."""
+    if products.in_words:  # inputs 4v and 4v + 2 of each row, then 4v + 1 and 4v + 3
+        return [part for codes in group.codes for part in (codes & 0x00FF00FF, codes >> 8 & 0x00FF00FF)]
+    if products.in_nibbles:
+        return [codes.shifted(shift) & 0x0F0F0F0F for shift in (0, -4) for codes in group.codes]
+    return group.codes
+
+
+def add_rows(order: str, group: Group, shifted: Value | None, records: Value, totals: list[Variable]) -> None:
+    """Add a group's products with FEW rows or fewer to their totals, from registers and without dot products of bytes.
+
+    shifted: as in `products.add_group`; records: the address of the first row's.
+    """
+    products = Products.of(order, group)
+    codes, words = laid(products, group), products.in_words
+    typ, name, result = (_WORDS, "wd", _INTEGERS) if words else (_BYTES, "ub.sw", _WORDS)
+    dots: list[_Halves] = []
+    for part in range(len(group.scales)):
+        dots.append([[None, None] for _ in totals])
+        for vectors, factor in products.chunks(part):
+            sums: _Halves = [[None, None] for _ in totals]
+            for vector, at in vectors:
+                weights = [codes[vector].shuffled(range(8 * half, 8 * half + 8)).bits(typ) for half in _HALVES]
+                for row, own in enumerate(sums):
+                    inputs = (records + (ORDERS[order] * row + at)).load(I32).splat(8).bits(typ)
+                    _add(own, [call(f"llvm.x86.avx2.pmadd.{name}", result, half, inputs) for half in weights])
+                records = _settled(sums, records)
+            for own, dot in zip(sums, dots[part], strict=True):
+                whole = own if words else [call("llvm.x86.avx2.pmadd.wd", _INTEGERS, half, half.like(factor)) for half in own]
+                _add(dot, whole)
+    for row, total in enumerate(totals):
+        record = records + ORDERS[order] * row
+        whole = [part[row][0].shuffled(range(LANES), part[row][1]) for part in dots]
+        if group.zero:
+            whole = [dot + (record + start_field(group.zero, part)).every(I32) for part, dot in enumerate(whole)]
+        total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
+
+
+def _add(totals: list[Any], values: list[Value]) -> None:
+    totals[:] = [value if total is None else total + value for total, value in zip(totals, values, strict=True)]
+
+
+def _settled(sums: _Halves, address: Value) -> Value:
+    """The address, known once these sums are made: LLVM loads as early as it can, and then keeps most of it on the stack."""
+    values = [*(total for own in sums for total in own), address]
+    kinds = [value.type for value in values]
+    constraints = ",".join([*["=x"] * (len(values) - 1), "=r", *map(str, range(len(values)))])
+    b = address.b
+    settled = b.asm(ir.FunctionType(ir.LiteralStructType(kinds), kinds), "", constraints, [v.v for v in values], False)
+    same = [Value(b, b.extract_value(settled, n)) for n in range(len(values))]
+    for row, own in enumerate(sums):
+        own[:] = same[2 * row : 2 * row + 2]
+    return same[-1]
+
+
+class _Unpacked:
+    """A panel of a tile of weights on the stack, its groups close together: what is spread takes longer to write."""
+
+    def __init__(self, o: Ops, order: str, sample: Group) -> None:
+        """sample: any group of the weights, for what all have in common."""
+        self._products = Products.of(order, sample)
+        self._code_bytes = 64 * len(laid(self._products, sample))
+        self._factor_bytes = 64 * (len(sample.scales) + len(sample.minima) + self._products.shifted)
+        self._codes, self._factors = o.room(self._code_bytes * _GROUPS), o.room(self._factor_bytes * _GROUPS)
+        self._scratch = o.room(SCRATCH_BYTES)
+
+    def put(self, place: Value, group: Group) -> None:
+        """Keep a group: its codes, its scales, its minima, the factor of shifts."""
+        to = self._codes + place * self._code_bytes
+        for n, codes in enumerate(laid(self._products, group)):
+            (to + 64 * n).store(codes)
+        to = self._factors + place * self._factor_bytes
+        minima = [minimum * (-1 / 32) for minimum in group.minima] if len(group.minima) == 2 else list(group.minima)
+        weights = [sum_of_weights(group)] if self._products.shifted else []
+        for n, value in enumerate([*group.scales, *minima, *weights]):
+            (to + 64 * n).store(value)
+
+    def add(self, place: Value, records: Value, totals: Value, rows: int) -> None:
+        """Add the products of a group that was put with `rows` rows. records, totals: the addresses of the first row's."""
+        codes, factors = self._codes + place * self._code_bytes, self._factors + place * self._factor_bytes
+        operands = [value.v for value in (codes, factors, records, totals, self._scratch)]
+        constraints = ",".join(["r"] * len(operands) + [f"~{{ymm{n}}}" for n in range(16)] + ["~{memory}"])
+        text = "\n".join(self._products.instructions(rows))
+        records.b.asm(ir.FunctionType(VOID, [I64] * len(operands)), text, constraints, operands, True)
+
+
+def _pieces(rows: Value) -> tuple[Value, Value]:
+    """How often up to MOST_ROWS rows are multiplied, and how many at a time, for the rows of a block."""
+    pieces, step = rows.like(1), rows
+    for number in range(2, -(-BLOCK_ROWS // MOST_ROWS) + 1):
+        more = rows > (number - 1) * MOST_ROWS
+        pieces, step = more.select(rows.like(number), pieces), more.select(rows.rounded_up(number), step)
+    return pieces, step
+
+
+def rows_pass(
+    o: Ops, name: str, order: str, rows: Value, tile: Value, streams: Value, distance: Value, in_features: Value, acts: Value,
+    row_bytes: Value, finish: Callable[[Value, Value, Value], None],
+) -> None:  # fmt: skip
+    """The outputs of one tile of weights for up to MANY rows from the start of a block on, or for up to BLOCK_ROWS rows those of a
+    tile of each stream, `distance` bytes apart, panel by panel in turns.
+
+    finish(stream, row, values): what to do with a row's 16 outputs.
+    """
+    panel, record_bytes = panel_bytes(FORMATS[name]), ORDERS[order]
+    share = panel // _GROUPS
+    groups = in_features >> 5
+    sums = o.room(64 * MANY)  # or of BLOCK_ROWS for each stream
+    num_blocks = rows.rounded_up(BLOCK_ROWS)
+    with o.loop(streams * (num_blocks * BLOCK_ROWS)) as index:
+        (sums + index * 64).store(o.number(0.0, F32X16))
+    with o.loop(groups.rounded_up(_GROUPS)) as panels, o.loop(streams) as stream:
+        first = panels * _GROUPS
+        inside = (groups - first).smaller(_GROUPS)
+        here = tile + stream * distance + panels * panel
+        with o.loop(inside) as place:
+            group = READERS[name](here, inside, place)
+            unpacked = _Unpacked(o, order, group)
+            unpacked.put(place, group)
+        with o.loop(num_blocks) as blocks:
+            block = blocks * BLOCK_ROWS
+            block_rows = (rows - block).smaller(BLOCK_ROWS)
+            stride = block_rows * record_bytes
+            records = acts + block * row_bytes + first * stride
+            totals = sums + (stream * BLOCK_ROWS + block) * 64
+            pieces, step = _pieces(block_rows)
+            with o.loop(pieces) as piece:
+                row = piece * step
+
+                def add(number: int) -> None:
+                    """The products of the panel with `number` rows."""
+                    with o.loop(inside) as place:
+                        with o.when((block + row).equals(0)):  # while memory would have nothing to do
+                            (here + place * share).fetch(AHEAD, share)
+                        unpacked.add(place, records + row * record_bytes + place * stride, totals + row * 64, number)
+
+                counts = range(1, MOST_ROWS + 1)
+                o.switch((block_rows - row).smaller(step), {number: partial(add, number) for number in counts})
+    with o.loop(streams) as stream, o.loop(rows) as row:
+        finish(stream, row, (sums + (stream * BLOCK_ROWS + row) * 64).f32())

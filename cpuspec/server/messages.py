@@ -1,0 +1,302 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, translated to a conversation in OpenAI's spelling and back.
+
+Sources: Anthropic's Messages API reference (bodies, order of stream events); llama.cpp issue 20623 (the billing header).
+"""
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.engine import Output
+from cpuspec.metrics import RequestStats
+from cpuspec.server.chat import ChatPrompt, chat_prompt, said
+from cpuspec.server.errors import RequestError
+from cpuspec.server.figures import log_figures, stats_of
+from cpuspec.server.gate import context_of
+from cpuspec.server.model import Answers, ServedModel, gather
+from cpuspec.server.parsing import Piece
+from cpuspec.server.replies import EventStream, event, json_response, unless_gone
+from cpuspec.server.schema import Body
+from cpuspec.server.server import server_of
+
+router = APIRouter()
+
+# Claude Code's first system block: it changes with every request and tells the model nothing, and no prefix would ever be shared.
+_BILLING_HEADER = "x-anthropic-billing-header"
+
+
+class CountBody(Body):
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None  # ignored without a format
+    # Ignored.
+    cache_control: Any = None
+    context_management: Any = None
+    mcp_servers: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+
+class MessagesBody(CountBody):
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    # Ignored.
+    container: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesBody, request: Request) -> Response:
+    """Answer a conversation."""
+    server, context = server_of(request), context_of(request)
+    model = server.model(body.model)
+    stops = tuple(text for text in body.stop_sequences or () if text)
+    given = {
+        "temperature": body.temperature,
+        "top_k": body.top_k,
+        "top_p": body.top_p,
+        "max_tokens": body.max_tokens,
+        "stop": stops,
+    }
+    params: SamplingParams = model.params({name: value for name, value in given.items() if value is not None})
+    prompt = await model.in_worker(partial(_prompt, model, body))
+    answers = Answers(model, context.client, context.id, prompt.wanted(params))
+    head: dict[str, Any] = {
+        "id": f"msg_{context.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": server.names[0],
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+    if body.stream:
+        return EventStream(_events(prompt, answers, head, stops, context.figures), answers, request, context.id)
+    return await unless_gone(request, _message(prompt, answers, head, stops, context.figures), answers)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountBody, request: Request) -> Response:
+    """How many tokens the prompt of such a conversation has."""
+    model = server_of(request).model(body.model)
+    prompt = await model.in_worker(partial(_prompt, model, body))
+    return json_response({"input_tokens": len(prompt.ids)})
+
+
+def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
+    if (body.output_config or {}).get("format") is not None:
+        raise RequestError("output_config.format is not supported; leave it out", "output_config")
+    listed: list[dict[str, Any]] = []
+    blocks = [{"type": "text", "text": body.system}] if isinstance(body.system, str) else body.system or []
+    texts = [_block_text(block, "system") for block in blocks]
+    if system := "\n\n".join(text for text in texts if text and not text.startswith(_BILLING_HEADER)):
+        listed.append({"role": "system", "content": system})
+    for number, message in enumerate(body.messages):
+        listed += _translated(number, message)
+    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ())]
+    variables = {"enable_thinking": body.thinking.get("type") != "disabled"} if body.thinking else {}
+    return chat_prompt(model, listed, tools, _tool_choice(body.tool_choice), variables)
+
+
+def _block_text(block: Mapping[str, Any], where: str) -> str:
+    text = block.get("text")
+    if block.get("type") != "text" or not isinstance(text, str):
+        raise RequestError(f"{where} has a block of type {str(block.get('type'))[:40]!r}; this model takes texts only", where)
+    return text
+
+
+def _translated(number: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A message as one or more in OpenAI's spelling: results of tools are messages of their own."""
+    role, content, where = message.get("role"), message.get("content"), f"messages.{number}"
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{where}.role is user or assistant, got {str(role)[:40]!r}", where)
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise RequestError(f"{where}.content must be a text or a list of blocks", where)
+    found: list[dict[str, Any]] = []
+    texts: list[str] = []
+    reasoning, calls = "", []
+    for block in content:
+        match block.get("type"):
+            case "tool_result":
+                result = block.get("content") or ""
+                if isinstance(result, list):
+                    result = "\n".join(_block_text(part, where) for part in result if isinstance(part, dict))
+                found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": str(result)})
+            case "tool_use":
+                function: dict[str, Any] = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case "thinking":
+                reasoning += str(block.get("thinking") or "")
+            case "redacted_thinking":
+                pass  # nobody but its maker can read it
+            case _:
+                texts.append(_block_text(block, where))
+    if texts or calls or not found:
+        own: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+        if reasoning:
+            own["reasoning_content"] = reasoning
+        if calls:
+            own["tool_calls"] = calls
+        found.append(own)
+    return found
+
+
+def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise RequestError(f"tools.{number} is of type {str(tool['type'])[:40]!r}, which this server cannot run", "tools")
+    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any] | None) -> Any:
+    kind = (choice or {"type": "auto"}).get("type")
+    if kind == "tool" and choice is not None:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    known = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in known:
+        raise RequestError(f"tool_choice.type is auto, any, tool or none, got {str(kind)[:40]!r}", "tool_choice")
+    return known[kind]
+
+
+def _usage(stats: RequestStats) -> dict[str, Any]:
+    return {
+        "input_tokens": stats.num_prompt_tokens - stats.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": stats.num_cached_tokens,
+        "output_tokens": stats.num_new_tokens,
+    }
+
+
+def _ending(prompt: ChatPrompt, last: Output, token_ids: Sequence[int], stops: Sequence[str], has_calls: bool) -> dict[str, Any]:
+    """Why the answer ended, and with which stop sequence."""
+    if last.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    tokenizer = prompt.model.llm.tokenizer
+    if stops and token_ids and token_ids[-1] not in tokenizer.eos_ids:
+        text = tokenizer.decode(token_ids)
+        found = min((stop for stop in stops if stop in text), key=text.find, default=None)
+        if found is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": found}
+    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+
+
+async def _message(
+    prompt: ChatPrompt, answers: Answers, head: dict[str, Any], stops: Sequence[str], figures: dict[str, Any]
+) -> Response:
+    (output,) = await gather(answers)
+    found = said(prompt, output.text)
+    content: list[dict[str, Any]] = []
+    if found.reasoning:
+        content.append({"type": "thinking", "thinking": found.reasoning, "signature": ""})
+    if found.content or not found.calls:
+        content.append({"type": "text", "text": found.content})
+    content += [{"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)} for call in found.calls]
+    stats = stats_of([output])
+    figures |= log_figures(stats)
+    ending = _ending(prompt, output, output.token_ids, stops, bool(found.calls))
+    return json_response({**head, "content": content, **ending, "usage": _usage(stats[0])})
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; empty where the model wrote no object, as it does when its tokens run out."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "arguments": ("input_json_delta", "partial_json"),
+}
+
+
+async def _events(
+    prompt: ChatPrompt, answers: Answers, head: dict[str, Any], stops: Sequence[str], figures: dict[str, Any]
+) -> AsyncGenerator[str]:
+    blocks = _Blocks(prompt)
+    usage = {"input_tokens": len(prompt.ids), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+    yield _named({"type": "message_start", "message": {**head, "usage": usage}})
+    parser, token_ids = prompt.parser(), []
+    pieces = parser.push(prompt.prefix)
+    async for _, output in answers.outputs():
+        token_ids += output.token_ids
+        pieces += parser.push(output.text)
+        if output.finish_reason is not None:
+            pieces += parser.finish()
+        for piece in pieces:
+            for one in blocks.show(piece):
+                yield one
+        pieces = []
+        if output.finish_reason is not None:
+            for one in blocks.close():
+                yield one
+            stats = stats_of([output])
+            figures |= log_figures(stats)
+            ending = _ending(prompt, output, token_ids, stops, parser.num_calls > 0)
+            yield _named({"type": "message_delta", "delta": ending, "usage": _usage(stats[0])})
+    yield _named({"type": "message_stop"})
+
+
+class _Blocks:
+    """The content blocks of a stream: one is open at a time, and each piece belongs to one."""
+
+    def __init__(self, prompt: ChatPrompt) -> None:
+        self._prompt = prompt
+        self._number = -1
+        self._open: tuple[str, int] | None = None  # kind of its pieces, and call
+
+    def show(self, piece: Piece) -> list[str]:
+        """The events of a piece."""
+        kind = "arguments" if piece.kind == "call" else piece.kind
+        events = [] if self._open == (kind, piece.call) else [*self.close(), self._begin(kind, piece)]
+        if piece.kind != "call":
+            name, key = _DELTAS[kind]
+            events.append(self._delta({"type": name, key: piece.text}))
+        return events
+
+    def close(self) -> list[str]:
+        """The events that end the open block."""
+        if self._open is None:
+            return []
+        signed = [self._delta({"type": "signature_delta", "signature": ""})] if self._open[0] == "reasoning" else []
+        self._open = None
+        return [*signed, _named({"type": "content_block_stop", "index": self._number})]
+
+    def _begin(self, kind: str, piece: Piece) -> str:
+        self._open, self._number = (kind, piece.call), self._number + 1
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif kind == "arguments":
+            block = {"type": "tool_use", "id": self._prompt.call_id(), "name": piece.text, "input": {}}
+        return _named({"type": "content_block_start", "index": self._number, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return _named({"type": "content_block_delta", "index": self._number, "delta": delta})
+
+
+def _named(value: dict[str, Any]) -> str:
+    return event(value, value["type"])

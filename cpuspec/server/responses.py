@@ -1,0 +1,290 @@
+"""OpenAI's `/v1/responses`, stateless: every request brings the whole conversation, as Codex's do.
+
+Source: OpenAI's API reference for bodies, and for the order of stream events.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cpuspec.engine.engine import Output
+from cpuspec.errors import CpuspecError
+from cpuspec.metrics import RequestStats, epoch_s
+from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text
+from cpuspec.server.errors import RequestError
+from cpuspec.server.figures import log_figures, stats_of
+from cpuspec.server.gate import context_of
+from cpuspec.server.model import Answers, ServedModel, gather
+from cpuspec.server.parsing import Piece
+from cpuspec.server.replies import EventStream, as_request_error, event, json_response, unless_gone
+from cpuspec.server.schema import Body
+from cpuspec.server.server import server_of
+
+router = APIRouter()
+
+
+class ResponsesBody(Body):
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    reasoning: dict[str, Any] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    text: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    top_p: float | None = None
+    # Refused where they ask for something.
+    background: bool | None = None
+    conversation: Any = None
+    previous_response_id: str | None = None
+    prompt: Any = None
+    top_logprobs: int | None = None
+    # Ignored.
+    client_metadata: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    metadata: Any = None
+    moderation: Any = None
+    parallel_tool_calls: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    stream_options: Any = None
+    truncation: Any = None
+    user: Any = None
+
+
+_REFUSED = {
+    "background": "answers are computed while the client waits",
+    "conversation": "the server keeps no conversations; send the whole of it as input",
+    "previous_response_id": "the server keeps no responses; send the whole conversation as input",
+    "prompt": "the server keeps no prompts; send it as input",
+    "top_logprobs": "log-probabilities come with chat completions only",
+}
+
+
+@router.post("/v1/responses")
+async def responses(body: ResponsesBody, request: Request) -> Response:
+    """Answer a conversation."""
+    server, context = server_of(request), context_of(request)
+    model = server.model(body.model)
+    asked = body.model_dump(include=set(_REFUSED))
+    for name, why in _REFUSED.items():
+        if asked[name]:
+            raise RequestError(f"{name} is not supported: {why}", name)
+    if ((body.text or {}).get("format") or {"type": "text"}).get("type") != "text":
+        raise RequestError("text.format is not supported; wanted text", "text")
+    given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
+    params = model.params({name: value for name, value in given.items() if value is not None})
+    prompt = await model.in_worker(partial(_prompt, model, body))
+    answers = Answers(model, context.client, context.id, prompt.wanted(params))
+    head = {
+        "id": f"resp_{context.id}",
+        "object": "response",
+        "created_at": epoch_s(),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "model": server.names[0],
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+        "metadata": {},
+    }
+    if body.stream:
+        return EventStream(_events(prompt, answers, head, context.figures), answers, request, context.id)
+    return await unless_gone(request, _whole(prompt, answers, head, context.figures), answers)
+
+
+def _prompt(model: ServedModel, body: ResponsesBody) -> ChatPrompt:
+    listed: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    reasoning = ""
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        match item.get("type", "message"):
+            case "message":
+                message = {"role": item.get("role"), "content": content_text(item.get("content"), where)}
+                if reasoning and message["role"] == "assistant":
+                    message["reasoning_content"], reasoning = reasoning, ""
+                listed.append(message)
+            case "reasoning":
+                reasoning = "".join(str(part.get("text") or "") for part in item.get("content") or () if isinstance(part, dict))
+            case "function_call":
+                if not listed or listed[-1]["role"] != "assistant":
+                    listed.append({"role": "assistant", "content": ""} | ({"reasoning_content": reasoning} if reasoning else {}))
+                    reasoning = ""
+                function = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
+                listed[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+            case "function_call_output":
+                result = content_text(item.get("output"), where)
+                listed.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": result})
+            case kind:
+                raise RequestError(f"{where} is of type {str(kind)[:40]!r}, which this model cannot read", "input")
+    # Tools that OpenAI runs itself (web search, images) and groups of them do not exist here; agents name them all the same.
+    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
+    effort = (body.reasoning or {}).get("effort")
+    variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return chat_prompt(model, listed, tools, body.tool_choice, variables)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
+
+
+def _usage(prompt: ChatPrompt, stats: RequestStats, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    reasoning = "".join(part["text"] for item in items if item["type"] == "reasoning" for part in item["content"])
+    return {
+        "input_tokens": stats.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": stats.num_cached_tokens},
+        "output_tokens": stats.num_new_tokens,
+        "output_tokens_details": {"reasoning_tokens": len(prompt.model.llm.tokenizer.encode(reasoning, add_special=False))},
+        "total_tokens": stats.num_prompt_tokens + stats.num_new_tokens,
+    }
+
+
+def _ended(prompt: ChatPrompt, head: Mapping[str, Any], last: Output, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The response object at its end."""
+    (stats,) = stats_of([last])
+    complete = last.finish_reason != "length"
+    return {
+        **head,
+        "status": "completed" if complete else "incomplete",
+        "incomplete_details": None if complete else {"reason": "max_output_tokens"},
+        "output": list(items),
+        "usage": _usage(prompt, stats, items),
+    }
+
+
+async def _whole(prompt: ChatPrompt, answers: Answers, head: dict[str, Any], figures: dict[str, Any]) -> Response:
+    (output,) = await gather(answers)
+    figures |= log_figures(stats_of([output]))
+    items, parser = _Items(prompt), prompt.parser()
+    for piece in [*parser.push(prompt.prefix + output.text), *parser.finish()]:
+        items.show(piece)
+    items.close("completed" if output.finish_reason != "length" else "incomplete")
+    return json_response(_ended(prompt, head, output, items.done))
+
+
+async def _events(prompt: ChatPrompt, answers: Answers, head: dict[str, Any], figures: dict[str, Any]) -> AsyncGenerator[str]:
+    number = 0
+
+    def numbered(value: Mapping[str, Any]) -> str:
+        nonlocal number
+        number += 1
+        return event({**value, "sequence_number": number - 1}, str(value["type"]))
+
+    yield numbered({"type": "response.created", "response": head})
+    yield numbered({"type": "response.in_progress", "response": head})
+    items, parser = _Items(prompt), prompt.parser()
+    pieces = parser.push(prompt.prefix)
+    try:
+        async for _, output in answers.outputs():
+            pieces += parser.push(output.text)
+            if output.finish_reason is not None:
+                pieces += parser.finish()
+            for piece in pieces:
+                for one in items.show(piece):
+                    yield numbered(one)
+            pieces = []
+            if output.finish_reason is not None:
+                figures |= log_figures(stats_of([output]))
+                complete = output.finish_reason != "length"
+                for one in items.close("completed" if complete else "incomplete"):
+                    yield numbered(one)
+                kind = "response.completed" if complete else "response.incomplete"
+                yield numbered({"type": kind, "response": _ended(prompt, head, output, items.done)})
+    except CpuspecError as error:
+        told = {"code": as_request_error(error).kind, "message": str(error)}
+        yield numbered({"type": "response.failed", "response": {**head, "status": "failed", "error": told}})
+
+
+class _Items:
+    """The output items of a response: one is open at a time, and each piece belongs to one. done: those that are complete."""
+
+    def __init__(self, prompt: ChatPrompt) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._prompt = prompt
+        self._open: tuple[str, int] | None = None  # kind of its pieces, and call
+        self._item: dict[str, Any] = {}
+        self._text = ""
+
+    def show(self, piece: Piece) -> list[dict[str, Any]]:
+        """The events of a piece."""
+        kind = "arguments" if piece.kind == "call" else piece.kind
+        events = [] if self._open == (kind, piece.call) else [*self.close("completed"), *self._begin(kind, piece)]
+        if piece.kind != "call":
+            self._text += piece.text
+            events.append({**self._where(f"{self._name()}.delta"), "delta": piece.text} | self._no_logprobs())
+        return events
+
+    def close(self, status: str) -> list[dict[str, Any]]:
+        """The events that end the open item."""
+        if self._open is None:
+            return []
+        text, events = self._text, []
+        if self._open[0] == "arguments":
+            self._item["arguments"] = text
+            events.append({**self._where(f"{self._name()}.done"), "arguments": text, "name": self._item["name"]})
+        else:
+            self._item["content"] = [self._part(text)]
+            events.append({**self._where(f"{self._name()}.done"), "text": text} | self._no_logprobs())
+            events.append({**self._where("response.content_part.done"), "part": self._part(text)})
+        self._item["status"] = status
+        events.append({"type": "response.output_item.done", "output_index": len(self.done), "item": dict(self._item)})
+        self.done.append(self._item)
+        self._open = None
+        return events
+
+    def _begin(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
+        self._open, self._text = (kind, piece.call), ""
+        if kind == "arguments":
+            own = {"type": "function_call", "call_id": self._prompt.call_id(), "name": piece.text, "arguments": ""}
+            self._item = {"id": f"fc_{uuid4().hex}", **own}
+        elif kind == "reasoning":
+            self._item = {"id": f"rs_{uuid4().hex}", "type": "reasoning", "summary": [], "content": []}
+        else:
+            self._item = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "content": []}
+        self._item["status"] = "in_progress"
+        events = [{"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._item)}]
+        if kind != "arguments":
+            events.append({**self._where("response.content_part.added"), "part": self._part("")})
+        return events
+
+    def _name(self) -> str:
+        assert self._open is not None, "a delta belongs to an open item"
+        names = {"arguments": "function_call_arguments", "reasoning": "reasoning_text", "content": "output_text"}
+        return f"response.{names[self._open[0]]}"
+
+    def _where(self, kind: str) -> dict[str, Any]:
+        place: dict[str, Any] = {"type": kind, "item_id": self._item["id"], "output_index": len(self.done)}
+        return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
+
+    def _no_logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self._item["type"] == "message" else {}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self._item["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,250 @@
+"""Keys and values of prefixes in files: one line of JSON, then the bytes of their blocks. Files are trusted in nothing.
+
+The line names the model, its arithmetic and the layout (`BlockAccess.identity`), the tokens, and a checksum. A file that does not
+fit is refused: other keys and values than those that the model would compute are wrong answers.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from cpuspec.checkpoints.fields import Fields, parse_json_object
+from cpuspec.environment import who_else_writes
+from cpuspec.errors import CacheError, CheckpointError, ConfigError
+from cpuspec.files import replacing
+from cpuspec.formats.tensor import U8
+from cpuspec.model.cache import KVCache
+
+ROOT = b""  # the key of no tokens
+
+_FORMAT = 1  # version of the files
+_SUFFIX = ".prefix"
+_MAX_TOKEN_BYTES = 12  # of the text of an id, with what separates it from the next
+_MAX_OTHER_BYTES = 1000  # of the rest of the line
+_ABANDONED_S = 3600.0  # an unfinished file that nobody has written to for this long has no writer any more
+
+_log = logging.getLogger(__name__)
+
+
+class PrefixPart(NamedTuple):
+    """Tokens in a row with their keys and values. parent: the key of the tokens before them."""
+
+    parent: bytes
+    tokens: list[int]
+    blocks: list[U8]
+
+
+def prefix_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Names the tokens that `parent` names, and then `tokens`: a hash of all of them."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class PrefixFiles:
+    """Writes and reads parts of prefixes of one cache. vocab_size: token ids are below it."""
+
+    def __init__(self, cache: KVCache, vocab_size: int) -> None:
+        assert cache.blocks, "asked of caches that have blocks only"
+        self._cache, self._blocks, self._vocab_size = cache, cache.blocks, vocab_size
+        self._identity = hashlib.sha256(repr((cache.blocks.identity, cache.blocks.size)).encode()).hexdigest()[:32]
+
+    def name(self, key: bytes) -> str:
+        """The name of the file of a block: files of other models and layouts have other names."""
+        return f"{self._identity}-{key.hex()}{_SUFFIX}"
+
+    def key_of(self, name: str) -> bytes | None:
+        """The key in a name that `name` gave for this cache; None for other names."""
+        identity, _, key = name.removesuffix(_SUFFIX).partition("-")
+        with suppress(ValueError):
+            if name.endswith(_SUFFIX) and identity == self._identity:
+                return bytes.fromhex(key)
+        return None
+
+    def write(self, path: Path, part: PrefixPart) -> None:
+        """Put a part in the place of `path`. Raises OSError."""
+        checksum = hashlib.blake2b(prefix_key(part.parent, part.tokens), digest_size=16)
+        for block in part.blocks:
+            checksum.update(block.data)
+        head = {
+            "cpuspec": "prefix",
+            "format": _FORMAT,
+            "identity": self._identity,
+            "parent": part.parent.hex(),
+            "tokens": part.tokens,
+            "bytes": sum(block.nbytes for block in part.blocks),
+            "blake2b": checksum.hexdigest(),
+        }
+        with replacing(path, mode=0o600) as file:  # it holds a prompt
+            file.write(json.dumps(head).encode() + b"\n")
+            for block in part.blocks:
+                file.write(block.data)
+
+    def read(self, path: Path) -> PrefixPart:
+        """The part in a file. Raises CacheError for a file that is missing, damaged, or not of this model and layout."""
+        return self._open(path, with_blocks=True)
+
+    def read_tokens(self, path: Path) -> PrefixPart:
+        """The part in a file without its blocks, whose bytes are not looked at. Raises CacheError as `read` does."""
+        return self._open(path, with_blocks=False)
+
+    def _open(self, path: Path, with_blocks: bool) -> PrefixPart:
+        try:
+            if not path.is_file():  # opening a named pipe would wait for a writer for ever
+                raise CacheError(f"{path} is not a file; wanted keys and values that were saved before")
+            with path.open("rb") as file:
+                return self._read(file, path, with_blocks)
+        except OSError as error:
+            raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
+        except CheckpointError as error:
+            raise CacheError(f"{error}; it is no file of saved keys and values, or it is damaged") from error
+        except ValueError as error:
+            raise CacheError(f"{str(path)!r} cannot be read: {error}") from error
+
+    def _read(self, file: BinaryIO, path: Path, with_blocks: bool) -> PrefixPart:
+        capacity, per_token = self._cache.capacity, self._cache.bytes_per_token
+        line = file.readline(_line_bytes(capacity))
+        head = Fields(str(path), parse_json_object(line, str(path)))
+        if head.text("cpuspec", "") != "prefix" or head.integer("format", 0) != _FORMAT:
+            raise CacheError(f"{path} holds no keys and values in format {_FORMAT}; save them again with this version")
+        if head.text("identity") != self._identity:
+            raise CacheError(
+                f"{path} holds keys and values of another model, KV format, processor or version of cpuspec; "
+                "prefill the prompt again and save it"
+            )
+        tokens, parent = head.items("tokens"), head.text("parent")
+        if not 1 <= len(tokens) <= capacity or len(tokens) % self._blocks.step:
+            wanted = f"1 to {capacity}, in steps of {self._blocks.step}"
+            raise CacheError(f"{path} has {len(tokens)} tokens; wanted {wanted}: raise context_length, or the file is damaged")
+        ids = [token for token in tokens if type(token) is int and 0 <= token < self._vocab_size]
+        if len(ids) != len(tokens):
+            raise CacheError(f"{path} has tokens that are no ids in [0, {self._vocab_size}); it is damaged")
+        wanted_bytes, got_bytes = len(ids) * per_token, os.fstat(file.fileno()).st_size - len(line)
+        if not head.integer("bytes") == wanted_bytes == got_bytes:
+            raise CacheError(f"{path} has {got_bytes} bytes of keys and values; wanted {wanted_bytes} for {len(ids)} tokens")
+        blocks: list[U8] = []
+        if with_blocks:
+            checksum, size = hashlib.blake2b(prefix_key(bytes.fromhex(parent), ids), digest_size=16), self._blocks.size
+            for start in range(0, len(ids), size):
+                block = np.empty(self._cache.block_shape(min(size, len(ids) - start)), np.uint8)
+                if file.readinto(block.data) != block.nbytes:  # type: ignore[attr-defined]
+                    raise CacheError(f"{path} became shorter while it was read")
+                checksum.update(block.data)
+                blocks.append(block)
+            if checksum.hexdigest() != head.text("blake2b"):
+                raise CacheError(f"{path} is damaged: its tokens, keys and values do not agree with their checksum")
+        return PrefixPart(bytes.fromhex(parent), ids, blocks)
+
+
+class PrefixDirectory:
+    """A directory of blocks that several models and processes may share. The longest unused files leave first.
+
+    Nothing that happens to a file is an error: a block that cannot be written or read is computed again.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Make the directory if need be, for this user alone: its files hold prompts. Raises ConfigError."""
+        self.num_read = self.num_written = self.num_refused = 0
+        self._path, self._max_bytes, self._room = path, max_bytes, 0
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if others := who_else_writes(path.stat()):
+                _log.warning("the prefix cache %s %s; if you trust nobody, choose a directory of yours", path, others)
+        except OSError as error:
+            raise ConfigError(f"the prefix cache {path} cannot be used: {error.strerror or error}") from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files in it, other models' and other processes' included."""
+        return sum(size for _, _, size in self._files())
+
+    def parts(self, files: PrefixFiles) -> dict[bytes, PrefixPart]:
+        """The parts that files of this cache hold, by key, without their blocks."""
+        found = {}
+        for _, path, _ in self._files():
+            if key := files.key_of(path.name):
+                with suppress(CacheError):
+                    part = files.read_tokens(path)
+                    if prefix_key(part.parent, part.tokens) == key:
+                        found[key] = part
+        return found
+
+    def read(self, files: PrefixFiles, key: bytes) -> U8 | None:
+        """The block of that key; None if the file is gone, or is damaged, which removes it."""
+        path = self._path / files.name(key)
+        try:
+            part = files.read(path)
+            if prefix_key(part.parent, part.tokens) != key or len(part.blocks) != 1:
+                raise CacheError(f"{path} holds other tokens than its name says")
+        except CacheError as error:
+            if path.exists():
+                self.num_refused += 1
+                _log.warning("%s; it is removed, and its tokens are computed again", error)
+                self.remove(files, key)
+            return None
+        self.num_read += 1
+        self.touch(files, key)
+        return part.blocks[0]
+
+    def write(self, files: PrefixFiles, part: PrefixPart) -> bool:
+        """Write a block, removing others if the directory would be too large; returns whether that worked."""
+        key, num_bytes = (
+            prefix_key(part.parent, part.tokens),
+            sum(block.nbytes for block in part.blocks) + _line_bytes(len(part.tokens)),
+        )
+        try:
+            if self._room < num_bytes:
+                self._make_room(num_bytes)
+            if self._room < num_bytes:
+                return False
+            self._room -= num_bytes
+            files.write(self._path / files.name(key), part)
+        except OSError as error:
+            _log.warning("the prefix cache %s cannot be written: %s", self._path, error.strerror or error)
+            return False
+        self.num_written += 1
+        return True
+
+    def touch(self, files: PrefixFiles, key: bytes) -> bool:
+        """Note that a block was used just now; returns whether its file is still there."""
+        try:
+            os.utime(self._path / files.name(key))
+        except OSError:
+            return False
+        return True
+
+    def remove(self, files: PrefixFiles, key: bytes) -> None:
+        """Remove a block's file."""
+        with suppress(OSError):
+            (self._path / files.name(key)).unlink()
+
+    def _files(self) -> Iterator[tuple[int, Path, int]]:
+        """When each file was used last, in ns; the file, unfinished ones included, and its bytes."""
+        with suppress(OSError):
+            for path in self._path.glob(f"*{_SUFFIX}*"):
+                with suppress(OSError):  # another process may have removed it
+                    status = path.stat()
+                    yield status.st_mtime_ns, path, status.st_size
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove the longest unused files until that many bytes fit, if they ever do."""
+        files = sorted(self._files())
+        kept = sum(size for _, _, size in files)
+        for used_ns, path, size in files:
+            unfinished = path.suffix != _SUFFIX
+            if time.time() - used_ns / 1e9 > _ABANDONED_S if unfinished else kept + num_bytes > self._max_bytes:
+                path.unlink(missing_ok=True)
+                kept -= size
+        self._room = self._max_bytes - kept
+
+
+def _line_bytes(num_tokens: int) -> int:
+    """The most bytes that the line of a file may have."""
+    return num_tokens * _MAX_TOKEN_BYTES + _MAX_OTHER_BYTES

@@ -1,0 +1,148 @@
+"""The prefix cache over the real kernels: no answer depends on what was there already, wherever that came from."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.llm import LLM, Completion
+from cpuspec.errors import CacheError, ConfigError
+from tests.backends.models import every_backend
+from tools.make_tiny_model import make_tiny_gguf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "context_length": 1024}
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0),
+    "sampled": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0, temperature=1.0, seed=7),
+}
+SPECS = ("none", "auto", "suffix", "self:mxfp4", "suffix,DRAFT@3")
+TOKEN_BYTES = 2 * 2 * 32 * 2  # of the target: layers, keys and values, dimensions, f16
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    make_tiny_gguf(directory / "plain.gguf", num_layers=2, **SMALL)
+    make_tiny_gguf(directory / "windows.gguf", "gemma3", num_layers=2, window=40, **SMALL)
+    make_tiny_gguf(directory / "draft.gguf", seed=1, num_layers=1, **SMALL)
+    return directory
+
+
+@pytest.fixture
+def opened(models: Path) -> Iterator[Callable[..., LLM]]:
+    """Opens LLMs and closes them."""
+    llms = []
+
+    def load(spec: str = "none", model: str = "plain", **settings: Any) -> LLM:
+        spec = spec.replace("DRAFT", str(models / "draft.gguf"))
+        llms.append(LLM(models / f"{model}.gguf", spec, **{"threads": 1, "max_sequences": 2, **settings}))
+        return llms[-1]
+
+    yield load
+    for llm in llms:
+        llm.close()
+
+
+def conversations() -> list[list[int]]:
+    """Prompts that begin alike: turns of two conversations over one system prompt, and another."""
+    rng = np.random.default_rng(5)
+
+    def text(size: int) -> list[int]:
+        return rng.integers(3, 300, size).tolist()  # type: ignore[no-any-return]
+
+    system, other = text(300), text(90)
+    first = [*system, *text(40)]
+    second = [*first, *text(25)]
+    return [first, [*system[:270], *text(60)], second, [*other, *text(50)], [*second, *text(30)], [*other, *other, 5]]
+
+
+def shown(answers: list[Completion]) -> list[Any]:
+    return [(answer.token_ids, answer.logprobs) for answer in answers]
+
+
+@pytest.mark.parametrize("how", PARAMS)
+@pytest.mark.parametrize(("spec", "model"), [*((spec, "plain") for spec in SPECS), ("self:mxfp4", "windows")])
+def test_an_answer_is_that_of_a_fresh_model_whatever_the_cache_holds(
+    opened: Callable[..., LLM], tmp_path: Path, spec: str, model: str, how: str
+) -> None:
+    prompts, params = conversations(), PARAMS[how]
+    expected = []
+    for prompt in prompts:
+        with opened(spec, model) as fresh:
+            expected += shown(fresh.generate([prompt], params))
+    bounds = {"roomy": 1.0, "tight": 150 * TOKEN_BYTES / 1e9, "nothing": 0}
+    for name, gb in bounds.items():
+        directory = {} if name == "roomy" else {"prefix_cache_dir": str(tmp_path / name)}
+        with opened(spec, model, prefix_cache_gb=gb, **directory) as llm:
+            one_by_one = [llm.generate([prompt], params)[0] for prompt in prompts]
+            again = llm.generate(prompts[::-1], params)[::-1]
+            assert shown(one_by_one) == expected, f"one after the other, {name}"
+            assert shown(again) == expected, f"together, {name}"
+            assert sum(answer.stats.num_cached_tokens for answer in one_by_one) > 900
+            for stats in llm.prefix_stats():
+                assert stats.limit_bytes is not None
+                assert stats.kept_bytes <= stats.limit_bytes
+        if directory:
+            with opened(spec, model, prefix_cache_gb=gb, **directory) as llm:
+                restarted = llm.generate(prompts, params)
+                assert shown(restarted) == expected, f"after a start, {name}"
+                assert restarted[0].stats.num_cached_tokens > 330
+                assert llm.prefix_stats()[-1].num_blocks_refused == 0
+
+
+def test_outputs_and_totals_say_how_much_was_cached(opened: Callable[..., LLM]) -> None:
+    llm, (first, _, second, *_) = opened(prefix_cache_gb=0.01), conversations()
+    assert [output.num_cached_tokens for output in llm.stream(first, max_tokens=3, ignore_eos=True)] == [0, 0, 0]
+    assert {output.num_cached_tokens for output in llm.stream(second, max_tokens=3, ignore_eos=True)} == {len(first)}
+    (stats,) = llm.prefix_stats()
+    assert (stats.name, stats.num_prompt_tokens, stats.num_cached_tokens) == ("target", len(first) + len(second), len(first))
+    assert stats.kept_bytes > 0
+    llm.forget_prefixes()
+    assert llm.prefix_stats()[0].kept_bytes == 0
+    assert llm.generate([second], max_tokens=1)[0].stats.num_cached_tokens == 0
+
+
+def test_models_of_a_chain_share_the_memory(opened: Callable[..., LLM]) -> None:
+    draft, target = opened("DRAFT", prefix_cache_gb=0.003).prefix_stats()
+    assert (draft.limit_bytes, target.limit_bytes) == (1_000_000, 2_000_000)  # of one layer, and of two
+
+
+def test_a_prefix_is_saved_and_restored(opened: Callable[..., LLM], models: Path, tmp_path: Path) -> None:
+    first, *_, last = conversations()
+    llm = opened()
+    expected = llm.generate([first], PARAMS["greedy"])
+    assert llm.save_prefix(first, tmp_path / "saved") == 336  # of 340, in steps of 16
+    with pytest.raises(CacheError, match="nothing to save; run the prompt first"):
+        llm.save_prefix(last, tmp_path / "other")
+    with pytest.raises(CacheError, match=r"gone.* cannot be written: No such file or directory"):
+        llm.save_prefix(first, tmp_path / "gone" / "saved")
+    other = opened()
+    assert other.restore_prefix(tmp_path / "saved") == 336
+    answers = other.generate([first], PARAMS["greedy"])
+    assert shown(answers) == shown(expected)
+    assert answers[0].stats.num_cached_tokens == 336
+    for wrong in ({"kv_format": "int8"}, {"model": "windows"}, {"spec": "none", "context_length": 300}):
+        with pytest.raises(CacheError, match=r"another model, KV format, processor or version|raise context_length"):
+            opened(**wrong).restore_prefix(tmp_path / "saved")
+
+
+@every_backend(["numpy", "torch"])
+def test_a_backend_that_promises_no_row_invariance_reuses_nothing_unless_told_to(
+    opened: Callable[..., LLM], name: str, tmp_path: Path
+) -> None:
+    first, *_ = conversations()
+    for settings, cached in (({}, 0), ({"prefix_cache_gb": 1}, len(first))):
+        llm = opened(backend=name, **settings)
+        answers = [llm.generate([prompt], max_tokens=2)[0] for prompt in (first, [*first, 5])]
+        assert [answer.stats.num_cached_tokens for answer in answers] == [0, cached]
+    with pytest.raises(CacheError, match=f"the {name} backend keeps no keys and values outside of running requests"):
+        llm.save_prefix(first, tmp_path / "saved")
+
+
+def test_a_directory_that_cannot_be_made_fails_the_start(opened: Callable[..., LLM], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"the prefix cache .*file/below cannot be used: Not a directory"):
+        opened(prefix_cache_dir=str(tmp_path / "file" / "below"))

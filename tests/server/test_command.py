@@ -1,0 +1,64 @@
+"""`cpuspec serve` as a user meets it, before it listens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cpuspec.cli import app as module
+from cpuspec.cli.app import app
+from cpuspec.cli.serve import read_keys
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CPUSPEC_API_KEY", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(module, "show_log", lambda: None)  # other tests' servers would log from then on
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments], prog_name="cpuspec")
+
+
+def test_keys_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_keys(None) == []
+    file = tmp_path / "keys"
+    file.write_text("one\n\n  two \n")
+    assert read_keys(file) == ["one", "two"]
+    monkeypatch.setenv("CPUSPEC_API_KEY", "zero")
+    assert read_keys(None) == ["zero"]
+    assert read_keys(file) == ["zero", "one", "two"]
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", b"\xff\xfe", None])
+def test_a_file_without_keys_is_wrong_usage(tmp_path: Path, content: Any) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(typer.BadParameter, match=r"has no key|cannot be read"):
+        read_keys(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--port", "70000"), "port must be an integer from 0 to 65535"),
+        (("--max-request-s", "0"), "max_request_s must be a number > 0"),
+        (("--drain-s", "-1"), "drain_s must be a number >= 0"),
+        (("--max-new-tokens", "0"), "max_new_tokens must be None or an integer >= 1"),
+        (("--alias", ""), "aliases must be a text or several"),
+    ],
+)
+def test_limits_that_cannot_be_are_wrong_usage(options: tuple[str, ...], wanted: str) -> None:
+    result = run("no-model", *options)
+    assert result.exit_code == 2
+    assert wanted in result.stderr
+
+
+def test_every_setting_of_the_server_is_an_option() -> None:
+    shown = run("--help").stdout
+    for option in ("--host", "--port", "--alias", "--cors", "--max-waiting", "--api-key-file", "--drain-s", "--draft", "--threads"):
+        assert f"{option} " in shown

@@ -1,0 +1,106 @@
+"""Filling the gap between two texts, through `/infill` and through the suffix of a plain completion."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cpuspec import LLM, SamplingParams
+from tests.server.running import Running, load, serving, tiny_model
+from tools.make_tiny_model import make_tiny_hf
+
+MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
+BODY: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "return 1", "n_predict": 8, "temperature": 0, "samplers": ["x"]}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model with the tokens that Qwen2.5-Coder has for this."""
+    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048, vocab_size=512)
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    free = 1 + max([*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])])
+    same = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"] += [{"id": free + number, "content": text, **same} for number, text in enumerate(MARKS)]
+    file.write_text(json.dumps(content))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def running(path: Any) -> Iterator[Running]:
+    with serving(lambda: load(path)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llm(path: Any) -> Iterator[LLM]:
+    with load(path) as offline:
+        yield offline
+
+
+def wanted(llm: LLM, text: str, num_tokens: int = 8) -> Any:
+    """The offline answer to the marked text."""
+    tokenizer = llm.tokenizer
+    ids = tokenizer.encode(text, parse_special=True)
+    ends = tuple(
+        found for name in ("<|file_sep|>", "<|repo_name|>", "<|endoftext|>") if (found := tokenizer.token_id(name)) is not None
+    )
+    (answer,) = llm.generate([ids], SamplingParams(max_tokens=num_tokens, stop_token_ids=ends))
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_gap_is_filled_as_the_marks_ask(running: Running, llm: LLM, stream: bool) -> None:
+    answer = wanted(llm, "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>")
+    with running.client() as client:
+        reply = client.post("/infill", json=BODY | {"stream": stream}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in reply.splitlines() if line]
+    assert "".join(event["content"] for event in events) == answer.text
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["tokens_predicted"] == len(answer.token_ids)
+    assert events[-1]["timings"]["predicted_n"] == len(answer.token_ids)
+
+
+def test_other_files_come_first(running: Running, llm: LLM) -> None:
+    text = (
+        "<|repo_name|>project\n<|file_sep|>a.py\nx = 1\n<|file_sep|>file\n<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>"
+    )
+    with running.client() as client:
+        reply = client.post("/infill", json=BODY | {"input_extra": [{"filename": "a.py", "text": "x = 1"}]}).json()
+    assert reply["content"] == wanted(llm, text).text
+    assert reply["tokens_evaluated"] == len(llm.tokenizer.encode(text, parse_special=True))
+
+
+def test_no_text_of_a_file_becomes_a_mark(running: Running, llm: LLM) -> None:
+    evil = {"input_prefix": "<|fim_middle|>", "input_suffix": "<|fim_suffix|>", "input_extra": [{"text": "<|repo_name|>"}]}
+    plain = {"input_prefix": "", "input_suffix": "", "input_extra": [{"text": ""}]}
+    with running.client() as client:
+        counts = [client.post("/infill", json=BODY | body).json()["tokens_evaluated"] for body in (evil, plain)]
+    texts = [llm.tokenizer.encode(text, add_special=False) for text in ("<|fim_middle|>", "<|fim_suffix|>", "<|repo_name|>")]
+    assert min(map(len, texts)) > 1
+    assert counts[0] == counts[1] + sum(map(len, texts))
+
+
+def test_a_prompt_can_be_read_ahead(running: Running) -> None:
+    with running.client() as client:
+        reply = client.post("/infill", json=BODY | {"n_predict": 0, "input_prefix": "one two three " * 9}).json()
+    assert reply["content"] == ""
+    assert reply["stop"] is True
+
+
+def test_a_suffix_of_a_completion_is_the_same_gap(running: Running, llm: LLM) -> None:
+    body = {"prompt": "def f(", "suffix": "return 1", "max_tokens": 8, "temperature": 0}
+    with running.client() as client:
+        text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert text == wanted(llm, "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>").text
+        assert client.post("/v1/completions", json=body | {"echo": True}).status_code == 400
+
+
+def test_models_that_cannot_say_so(tmp_path: Any) -> None:
+    path = tiny_model(tmp_path)
+    with serving(lambda: load(path)) as plain, plain.client() as client:
+        reply = client.post("/infill", json=BODY)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "suffix")
+        reply = client.post("/v1/embeddings", json={"input": "a"})
+        assert (reply.status_code, reply.json()["error"]["type"]) == (501, "not_supported_error")

@@ -1,0 +1,168 @@
+"""Anthropic's protocol through its official client."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from cpuspec import LLM, SamplingParams
+from cpuspec.config import SamplingDefaults
+from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.test_tools import TEMPLATE
+from tools.make_tiny_model import make_tiny_hf
+
+ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "the cat sat"}]}
+TOOL = {"name": "get_time", "description": "the time", "input_schema": {"type": "object"}}
+USED = [
+    {"role": "user", "content": [{"type": "text", "text": "time?"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "let me see"},
+            {"type": "tool_use", "id": "toolu_1", "name": "get_time", "input": {"zone": "CET"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "noon"}]},
+            {"type": "text", "text": "thanks"},
+        ],
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def running(path: Any) -> Iterator[Running]:
+    with serving(lambda: load(path)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llm(path: Any) -> Iterator[LLM]:
+    with load(path) as offline:
+        yield offline
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+
+def expected(llm: LLM, messages: list[dict[str, Any]], **settings: Any) -> Any:
+    return llm.chat(messages, SamplingParams(**settings))
+
+
+def test_a_greedy_message_is_the_offline_answer(client: anthropic.Anthropic, llm: LLM) -> None:
+    wanted = expected(llm, [{"role": "system", "content": "be brief"}, *ASK["messages"]], max_tokens=12)
+    answer = client.messages.create(system="be brief", max_tokens=12, **ASK)
+    assert [block.text for block in answer.content] == [wanted.text]  # type: ignore[union-attr]
+    assert answer.stop_reason == {"length": "max_tokens", "stop": "end_turn"}[wanted.finish_reason]
+    usage = answer.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == wanted.stats.num_prompt_tokens
+    assert usage.output_tokens == wanted.stats.num_new_tokens
+
+
+def test_a_stream_has_the_events_in_their_order_and_adds_up(client: anthropic.Anthropic, llm: LLM) -> None:
+    wanted = expected(llm, ASK["messages"], max_tokens=12)
+    with client.messages.stream(max_tokens=12, **ASK) as stream:
+        kinds = [event.type for event in stream if event.type not in ("text", "content_block_delta")]
+        final = stream.get_final_message()
+    assert kinds == ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
+    assert [block.text for block in final.content] == [wanted.text]  # type: ignore[union-attr]
+    assert final.usage.output_tokens == wanted.stats.num_new_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_sequence_that_ended_it_is_named(client: anthropic.Anthropic, llm: LLM, stream: bool) -> None:
+    text = expected(llm, ASK["messages"], max_tokens=12).text
+    stops = ["never said", text[4:6]]
+    if stream:
+        with client.messages.stream(max_tokens=12, stop_sequences=stops, **ASK) as events:
+            answer = events.get_final_message()
+    else:
+        answer = client.messages.create(max_tokens=12, stop_sequences=stops, **ASK)
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", text[4:6])
+    assert "".join(block.text for block in answer.content) == text[: text.index(text[4:6])]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_tool_is_used(
+    client: anthropic.Anthropic, running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask: dict[str, Any] = {**ASK, "messages": USED, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_time"}}
+    model = running.server.loaded
+    assert model is not None
+    (brace,) = model.llm.tokenizer.encode("{", add_special=False)
+    # A random model writes no arguments, so that it is made to begin some.
+    biased = SamplingDefaults(temperature=0.0), {"logit_bias": {brace: 100.0}}
+    monkeypatch.setattr(model, "params", lambda given: biased[0].under({**given, **biased[1]}))
+    if stream:
+        with client.messages.stream(max_tokens=1, **ask) as events:
+            seen = list(events)
+        blocks = [event.content_block for event in seen if event.type == "content_block_start"]
+        deltas = [event.delta for event in seen if event.type == "content_block_delta"]
+        assert [delta.partial_json for delta in deltas] == ["{"]
+    else:
+        blocks = client.messages.create(max_tokens=1, **ask).content
+    assert [(block.type, block.name, block.input) for block in blocks] == [("tool_use", "get_time", {})]
+
+
+def test_blocks_reach_the_template_and_count(client: anthropic.Anthropic, llm: LLM) -> None:
+    spelled = [
+        {"role": "system", "content": "a\n\nb"},
+        {"role": "user", "content": "time?"},
+        {
+            "role": "assistant",
+            "content": "let me see",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "toolu_1", "function": {"name": "get_time", "arguments": {"zone": "CET"}}}],
+        },
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "noon"},
+        {"role": "user", "content": "thanks"},
+    ]
+    function = {"name": "get_time", "description": "the time", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": {"parameters": {"type": "object"}, **function}}]
+    wanted = len(llm.tokenizer.encode_chat(spelled, variables={"tools": tools}))
+    for header in ([], [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=0815;"}]):
+        system = [*header, {"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
+        count = client.messages.count_tokens(model="tiny", system=system, messages=USED, tools=[TOOL])  # type: ignore[arg-type]
+        assert count.input_tokens == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "claude-opus"}, 404, "does not exist"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature must be"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "user or assistant"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "texts only"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "cannot run"),
+        ({"tool_choice": {"type": "maybe"}}, 400, "tool_choice.type"),
+        ({"surprise": 1}, 400, "surprise: Extra inputs are not permitted"),
+    ],
+)
+def test_errors_have_anthropics_shape(running: Running, change: dict[str, Any], status: int, message: str) -> None:
+    with running.client() as http:
+        reply = http.post("/v1/messages", json={**ASK, "max_tokens": 3, **change})
+    assert reply.status_code == status, reply.text
+    body = reply.json()
+    assert (body["type"], body["request_id"]) == ("error", reply.headers["x-request-id"])
+    assert message in body["error"]["message"]
+
+
+def test_the_clients_own_errors_are_raised(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(max_tokens=3, **{**ASK, "model": "other"})
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(max_tokens=3, **{**ASK, "messages": []})

@@ -1,0 +1,171 @@
+"""OpenAI's Responses protocol through its official client, and in the order of events that Codex reads."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from cpuspec import LLM, SamplingParams
+from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.test_tools import TEMPLATE
+from tools.make_tiny_model import make_tiny_hf
+
+ASK: dict[str, Any] = {"model": "tiny", "input": "the cat sat", "temperature": 0, "max_output_tokens": 12}
+TOOL = {"type": "function", "name": "get_time", "description": "the time", "parameters": {"type": "object"}, "strict": False}
+# A turn as Codex sends it.
+CODEX = {
+    "model": "tiny",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "what time is it"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}], "encrypted_content": None},
+        {"type": "function_call", "name": "get_time", "arguments": '{"zone": "CET"}', "call_id": "call_1"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "noon"},
+    ],
+    "tools": [TOOL, {"type": "web_search"}, {"type": "namespace", "name": "x", "tools": []}, {"type": "image_generation"}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "abc",
+    "client_metadata": {"x": "y"},
+    "max_output_tokens": 6,
+    "temperature": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def running(path: Any) -> Iterator[Running]:
+    with serving(lambda: load(path)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llm(path: Any) -> Iterator[LLM]:
+    with load(path) as offline:
+        yield offline
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+
+def test_a_greedy_response_is_the_offline_answer(client: openai.OpenAI, llm: LLM) -> None:
+    wanted = llm.chat([{"role": "user", "content": "the cat sat"}], SamplingParams(max_tokens=12))
+    answer = client.responses.create(**ASK)
+    assert answer.output_text == wanted.text
+    assert answer.status == {"length": "incomplete", "stop": "completed"}[wanted.finish_reason]
+    assert answer.usage.total_tokens == wanted.stats.num_prompt_tokens + wanted.stats.num_new_tokens
+
+
+def test_a_stream_has_the_events_in_their_order_and_adds_up(client: openai.OpenAI) -> None:
+    whole = client.responses.create(**ASK)
+    events = list(client.responses.create(**ASK, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events if not event.type.endswith(".delta")]
+    assert kinds == [
+        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+        *("response.output_text.done", "response.content_part.done", "response.output_item.done"),
+        f"response.{whole.status}",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    final = events[-1].response
+    assert (final.output_text, final.usage.output_tokens) == (whole.output_text, whole.usage.output_tokens)
+
+
+def test_a_turn_of_codex_is_answered(running: Running, llm: LLM) -> None:
+    spelled = [
+        {"role": "system", "content": "You are a coding agent."},
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "what time is it"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"function": {"name": "get_time", "arguments": {"zone": "CET"}}}],
+        },
+        {"role": "tool", "content": "noon"},
+    ]
+    function = {"name": "get_time", "description": "the time", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": {"parameters": {"type": "object"}, **function}}]
+    num_tokens = len(llm.tokenizer.encode_chat(spelled, variables={"tools": tools}))
+    with running.client() as http:
+        text = http.post("/v1/responses", json=CODEX).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert events[-1]["type"] in ("response.completed", "response.incomplete")
+    assert events[-1]["response"]["usage"]["input_tokens"] == num_tokens
+    assert all("sequence_number" in event for event in events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_function_is_called(
+    client: openai.OpenAI, running: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = running.server.loaded
+    assert model is not None
+    (brace,) = model.llm.tokenizer.encode("{", add_special=False)
+    made = SamplingParams(max_tokens=1, logit_bias={brace: 100.0})  # a random model is made to begin some arguments
+    monkeypatch.setattr(model, "params", lambda given: made)
+    ask: dict[str, Any] = {**ASK, "tools": [TOOL], "tool_choice": {"type": "function", "name": "get_time"}}
+    if stream:
+        events = list(client.responses.create(**ask, stream=True))
+        kinds = [event.type.removeprefix("response.") for event in events]
+        assert kinds[2:] == [
+            *(
+                "output_item.added",
+                "function_call_arguments.delta",
+                "function_call_arguments.done",
+                "output_item.done",
+                "incomplete",
+            )
+        ]
+        answer = events[-1].response
+    else:
+        answer = client.responses.create(**ask)
+    (call,) = answer.output
+    assert (call.type, call.name, call.arguments) == ("function_call", "get_time", "{")
+    assert call.call_id
+
+
+def test_reasoning_is_an_item_of_its_own(client: openai.OpenAI, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = running.server.loaded
+    assert model is not None
+    # The template opens the reasoning, as those of models do that always reason.
+    monkeypatch.setattr(model.llm.tokenizer, "decode", lambda ids, skip_special=True: "<think>")
+    events = list(client.responses.create(**ASK, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events if event.type != "response.reasoning_text.delta"]
+    assert kinds[2:-1] == [
+        *("output_item.added", "content_part.added", "reasoning_text.done", "content_part.done", "output_item.done")
+    ]
+    assert [item.type for item in events[-1].response.output] == ["reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "keeps no responses"),
+        ({"background": True}, "background is not supported"),
+        ({"input": [{"type": "computer_call"}]}, "cannot read"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "texts only"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"surprise": 1}, "Unrecognized request argument"),
+    ],
+)
+def test_what_cannot_be_answered_is_a_clear_error(running: Running, change: dict[str, Any], message: str) -> None:
+    with running.client() as http:
+        reply = http.post("/v1/responses", json={**ASK, **change})
+    assert reply.status_code == 400, reply.text
+    assert message in reply.json()["error"]["message"]

@@ -1,0 +1,366 @@
+"""Prefixes of finished sequences: used wherever they are, exact, within their bounds, and refused where a file lies."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpuspec.config import SamplingParams
+from cpuspec.errors import CacheError, ConfigError
+from cpuspec.model.cache import KVCache
+from cpuspec.sequence import Sequence
+from cpuspec.speculation import context as context_module
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.prefix_files import PrefixDirectory
+from tests.oracles import RecurrentBackend, ToyBackend
+
+BLOCK = 4
+NO_DRAFT = Draft.chain([], "test")
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_module, "_MANY", 2)
+
+
+def toy(seed: int = 1, max_rows: int = 64) -> ToyBackend:
+    return ToyBackend(seed, memory=2.0, max_rows=max_rows, block_size=BLOCK)
+
+
+def keeping(
+    model: ToyBackend, num_tokens: int, num_slots: int = 2, directory: Path | None = None, disk_bytes: int = 10**6
+) -> Context:
+    context = Context(model, num_slots, 64)
+    files = PrefixDirectory(directory, disk_bytes) if directory else None
+    context.keep_prefixes(num_tokens * context.cache.bytes_per_token, files)
+    return context
+
+
+class Requests:
+    """Runs one sequence after the other, checks its rows, and says how many of its tokens were computed."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._model = context.backend
+        self._number = 0
+
+    def begin(self, tokens: list[int]) -> Sequence:
+        self._number += 1
+        seq = Sequence.new(self._number, tokens, SamplingParams())
+        self.context.acquire(seq)
+        return seq
+
+    def score(self, seq: Sequence) -> int:
+        before = self._model.num_rows  # type: ignore[attr-defined]
+        (output,) = self.context.score([seq], [NO_DRAFT])
+        computed: int = self._model.num_rows - before  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(output.logits[0], self._model.row(seq.tokens))  # type: ignore[attr-defined]
+        return computed
+
+    def run(self, *tokens: int) -> int:
+        seq = self.begin(list(tokens))
+        computed = self.score(seq)
+        self.context.release(seq)
+        return computed
+
+
+def counting(first: int, length: int) -> list[int]:
+    return [(first + i) % 8 for i in range(length)]
+
+
+A, B, C = counting(0, 20), counting(3, 20), counting(5, 20)
+
+
+def test_the_next_turn_goes_on_in_place_and_another_conversation_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests(keeping(toy(), 100))
+    copied: list[int] = []
+    copy = KVCache.copy
+    monkeypatch.setattr(KVCache, "copy", lambda cache, *where: copied.append(where[2]) or copy(cache, *where))
+    assert requests.run(*A) == 20
+    assert requests.run(*A, 4, 4) == 2
+    assert copied == []
+    assert requests.run(*A[:10], *C) == 20
+    assert copied == [10]
+    assert requests.run(*A, 4, 4, 1) == 1
+    assert requests.run(*A[:10], *C, 0) == 1
+    assert copied == [10]
+
+
+def test_what_a_slot_is_taken_from_is_still_there_later() -> None:
+    requests = Requests(keeping(toy(), 200, num_slots=1))
+    for tokens in (A, B, C):
+        assert requests.run(*tokens[:19]) == 19
+    for tokens in (A, B, C):
+        assert requests.run(*tokens, 7) == 3  # 18 of 19 tokens are kept: steps of two
+    assert requests.run(*A[:13], 1, 1) == 2  # within a block
+
+
+def test_what_begins_alike_is_kept_once() -> None:
+    context = keeping(toy(), 1000, num_slots=1)
+    requests = Requests(context)
+    for last in range(6):
+        requests.run(*A, last, last, last, last)
+    context._give_up(0)
+    assert context.kept_bytes == (20 + 6 * 4) * 16
+
+
+def test_the_longest_unused_leaves_first_and_the_bound_holds() -> None:
+    context = keeping(toy(), 48, num_slots=2)
+    requests = Requests(context)
+    for tokens in (A, B, A, C):
+        requests.run(*tokens)
+        assert context.kept_bytes <= 48 * 16
+    assert requests.run(*A) == 1
+    assert requests.run(*C) == 1
+    assert requests.run(*B) > 1
+    assert context.prefix_stats("").num_evictions
+
+
+def test_nothing_is_kept_where_the_bound_is_zero() -> None:
+    context = keeping(toy(), 0)
+    requests = Requests(context)
+    assert [requests.run(*A), requests.run(*A), context.kept_bytes] == [20, 20, 0]
+    first = requests.begin(A)
+    assert requests.score(first) == 20
+    assert requests.score(requests.begin([*A, 1])) == 1  # running ones share
+
+
+def test_rejected_drafts_are_not_kept() -> None:
+    context = keeping(toy(), 100)
+    seq = Sequence.new(0, A, SamplingParams())
+    context.acquire(seq)
+    context.score([seq], [Draft.chain([1, 2, 3, 4, 5, 6], "test")])
+    context.release(seq)
+    assert [len(held) for held in context._held] == [20, 0]
+
+
+@pytest.mark.parametrize("max_bytes", [0, 10**6])
+def test_a_backend_without_row_invariance_shares_only_where_that_was_asked_for(max_bytes: int) -> None:
+    model = toy()
+    model.row_invariant = False
+    context = Context(model, 2, 64)
+    context.keep_prefixes(max_bytes)
+    requests = Requests(context)
+    running = requests.begin(A)
+    assert context.awaits_prefix(Sequence.new(99, A, SamplingParams())) == (max_bytes > 0)
+    assert requests.score(running) == 20
+    shared = 20 if max_bytes else 0
+    assert requests.run(*A, 1) == 21 - shared
+    assert requests.run(*A, 1, 2) == 22 - shared - (shared > 0)
+
+
+def test_a_prefix_that_is_in_the_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_module, "_MANY", 4)
+    context = keeping(toy(), 100, num_slots=3)
+    requests = Requests(context)
+    requests.run(*A)
+    context._give_up(0)
+    requests.begin(A)
+    assert not context.awaits_prefix(Sequence.new(99, A, SamplingParams()))
+    requests.begin(B)
+    assert context.awaits_prefix(Sequence.new(99, B, SamplingParams()))
+
+
+def test_a_cache_without_blocks_keeps_slots_within_the_bound() -> None:
+    model = RecurrentBackend(3, lambda start, end: (start, end), max_rows=64)
+    context = Context(model, 2, 64)
+    context.keep_prefixes(30 * context.cache.bytes_per_token)
+    for number, tokens in enumerate((A, B)):
+        seq = Sequence.new(number, tokens, SamplingParams())
+        context.acquire(seq)
+        context.score([seq], [NO_DRAFT])
+        context.release(seq)
+        assert context.kept_bytes <= 30 * context.cache.bytes_per_token
+    with pytest.raises(CacheError, match="the recurrent backend keeps no keys and values outside of running requests"):
+        context.save_prefix(A, Path("nowhere"))
+
+
+@pytest.mark.parametrize("limit", [0, 10, 30, 100])
+@pytest.mark.parametrize("disk_bytes", [0, 2500, 10**6])
+def test_rows_are_those_of_a_run_from_scratch_whatever_is_kept_where(tmp_path: Path, limit: int, disk_bytes: int) -> None:
+    """Requests that begin alike, several at once, under tiny bounds; evictions, saved files, and starts over one directory."""
+    rng = np.random.default_rng(limit + disk_bytes)
+    model, directory, saved = toy(max_rows=7), tmp_path / "blocks" if disk_bytes else None, tmp_path / "saved"
+
+    def start() -> Requests:
+        return Requests(keeping(model, limit, int(rng.integers(1, 4)), directory, disk_bytes))
+
+    def new_prompt() -> list[int]:
+        return [*A[: rng.choice([3, 8, 13])], *B[: rng.integers(0, 9)], *rng.integers(0, 3, rng.integers(1, 6)).tolist()]
+
+    requests, alive = start(), list[Sequence]()
+    for action in rng.choice(
+        ["arrive", "step", "depart", "restart", "save", "restore", "forget"], 200, p=[0.35, 0.2, 0.3, 0.06, 0.04, 0.04, 0.01]
+    ):
+        context, prompt = requests.context, new_prompt()
+        if action == "arrive" and context.num_free_slots:
+            alive.append(requests.begin(prompt))
+            requests.score(alive[-1])
+        elif action == "step":
+            for seq in alive:
+                seq.extend([int(rng.integers(0, 8))])
+                requests.score(seq)
+        elif action == "depart" and alive:
+            context.release(alive.pop(rng.integers(len(alive))))
+        elif action == "restart":
+            while alive:
+                context.release(alive.pop())
+            context.spill()
+            requests = start()
+        elif action == "forget":
+            context.forget_prefixes()
+        elif action in ("save", "restore") and context._store:
+            with suppress(CacheError):  # nothing is there
+                assert (context.save_prefix(prompt, saved) if action == "save" else context.restore_prefix(saved)) % 2 == 0
+        assert requests.context.kept_bytes <= limit * 16
+        assert sum(file.stat().st_size for file in directory.iterdir()) <= disk_bytes if directory else True
+
+
+# -------------------------------------------------------------------------------------------------------------------- on the disk
+
+
+def test_a_start_finds_what_the_last_one_left(tmp_path: Path) -> None:
+    context = keeping(toy(), 30, directory=tmp_path)
+    requests = Requests(context)
+    for tokens in (A, B, C):
+        requests.run(*tokens[:19])
+    context.spill()
+    again = Requests(keeping(toy(), 30, directory=tmp_path))
+    assert [again.run(*tokens, 7) for tokens in (C, A, B)] == [3, 3, 3]  # 18 of the 19 tokens
+    assert Requests(keeping(toy(2), 30, directory=tmp_path)).run(*A, 7) == 21  # another model
+    stats = again.context.prefix_stats("target")
+    assert (stats.num_blocks_read, stats.num_prompt_tokens, stats.num_cached_tokens) == (15, 63, 54)
+
+
+def test_a_prefix_that_grew_replaces_its_shorter_file(tmp_path: Path) -> None:
+    context = keeping(toy(), 0, directory=tmp_path)
+    requests = Requests(context)
+    requests.run(*A[:7])
+    assert len(list(tmp_path.iterdir())) == 2  # 4 tokens, and 2 of the other 2
+    requests.run(*A[:9])
+    assert len(list(tmp_path.iterdir())) == 2
+    assert requests.run(*A[:9]) == 1
+
+
+def test_the_directory_keeps_what_was_used_last(tmp_path: Path) -> None:
+    requests = Requests(keeping(toy(), 0, directory=tmp_path, disk_bytes=4000))
+    for tokens in (A, B, C, A, counting(6, 20)):
+        requests.run(*tokens)
+    assert 2000 < requests.context.prefix_stats("").disk_bytes <= 4000
+    assert requests.run(*A, 1) < 21
+
+
+def test_an_unfinished_file_is_removed_when_its_writer_must_be_gone(tmp_path: Path) -> None:
+    abandoned, written = tmp_path / "a.prefix.1-2", tmp_path / "b.prefix.1-3"
+    for path in (abandoned, written):
+        path.write_bytes(b"half")
+    os.utime(abandoned, (0, 0))
+    Requests(keeping(toy(), 0, directory=tmp_path)).run(*A)
+    assert (abandoned.exists(), written.exists()) == (False, True)
+
+
+def test_a_directory_that_cannot_be_made_is_a_clear_error_and_one_that_cannot_be_written_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"the prefix cache .*file.* cannot be used"):
+        PrefixDirectory(tmp_path / "file" / "below", 100)
+    requests = Requests(keeping(toy(), 0, directory=tmp_path / "there"))
+    assert (tmp_path / "there").stat().st_mode & 0o077 == 0
+    monkeypatch.setattr("cpuspec.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with caplog.at_level(logging.WARNING):
+        assert [requests.run(*A), requests.run(*A)] == [20, 20]
+    assert "cannot be written: No space left on device" in caplog.text
+
+
+def edited(**changes: object) -> Callable[[bytes], bytes]:
+    """What a file becomes when fields of its line are changed."""
+
+    def edit(content: bytes) -> bytes:
+        line, _, rest = content.partition(b"\n")
+        return json.dumps({**json.loads(line), **changes}).encode() + b"\n" + rest
+
+    return edit
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda content: b"", "is not sound JSON"),
+    "no JSON": (lambda content: b"\0" * 5000, "is not sound JSON"),
+    "another object": (lambda content: b"{}\n", "holds no keys and values in format 1"),
+    "truncated": (lambda content: content[:-1], "bytes of keys and values; wanted"),
+    "longer": (lambda content: content + b"x", "bytes of keys and values; wanted"),
+    "a changed byte": (lambda content: content[:-1] + bytes([content[-1] ^ 1]), "do not agree with their checksum"),
+    "another checksum": (edited(blake2b="00"), "do not agree with their checksum"),
+    "another model": (edited(identity="0" * 32), "another model, KV format, processor or version"),
+    "another version": (edited(format=2), "holds no keys and values in format 1"),
+    "more tokens than bytes": (edited(tokens=[0] * 24), "bytes of keys and values; wanted"),
+    "other tokens": (edited(tokens=[0] * 18), "do not agree with their checksum"),
+    "no tokens": (edited(tokens=[]), "has 0 tokens; wanted 1 to 64"),
+    "a million tokens": (edited(tokens=[0] * 10**6), "is not sound JSON"),
+    "more tokens than the context": (edited(tokens=[0] * 66), "has 66 tokens; wanted 1 to 64"),
+    "a broken step": (edited(tokens=[0] * 17), "has 17 tokens; wanted 1 to 64, in steps of 2"),
+    "ids beyond the vocabulary": (edited(tokens=[8] * 18), "no ids in"),
+    "huge ids": (edited(tokens=[10**40] * 18), "no ids in|is not sound JSON"),
+    "ids that are no numbers": (edited(tokens=[True] * 18), "no ids in"),
+    "tokens that are no array": (edited(tokens="0"), "tokens is '0', wanted an array"),
+    "bytes below zero": (edited(bytes=-288), "bytes of keys and values; wanted"),
+    "a parent that is no key": (edited(parent="xyz"), "cannot be read"),
+    "another parent": (edited(parent="00"), "do not agree with their checksum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_saved_prefix_that_lies_is_refused(tmp_path: Path, damage: str) -> None:
+    context = keeping(toy(), 100)
+    Requests(context).run(*A[:19])
+    assert context.save_prefix([*A, 5], tmp_path / "saved") == 18
+    change, message = DAMAGES[damage]
+    (tmp_path / "saved").write_bytes(change((tmp_path / "saved").read_bytes()))
+    fresh = keeping(toy(), 100)
+    with pytest.raises(CacheError, match=message):
+        fresh.restore_prefix(tmp_path / "saved")
+    assert Requests(fresh).run(*A, 5) == 21
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_block_on_the_disk_that_lies_is_computed_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    context = keeping(toy(), 100, directory=tmp_path)
+    Requests(context).run(*A[:19])
+    context.spill()
+    change, _ = DAMAGES[damage]
+    known = keeping(toy(), 100, directory=tmp_path)  # knows the files from before they were damaged
+    for path in tmp_path.iterdir():
+        path.write_bytes(change(path.read_bytes()))
+    with caplog.at_level(logging.WARNING):
+        assert Requests(known).run(*A, 5) == 21
+    assert "it is removed, and its tokens are computed again" in caplog.text
+    assert Requests(keeping(toy(), 100, directory=tmp_path)).run(*A, 5) == 21
+
+
+def test_a_saved_prefix_is_restored(tmp_path: Path) -> None:
+    context = keeping(toy(), 100)
+    requests = Requests(context)
+    with pytest.raises(CacheError, match="nothing to save; run the prompt first"):
+        context.save_prefix(A, tmp_path / "saved")
+    requests.run(*A)
+    assert context.save_prefix([*A[:11], 7, 7, 7], tmp_path / "saved") == 10
+    assert (tmp_path / "saved").stat().st_mode & 0o077 == 0
+    fresh = keeping(toy(), 100)
+    assert fresh.restore_prefix(tmp_path / "saved") == 10
+    assert Requests(fresh).run(*A) == 10
+    context = keeping(toy(), 0, directory=tmp_path / "blocks")
+    Requests(context).run(*A[:8])
+    beginning, middle = sorted((tmp_path / "blocks").iterdir(), key=lambda path: b'"parent": ""' not in path.read_bytes())
+    assert fresh.restore_prefix(beginning) == 4
+    with pytest.raises(CacheError, match="holds the middle of a prefix; wanted a file that save_prefix wrote"):
+        fresh.restore_prefix(middle)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "gone", "a\0b"):
+        with pytest.raises(CacheError, match=r"is not a file|cannot be read"):
+            fresh.restore_prefix(tmp_path / name)
