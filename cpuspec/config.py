@@ -285,8 +285,12 @@ def _ids(value: object) -> tuple[int, ...]:
 
 def _schema(value: object) -> str:
     """A JSON schema as JSON text, of a text or of what such a text stands for; the order of properties is kept."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("not a schema")
     try:
-        return _text(value if isinstance(value, str) else json.dumps(value, allow_nan=False))
+        return json.dumps(dict(value), allow_nan=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
