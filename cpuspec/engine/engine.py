@@ -12,6 +12,7 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
 from cpuspec.errors import ConfigError
+from cpuspec.grammar import Grammars
 from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
@@ -30,7 +31,7 @@ class Output:
     token_texts: what each token added to the text. Text that may begin a stop string, and half a character, come with a later
     token. token_sources: the level that drafted each token, "" for the target's own. cycles: of each round the verifications that
     it took, the target's last. num_read_tokens: where `Request.shows_progress`, in outputs without tokens: those of the prompt that
-    have been read, the cached ones included.
+    have been read, the cached ones included. error: why a request was aborted, where its own settings are the reason.
     """
 
     request_id: int
@@ -44,6 +45,7 @@ class Output:
     token_sources: list[str] = field(default_factory=list)
     cycles: list[tuple[Cycle, ...]] = field(default_factory=list)
     num_read_tokens: int | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Engine:
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in proposer.levels)]
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer)
         self._scheduler = Scheduler(context.prompt_rows, context.backend.max_rows)
         self._requests: dict[int, Request] = {}
         self._ready: list[Output] = []  # outputs that a failed step leaves for the next one to return
@@ -100,7 +103,7 @@ class Engine:
         that read on in the prompt return outputs with `num_read_tokens`. Raises ConfigError as `check` does.
         """
         self.check(prompt, params)
-        seq = Sequence.new(next(self._ids), prompt, params)
+        seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params))
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(shown=shown), params.stop)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
@@ -110,7 +113,10 @@ class Engine:
         return Request(seq, text, meter, end_ids, max_length, max_drafted, shows_progress)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
-        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context."""
+        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
+
+        And for a grammar that cannot be compiled; one that was not seen lately takes up to a second of the calling thread.
+        """
         vocab_size = self._context.backend.config.vocab_size
         if not len(prompt):
             raise ConfigError("the prompt is empty; give at least one token")
@@ -126,6 +132,7 @@ class Engine:
                 raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
         if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:
             raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
+        self._grammars.constraint(params)
 
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
@@ -211,7 +218,8 @@ class Engine:
 
     def _commit(self, request: Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
-        seq, new, texts, reason, num_taken = request.seq, done.verdict.tokens, [""] * len(done.verdict.tokens), None, 0
+        seq, new, reason, num_taken, error = request.seq, done.verdict.tokens, None, 0, None
+        texts = [""] * len(new)
         before = len(seq.tokens) - len(new)
         for num_taken, token in enumerate(new, 1):
             if token in request.end_ids:
@@ -220,6 +228,11 @@ class Engine:
             texts[num_taken - 1] = request.text.push(token)
             if request.text.stopped:
                 reason = "stop"
+                break
+            path = seq.tokens[seq.num_prompt_tokens : before + num_taken]
+            if seq.constraint and seq.constraint.legal(path) is None:
+                reason = "stop" if seq.constraint.accepts(path) else "aborted"
+                error = None if reason == "stop" else "the grammar leads nowhere here, or is too complex; simplify it"
                 break
             if before + num_taken == request.max_length:
                 reason = "length"
@@ -235,8 +248,10 @@ class Engine:
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        texts, stats = texts[:num_taken], request.meter.stats()
-        return Output(seq.id, "".join(texts), new[:num_taken], chosen, reason, stats, num_cached, texts, sources, cycles)
+        return Output(
+            seq.id, "".join(texts[:num_taken]), new[:num_taken], chosen, reason, request.meter.stats(), num_cached,
+            texts[:num_taken], sources, cycles, error=error,
+        )  # fmt: skip
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)

@@ -209,7 +209,8 @@ class LLM:
         """Yield one output a step; the last one carries finish_reason and stats.
 
         The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; its figures are then
-        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`.
+        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`. Raises
+        CpuspecError behind the last output of a request whose grammar leads nowhere.
         """
         (one,) = _read_params(params, settings, 1)
         if one.n != 1:
@@ -351,7 +352,10 @@ class LLM:
     def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Output]:
         request_id = self._shared.submit(prompt, params)
         try:
-            yield from self._shared.outputs(request_id)
+            for output in self._shared.outputs(request_id):
+                yield output
+                if output.error:
+                    raise CpuspecError(output.error)
         finally:
             self._shared.drop(request_id)
 
@@ -407,7 +411,9 @@ def _completion(parts: list[Output], index: int) -> Completion:
     last = parts[-1]
     assert last.finish_reason is not None, "the last output of a request has a finish reason"
     if last.finish_reason == "aborted":
-        raise CpuspecError("this answer was broken off when a call of another thread was interrupted or failed; ask again")
+        raise CpuspecError(
+            last.error or "this answer was broken off when a call of another thread was interrupted or failed; ask again"
+        )
     assert last.stats is not None, "the last output of a request has stats"
     return Completion(
         text="".join(part.text for part in parts),

@@ -290,6 +290,7 @@ def _merged(outputs: list[Output]) -> Output:
         [source for one in outputs for source in one.token_sources],
         [cycles for one in outputs for cycles in one.cycles],
         last.num_read_tokens,
+        last.error,
     )
 
 

@@ -64,7 +64,7 @@ class ChainProposer:
                 path.cycles += done.cycles
                 path.probs += done.verdict.probs or ()
                 path.sources += [source or self.name for source in done.token_sources]
-                path.cut_where_unsure(done)
+                path.cut(done)
             drafting, chunks = [path for path in drafting if path.num_missing > 0], []
         return [path.retracted(self.name) for path in paths]
 
@@ -106,7 +106,9 @@ class ChainProposer:
         return seq.num_output_tokens >= seq.num_prompt_tokens // self.context.backend.max_rows
 
     def _room(self, seq: Sequence) -> int:
-        """How many tokens the context can draft: none once the sequence holds a token that the model has no row for."""
+        """How many tokens the context can draft: none behind the grammar's end, or a token that the model has no row for."""
+        if seq.constraint and seq.legal() is None:
+            return 0
         num_known = self.context.backend.config.vocab_size
         if num_known < self.context.vocab_size and max(seq.tokens) >= num_known:
             return 0
@@ -137,14 +139,19 @@ class _Path:
         """Draft nothing."""
         self._end = self._start
 
-    def cut_where_unsure(self, done: Round) -> None:
-        """End the draft with the first of the newest tokens whose row is unsure."""
-        if not self._min_confidence:
+    def cut(self, done: Round) -> None:
+        """End the draft with the first of the newest tokens whose row is unsure, or that ends the answer by the grammar."""
+        constraint = self.seq.constraint
+        if not self._min_confidence and constraint is None:
             return
         num_new = len(done.verdict.tokens)
-        first = len(self.seq.tokens) - num_new
+        first, output = len(self.seq.tokens) - num_new, self.seq.output
         for i in range(num_new):
-            if confidence(done.logits(i)) < self._min_confidence:
+            path = output[: len(output) - num_new + i]
+            unsure = self._min_confidence and (
+                confidence(done.logits(i), constraint.legal(path) if constraint else None) < self._min_confidence
+            )
+            if unsure or (constraint and constraint.legal([*path, done.verdict.tokens[i]]) is None):
                 self._end = first + i + 1
                 return
 

@@ -86,6 +86,18 @@ class Draft:
         """For each node the level that drafted its token, [n]."""
         return self.sources or (self.source,) * len(self)
 
+    def only(self, nodes: Sequence[int]) -> "Draft":
+        """Some of its nodes, in their order, each with its parent. Drawn tokens are never left out."""
+        assert self.probs is None, "a draw that is left out changes the distribution of the output"
+        place = {-1: -1, **{node: number for number, node in enumerate(nodes)}}
+        return replace(
+            self,
+            tokens=self.tokens[nodes],
+            parents=np.array([place[parent] for parent in self.parents[nodes].tolist()], np.int32),
+            confidence=None if self.confidence is None else self.confidence[nodes],
+            sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
+        )
+
     def tokens_to(self, node: int) -> list[int]:
         """The drafted tokens from the first one to `node`; none for -1."""
         path: list[int] = []
