@@ -217,13 +217,21 @@ class LLM:
         self._shared.aborted_stats = None
         return self._stream(self._prompt_ids(prompt), one)
 
-    def submit(self, prompt: Seq[int], params: SamplingParams, receiver: Receiver, shown: abc.Set[int] = frozenset()) -> int:
+    def submit(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        receiver: Receiver,
+        shown: abc.Set[int] = frozenset(),
+        prediction: Seq[int] = (),
+    ) -> int:
         """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
 
         receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
-        tokens whose names are part of the text. Raises ConfigError as `check` does.
+        tokens whose names are part of the text. prediction: token ids that the answer may repeat, as a file that it edits does:
+        the drafters `ngram` and `suffix` copy from them, and no answer depends on them. Raises ConfigError as `check` does.
         """
-        return self._shared.submit(prompt, params, receiver, shown)
+        return self._shared.submit(prompt, params, receiver, shown, prediction)
 
     def drop(self, request_id: int) -> None:
         """Forget a request of `submit`; one that runs is aborted before the next step, and its receiver is called no more."""

@@ -37,9 +37,9 @@ class ChatPrompt:
         calls = self.model.tool_format.parser(self.tool_names) if self.tool_names else None
         return AnswerParser(thinking=self.thinking, calls=calls)
 
-    def wanted(self, params: SamplingParams) -> list[Wanted]:
-        """The answers to compute."""
-        return [Wanted(self.ids, one) for one in answer_params(params)]
+    def wanted(self, params: SamplingParams, prediction: Sequence[int] = ()) -> list[Wanted]:
+        """The answers to compute. prediction: token ids that they may repeat."""
+        return [Wanted(self.ids, one, prediction) for one in answer_params(params)]
 
     def call_id(self) -> str:
         """An id for a tool call, such as the model's template takes."""

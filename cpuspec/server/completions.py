@@ -12,14 +12,14 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
 from cpuspec.metrics import epoch_s
-from cpuspec.server.chat import ChatPrompt, chat_prompt, said
+from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, said
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, log_figures, stats_of, timings, usage
 from cpuspec.server.gate import context_of
 from cpuspec.server.model import Answers, ServedModel, Wanted, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
-from cpuspec.server.schema import ChatBody, CompletionBody, SamplingBody, sampling_params
+from cpuspec.server.schema import ChatBody, CompletionBody, Prediction, SamplingBody, sampling_params
 from cpuspec.server.server import server_of
 
 router = APIRouter()
@@ -41,12 +41,21 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables)
     prompt = await model.in_worker(work)
     check_number(model, params.n)
-    wanted = prompt.wanted(params)
+    wanted = prompt.wanted(params, await model.in_worker(partial(_predicted, model, body.prediction)))
     answers = Answers(model, context.client, context.id, wanted)
     head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server.names[0]}
     if body.stream:
         return EventStream(_chat_events(body, prompt, answers, head, context.figures), answers, request, context.id)
     return await unless_gone(request, _chat(body, prompt, answers, head, context.figures), answers)
+
+
+def _predicted(model: ServedModel, prediction: Prediction | None) -> list[int]:
+    """Token ids of OpenAI's predicted output."""
+    if prediction is None:
+        return []
+    text = content_text(prediction.content, "prediction")
+    model.check_text(len(text))
+    return model.llm.tokenizer.encode(text, add_special=False)[: model.llm.context_length]
 
 
 def chat_params(model: ServedModel, body: ChatBody) -> SamplingParams:

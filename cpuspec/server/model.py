@@ -54,10 +54,11 @@ class FillTokens:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One answer to compute."""
+    """One answer to compute. prediction: token ids that it may repeat."""
 
     prompt: list[int]
     params: SamplingParams
+    prediction: Sequence[int] = ()
 
 
 @dataclass
@@ -235,7 +236,8 @@ class Answers:
         one, model = self.wanted[number], self._model
         self.meters[number].start()
         try:
-            self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, partial(self._take, number))
+            take = partial(self._take, number)
+            self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, one.prediction, take)
         except CpuspecError as error:
             self.fail(error)
             return

@@ -37,9 +37,11 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name="cpuspec-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], on_output: OnOutput) -> int:
+    def submit(
+        self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], prediction: abc.Sequence[int], on_output: OnOutput
+    ) -> int:
         """Queue a prompt; returns the request's id. `on_output` is called in the event loop. Raises ConfigError."""
-        request_id = self._llm.submit(prompt, params, partial(self._receive, on_output), shown)
+        request_id = self._llm.submit(prompt, params, partial(self._receive, on_output), shown, prediction)
         self._wake.set()
         return request_id
 
