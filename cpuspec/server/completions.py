@@ -15,7 +15,7 @@ from cpuspec.metrics import epoch_s
 from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, said
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, log_figures, stats_of, timings, usage
-from cpuspec.server.gate import context_of
+from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, Wanted, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
@@ -30,8 +30,8 @@ _MOST_LOGPROBS = 20
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    server, context = server_of(request), context_of(request)
-    model = server.model(body.model)
+    context = context_of(request)
+    model = await model_of(request, body.model)
     if body.response_format and body.response_format.type != "text":
         raise RequestError(f"response_format {body.response_format.type[:40]!r} is not supported; wanted text", "response_format")
     params = chat_params(model, body)
@@ -43,7 +43,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     check_number(model, params.n)
     wanted = prompt.wanted(params, await model.in_worker(partial(_predicted, model, body.prediction)))
     answers = Answers(model, context.client, context.id, wanted)
-    head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server.names[0]}
+    head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server_of(request).shown_name(model)}
     if body.stream:
         return EventStream(_chat_events(body, prompt, answers, head, context.figures), answers, request, context.id)
     return await unless_gone(request, _chat(body, prompt, answers, head, context.figures), answers)
@@ -169,8 +169,8 @@ def _reason(output: Output, has_calls: bool) -> str:
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several, or fill the gap between a prompt and a suffix."""
-    server, context = server_of(request), context_of(request)
-    model = server.model(body.model)
+    context = context_of(request)
+    model = await model_of(request, body.model)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
     if body.echo and body.logprobs is not None:
@@ -191,7 +191,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     wanted = [Wanted(prompt, one) for prompt in prompts for one in answer_params(params)]
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
     answers = Answers(model, context.client, context.id, wanted)
-    head = {"id": f"cmpl-{context.id}", "object": "text_completion", "created": epoch_s(), "model": server.names[0]}
+    head = {
+        "id": f"cmpl-{context.id}",
+        "object": "text_completion",
+        "created": epoch_s(),
+        "model": server_of(request).shown_name(model),
+    }
     if body.stream:
         return EventStream(_text_events(body, model, answers, echoes, head, context.figures), answers, request, context.id)
     return await unless_gone(request, _texts(body, model, answers, echoes, head, context.figures), answers)

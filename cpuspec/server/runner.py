@@ -86,6 +86,13 @@ class Runner:
                 self._wake.clear()
 
 
+async def beside(function: Callable[[], _T]) -> _T:
+    """What the function returns, called in a thread of its own, which a process that ends does not wait for."""
+    future: Future[_T] = Future()
+    threading.Thread(target=_answer, args=(future, function), name="cpuspec-load", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
 def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
     if future.set_running_or_notify_cancel():
         try:
