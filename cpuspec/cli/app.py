@@ -256,7 +256,7 @@ def serve(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...",
+            metavar="MODEL",
             help=f"{options.MODEL_HELP} Of several, the first is loaded at the start, others when they are first asked for.",
             autocompletion=options.complete_model,
         ),
@@ -274,7 +274,7 @@ def serve(
     running: options.Running,
     serving: ServerConfig,
 ) -> None:
-    """Serve a model over HTTP to clients of OpenAI's API. It listens to this machine alone unless --host says more.
+    """Serve models over HTTP to clients of OpenAI's and Anthropic's APIs. It listens to this machine alone unless --host says more.
 
     Each request has a line of JSON on stderr, without its texts. SIGTERM or Ctrl-C ends it when running answers are done.
     """

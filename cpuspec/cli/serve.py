@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,10 +33,21 @@ def read_keys(file: Path | None) -> list[str]:
 
 
 def prefix_directory(given: str | None) -> str | None:
-    """Where prefixes go that do not fit in memory: the directory that was given, for `none` nowhere, by default one of our own."""
-    if given is None:
-        return str(cache_dir() / "prefixes")
-    return None if given == "none" else given
+    """Where prefixes go that do not fit in memory: the directory that was given, for `none` nowhere, by default one of our own.
+
+    Our own is left out, with a note, where it cannot be written; that of a user must be usable.
+    """
+    if given is not None:
+        return None if given == "none" else given
+    own = cache_dir() / "prefixes"
+    try:
+        own.mkdir(0o700, parents=True, exist_ok=True)
+        usable = os.access(own, os.W_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        note(f"warning: {own} cannot be written, so prefixes stay in memory; name a --prefix-cache-dir, or none")
+    return str(own) if usable else None
 
 
 def check_directory(path: str | None) -> None:
