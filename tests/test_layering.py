@@ -28,11 +28,13 @@ LAYERS = (
     ("sampling",),
     ("sequence",),
     ("metrics",),
+    ("load",),
     ("speculation",),
     ("engine",),
     ("evaluate",),
     ("",),
     ("server",),
+    ("batch",),
     ("cli",),
     ("__main__",),
 )
@@ -58,6 +60,7 @@ HOMES = {
     "uvicorn": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"server"},
+    "h11": {"load"},
     "optimum": set(),
     "pickle": set(),
     "environment variables": {"environment"},
@@ -189,7 +192,7 @@ def test_a_module_in_its_place_is_not_accused(module: str, source: str) -> None:
 
 HEAVY = (
     *("numpy", "numba", "llvmlite", "torch", "transformers", "onnx", "onnxruntime", "tokenizers", "jinja2", "typer", "rich"),
-    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"),
+    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "h11"),
 )
 
 

@@ -1,5 +1,6 @@
 """The options of the commands, and how their values become settings. Options of settings come from the settings' declaration."""
 
+import json
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -196,6 +197,17 @@ def read_logit_bias(entries: list[str] | None) -> dict[int, float]:
             raise ConfigError(f"logit_bias names token {token_id} twice")
         biases[token_id] = value
     return biases
+
+
+def read_object(text: str | None) -> dict[str, Any]:
+    """The JSON object of `--extra-body`, an empty one if there is none. Raises BadParameter for anything else."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"--extra-body takes a JSON object; got {text!r}")
+    return value
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

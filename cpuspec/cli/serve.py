@@ -74,4 +74,5 @@ def run_server(models: "Mapping[str, tuple[Callable[[], LLM], int]]", config: Se
     note(f"listening on {address}, loading {name}")
     if not (keys or ipaddress.ip_address(host).is_loopback):
         note("warning: whoever reaches this address can use the model; give a key with --api-key-file")
-    asyncio.run(serve(server, loaders[name].load, listener, lambda: note(f"ready: {address}/v1 speaks OpenAI's protocol")))
+    said = f"ready: chat at {address}, OpenAI's protocol at {address}/v1"
+    asyncio.run(serve(server, loaders[name].load, listener, lambda: note(said)))

@@ -3,7 +3,8 @@
 A query's positions are taken in chunks of CHUNK, counted from its sequence's start. Each chunk gives a partial result: its largest
 score, the sum of its weights exp(score - largest), and the values' sum under these weights. Partials are merged in the order of
 the chunks. So the order of every sum depends on the query's own positions alone, while chunks may go to several threads, and
-up to QUERIES queries (rows of one sequence, and the query heads that share a key head) walk over a chunk together.
+up to QUERIES queries (rows of one sequence, and the query heads that share a key head) walk over a chunk together. Where they are
+many, keys and values are widened to f32 once for all of them, a panel at a time.
 
 A layer with a window shows a query its last positions only; they are counted along its path. Chunks before them are not walked
 over, and in the first one that is, earlier positions have no weight.
@@ -37,23 +38,30 @@ from cpuspec.kernels import isa, machine_code, simd
 from cpuspec.kernels.layout import MAX_QUERIES, WALK, walk_at
 from cpuspec.kernels.ops import F16, F32, F32X16, I1, I8, I16, I32, I32X16, I64, VOID, Ops, Value, call, fma, vector_of
 from cpuspec.kernels.options import compiled
-from cpuspec.kernels.pointwise import cap_numbers, exp_f32
+from cpuspec.kernels.pointwise import cap_numbers, exp_f32, exp_of_parts, exp_parts
 from cpuspec.kernels.simd import LANES
 
 CHUNK = 256  # positions of a partial
 
-# Vectors of sums that stay in registers beside what they are made of, and queries that share one walk over a chunk.
-_SUMS, QUERIES = (16, MAX_QUERIES) if "avx512f" in isa.features() else (4, 4)
+# How many vectors of sums stay in registers beside what they are made of, queries are multiplied at once, share one walk over a
+# chunk, and make it worth while to widen keys and values to f32 once for all of them.
+_SUMS, _TOGETHER, QUERIES, _MANY = (16, 8, 8, 9) if "avx512f" in isa.features() else (4, 6, MAX_QUERIES, 24)
+
+# What is widened at a time is a panel, which stays in the nearest cache while all queries read it: a block of keys, or of so many
+# positions so many vectors of the values' dimensions.
+_PANEL, _PANEL_POSITIONS, _PANEL_VECTORS = "panel", 128, 2
 
 # Positions whose values are read once for all dimensions, before the next: they stay in the nearest cache. What is next, of values
 # and of keys, is asked for meanwhile.
 _POSITIONS = 32
 
-# The scratch of a thread: a WALK, scores of each query, a gathered chunk, partials.
+# The scratch of a thread: a WALK, scores of each query, powers of one query's scores, a gathered chunk or a panel (which is no
+# larger), partials.
 _QUERIES_AT, _PARTIALS_AT = (WALK.fields[name][1] for name in ("queries", "partials"))  # type: ignore[index]
 _SCORES = WALK.itemsize
 _SCORES_STRIDE = 4 * CHUNK
-_GATHERED = _SCORES + QUERIES * _SCORES_STRIDE
+_POWERS = _SCORES + QUERIES * _SCORES_STRIDE
+_GATHERED = _POWERS + _SCORES_STRIDE
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class _Coding:
     scaled: bool  # whether a group of GROUP dimensions has a scale and a shift (f16)
     read: Callable[[Value], Value]  # address -> f32x16
     write: Callable[[Value], Value]  # f32x16 -> sixteen elements; the numbers of a scaled group are codes already
+    near: bool = False  # whether they lie in the nearest cache already
 
 
 def _to_bf16(values: Value) -> Value:
@@ -79,6 +88,7 @@ def _to_i8(values: Value) -> Value:
 
 _CODINGS: Mapping[str, _Coding] = MappingProxyType(
     {
+        _PANEL: _Coding(4, False, Value.f32, lambda values: values, near=True),
         "f32": _Coding(4, False, Value.f32, lambda values: values),
         "f16": _Coding(2, False, Value.f16, lambda values: values.fptrunc(vector_of(F16))),
         "bf16": _Coding(2, False, Value.bf16, _to_bf16),
@@ -270,6 +280,7 @@ def _memcpy(o: Ops, to: Value, source: Value, size: Value) -> None:
     o.call("llvm.memcpy.p0.p0.i64", VOID, o.value(to.pointer()), o.value(source.pointer()), size, o.number(0, I1))
 
 
+_fetch = simd.operation((types.int64,), types.void, lambda o, at: at.fetch(0, 64, nearest=False))
 _copy = simd.operation((types.int64, types.int64, types.int64), types.void, _memcpy)
 
 
@@ -287,20 +298,29 @@ def _attend(name: str, size: int, header: int, unit: int, windowed: bool, capped
         earliest = earliest // LANES * LANES
         inside = max(0, min(straight - first, longest))
         tree = inside < longest
+        wide = QUERIES >= _MANY and count >= _MANY and not tree  # a panel lies where a tree's positions are gathered
         if tree:
             for place in range(max(inside, earliest), longest):
                 index = simd.peek_i64(path + 8 * (first + place - straight))
                 _copy_position(size, header, row_bytes, stored, gathered, place, head, index)
+        step = _even_step(count)
         for piece in range(1 + tree):
             keys, begin, end = (gathered, inside, longest) if piece else (chunk, 0, inside)
             begin = max(begin, earliest)
             blocks = max(0, end - begin + LANES - 1) // LANES
-            _score(name, count, scratch, keys + begin * row_bytes, row_bytes, dims, blocks, scores + 4 * begin)
+            keys, to = keys + begin * row_bytes, scores + 4 * begin
+            if wide:
+                for block in range(blocks):
+                    _score_panel(name, count, step, scratch, keys + block * LANES * row_bytes, row_bytes, dims, to + 64 * block)
+            else:
+                for number in range(0, count, step):
+                    some, own = min(step, count - number), to + number * _SCORES_STRIDE
+                    _score(name, some, scratch + 8 * number, keys, row_bytes, dims, blocks, own)
         for number in range(count):
             own, start, end = scores + number * _SCORES_STRIDE, _start(walk, number, first, windowed), _end(walk, number, first)
             if capped:
                 cap_numbers(own + 4 * (start // LANES * LANES), end - start // LANES * LANES, walk.caps[0])
-            _weights(own, start, end, walk.partials[number], stored)
+            _weights(own, start, end, scratch + _POWERS, walk.partials[number], stored)
         # In the order of the positions: what each query of a window sees before the others do, what all of them see, and then the
         # ancestors of a tree row, or what each query of a chain sees more.
         heads = count if windowed and not tree else 0
@@ -316,12 +336,26 @@ def _attend(name: str, size: int, header: int, unit: int, windowed: bool, capped
             elif piece > heads:
                 number, many = piece - heads - 1, 1
                 begin, end = together, _end(walk, number, first)
-            for start in range(begin, end, _POSITIONS):
-                row = values + (CHUNK + start) * row_bytes
+            panels = wide and many > 1
+            positions = _PANEL_POSITIONS if panels else _POSITIONS
+            for start in range(begin, end, positions):
+                row, here = values + (CHUNK + start) * row_bytes, min(positions, end - start)
                 weights = scores + number * _SCORES_STRIDE + 4 * start
-                _weigh(name, many, scratch + 8 * number, weights, row, row_bytes, stored, min(_POSITIONS, end - start))
+                if panels:
+                    _weigh_panels(name, count, step, scratch, weights, row, row_bytes, stored, here)
+                else:
+                    for other in range(0, many, step):
+                        some, own = min(step, many - other), weights + other * _SCORES_STRIDE
+                        _weigh(name, some, scratch + 8 * (number + other), own, row, row_bytes, stored, here, 0)
 
     return attend
+
+
+@compiled
+def _even_step(count):
+    """Of `count` queries, how many are multiplied at once: all turns have about as many."""
+    turns = (count + _TOGETHER - 1) // _TOGETHER
+    return (count + turns - 1) // turns
 
 
 @compiled
@@ -354,9 +388,11 @@ def _copy_position(size, header, row_bytes, stored, to, index, source, source_in
 
 
 @compiled
-def _weights(scores, start, end, partial, stored):
+def _weights(scores, start, end, powers, partial, stored):
     """Scores start..end to exp(score - largest) in place, zeros up to whole vectors; begins the partial: no sums yet, the rest
-    complete.
+    complete. powers: room for a chunk's.
+
+    An exponential is a long chain of operations. In two loops, a processor has more of them under way at once.
     """
     first, whole = (start + LANES - 1) // LANES * LANES, end // LANES * LANES
     before, rest = simd.int32(start % LANES), simd.int32(end % LANES)
@@ -381,7 +417,11 @@ def _weights(scores, start, end, partial, stored):
         total = total + weight
         simd.store_f32(scores + 4 * first - 64, weight)
     for at in range(first, whole, LANES):
-        weight = exp_f32(simd.load_f32(scores + 4 * at) - top)
+        r, power = exp_parts(simd.load_f32(scores + 4 * at) - top)
+        simd.store_f32(scores + 4 * at, r)
+        simd.store_f32(powers + 4 * at, power)
+    for at in range(first, whole, LANES):
+        weight = exp_of_parts(simd.load_f32(scores + 4 * at), simd.load_f32(powers + 4 * at))
         total = total + weight
         simd.store_f32(scores + 4 * at, weight)
     if first <= whole < end:
@@ -418,7 +458,8 @@ def _score(typingctx, name, count, walk, keys, row_bytes, dims, blocks, to):
                     found = []
                     for block, scale in zip(here, scales, strict=True):
                         address = block + offset
-                        (address + block_bytes * together).fetch(0, LANES * coding.size)
+                        if not coding.near:
+                            (address + block_bytes * together).fetch(0, LANES * coding.size)
                         key = coding.read(address)
                         found.append(fma(key, *scale) if scale else key)
                     dim = first_dim + index
@@ -451,24 +492,25 @@ def _score(typingctx, name, count, walk, keys, row_bytes, dims, blocks, to):
 
 
 @intrinsic(prefer_literal=True)
-def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, positions):
-    """Add weight * value over `positions` positions to the partials of `count` queries, in the order of the positions."""
+def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, positions, offset):
+    """Add weight * value over `positions` positions to the partials of `count` queries, in the order of the positions: `stored`
+    dimensions, whose sums lie `offset` bytes behind a partial's begin.
+    """
     coding = _CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
         o = Ops(builder)
-        count, walk, weights, rows, row_bytes, stored, positions = map(o.value, args[1:])
+        count, walk, weights, rows, row_bytes, stored, positions, offset = map(o.value, args[1:])
 
         def some(partials: list[Value], first: Value, width: int) -> None:
             """For `width` vectors of dimensions from `first` on."""
-            group = first // GROUP if coding.scaled else o.number(0)
-            scales = rows + group * (4 + GROUP * coding.size)
-            numbers = rows + first * coding.size + (group + 1) * (4 * coding.scaled)
+            scales, numbers = _place(coding, rows, first)
             sums = [[o.variable((partial + first * 4 + 64 * w).f32()) for w in range(width)] for partial in partials]
             with o.loop(positions) as index:
                 row = index * row_bytes
                 here = numbers + row
-                (here + row_bytes * _POSITIONS).fetch(0, width * LANES * coding.size)
+                if not coding.near:
+                    (here + row_bytes * _POSITIONS).fetch(0, width * LANES * coding.size)
                 values = [_value(coding, here, scales + row, w) for w in range(width)]
                 for r, totals in enumerate(sums):
                     weight = (weights + index * 4 + r * _SCORES_STRIDE).every(F32)
@@ -479,13 +521,13 @@ def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, posit
                     (partial + first * 4 + 64 * w).store(total.get())
 
         def body(number: int) -> None:
-            partials = [(walk + (_PARTIALS_AT + 8 * r)).load(I64) for r in range(number)]
+            partials = [(walk + (_PARTIALS_AT + 8 * r)).load(I64) + offset for r in range(number)]
             _in_steps(o, stored // LANES, number, lambda first, n: some(partials, first * LANES, n))
 
         _for_count(o, count, body)
         return context.get_dummy_value()
 
-    return types.void(name, *[types.int64] * 7), codegen
+    return types.void(name, *[types.int64] * 8), codegen
 
 
 def _value(coding: _Coding, numbers: Value, scales: Value, vector: int) -> Value:
@@ -499,10 +541,92 @@ def _value(coding: _Coding, numbers: Value, scales: Value, vector: int) -> Value
     return fma(values, scale, shift)
 
 
+@compiled
+def _score_panel(name, count, step, scratch, keys, row_bytes, dims, to):
+    """Scores of all queries against one block of keys. The next block, and this one's values, are asked for meanwhile."""
+    block_bytes = LANES * row_bytes
+    panel = scratch + _GATHERED
+    _widen_keys(name, keys, dims, panel)
+    for number in range(0, count, step):
+        some = min(step, count - number)
+        for line in range(block_bytes * number // count // 64, block_bytes * (number + some) // count // 64):
+            _fetch(keys + block_bytes + 64 * line)
+            _fetch(keys + CHUNK * row_bytes + 64 * line)
+        _score(_PANEL, some, scratch + 8 * number, panel, row_bytes, dims, 1, to + number * _SCORES_STRIDE)
+
+
+@compiled
+def _weigh_panels(name, count, step, scratch, weights, rows, row_bytes, stored, positions):
+    """`_weigh` for all queries, up to _PANEL_POSITIONS positions."""
+    panel = scratch + _GATHERED
+    for first in range(0, stored // LANES, _PANEL_VECTORS):
+        vectors = min(_PANEL_VECTORS, stored // LANES - first)
+        _widen_values(name, rows, row_bytes, first, vectors, positions, panel)
+        for number in range(0, count, step):
+            some, own = min(step, count - number), weights + number * _SCORES_STRIDE
+            _weigh(_PANEL, some, scratch + 8 * number, own, panel, 64 * vectors, LANES * vectors, positions, 64 * first)
+
+
+@intrinsic(prefer_literal=True)
+def _widen_keys(typingctx, name, keys, dims, panel):
+    """A block of 16 keys as f32 [dims][16]."""
+    coding = _CODINGS[name.literal_value]
+
+    def codegen(context, builder, sig, args):
+        o = Ops(builder)
+        keys, dims, panel = map(o.value, args[1:])
+        number_bytes = LANES * coding.size
+
+        def widen_dims(at: Value, first_dim: Value, number: Value, scale: list[Value]) -> None:
+            with o.loop(number) as index:
+                address = at + index * number_bytes
+                key = coding.read(address)
+                (panel + (first_dim + index) * 64).store(fma(key, *scale) if scale else key)
+
+        if coding.scaled:
+            with o.loop(dims.rounded_up(GROUP)) as group:
+                at, first_dim = keys + group * (LANES * (4 + GROUP * coding.size)), group * GROUP
+                scale = [at.f16(), (at + 2 * LANES).f16()]
+                widen_dims(at + 4 * LANES, first_dim, (dims - first_dim).smaller(GROUP), scale)
+        else:
+            widen_dims(keys, o.number(0), dims, [])
+        return context.get_dummy_value()
+
+    return types.void(name, *[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _widen_values(typingctx, name, rows, row_bytes, first, vectors, positions, panel):
+    """Vectors first..first + vectors of the dimensions of some values as f32 [positions][16 * vectors]."""
+    coding = _CODINGS[name.literal_value]
+
+    def codegen(context, builder, sig, args):
+        o = Ops(builder)
+        rows, row_bytes, first, vectors, positions, panel = map(o.value, args[1:])
+        scales, numbers = _place(coding, rows, first * LANES)
+
+        def body(number: int) -> None:
+            with o.loop(positions) as index:
+                row = index * row_bytes
+                for w in range(number):
+                    (panel + index * (64 * number) + 64 * w).store(_value(coding, numbers + row, scales + row, w))
+
+        o.switch(vectors, {number: functools.partial(body, number) for number in range(1, _PANEL_VECTORS + 1)})
+        return context.get_dummy_value()
+
+    return types.void(name, *[types.int64] * 6), codegen
+
+
+def _place(coding: _Coding, rows: Value, first: Value) -> tuple[Value, Value]:
+    """Where a value's scales and numbers lie from dimension `first` on."""
+    group = first // GROUP if coding.scaled else first.like(0)
+    return rows + group * (4 + GROUP * coding.size), rows + first * coding.size + (group + 1) * (4 * coding.scaled)
+
+
 def _in_steps(o: Ops, total: Value, number: int, body: Callable[[Value, int], None]) -> None:
     """`body(first, n)` over all of `total`, n at a time: as many as let the sums of `number` queries stay in registers."""
     done = o.number(0)
-    for step in (n for n in (4, 2, 1) if number * n <= _SUMS):
+    for step in (n for n in (4, 2, 1) if n == 1 or number * n <= _SUMS):
         times = (total - done) // step
         with o.loop(times) as index:
             body(done + index * step, step)
@@ -510,5 +634,5 @@ def _in_steps(o: Ops, total: Value, number: int, body: Callable[[Value, int], No
 
 
 def _for_count(o: Ops, count: Value, body: Callable[[int], None]) -> None:
-    """`body(n)` for the n of 1..QUERIES that `count` is."""
-    o.switch(count, {number: functools.partial(body, number) for number in range(1, QUERIES + 1)})
+    """`body(n)` for the n of 1.._TOGETHER that `count` is."""
+    o.switch(count, {number: functools.partial(body, number) for number in range(1, _TOGETHER + 1)})

@@ -5,10 +5,10 @@ A result does not depend on the plan: each chunk gives a partial, and partials a
 
 from cpuspec.kernels import simd
 from cpuspec.kernels.attention import CHUNK
-from cpuspec.kernels.layout import int64s_at
+from cpuspec.kernels.layout import MAX_QUERIES, int64s_at
 from cpuspec.kernels.options import compiled
 
-TASK_QUERIES = 64  # of one key head that a task has at most, unless a single row has more
+TASK_QUERIES = MAX_QUERIES  # of one key head that a task has at most, unless a single row has more
 _LEAST_QUERIES = 32  # that make a read of keys and values from memory worth its time
 _ITEMS_PER_THREAD = 8
 

@@ -126,7 +126,8 @@ class Products:
             if not self.in_words:
                 yield f"vpcmpeqw {inputs}, {inputs}, {inputs}"
                 yield f"vpsrlw $$15, {inputs}, {inputs}"
-                yield f"vpsllw $${factor.bit_length() - 1}, {inputs}, {inputs}"
+                if factor > 1:
+                    yield f"vpsllw $${factor.bit_length() - 1}, {inputs}, {inputs}"
                 yield from (f"vpmaddwd {inputs}, {total}, {total}" for *_, total in place.each)
             if number:
                 yield from (f"vpaddd {place.at(SCRATCH, row, half)}, {total}, {total}" for row, half, total in place.each)

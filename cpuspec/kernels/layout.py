@@ -164,7 +164,7 @@ TEAM: _DType = np.dtype(
 )
 
 # What a walk over a chunk is told about its queries, at the start of a thread's scratch.
-MAX_QUERIES = 8
+MAX_QUERIES = 64
 WALK = _record(
     queries=(_I64, MAX_QUERIES),  # addresses
     partials=(_I64, MAX_QUERIES),  # addresses

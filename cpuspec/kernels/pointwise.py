@@ -33,10 +33,24 @@ def exp_f32(x):
 
     x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r (Taylor to the seventh power), times 2^n through the exponent bits.
     """
+    r, power = exp_parts(x)
+    return exp_of_parts(r, power)
+
+
+@compiled
+def exp_parts(x):
+    """r and 2^n of `exp_f32`, which is 0 where the result is."""
     kept = simd.clamp(x, simd.splat_f32(-87.0), simd.splat_f32(88.0))
     n = simd.round_f32(kept * simd.splat_f32(1.4426950408889634))
     r = simd.fma(n, simd.splat_f32(-0.693359375), kept)
     r = simd.fma(n, simd.splat_f32(2.12194440e-4), r)
+    power = simd.as_f32((simd.nearest_i32(n) + simd.splat_i32(127)) << simd.splat_i32(23))
+    return r, simd.keep_above(x, simd.splat_f32(-87.0), power)
+
+
+@compiled
+def exp_of_parts(r, power):
+    """`exp_f32` of what `exp_parts` gives."""
     p = simd.splat_f32(1.0 / 5040.0)
     p = simd.fma(p, r, simd.splat_f32(1.0 / 720.0))
     p = simd.fma(p, r, simd.splat_f32(1.0 / 120.0))
@@ -45,8 +59,7 @@ def exp_f32(x):
     p = simd.fma(p, r, simd.splat_f32(0.5))
     p = simd.fma(p, r, simd.splat_f32(1.0))
     p = simd.fma(p, r, simd.splat_f32(1.0))
-    power = (simd.nearest_i32(n) + simd.splat_i32(127)) << simd.splat_i32(23)
-    return simd.keep_above(x, simd.splat_f32(-87.0), p * simd.as_f32(power))
+    return p * power
 
 
 @compiled

@@ -120,7 +120,7 @@ class _Unpacked:
 def _pieces(rows: Value) -> tuple[Value, Value]:
     """How often up to MOST_ROWS rows are multiplied, and how many at a time, for the rows of a block."""
     pieces, step = rows.like(1), rows
-    for number in (2, 3):
+    for number in range(2, -(-BLOCK_ROWS // MOST_ROWS) + 1):
         more = rows > (number - 1) * MOST_ROWS
         pieces, step = more.select(rows.like(number), pieces), more.select(rows.rounded_up(number), step)
     return pieces, step

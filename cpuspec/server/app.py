@@ -19,7 +19,7 @@ from starlette.responses import Response
 from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.server import completions, infill, messages, native, responses
+from cpuspec.server import completions, infill, messages, native, page, responses
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
 from cpuspec.server.gate import Gate, context_of
 from cpuspec.server.model import ServedModel
@@ -42,6 +42,7 @@ def make_app(server: Server) -> FastAPI:
     app.include_router(messages.router)
     app.include_router(responses.router)
     app.include_router(infill.router)
+    app.include_router(page.router)
     app.add_exception_handler(CpuspecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)

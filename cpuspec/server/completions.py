@@ -14,7 +14,16 @@ from cpuspec.engine.llm import answer_params
 from cpuspec.metrics import epoch_s
 from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, said
 from cpuspec.server.errors import RequestError
-from cpuspec.server.figures import chat_logprobs, completion_logprobs, log_figures, stats_of, timings, usage
+from cpuspec.server.figures import (
+    chat_logprobs,
+    completion_logprobs,
+    log_figures,
+    prompt_progress,
+    stats_of,
+    timings,
+    token_parts,
+    usage,
+)
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, Wanted, gather
 from cpuspec.server.parsing import Piece
@@ -41,7 +50,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables)
     prompt = await model.in_worker(work)
     check_number(model, params.n)
-    wanted = prompt.wanted(params, await model.in_worker(partial(_predicted, model, body.prediction)))
+    predicted = await model.in_worker(partial(_predicted, model, body.prediction))
+    wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
     answers = Answers(model, context.client, context.id, wanted)
     head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server_of(request).shown_name(model)}
     if body.stream:
@@ -137,17 +147,22 @@ async def _chat_events(
         yield chunk(index, {"role": "assistant", "content": ""})
         for piece in parser.push(prompt.prefix):
             yield chunk(index, delta_of(index, piece))
+    by_token = body.cpuspec is not None and body.cpuspec.tokens
     async for index, output in answers.outputs():
         parser = parsers[index]
-        deltas = [delta_of(index, piece) for piece in parser.push(output.text)]
+        if output.num_read_tokens is not None:
+            meter = answers.meters[index]
+            yield chunk(index, {}, prompt_progress=prompt_progress(output, meter.num_prompt_tokens, meter.running_s))
+        for text, found, told in token_parts(output) if by_token else [(output.text, output.logprobs, {})]:
+            deltas = [delta_of(index, piece) for piece in parser.push(text)]
+            logprobs = chat_logprobs(tokenizer, found) if body.logprobs and found else None
+            if (logprobs or told) and not deltas:
+                deltas = [{"content": ""}]
+            for number, delta in enumerate(deltas):
+                yield chunk(index, delta, None if number else logprobs, **({} if number else told))
         if output.finish_reason is not None:
-            deltas += [delta_of(index, piece) for piece in parser.finish()]
-        logprobs = chat_logprobs(tokenizer, output.logprobs) if body.logprobs and output.logprobs else None
-        if logprobs and not deltas:
-            deltas = [{"content": ""}]
-        for number, delta in enumerate(deltas):
-            yield chunk(index, delta, None if number else logprobs)
-        if output.finish_reason is not None:
+            for piece in parser.finish():
+                yield chunk(index, delta_of(index, piece))
             lasts.append(output)
             told = {"timings": timings(output.stats)} if output.stats and len(parsers) == 1 else {}
             yield chunk(index, {}, reason=_reason(output, parser.num_calls > 0), **told)

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpuspec.metrics import now_s
+from cpuspec.server import page
 from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestError, UnauthorizedError
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
@@ -20,7 +21,8 @@ from cpuspec.server.replies import error_response
 from cpuspec.server.server import Server, server_of
 
 BODY_S = 60.0  # that a body may take to come
-OPEN_PATHS = ("/health", "/ready")  # for probes, which have no key
+# For probes and for a browser's first look, which have no key. The page asks for one.
+OPEN_PATHS = ("/health", "/ready", *page.FILES)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 

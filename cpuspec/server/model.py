@@ -57,6 +57,7 @@ class Wanted:
 
     prompt: list[int]
     params: SamplingParams
+    shows_progress: bool = False  # outputs without tokens tell how much of the prompt has been read
     prediction: Sequence[int] = ()
 
 
@@ -240,7 +241,9 @@ class Answers:
         self.meters[number].start()
         try:
             take = partial(self._take, number)
-            self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, one.prediction, take)
+            self._engine_ids[number] = model.runner.submit(
+                one.prompt, one.params, model.shown, take, one.shows_progress, one.prediction
+            )
         except CpuspecError as error:
             self.fail(error)
             return
@@ -288,6 +291,11 @@ def _merged(outputs: list[Output]) -> Output:
         [one for output in outputs for one in output.logprobs],
         last.finish_reason,
         last.stats,
+        last.num_cached_tokens,
+        [text for one in outputs for text in one.token_texts],
+        [source for one in outputs for source in one.token_sources],
+        [cycles for one in outputs for cycles in one.cycles],
+        last.num_read_tokens,
     )
 
 

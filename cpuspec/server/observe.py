@@ -40,6 +40,11 @@ class AnswerMeter:
         """The answer's turn has come."""
         self.start_s = now_s()
 
+    @property
+    def running_s(self) -> float:
+        """How long ago its turn came."""
+        return 0.0 if self.start_s is None else now_s() - self.start_s
+
 
 class Metrics:
     """All metrics of a server, in a registry of their own.

@@ -38,10 +38,17 @@ class Runner:
         self._thread.start()
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], prediction: abc.Sequence[int], on_output: OnOutput
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        shown: abc.Set[int],
+        on_output: OnOutput,
+        shows_progress: bool = False,
+        prediction: abc.Sequence[int] = (),
     ) -> int:
         """Queue a prompt; returns the request's id. `on_output` is called in the event loop. Raises ConfigError."""
-        request_id = self._llm.submit(prompt, params, partial(self._receive, on_output), shown, prediction)
+        receive = partial(self._receive, on_output)
+        request_id = self._llm.submit(prompt, params, receive, shown, shows_progress, prediction)
         self._wake.set()
         return request_id
 

@@ -30,6 +30,10 @@ class Speculation(Body):
     max_draft_tokens: int | None = None
 
 
+class CpuspecOptions(Body):
+    tokens: bool = False  # stream one token a chunk, with the level that drafted it
+
+
 # The scalar fields, under their own names; the others are spelled differently in requests.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
 _OWN_SPELLING = ("logprobs", "max_draft_tokens")
@@ -84,6 +88,8 @@ class ChatBody(SamplingBody):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prediction: Prediction | None = None
+    return_progress: bool | None = None  # llama-server's name
+    cpuspec: CpuspecOptions | None = None
     # Ignored.
     metadata: Any = None
     modalities: Any = None

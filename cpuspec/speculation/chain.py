@@ -63,6 +63,7 @@ class ChainProposer:
             for path, done in zip(drafting, rounds, strict=True):
                 path.cycles += done.cycles
                 path.probs += done.verdict.probs or ()
+                path.sources += [source or self.name for source in done.token_sources]
                 path.cut_where_unsure(done)
             drafting, chunks = [path for path in drafting if path.num_missing > 0], []
         return [path.retracted(self.name) for path in paths]
@@ -123,6 +124,7 @@ class _Path:
             [seq.rng] = seq.rng.spawn(1)  # takes no draw, and as many children as passes
         self.probs: list[Row] = []
         self.cycles: list[Cycle] = []
+        self.sources: list[str] = []
         self._start = len(seq.tokens)
         self._end = self._start + max(limit, 0)
 
@@ -152,4 +154,4 @@ class _Path:
         self.seq.rewind(self._start)
         self.seq.rng = self._rng
         probs = None if self.seq.params.greedy else tuple(self.probs[: len(tokens)])
-        return Draft.chain(tokens, name, probs, tuple(self.cycles))
+        return Draft.chain(tokens, name, probs, tuple(self.cycles), tuple(self.sources[: len(tokens)]))

@@ -88,6 +88,7 @@ def _joined(first: Draft, second: Draft) -> Draft:
         f"{first.source}+{second.source}",
         cycles,
         np.concatenate([first.confidence, second.confidence]) if sure else None,
+        first.token_sources + second.token_sources,
     )
 
 

@@ -23,6 +23,12 @@ class Round:
     output: ForwardOutput
     cycles: tuple[Cycle, ...]  # the verifications that it took, those of lower levels first
 
+    @property
+    def token_sources(self) -> list[str]:
+        """For each token of the verdict the level that drafted it; "" for the last, which is the verifying model's own."""
+        sources = self.draft.token_sources
+        return [*(sources[node] for node in self.verdict.path), ""]
+
     def logits(self, number: int) -> F32:
         """The row [V] that chose token `number` of the verdict."""
         row: F32 = self.output.logits[self.verdict.path[number - 1] + 1 if number else 0]
@@ -107,6 +113,8 @@ def check_drafts(proposer: Proposer, drafts: list[Draft], limits: list[int], con
                 raise ConfigError(
                     f"{proposer.name} drafted a tree with parents {parents.tolist()}; each must be -1 or an earlier token"
                 )
+        if len(draft.sources) not in (0, len(draft)):
+            raise ConfigError(f"{proposer.name} gave {len(draft.sources)} sources for {len(draft)} tokens; wanted one each or none")
         if draft.probs is not None and [is_row(row, vocab_size) for row in draft.probs] != [True] * len(draft):
             raise ConfigError(
                 f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens, "

@@ -1,29 +1,20 @@
-"""The products that are written instruction by instruction: interpreted here, so that those of processors that this one is not run,
-too. What this processor runs is compared with the same numbers in `test_linear.py`.
+"""The products that are written instruction by instruction: interpreted here, so that those of other processors than this one run,
+too. `test_bits.py` compares what this processor runs with the same reference.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from llvmlite import ir
 
+from cpuspec.formats.packing import GROUP, TILE
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import I64, VOID, Value
-from cpuspec.kernels.products import (
-    LOW_BYTES,
-    MINUS_8_SUMS,
-    MINUS_16_SUMS,
-    MINUS_32_HIGH,
-    MINUS_32_LOW,
-    MINUS_128_SUMS,
-    ORDERS,
-    SCALE,
-    SHIFT,
-    VALUE_SUM,
-)  # fmt: skip
 from cpuspec.kernels.readers import READERS
+from tests.kernels import reference
 
 
 def _products(name: str, order: str, vnni: bool) -> Products:
@@ -40,7 +31,8 @@ class _Processor:
     memory: list[bytearray]
 
     def __post_init__(self) -> None:
-        self.registers = [bytes(32)] * 16
+        rng = np.random.default_rng(0)
+        self.registers = [rng.bytes(32) for _ in range(16)]  # left from other code
 
     def run(self, text: str) -> None:
         name, _, rest = text.removeprefix("{vex} ").partition(" ")
@@ -131,87 +123,64 @@ def _as(value: bytes, kind: str) -> np.ndarray:
 
 
 def _fma(x: bytes, y: bytes, z: bytes) -> bytes:
-    x_, y_, z_ = (_as(value, "f4").astype(np.longdouble) for value in (x, y, z))
-    return (x_ * y_ + z_).astype("f4").tobytes()
+    return reference.fma(*(_as(value, "f4") for value in (x, y, z))).tobytes()
 
 
 def _memory(products: Products, rows: int) -> tuple[list[bytearray], np.ndarray]:
     """The operands of a random group, and what the totals must become."""
     rng = np.random.default_rng(rows)
-    codes = rng.integers(0, 1 << products.bits, (16, 32))
+    codes = rng.integers(0, 1 << products.bits, (TILE, GROUP))
     codes[0] = (1 << products.bits) - 1  # sums that are as large as they can be
-    scales = rng.standard_normal((products.num_scales, 16)).astype("f4")
-    minima = rng.standard_normal((products.num_minima, 16)).astype("f4")
-    weights = np.repeat(scales, 32 // products.num_scales, 0).T * (codes.astype("f8") - products.zero)
-    sum_of_weights = weights.sum(1)
-    if products.num_minima:
-        weights += np.repeat(minima, 32 // products.num_minima, 0).T
+    scales, minima = (rng.standard_normal((TILE, count)).astype("f4") for count in (products.num_scales, products.num_minima))
+    weights = reference.Weights(codes - products.zero, scales, minima)
     wide = products.order == "int16"
-    inputs = rng.integers(-32512 if wide else -127, 32512 if wide else 128, (rows, 32))
-    inputs[0] = 32511 if wide else 127
-    scale, shift = rng.random(rows).astype("f4") + 1, rng.standard_normal(rows).astype("f4") * products.shifted
-    values = inputs * scale[:, None].astype("f8") + shift[:, None]
+    largest = 32512 if wide else 127
+    numbers = rng.integers(-largest, largest + 1, (rows, GROUP))
+    numbers[0] = 127 * 256 - 128 if wide else 127
+    scale, shift, value_sum = rng.random(rows).astype("f4") + 1, *rng.standard_normal((2, rows)).astype("f4")
+    inputs = reference.Inputs(numbers, scale, shift * products.shifted, value_sum)
+    totals = rng.standard_normal((rows, TILE)).astype("f4")
 
-    records = bytearray(rows * ORDERS[products.order])
-    for row in range(rows):
-        record = memoryview(records)[row * ORDERS[products.order] :]
-        low = inputs[row].astype("u2").astype("u1").view("i1")
-        if products.in_words:
-            words = inputs[row].reshape(8, 4)[:, [0, 2, 1, 3]].astype("<i2").tobytes()
-            record[:32], record[LOW_BYTES : LOW_BYTES + 32] = words[:32], words[32:]
-        elif wide:
-            record[:32] = ((inputs[row] - low) >> 8).astype("i1").tobytes()
-            record[LOW_BYTES : LOW_BYTES + 32] = low.tobytes()
-        else:
-            record[:32] = low.tobytes()
-        for field, number in ((SCALE, scale[row]), (SHIFT, shift[row]), (VALUE_SUM, values[row].sum())):
-            record[field : field + 4] = np.float32(number).tobytes()
-        halves = -32 * inputs[row].reshape(2, 16).sum(1)
-        sums = {MINUS_8_SUMS: -8, MINUS_16_SUMS: -16, MINUS_128_SUMS: -128}
-        fields = {field: zero * inputs[row].sum() for field, zero in sums.items()}
-        for field, number in (fields | {MINUS_32_LOW: halves[0], MINUS_32_HIGH: halves[1]}).items():
-            if field != VALUE_SUM or products.num_minima != 1:
-                record[field : field + 4] = np.int32(number).tobytes()
-
-    vectors = codes.reshape(16, 8, 4).transpose(1, 0, 2).astype("u1").reshape(8, 64)
+    vectors = codes.reshape(TILE, 8, 4).swapaxes(0, 1).astype("u1").reshape(8, 64)
     if products.in_words:
-        laid = np.stack([vectors[:, 0::2], vectors[:, 1::2]], 1).astype("<u2").reshape(16, 32)
+        laid = np.stack([vectors[:, 0::2], vectors[:, 1::2]], 1).astype("<u2")
     elif products.in_nibbles:
         laid = np.concatenate([vectors & 15, vectors >> 4])
     else:
         laid = vectors
-    if products.num_minima == 2:  # one minimum is multiplied with the sum of the values
-        sum_of_weights = weights.sum(1)
-    factors = [*scales, *(minima * np.float32(-1 / 32) if products.num_minima == 2 else minima)]
-    factors += [sum_of_weights.astype("f4")] if products.shifted else []
-    totals = rng.standard_normal((rows, 16)).astype("f4")
-    memory = [laid.tobytes(), np.array(factors, "f4").tobytes(), records, totals.tobytes(), bytes(SCRATCH_BYTES)]
-    return [bytearray(part) for part in memory], totals + values @ weights.T
+    factors = [*scales.T, *(minima.T * np.float32(-1 / 32) if products.num_minima == 2 else minima.T)]
+    factors += [reference.sum_of_weights(weights)] if products.shifted else []
+    records = reference.records(reference.Inputs(*(part[:, None] for part in inputs)), products.order, products.in_words)
+    memory = [laid.tobytes(), np.array(factors).tobytes(), records.tobytes(), totals.tobytes(), bytes(SCRATCH_BYTES)]
+    return [bytearray(part) for part in memory], reference.add_group(totals, weights, inputs)
+
+
+def _totals(instructions: Iterable[str], memory: list[bytearray]) -> bytes:
+    """What the instructions make of the totals."""
+    processor = _Processor([bytearray(part) for part in memory])
+    for instruction in instructions:
+        processor.run(instruction)
+    return bytes(processor.memory[3])
+
+
+both_processors = pytest.mark.parametrize("vnni", [False, True], ids=["avx2", "avx_vnni"])
 
 
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
 @pytest.mark.parametrize("order", ["int8", "int16"])
 @pytest.mark.parametrize("name", READERS)
-def test_instructions_of_both_kinds_of_processors_give_the_same_bits_and_the_products(name: str, order: str, rows: int) -> None:
-    found = []
-    for vnni in (False, True):
-        products = _products(name, order, vnni)
-        memory, wanted = _memory(products, rows)
-        processor = _Processor(memory)
-        for instruction in products.instructions(rows):
-            processor.run(instruction)
-        totals = _as(bytes(memory[3]), "f4").reshape(rows, 16)
-        assert np.abs(totals - wanted).max() < 1e-5 * np.abs(wanted).max()
-        found.append(totals.tobytes())
-    assert found[0] == found[1]
+@both_processors
+def test_the_instructions_for_every_processor_give_the_bits_of_the_reference(vnni: bool, name: str, order: str, rows: int) -> None:
+    products = _products(name, order, vnni)
+    memory, wanted = _memory(products, rows)
+    assert _totals(products.instructions(rows), memory) == wanted.tobytes()
 
 
-def test_a_wrong_instruction_changes_the_products() -> None:
-    products = _products("q4_k", "int8", True)
-    instructions = list(products.instructions(3))
-    memory, wanted = _memory(products, 3)
-    del instructions[next(n for n, text in enumerate(instructions) if "vpdpbusd" in text)]
-    processor = _Processor(memory)
-    for instruction in instructions:
-        processor.run(instruction)
-    assert np.abs(_as(bytes(memory[3]), "f4").reshape(3, 16) - wanted).max() > 1e-3 * np.abs(wanted).max()
+@pytest.mark.parametrize("name", ["q2_k", "q8_0"])
+@both_processors
+def test_the_products_are_others_without_any_one_of_the_instructions(vnni: bool, name: str) -> None:
+    products = _products(name, "int8", vnni)
+    memory, wanted = _memory(products, 2)
+    instructions = list(products.instructions(2))
+    for number, instruction in enumerate(instructions):
+        assert _totals(instructions[:number] + instructions[number + 1 :], memory) != wanted.tobytes(), instruction

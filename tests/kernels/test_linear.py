@@ -143,39 +143,6 @@ def test_number_formats_take_any_number_of_inputs(format_name: str, order: str, 
     assert np.allclose(got, _decoded(x, order) @ tensor.dequantize().T, rtol=1e-5, atol=1e-5)
 
 
-def _without_small(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
-
-
-def _sums_of_pairs(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """x [T, K] times weights [N, K], f32 and of 8 bits each, as Intel's manual has TDPBF16PS: each product is exact in f32."""
-    features = x.shape[1]
-    pad = ((0, 0), (0, -features % 32))
-    x, weights = (_without_small(np.pad(one, pad)) for one in (x, weights))
-    total = np.zeros((len(x), len(weights)), np.float32)
-    for group in range(0, features, 32):
-        sums = [np.zeros_like(total), np.zeros_like(total)]
-        for k in range(group, group + 32):
-            exact = x[:, k, None].astype(np.longdouble) * weights[None, :, k] + sums[k % 2]
-            sums[k % 2] = _without_small(exact.astype(np.float32))
-        total = _without_small(total + _without_small(sums[0] + sums[1]))
-    return total
-
-
-@pytest.mark.parametrize("order", PAIRED)
-@pytest.mark.parametrize("in_features", [1, 50, 256])
-@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e-19, 1e-19), (1e-38, 1.0)])  # or some products, or numbers, are not normal
-def test_bf16_is_summed_in_the_order_of_the_instruction(order: str, in_features: int, sizes: tuple[float, float]) -> None:
-    rng = np.random.default_rng(9)
-    tensor = QuantTensor.encode(FORMATS["bf16"], (sizes[0] * rng.standard_normal((112, in_features))).astype(np.float32))
-    x = (sizes[1] * rng.standard_normal((35, in_features))).astype(np.float32)
-    got, wanted = _run(pack(tensor), order, x), _sums_of_pairs(_rounded(x), tensor.dequantize())
-    assert np.array_equal(got, wanted)
-    assert all(np.array_equal(_run(pack(tensor), order, x[:rows]), wanted[:rows]) for rows in (1, 16, 17))
-    assert got.any()
-    assert in_features == 1 or not np.array_equal(got, _rounded(x) @ tensor.dequantize().T)
-
-
 @pytest.mark.parametrize("order", ["int8", "int16"])
 def test_quantized_inputs_stay_within_half_a_step(order: str) -> None:
     rng = np.random.default_rng(7)

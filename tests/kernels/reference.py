@@ -1,0 +1,240 @@
+"""Linear layers, and the norms and gates before them, in numpy, one operation after another: the bits that kernels return on every
+processor.
+
+It starts from rows of f32 and from the codes and scales of a format's file. It knows nothing of panels, tiles, registers or
+instructions. `fma` rounds once, as the instruction does.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.formats import QuantTensor
+from cpuspec.formats.format import F32, U8, per_group, scales_of
+from cpuspec.formats.packing import GROUP
+from cpuspec.kernels.products import (
+    LOW_BYTES,
+    MINUS_8_SUMS,
+    MINUS_16_SUMS,
+    MINUS_32_HIGH,
+    MINUS_32_LOW,
+    MINUS_128_SUMS,
+    ORDERS,
+    SCALE,
+    SHIFT,
+    VALUE_SUM,
+)
+
+_Integers = NDArray[np.int64]
+
+
+class Inputs(NamedTuple):
+    """Rows as groups of 32 codes: x = scale * code + shift."""
+
+    codes: _Integers  # [T, groups, 32]
+    scale: F32  # [T, groups]
+    shift: F32  # [T, groups]
+    value_sum: F32  # [T, groups]: of the group's x
+
+
+class Weights(NamedTuple):
+    """Output rows as groups of 32 codes: weight = scale * code + minimum, with one scale or two, for each half of a group."""
+
+    codes: _Integers  # [N, groups, 32], less their zero point
+    scales: F32  # [N, groups, 1 or 2]
+    minima: F32  # [N, groups, 0, 1 or 2]
+
+
+def fma(x: Any, y: Any, z: Any) -> F32:
+    """x * y + z of f32 numbers, rounded once.
+
+    The product is exact in f64. Where the sum is not, the neighbour whose last bit is odd is taken: its rounding to f32 is that of
+    the exact sum (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008). The error is Knuth's TwoSum.
+    """
+    product = np.asarray(x, np.float64) * y
+    total = product + z
+    added = total - product
+    error = (product - (total - added)) + (z - added)
+    inexact_and_even = (error != 0) & (total.view(np.int64) & 1 == 0)
+    return np.where(inexact_and_even, np.nextafter(total, np.copysign(np.inf, error)), total).astype(np.float32)
+
+
+def exp(x: F32) -> F32:
+    """As `pointwise.exp_f32`: n ln 2 in two parts, and Taylor to the seventh power."""
+    kept = np.clip(x, np.float32(-87), np.float32(88))
+    n = np.rint(kept * np.float32(1.4426950408889634))
+    r = fma(n, np.float32(2.12194440e-4), fma(n, np.float32(-0.693359375), kept))
+    p = np.full_like(x, 1 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1, 1):
+        p = fma(p, r, np.float32(factor))
+    return np.where(x > -87, np.ldexp(p, n.astype(np.int32)), np.float32(0))
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of the polynomial, where it is not taken
+def tanh(x: F32) -> F32:
+    """As `pointwise.tanh_f32`: Cephes' tanhf."""
+    square = x * x
+    p = np.full_like(x, -5.70498872745e-3)
+    for factor in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        p = fma(p, square, np.float32(factor))
+    far = 1 - 2 / (exp(x * 2) + 1)
+    return np.where(np.abs(x) < np.float32(0.625), fma(p * square, x, x), far)
+
+
+def normed(x: F32, weight: F32, eps: np.float32) -> F32:
+    """x / rms(x) * weight of a row, whose squares are summed in sixteen lanes, then in eight, four, two and one."""
+    lanes = np.zeros(16, np.float32)
+    for some in np.pad(x, (0, -len(x) % 16)).reshape(-1, 16):
+        lanes = fma(some, some, lanes)
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return x * (1 / np.sqrt(lanes / np.float32(len(x)) + eps)) * weight
+
+
+def silu_times(x: F32, other: F32) -> F32:
+    """silu(x) * other."""
+    return x / (1 + exp(0 - x)) * other
+
+
+def gelu_times(x: F32, other: F32) -> F32:
+    """gelu(x) * other, in the tanh form."""
+    inner = fma(x * x * x, np.float32(0.044715), x) * np.float32(0.7978845608028654)
+    return np.float32(0.5) * x * (1 + tanh(inner)) * other
+
+
+def quantized(x: F32, order: str) -> Inputs:
+    """Rows [T, K] in the codes of an order of `products`, "int8" or "int16"."""
+    groups, half = x.reshape(len(x), -1, GROUP), np.float32(0.5)
+    if order == "int8":
+        smallest, largest = groups.min(2), groups.max(2)
+        shift, scale = smallest * half + largest * half, (largest * half - smallest * half) / np.float32(127)
+    else:
+        scale = np.abs(groups).max(2) / np.float32(127 * 256)
+        shift = np.zeros_like(scale)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    codes = np.rint((groups - shift[:, :, None]) * inverse[:, :, None]).astype(np.int64)
+    return Inputs(codes, scale, shift, fma(scale, codes.sum(2).astype(np.float32), np.float32(GROUP) * shift))
+
+
+def records(inputs: Inputs, order: str, in_words: bool) -> U8:
+    """The bytes of records, [T, groups, bytes]. in_words: whether "int16" numbers lie as words (see `products`)."""
+    codes = inputs.codes
+    out = np.zeros((*inputs.scale.shape, ORDERS[order]), np.uint8)
+
+    def put(offset: int, values: NDArray[Any], kind: str) -> None:
+        data = np.ascontiguousarray(values.astype(kind)).view(np.uint8).reshape(*out.shape[:2], -1)
+        out[:, :, offset : offset + data.shape[2]] = data
+
+    low_bytes = codes.astype(np.int8)
+    if order == "int8":
+        put(0, codes, "i1")
+    elif in_words:
+        swapped = codes.reshape(*out.shape[:2], -1, 4)[:, :, :, [0, 2, 1, 3]].reshape(codes.shape)
+        put(0, swapped[:, :, : GROUP // 2], "<i2")
+        put(LOW_BYTES, swapped[:, :, GROUP // 2 :], "<i2")
+    else:
+        put(0, (codes - low_bytes) >> 8, "i1")
+        put(LOW_BYTES, low_bytes, "i1")
+    for offset, numbers in ((SCALE, inputs.scale), (SHIFT, inputs.shift), (VALUE_SUM, inputs.value_sum)):
+        put(offset, numbers, "<f4")
+    low, high = codes[:, :, : GROUP // 2].sum(2), codes[:, :, GROUP // 2 :].sum(2)
+    for offset, zero in ((MINUS_8_SUMS, 8), (MINUS_16_SUMS, 16), (MINUS_128_SUMS, 128)):
+        put(offset, -zero * (low + high), "<i4")
+    put(MINUS_32_LOW, -32 * low, "<i4")
+    put(MINUS_32_HIGH, -32 * high, "<i4")
+    return out
+
+
+def weights(tensor: QuantTensor) -> Weights:
+    """The codes and factors of a tensor in a format of codes. Products of a format's factors are exact in f32."""
+    format = tensor.format
+    assert format.affine is not None, f"{format.name} has codes"
+    parts = format.split(tensor.data)
+    d, s, base, z = scales_of(parts)
+    zero, levels = format.affine.zero, format.affine.levels
+    scales = per_group(d, s)
+    codes = parts["codes"].astype(np.int64) if levels is None else np.array(levels)[parts["codes"]]
+    groups = codes.shape[1] // GROUP
+    minima = np.empty((len(codes), 0), np.float32)
+    if base is not None:
+        minima = -per_group(base, z) * np.float32(zero)
+    elif z is not None:
+        minima = -scales * (z * np.float32(zero))
+    else:
+        codes = codes - int(zero)
+
+    def by_group(factors: F32) -> F32:
+        """Those of a longer group for each 32 of its inputs; those of 16 inputs in pairs."""
+        repeated = np.repeat(factors, max(1, groups // max(1, factors.shape[1])), axis=1)
+        return repeated.reshape(len(codes), groups, -1)
+
+    return Weights(codes.reshape(len(codes), groups, GROUP), by_group(scales), by_group(minima))
+
+
+def of_group(parts: Any, group: int) -> Any:
+    """One group of Inputs or Weights, without that axis."""
+    return type(parts)(*(part[:, group] for part in parts))
+
+
+def sum_of_weights(group: Weights) -> F32:
+    """The factor of a shift, [N]: the sum of a group's weights; without its minimum where it has one, with both of two."""
+    total = _scaled(group.codes.reshape(*group.scales.shape, -1).sum(2).T, group.scales)
+    return fma(group.minima[:, 0] + group.minima[:, 1], np.float32(16), total) if group.minima.shape[1] == 2 else total
+
+
+def add_group(total: F32, group: Weights, inputs: Inputs) -> F32:
+    """total [T, N] + the products of one group."""
+    rows = inputs.codes.reshape(len(total), group.scales.shape[1], -1)
+    dots = np.einsum("tpk,npk->ptn", rows, group.codes.reshape(*group.scales.shape, -1))
+    scaled = _scaled(dots, group.scales)
+    scale, shift, value_sum = (numbers[:, None] for numbers in inputs[1:])
+    if group.minima.shape[1] == 2:
+        for minimum, half in zip(group.minima.T, np.split(inputs.codes, 2, axis=1), strict=True):
+            scaled = fma(half.sum(1, keepdims=True).astype(np.float32), minimum, scaled)
+    total = fma(scaled, scale, total)
+    total = fma(sum_of_weights(group), shift, total)
+    return fma(group.minima[:, 0], value_sum, total) if group.minima.shape[1] == 1 else total
+
+
+def _scaled(integers: _Integers, scales: F32) -> F32:
+    """Integers [parts, ..., N] times the parts' scales [N, parts], summed over the parts."""
+    first, *others = zip(integers.astype(np.float32), scales.T, strict=True)
+    total = first[0] * first[1]
+    for numbers, scale in others:
+        total = fma(numbers, scale, total)
+    return total
+
+
+def codes_times(tensor: Weights, inputs: Inputs) -> F32:
+    """Products [T, N] of weights in codes: group after group."""
+    total = np.zeros((len(inputs.codes), len(tensor.codes)), np.float32)
+    for group in range(inputs.codes.shape[1]):
+        total = add_group(total, of_group(tensor, group), of_group(inputs, group))
+    return total
+
+
+def numbers_times(tensor: F32, x: F32) -> F32:
+    """Products [T, N] of f32 or f16 weights [N, K]: even inputs, odd inputs, then both."""
+    sums = [np.zeros((len(x), len(tensor)), np.float32) for _ in range(2)]
+    for k in range(x.shape[1]):
+        sums[k % 2] = fma(tensor[:, k], x[:, k, None], sums[k % 2])
+    return sums[0] + sums[1]
+
+
+def pairs_times(tensor: F32, x: F32) -> F32:
+    """Products [T, N] of bf16 weights [N, K] with rows rounded to bf16, as Intel's manual has TDPBF16PS for each 32 inputs: even
+    inputs, odd inputs, then both, and a number below the least normal one is zero.
+    """
+    total = np.zeros((len(x), len(tensor)), np.float32)
+    x, tensor = _without_small(x), _without_small(tensor)
+    for group in range(0, x.shape[1], GROUP):
+        sums = [np.zeros_like(total) for _ in range(2)]
+        for k in range(group, min(group + GROUP, x.shape[1])):
+            sums[k % 2] = _without_small(fma(tensor[:, k], x[:, k, None], sums[k % 2]))
+        total = _without_small(total + _without_small(sums[0] + sums[1]))
+    return total
+
+
+def _without_small(x: F32) -> F32:
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)

@@ -1,0 +1,143 @@
+"""Linear layers, norms and gates have the bits of one reference in numpy. Every processor's kernels are held to the same one, so
+all instruction sets give the same bits.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats.packing import PANEL, TILE, pack
+from cpuspec.kernels import isa
+from cpuspec.kernels.alone import activations, multiply
+from cpuspec.kernels.linear import activation_order
+from cpuspec.kernels.pointwise import GELU, NORM, SILU, prepare_row
+from cpuspec.kernels.products import BLOCK_ROWS
+from cpuspec.kernels.readers import NUMBERS, READERS
+from tests.kernels import reference
+
+ROWS = (*range(1, 17), 33, 130)  # of one block each, of three, and more than one pass of any kernel serves
+OUT_FEATURES = 83  # six tiles, the last in part: with few rows four are read in turns, and two are left
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint32)
+
+
+def _codes(name: str) -> QuantTensor:
+    """Random codes and factors, with a panel in part where the format's blocks allow it. The first row has the largest codes."""
+    format = FORMATS[name]
+    in_features = PANEL + 3 * format.block_size if format.block_size < PANEL else 2 * PANEL
+    rng = np.random.default_rng(1)
+    parts = format.split(rng.integers(0, 256, (OUT_FEATURES, format.row_bytes(in_features)), np.uint8))
+    parts["codes"][0] = (1 << format.code_bits) - 1
+    for part in {"d", "base"} & set(format.layout.names or ()):
+        parts[part] = (0.01 * rng.standard_normal(parts[part].shape)).astype("<f2")
+    if "e" in parts:
+        parts["e"] = rng.integers(110, 140, parts["e"].shape, np.uint8)
+    return QuantTensor(format, (OUT_FEATURES, in_features), format.join(parts))
+
+
+def _rows(rows: int, features: int) -> np.ndarray:
+    """Random rows of all sizes. The first has the largest codes; one is zeros, and one has the same number everywhere."""
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal((rows, features)) + 0.5) * 10.0 ** rng.integers(-4, 5, (rows, 1))
+    x[0], x[1], x[2] = 1, 0, 3
+    x[0, ::32] = -1
+    return x.astype(np.float32)
+
+
+def _products(tensor: QuantTensor, order: str, x: np.ndarray) -> np.ndarray:
+    packed = pack(tensor)
+    out = np.full((len(x), len(packed.data) * TILE), np.nan, np.float32)
+    multiply(packed, order, activations(x, order), out)
+    return np.ascontiguousarray(out[:, : tensor.shape[0]])
+
+
+@pytest.mark.parametrize("order", ["int8", "int16"])
+@pytest.mark.parametrize("name", READERS)
+def test_products_of_codes_are_those_of_the_reference_for_any_number_of_rows(name: str, order: str) -> None:
+    tensor = _codes(name)
+    x = _rows(max(ROWS), tensor.shape[1])
+    wanted = _bits(reference.codes_times(reference.weights(tensor), reference.quantized(x, order)))
+    for rows in ROWS:
+        assert np.array_equal(_bits(_products(tensor, order, x[:rows])), wanted[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("in_features", [1, 2, 51])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_products_of_numbers_are_those_of_the_reference_for_any_number_of_rows(name: str, in_features: int) -> None:
+    tensor = QuantTensor.encode(FORMATS[name], np.random.default_rng(3).standard_normal((OUT_FEATURES, in_features)))
+    x = _rows(max(ROWS), in_features)
+    wanted = _bits(reference.numbers_times(tensor.dequantize(), x))
+    for rows in ROWS:
+        assert np.array_equal(_bits(_products(tensor, activation_order(name), x[:rows])), wanted[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("order", sorted({"rounded", activation_order("bf16")}))
+@pytest.mark.parametrize("in_features", [1, 50, 256])
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e-19, 1e-19), (1e-38, 1.0)])  # or some products, or numbers, are not normal
+def test_products_of_bf16_are_those_of_the_reference_for_any_number_of_rows(
+    order: str, in_features: int, sizes: tuple[float, float]
+) -> None:
+    rng = np.random.default_rng(9)
+    tensor = QuantTensor.encode(FORMATS["bf16"], sizes[0] * rng.standard_normal((OUT_FEATURES, in_features)))
+    x = (sizes[1] * rng.standard_normal((max(ROWS), in_features))).astype(np.float32)
+    wanted = reference.pairs_times(tensor.dequantize(), QuantTensor.encode(FORMATS["bf16"], x).dequantize())
+    assert wanted.any()
+    for rows in ROWS:
+        assert np.array_equal(_products(tensor, order, x[:rows]), wanted[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("features", [83, 576])
+@pytest.mark.parametrize("kind", [NORM, SILU, GELU])
+def test_norms_and_gates_are_those_of_the_reference(kind: int, features: int) -> None:
+    rng = np.random.default_rng(4)
+    row, other, weight = (4 * rng.standard_normal((3, features))).astype(np.float32)
+    row[:4] = 0, 100, -100, 0.01
+    eps = np.float32(1e-5)
+    padded = [np.pad(part, (0, -features % 32)) for part in (row, other, weight)]
+    got = np.empty(features, np.float32)
+    prepare_row(kind, *(part.ctypes.data for part in padded), eps, features, 0, features, 0, 0, got.ctypes.data, 0, 0, 0, 1)
+    if kind == NORM:
+        wanted = reference.normed(row, weight, eps)
+    else:
+        wanted = (reference.silu_times if kind == SILU else reference.gelu_times)(row, other)
+    assert np.array_equal(_bits(got), _bits(wanted))
+
+
+@pytest.mark.parametrize("order", ["int8", "int16"])
+def test_records_of_inputs_are_those_of_the_reference(order: str) -> None:
+    x = _rows(BLOCK_ROWS + 4, PANEL + 96)
+    wanted = reference.records(reference.quantized(x, order), order, in_words=isa.dot_isa() == "avx2")
+    blocks = [block.swapaxes(0, 1).ravel() for block in (wanted[:BLOCK_ROWS], wanted[BLOCK_ROWS:])]  # [group][row]
+    assert np.array_equal(activations(x, order)[: wanted.size], np.concatenate(blocks))
+
+
+@pytest.mark.parametrize("order", ["int8", "int16"])
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q2_k", "q6_k"])
+def test_another_order_of_sums_or_another_rounding_has_other_bits(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = _codes(name)
+    x = _rows(5, tensor.shape[1])
+    own = _products(tensor, order, x)
+    weights, inputs = reference.weights(tensor), reference.quantized(x, order)
+    backwards = [type(parts)(*(part[:, ::-1] for part in parts)) for parts in (weights, inputs)]
+    assert not np.array_equal(reference.codes_times(*backwards), own)
+    monkeypatch.setattr(reference, "fma", lambda x, y, z: x * y + z)
+    twice = reference.codes_times(weights, inputs)
+    assert not np.array_equal(twice, own)
+    assert np.allclose(twice, own, rtol=1e-3, atol=1e-5 * np.abs(own).max())
+
+
+def test_the_reference_rounds_once_where_a_detour_over_f64_would_round_twice() -> None:
+    rng = np.random.default_rng(5)
+    z = (1 + rng.integers(0, 1 << 23, 500) * 2.0**-23).astype(np.float32)
+    small = rng.integers(1, 1 << 12, 500) * 2.0**-23
+    x, y = (1 + small).astype(np.float32), ((1 - small) * 2.0**-24).astype(np.float32)  # the product is just below half a step
+    got, neighbours = reference.fma(x, y, z), np.stack([np.nextafter(z, np.float32(to)) for to in (0, 2)])
+    for given in zip(x, y, z, got, *neighbours, strict=True):
+        exact = Fraction(float(given[0])) * Fraction(float(given[1])) + Fraction(float(given[2]))
+        distances = [abs(Fraction(float(number)) - exact) for number in given[2:]]
+        assert distances[1] == min(distances)
+    assert not np.array_equal((x.astype(np.float64) * y + z).astype(np.float32), got)
