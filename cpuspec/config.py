@@ -587,6 +587,12 @@ class ServerConfig:
         None, _optional(_POSITIVE_COUNT), "Tokens that an answer may have, whatever a request asks for.", "N"
     )
     max_request_s: float = _setting(1800.0, _FACTOR, "Seconds that a request may take, waiting included.", "S")
+    models_gb: float | None = _setting(
+        None,
+        _optional(_NOT_NEGATIVE),
+        "Gigabytes that loaded models may take together, where there are several; by default three quarters of the memory.",
+        "GB",
+    )
     drop_changing_lines: bool = _setting(
         True, _BOOLEAN, "Give the model the lines, too, that some agents change in the system message of each request."
     )

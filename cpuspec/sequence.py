@@ -50,17 +50,24 @@ class Sequence:
     seed: int
     rng: np.random.Generator
     constraint: Constraint | None = None
+    prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
     finish_reason: str | None = None  # "stop", "length", "aborted"
     rewinds: list[int] = field(default_factory=list)  # the lengths that were rewound to
     _history: TokenHistory | None = None
     _num_counted: int = 0  # of the tokens, in the history
 
     @staticmethod
-    def new(id: int, prompt: Iterable[int], params: SamplingParams, constraint: Constraint | None = None) -> "Sequence":
+    def new(
+        id: int,
+        prompt: Iterable[int],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+        prediction: Seq[int] = (),
+    ) -> "Sequence":
         """A sequence that holds the prompt and has generated nothing."""
         tokens = [int(t) for t in prompt]
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed), constraint)
+        return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed), constraint, prediction)
 
     @property
     def is_plain_greedy(self) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,9 +59,9 @@ from cpuspec.cli.reports import (
     size_of,
     verify_model,
 )
-from cpuspec.config import AUTO, SamplingDefaults, ServerConfig, SpecConfig
+from cpuspec.config import AUTO, EngineConfig, SamplingDefaults, ServerConfig, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
-from cpuspec.environment import usable_cores
+from cpuspec.environment import default_prefix_cache_bytes, usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS
 from cpuspec.evaluate.certify import certify as certify_drafts
@@ -255,7 +256,14 @@ def chat(
     *_HOW,
 )
 def serve(
-    model: options.ModelArgument,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help=f"{options.MODEL_HELP} Of several, the first is loaded at the start, others when they are first asked for.",
+            autocompletion=options.complete_model,
+        ),
+    ],
     *,
     draft: options.DraftOption = None,
     api_key_file: Annotated[
@@ -269,7 +277,7 @@ def serve(
     running: options.Running,
     serving: ServerConfig,
 ) -> None:
-    """Serve a model over HTTP to clients of OpenAI's API. It listens to this machine alone unless --host says more.
+    """Serve models over HTTP to clients of OpenAI's and Anthropic's APIs. It listens to this machine alone unless --host says more.
 
     Each request has a line of JSON on stderr, without its texts. SIGTERM or Ctrl-C ends it when running answers are done.
     """
@@ -279,15 +287,26 @@ def serve(
     check_directory(serving.slot_save_path)
     directory = prefix_directory(running.settings.prefix_cache_dir)
     settings = replace(running.settings, prefix_cache_dir=directory, plain_on_draft_error=True)
-    checkpoint, spec = _open_with_drafts(model, draft, running.settings.mmap)
-    name = checkpoint.name if Path(model).exists() else model
+    if len(models) > 1:
+        if serving.aliases:
+            raise typer.BadParameter("--alias goes with one model; with several, requests use their names")
+        if BACKENDS[0] == running.backend:  # the others keep no prefixes by default
+            gb = default_prefix_cache_bytes() / 1e9 if settings.prefix_cache_gb is None else settings.prefix_cache_gb
+            settings = replace(settings, prefix_cache_gb=gb / len(models))
+    loaders = {}
+    for model in models:
+        checkpoint, spec = _open_with_drafts(model, draft, settings.mmap)
+        name = checkpoint.name if Path(model).exists() else model
+        if name in loaders:
+            raise typer.BadParameter(f"there are two models {name!r}")
+        loaders[name] = partial(_load_served, checkpoint, spec, running.backend, settings), size_of(checkpoint.path)
+    run_server(loaders, serving, keys)
 
-    def load() -> "LLM":
-        from cpuspec.engine.llm import LLM
 
-        return LLM(checkpoint, spec, running.backend, settings=settings)
+def _load_served(checkpoint: Checkpoint, spec: SpecConfig, backend: str, settings: EngineConfig) -> "LLM":
+    from cpuspec.engine.llm import LLM
 
-    run_server(name, load, serving, keys)
+    return LLM(checkpoint, spec, backend, settings=settings)
 
 
 @app.command("bench-serve")

@@ -96,14 +96,16 @@ class Engine:
         params: SamplingParams,
         shown: abc.Set[int] = frozenset(),
         shows_progress: bool = False,
+        prediction: abc.Sequence[int] = (),
     ) -> Request:
         """Check a prompt of token ids and make a request of it, without touching the engine: any thread may call it at any time.
 
         shown: special tokens whose names are part of the answer's text, as those that begin a tool call. shows_progress: steps
-        that read on in the prompt return outputs with `num_read_tokens`. Raises ConfigError as `check` does.
+        that read on in the prompt return outputs with `num_read_tokens`. prediction: token ids that the answer may repeat; lookups
+        draft from them. Raises ConfigError as `check` does.
         """
         self.check(prompt, params)
-        seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params))
+        seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params), prediction)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(shown=shown), params.stop)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])

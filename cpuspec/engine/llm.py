@@ -225,14 +225,16 @@ class LLM:
         receiver: Receiver,
         shown: abc.Set[int] = frozenset(),
         shows_progress: bool = False,
+        prediction: Seq[int] = (),
     ) -> int:
         """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
 
         receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
         tokens whose names are part of the text. shows_progress: outputs without tokens tell how much of the prompt has been read.
-        Raises ConfigError as `check` does.
+        prediction: token ids that the answer may repeat, as a file that it edits does: the drafters `ngram` and `suffix` copy from
+        them, and no answer depends on them. Raises ConfigError as `check` does.
         """
-        return self._shared.submit(prompt, params, receiver, shown, shows_progress)
+        return self._shared.submit(prompt, params, receiver, shown, shows_progress, prediction)
 
     def drop(self, request_id: int) -> None:
         """Forget a request of `submit`; one that runs is aborted before the next step, and its receiver is called no more."""

@@ -19,7 +19,7 @@ from cpuspec.metrics import RequestStats
 from cpuspec.server.chat import ChatPrompt, chat_prompt, said
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import log_figures, stats_of
-from cpuspec.server.gate import context_of
+from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
@@ -64,8 +64,8 @@ class MessagesBody(CountBody):
 @router.post("/v1/messages")
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
-    server, context = server_of(request), context_of(request)
-    model = server.model(body.model)
+    context = context_of(request)
+    model = await model_of(request, body.model)
     stops = tuple(text for text in body.stop_sequences or () if text)
     given = {
         "temperature": body.temperature,
@@ -81,7 +81,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "id": f"msg_{context.id}",
         "type": "message",
         "role": "assistant",
-        "model": server.names[0],
+        "model": server_of(request).shown_name(model),
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -94,7 +94,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, request: Request) -> Response:
     """How many tokens the prompt of such a conversation has."""
-    model = server_of(request).model(body.model)
+    model = await model_of(request, body.model)
     prompt = await model.in_worker(partial(_prompt, model, body))
     return json_response({"input_tokens": len(prompt.ids)})
 

@@ -15,7 +15,6 @@ from cpuspec.config import SamplingParams, ServerConfig
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
-from cpuspec.metrics import epoch_s
 from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, TimeUpError
 from cpuspec.server.observe import AnswerMeter, Metrics
@@ -54,11 +53,12 @@ class FillTokens:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One answer to compute."""
+    """One answer to compute. prediction: token ids that it may repeat."""
 
     prompt: list[int]
     params: SamplingParams
     shows_progress: bool = False  # outputs without tokens tell how much of the prompt has been read
+    prediction: Sequence[int] = ()
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ServedModel:
         self.name = name
         self.llm = llm
         self.config = config
-        self.created = epoch_s()
+        self.num_users = 0  # requests that may use it now
         self.admission = Admission(llm.max_sequences, config.max_waiting)
         self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
@@ -97,6 +97,11 @@ class ServedModel:
         """Tokens that a prompt may have."""
         most = self.llm.context_length - 1
         return min(most, self.config.max_prompt_tokens or most)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights, and of its keys and values now."""
+        return sum(level.weight_bytes - level.shared_bytes + level.kv_bytes for level in self.llm.memory())
 
     async def in_worker(self, function: Callable[[], _T]) -> _T:
         """What the function returns, run beside the event loop: for tokenization and templates, which may take a while."""
@@ -138,12 +143,11 @@ class ServedModel:
                 "context_length_exceeded",
             )
 
-    async def metrics_text(self) -> bytes:
-        """All metrics. Where a step takes long, those of the prefix cache are the ones from before it."""
+    async def ask_prefixes(self) -> None:
+        """Bring the prefix cache's metrics up to date, unless a step takes long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_STEP_S):
                 self.metrics.prefixes = await self.runner.between_steps(self.llm.prefix_stats)
-        return self.metrics.text()
 
     def retry_after_s(self) -> int:
         """When a place may be free, as far as recent requests tell."""
@@ -237,7 +241,9 @@ class Answers:
         self.meters[number].start()
         try:
             take = partial(self._take, number)
-            self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, take, one.shows_progress)
+            self._engine_ids[number] = model.runner.submit(
+                one.prompt, one.params, model.shown, take, one.shows_progress, one.prediction
+            )
         except CpuspecError as error:
             self.fail(error)
             return

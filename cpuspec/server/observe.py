@@ -133,10 +133,6 @@ class Metrics:
         recent = self._recent["e2e"]
         return float(np.mean(recent)) if recent else 1.0
 
-    def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
-        return generate_latest(self.registry)
-
     def now(self) -> Iterator[Metric]:
         """The metrics that are computed when they are asked for."""
         names = ["model_name"]
@@ -218,6 +214,24 @@ class Metrics:
         yield failures
         yield per_pos
         yield length
+
+
+def metrics_text(models: Sequence[Metrics]) -> bytes:
+    """The metrics of several models in Prometheus' text format, which names each metric once."""
+    families: dict[str, Metric] = {}
+    for family in (family for one in models for family in one.registry.collect()):
+        families.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples.extend(family.samples)
+    return generate_latest(_Families(list(families.values())))
+
+
+class _Families:
+    """A registry of metrics that are there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
 
 
 class _Now:

@@ -38,10 +38,17 @@ class Runner:
         self._thread.start()
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], on_output: OnOutput, shows_progress: bool = False
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        shown: abc.Set[int],
+        on_output: OnOutput,
+        shows_progress: bool = False,
+        prediction: abc.Sequence[int] = (),
     ) -> int:
         """Queue a prompt; returns the request's id. `on_output` is called in the event loop. Raises ConfigError."""
-        request_id = self._llm.submit(prompt, params, partial(self._receive, on_output), shown, shows_progress)
+        receive = partial(self._receive, on_output)
+        request_id = self._llm.submit(prompt, params, receive, shown, shows_progress, prediction)
         self._wake.set()
         return request_id
 
@@ -84,6 +91,13 @@ class Runner:
             if not more:
                 self._wake.wait()
                 self._wake.clear()
+
+
+async def beside(function: Callable[[], _T]) -> _T:
+    """What the function returns, called in a thread of its own, which a process that ends does not wait for."""
+    future: Future[_T] = Future()
+    threading.Thread(target=_answer, args=(future, function), name="cpuspec-load", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def _answer(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 class GuardedProposer:
     """Stands between the engine and a proposer that may raise or break the contract of drafts.
 
-    Where a call for several sequences fails, each is asked for alone, so that one request costs no other its drafts. A sequence whose
-    own call fails is as it was before that call, its random numbers included, and is decoded plainly to its end.
+    Where a call for several sequences fails, each is asked for alone: one request costs no other its drafts. A sequence whose own
+    call fails is as it was before that call, its random numbers included, and is decoded plainly to its end.
 
     num_failures: sequences that went on without drafts.
     """
@@ -74,7 +74,7 @@ class GuardedProposer:
         return True
 
     def _try(self, seqs: list[Sequence], call: Callable[[], None]) -> bool:
-        """Call the proposer; returns whether it did not raise. Otherwise the sequences are as before, and one alone has no drafts."""
+        """Whether a call of the proposer succeeds. If not, the sequences are as before, and one alone falls back."""
         before = [(len(seq.tokens), seq.rng, None if seq.params.greedy else seq.rng.bit_generator.state) for seq in seqs]
         try:
             call()
