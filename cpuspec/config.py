@@ -3,6 +3,7 @@
 Plain data and its validation; nothing here knows arrays, files or kernels.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -282,6 +283,18 @@ def _ids(value: object) -> tuple[int, ...]:
     return () if value is None else tuple(whole(one) for one in value)  # type: ignore[attr-defined]
 
 
+def _schema(value: object) -> str:
+    """A JSON schema as JSON text, of a text or of what such a text stands for; the order of properties is kept."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("not a schema")
+    try:
+        return json.dumps(dict(value), allow_nan=False)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def _biases(value: object) -> _FrozenDict:
     """-inf forbids a token."""
     if value is not None and not isinstance(value, Mapping):
@@ -319,6 +332,7 @@ _FACTOR = _Kind(partial(number, above=0), "a number > 0")
 _COUNT, _POSITIVE_COUNT = (_Kind(partial(whole, low=low), f"an integer >= {low}") for low in (0, 1))
 _BOOLEAN, _TEXT = _Kind(_flag, "True or False"), _Kind(_text, "a text")
 _TEXTS, _IDS = _Kind(_texts, "a text or several, none of them empty, or None"), _Kind(_ids, "token ids, or None")
+_SCHEMA = _Kind(_or_none(_schema), "a JSON schema, as a dict or as JSON text, or None")
 _BIASES = _Kind(_biases, "a mapping from token id to a number (-inf forbids), or None")
 
 
@@ -330,6 +344,9 @@ class SamplingParams:
     n: answers that `LLM.generate` and `LLM.chat` give to the prompt; with a seed, the second has seed + 1, and so on.
     logprobs: None, or the number of alternatives to report beside each chosen token (0 = the chosen token alone).
     max_draft_tokens: most tokens drafted in a round for this request, 0 = none; None = as the model was loaded.
+    json_schema (kept as JSON text), regex, choices, grammar: one of them at most; every token is then chosen among those that can
+    still lead to a text of it. The answer ends where nothing can follow, or where the text is whole and the model chooses its end
+    token; max_tokens and stop may cut it off before.
     """
 
     temperature: float = _setting(
@@ -358,9 +375,33 @@ class SamplingParams:
         None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
     )
     max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
+    json_schema: str | Mapping[str, Any] | None = _setting(
+        None, _SCHEMA, "The answer is JSON of this schema, written on one line.", "FILE"
+    )
+    regex: str | None = _setting(None, _optional(_TEXT), "The answer as a whole matches this, in the syntax of Rust's regex.", "R")
+    choices: tuple[str, ...] = _setting((), _TEXTS, "The answer is this text, or another that is given so. Repeatable.", "TEXT")
+    grammar: str | None = _setting(
+        None, _optional(_TEXT), "The answer is a text of this grammar: Lark as llguidance takes it, or llama.cpp's GBNF.", "FILE"
+    )
 
     def __post_init__(self) -> None:
         _read_settings(self)
+        if self.has_grammar:
+            self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        given = [name for name in ("json_schema", "regex", "choices", "grammar") if getattr(self, name) not in (None, ())]
+        if len(given) > 1:
+            raise ConfigError(f"an answer keeps to one grammar; got {' and '.join(given)}")
+        if self.ignore_eos:
+            raise ConfigError(f"{given[0]} says where the answer ends; leave out ignore_eos")
+        if -math.inf in self.logit_bias.values():
+            raise ConfigError(f"a logit_bias of -inf may forbid all that {given[0]} allows; take a finite one, as -100")
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether json_schema, regex, choices or grammar restricts the answer."""
+        return not (self.json_schema is None and self.regex is None and self.grammar is None and not self.choices)
 
     @property
     def greedy(self) -> bool:
@@ -475,8 +516,12 @@ class EngineConfig:
     prefix_cache_dir: str | None = _setting(
         None,
         _optional(_TEXT),
-        "Directory that gets what does not fit in memory, and at the end the rest, for the next start. It holds prompts.",
+        "Directory that gets what does not fit in memory, and at the end the rest, for the next start; by default "
+        "`prefixes` in the cache directory; `none` is none. It holds prompts.",
         "DIR",
+    )
+    plain_on_draft_error: bool = _setting(
+        False, _BOOLEAN, "Let a request whose drafter fails go on without drafts, instead of raising the error."
     )
     prefix_disk_gb: float = _setting(10.0, _NOT_NEGATIVE, "Gigabytes that this directory may have.", "GB")
     threads: int | None = _of_backend(
@@ -545,6 +590,21 @@ class ServerConfig:
         None, _optional(_POSITIVE_COUNT), "Tokens that an answer may have, whatever a request asks for.", "N"
     )
     max_request_s: float = _setting(1800.0, _FACTOR, "Seconds that a request may take, waiting included.", "S")
+    models_gb: float | None = _setting(
+        None,
+        _optional(_NOT_NEGATIVE),
+        "Gigabytes that loaded models may take together, where there are several; by default three quarters of the memory.",
+        "GB",
+    )
+    drop_changing_lines: bool = _setting(
+        True, _BOOLEAN, "Give the model the lines, too, that some agents change in the system message of each request."
+    )
+    slot_save_path: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "Directory that /slots may save prompts to and restore them from; by default that is refused.",
+        "DIR",
+    )
     drain_s: float = _setting(
         30.0, _NOT_NEGATIVE, "Seconds that running requests have left when the server is told to end (SIGTERM, Ctrl-C).", "S"
     )

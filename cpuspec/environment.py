@@ -152,6 +152,11 @@ def default_prefix_cache_bytes() -> int:
     return (memory_bytes() or 8 * 10**9) // 8
 
 
+def default_models_bytes() -> int:
+    """Bytes that the loaded models of a server may take by default: three quarters of the memory; 8 GB where that is unknown."""
+    return (memory_bytes() or 11 * 10**9) * 3 // 4
+
+
 def processor_name() -> str:
     """The name that the processor gives itself."""
     return proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()

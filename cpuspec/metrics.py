@@ -126,7 +126,7 @@ class RequestStats:
     num_new_tokens: int
     num_forwards: int  # of the target from the request's admission to its end, chunks of other requests' prompts included
     num_forwards_saved: int  # of the target: tokens that needed no step of their own
-    num_draft_tokens: int  # that the target verified
+    num_draft_tokens: int  # that the target verified; tokens that a grammar forced are not among them
     num_accepted_tokens: int  # of these
     ttft_s: float | None
     decode_s: float | None

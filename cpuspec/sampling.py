@@ -1,6 +1,7 @@
 """Logits to distributions to tokens: the only place where that happens, for sampler, drafters and verifier alike.
 
-Order, as in vLLM: logit bias; repetition, then frequency and presence penalties; temperature; min-p; top-k; top-p.
+Order, as in vLLM: logit bias; repetition, then frequency and presence penalties; temperature; min-p; top-k; top-p. Tokens that a
+grammar forbids go first: all that follows sees the legal ones only.
 """
 
 import math
@@ -17,6 +18,7 @@ from cpuspec.errors import BackendError, ConfigError
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
+Legal = NDArray[np.bool_]  # [V] whether a token may come next
 
 _GROUPS = 2048  # of a vocabulary, where the largest of each is found first
 _NOTHING = 1e-9  # of the weight of the best token: what all tokens together may have that top-p does not look at
@@ -99,21 +101,28 @@ class TokenHistory:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> NDArray[Any]:
+def processed(
+    logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = (), legal: Legal | None = None
+) -> NDArray[Any]:
     """Logits [V] after bias and penalties: in float64, or as they are where nothing changes them.
 
-    history: the sequence's tokens; ahead: drafted tokens between them and this row. Repetition divides positive and
+    history: the sequence's tokens; ahead: drafted tokens between them and this row. legal: the tokens to choose from, None for all;
+    a draft model that knows none of them chooses from all. Repetition divides positive and
     multiplies negative logits of every token seen (arXiv 1909.05858, section 4.1); frequency and presence subtract for
     generated tokens only. Raises BackendError for NaN or infinite logits and ConfigError where bias and penalties leave no token.
     """
-    return _processed(logits, params, history, ahead)[0]
+    return _processed(logits, params, history, ahead, legal)[0]
 
 
-def _processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int]) -> tuple[NDArray[Any], Any]:
+def _processed(
+    logits: NDArray[Any], params: SamplingParams, history: TokenHistory, ahead: Sequence[int], legal: Legal | None
+) -> tuple[NDArray[Any], Any]:
     """The same, and its largest."""
     best = logits.max()
     if not math.isfinite(best):
         raise _not_finite(logits)
+    if legal is not None and math.isfinite(best_legal := logits.max(where=legal, initial=-np.inf)):
+        logits, best = np.where(legal, logits, np.float64(-np.inf)), best_legal
     if params.keeps_order:
         return logits, best
     x, bias, penalty = logits.astype(np.float64), params.logit_bias, params.repetition_penalty
@@ -132,13 +141,15 @@ def _processed(logits: F32, params: SamplingParams, history: TokenHistory, ahead
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def distribution(logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = ()) -> Row:
+def distribution(
+    logits: F32, params: SamplingParams, history: TokenHistory, ahead: Sequence[int] = (), legal: Legal | None = None
+) -> Row:
     """Probabilities [V] of the next token; greedy is a point mass on the argmax. Arguments and errors as in `processed`.
 
     Ties at the edge of top-k and top-p go to the lower id. Top-p looks at the renormalised distribution that top-k leaves
     and keeps the fewest tokens that reach it. Probabilities are float64, and computed for those tokens only that may be kept.
     """
-    x, best = _processed(logits, params, history, ahead)
+    x, best = _processed(logits, params, history, ahead, legal)
     size = len(x)
     if params.greedy:
         return SparseRow(np.array([argmax(x)]), np.ones(1), size)
@@ -205,8 +216,10 @@ def argmax(logits: NDArray[Any], best: Sequence[int] | None = None) -> Any:
     return ids
 
 
-def confidence(logits: F32) -> float:
-    """Probability of the most likely token under raw logits [V]."""
+def confidence(logits: F32, legal: Legal | None = None) -> float:
+    """Probability of the most likely token under raw logits [V], of those that are legal."""
+    if legal is not None and math.isfinite(logits.max(where=legal, initial=-np.inf)):
+        logits = logits[legal]
     return float(1 / np.exp(logits - logits.max()).sum())
 
 

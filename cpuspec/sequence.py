@@ -2,12 +2,30 @@
 
 import secrets
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from cpuspec.config import SamplingParams
-from cpuspec.sampling import TokenHistory
+from cpuspec.sampling import Legal, TokenHistory
+
+
+class Constraint(Protocol):
+    """What a request's answer must keep to. Every method is a function of the path alone: output tokens, then drafted ones."""
+
+    def legal(self, path: Seq[int]) -> Legal | None:
+        """Which tokens may follow the path, [V], the end among them where it may; None where the end alone may, or nothing."""
+        ...
+
+    def accepts(self, path: Seq[int]) -> bool:
+        """Whether the answer may end after the path."""
+        ...
+
+    def forced(self, path: Seq[int]) -> list[int]:
+        """Tokens that must follow the path, one after the other."""
+        ...
 
 
 @dataclass(slots=True)
@@ -31,22 +49,30 @@ class Sequence:
     params: SamplingParams
     seed: int
     rng: np.random.Generator
+    constraint: Constraint | None = None
+    prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
     finish_reason: str | None = None  # "stop", "length", "aborted"
     rewinds: list[int] = field(default_factory=list)  # the lengths that were rewound to
     _history: TokenHistory | None = None
     _num_counted: int = 0  # of the tokens, in the history
 
     @staticmethod
-    def new(id: int, prompt: Iterable[int], params: SamplingParams) -> "Sequence":
+    def new(
+        id: int,
+        prompt: Iterable[int],
+        params: SamplingParams,
+        constraint: Constraint | None = None,
+        prediction: Seq[int] = (),
+    ) -> "Sequence":
         """A sequence that holds the prompt and has generated nothing."""
         tokens = [int(t) for t in prompt]
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed))
+        return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed), constraint, prediction)
 
     @property
     def is_plain_greedy(self) -> bool:
         """Whether each token is the argmax of the raw logits."""
-        return self.params.greedy and self.params.keeps_order
+        return self.params.greedy and self.params.keeps_order and self.constraint is None
 
     @property
     def output(self) -> list[int]:
@@ -66,6 +92,10 @@ class Sequence:
         self._history.extend(self.tokens[self._num_counted :])
         self._num_counted = len(self.tokens)
         return self._history
+
+    def legal(self, ahead: Seq[int] = ()) -> Legal | None:
+        """Which tokens may follow the output and the drafted tokens `ahead`, [V]; None for any, and behind the answer's end."""
+        return self.constraint.legal([*self.output, *ahead]) if self.constraint else None
 
     @property
     def num_wanted(self) -> int:

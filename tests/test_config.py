@@ -72,7 +72,12 @@ _NONSENSE = (object(), b"", [None], [[1]], {"a": 1}, {1: "a"}, {1: None}, float(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *((field.name, value) for field in dataclasses.fields(SamplingParams) for value in _NONSENSE),
+        *(
+            (field.name, value)
+            for field in dataclasses.fields(SamplingParams)
+            for value in _NONSENSE
+            if (field.name, value) != ("json_schema", {"a": 1})
+        ),
         *((name, value) for name in (*_NUMBERS, *_COUNTS) for value in ("1", True, -(10**400))),
         *((name, value) for name in _COUNTS for value in (2.5, -5)),
         *(("stop", value) for value in ("", ["a", ""], 5)),

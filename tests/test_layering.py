@@ -27,12 +27,15 @@ LAYERS = (
     ("tokenizer",),
     ("sampling",),
     ("sequence",),
+    ("grammar",),
     ("metrics",),
+    ("load",),
     ("speculation",),
     ("engine",),
     ("evaluate",),
     ("",),
     ("server",),
+    ("batch",),
     ("cli",),
     ("__main__",),
 )
@@ -47,6 +50,7 @@ HOMES = {
     "typer": {"cli"},
     "rich": {"cli"},
     "huggingface_hub": {"checkpoints"},
+    "llguidance": {"grammar"},
     "torch": {"backends"},
     "triton": {"backends"},
     "transformers": set(),
@@ -58,6 +62,7 @@ HOMES = {
     "uvicorn": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"server"},
+    "h11": {"load"},
     "optimum": set(),
     "pickle": set(),
     "environment variables": {"environment"},
@@ -189,7 +194,7 @@ def test_a_module_in_its_place_is_not_accused(module: str, source: str) -> None:
 
 HEAVY = (
     *("numpy", "numba", "llvmlite", "torch", "transformers", "onnx", "onnxruntime", "tokenizers", "jinja2", "typer", "rich"),
-    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"),
+    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "h11"),
 )
 
 

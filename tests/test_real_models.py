@@ -1,7 +1,10 @@
 """The promises, on the real checkpoints: run with `python -m pytest -m real_model` (fetches 1.2 GB once, needs 10 GB of memory)."""
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +101,39 @@ def test_seeded_samples_do_not_depend_on_company(plain_and_ngram: tuple[LLM, LLM
     for request, one, answer in zip(REQUESTS, params, together, strict=True):
         assert plain.generate(request, one)[0].token_ids == answer.token_ids
     assert len({tuple(answer.token_ids) for answer in together}) == 3
+
+
+GRAMMARS: list[dict[str, Any]] = [
+    {
+        "json_schema": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 30}, "size": {"type": "integer"}},
+            "required": ["city", "size"],
+        }
+    },
+    {"regex": r"(The|A) [a-z ]{10,40}, [0-9]{4}\."},
+    {"choices": ["definitely not", "definitely", "perhaps"]},
+]
+
+
+@pytest.mark.parametrize("settings", GRAMMARS, ids=lambda settings: next(iter(settings)))
+def test_answers_keep_to_a_grammar_whatever_is_drafted(
+    settings: dict[str, Any], plain_and_ngram: tuple[LLM, LLM], chain: LLM
+) -> None:
+    plain, ngram = plain_and_ngram
+    params = SamplingParams(max_tokens=80, **settings)
+    for request in REQUESTS:
+        answer = plain.chat(request, params, max_draft_tokens=0)
+        for llm in (plain, ngram, chain):
+            assert llm.chat(request, params).token_ids == answer.token_ids
+        assert answer.finish_reason == "stop"
+        if "json_schema" in settings:
+            found = json.loads(answer.text)
+            assert (type(found["city"]), type(found["size"])) == (str, int)
+        elif "regex" in settings:
+            assert re.fullmatch(settings["regex"], answer.text)
+        else:
+            assert answer.text in settings["choices"]
 
 
 def test_compiled_kernels_stay_close_to_the_dequantized_model(checkpoint: Checkpoint) -> None:

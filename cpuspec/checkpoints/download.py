@@ -8,18 +8,16 @@ import contextlib
 import errno
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 from cpuspec.checkpoints.hub import HubModel, Progress, check_reachable, find_cached, read_hub_name
 from cpuspec.checkpoints.local_models import find_lm_studio, find_ollama
 from cpuspec.checkpoints.recipes import ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
 from cpuspec.environment import cache_dir, hub_cache_dir, hub_offline, offline
 from cpuspec.errors import ConfigError, DownloadError
-from cpuspec.files import write_file
+from cpuspec.files import try_lock, write_file
 
 
 def resolve_model(text: str, progress: Progress | None = None) -> Path:
@@ -201,28 +199,7 @@ def _is_verified(recipe: Recipe, path: Path) -> bool:
 def _lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold `path` as a lock between processes and threads. The system drops it with its holder, so a crash leaves nothing stale."""
     with path.open("ab") as handle:
-        while not _try_lock(handle):
+        while not try_lock(handle):
             waiting()
             time.sleep(0.2)
         yield
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _try_lock(handle: IO[bytes]) -> bool:
-        try:
-            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-
-else:
-    import fcntl
-
-    def _try_lock(handle: IO[bytes]) -> bool:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True

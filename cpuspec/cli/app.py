@@ -1,10 +1,12 @@
 """The commands. Each reads its options, asks the package, and prints; what they mean is decided elsewhere."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ from cpuspec.checkpoints.download import fetch, find_fetched, find_model, resolv
 from cpuspec.checkpoints.hub import HubModel, revision_of
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import INTERRUPTED, options
+from cpuspec.cli.batch import describe_batch
 from cpuspec.cli.bench import OUTPUTS, describe_bench
 from cpuspec.cli.certificate import describe_certificate, show_certificate
 from cpuspec.cli.console import (
@@ -56,15 +59,16 @@ from cpuspec.cli.reports import (
     size_of,
     verify_model,
 )
-from cpuspec.config import AUTO, SamplingDefaults, ServerConfig, SpecConfig
+from cpuspec.config import AUTO, EngineConfig, SamplingDefaults, ServerConfig, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
-from cpuspec.environment import usable_cores
+from cpuspec.environment import default_prefix_cache_bytes, usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import MIN_SAMPLES, NUM_SAMPLES, PROMPTS
 from cpuspec.evaluate.certify import certify as certify_drafts
 from cpuspec.evaluate.parity import NUM_TOKENS, TOP, WHOLE_ROWS, Limits, ModelIdentity, Recording
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.evaluate.speed import Plan, measure_speed
+from cpuspec.files import write_file
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
@@ -240,9 +244,26 @@ def chat(
 @app.command()
 @exit_codes()
 @options.takes_serving()
-@options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *_HOW)
+@options.takes_running(
+    "max_sequences",
+    "context_length",
+    "max_rows",
+    "prompt_rows",
+    "prefix_cache_gb",
+    "prefix_cache_dir",
+    "prefix_disk_gb",
+    "mmap",
+    *_HOW,
+)
 def serve(
-    model: options.ModelArgument,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help=f"{options.MODEL_HELP} Of several, the first is loaded at the start, others when they are first asked for.",
+            autocompletion=options.complete_model,
+        ),
+    ],
     *,
     draft: options.DraftOption = None,
     api_key_file: Annotated[
@@ -256,22 +277,233 @@ def serve(
     running: options.Running,
     serving: ServerConfig,
 ) -> None:
-    """Serve a model over HTTP to clients of OpenAI's API. It listens to this machine alone unless --host says more.
+    """Serve models over HTTP to clients of OpenAI's and Anthropic's APIs. It listens to this machine alone unless --host says more.
 
     Each request has a line of JSON on stderr, without its texts. SIGTERM or Ctrl-C ends it when running answers are done.
     """
-    from cpuspec.cli.serve import read_keys, run_server
+    from cpuspec.cli.serve import check_directory, prefix_directory, read_keys, run_server
 
     keys = read_keys(api_key_file)
+    check_directory(serving.slot_save_path)
+    directory = prefix_directory(running.settings.prefix_cache_dir)
+    settings = replace(running.settings, prefix_cache_dir=directory, plain_on_draft_error=True)
+    if len(models) > 1:
+        if serving.aliases:
+            raise typer.BadParameter("--alias goes with one model; with several, requests use their names")
+        if BACKENDS[0] == running.backend:  # the others keep no prefixes by default
+            gb = default_prefix_cache_bytes() / 1e9 if settings.prefix_cache_gb is None else settings.prefix_cache_gb
+            settings = replace(settings, prefix_cache_gb=gb / len(models))
+    loaders = {}
+    for model in models:
+        checkpoint, spec = _open_with_drafts(model, draft, settings.mmap)
+        name = checkpoint.name if Path(model).exists() else model
+        if name in loaders:
+            raise typer.BadParameter(f"there are two models {name!r}")
+        loaders[name] = partial(_load_served, checkpoint, spec, running.backend, settings), size_of(checkpoint.path)
+    run_server(loaders, serving, keys)
+
+
+def _load_served(checkpoint: Checkpoint, spec: SpecConfig, backend: str, settings: EngineConfig) -> "LLM":
+    from cpuspec.engine.llm import LLM
+
+    return LLM(checkpoint, spec, backend, settings=settings)
+
+
+@app.command("bench-serve")
+@exit_codes()
+def bench_serve(
+    more_goodput: Annotated[
+        list[str] | None, typer.Argument(hidden=True, metavar="NAME:MS", help="More targets of --goodput.")
+    ] = None,
+    *,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Of the server, on this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="N", min=1, max=65535, help="Of the server.")] = 8000,
+    base_url: Annotated[
+        str | None, typer.Option("--base-url", metavar="URL", help="Instead of both, as http://127.0.0.1:8000.")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            metavar="B",
+            help="openai sends prompts to /v1/completions, openai-chat conversations to /v1/chat/completions; by default what the "
+            "data are.",
+        ),
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option("--endpoint", metavar="PATH", help="Another path than the backend's.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="NAME", help="As the server calls it; by default the first of its list."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", metavar="N", min=1, max=100_000, help="Requests to send.")] = 100,
+    request_rate: Annotated[
+        float, typer.Option("--request-rate", metavar="X", help="Requests a second, at random moments; inf sends all at once.")
+    ] = float("inf"),
+    burstiness: Annotated[
+        float,
+        typer.Option("--burstiness", metavar="X", help="1 is a Poisson process; less comes in bursts, more comes evenly."),
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option("--max-concurrency", metavar="N", min=1, max=10_000, help="Requests at once; those beyond wait unsent."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Of the arrivals and of random prompts.")] = 0,
+    dataset_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--dataset-path",
+            metavar="FILE",
+            help="JSON lines with prompt or messages, perhaps with output_tokens; too few are repeated. By default random words.",
+        ),
+    ] = None,
+    random_input_len: Annotated[
+        int, typer.Option("--random-input-len", metavar="N", min=1, max=1_000_000, help="Tokens of a random prompt.")
+    ] = 256,
+    random_prefix_len: Annotated[
+        int,
+        typer.Option("--random-prefix-len", metavar="N", min=0, max=1_000_000, help="Tokens before it that all prompts share."),
+    ] = 0,
+    random_output_len: Annotated[
+        int | None,
+        typer.Option(
+            "--random-output-len", "--output-len", metavar="N", min=1, help="Tokens that an answer may have, 128 by default."
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Answers go on to that length, on servers that know ignore_eos.")
+    ] = False,
+    temperature: Annotated[float, typer.Option("--temperature", metavar="T", min=0, help="0 is greedy.")] = 0.0,
+    extra_body: Annotated[
+        str | None,
+        typer.Option("--extra-body", metavar="JSON", help='Fields of every request, as \'{"speculation": {"draft": "none"}}\'.'),
+    ] = None,
+    num_warmups: Annotated[
+        int, typer.Option("--num-warmups", metavar="N", min=0, max=1000, help="Requests that are sent before, unmeasured.")
+    ] = 1,
+    max_seconds: Annotated[
+        float, typer.Option("--max-seconds", metavar="S", min=0.001, max=1e6, help="What still runs then is broken off.")
+    ] = 3600.0,
+    percentile_metrics: Annotated[
+        str, typer.Option("--percentile-metrics", metavar="LIST", help="The latencies to show, of ttft, tpot, itl and e2el.")
+    ] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[
+        str, typer.Option("--metric-percentiles", metavar="LIST", help="Percentiles of each.")
+    ] = "50,95,99",
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--goodput",
+            metavar="NAME:MS...",
+            help="Count answers that keep these, too, as ttft:500 tpot:50; of ttft, tpot and e2el.",
+        ),
+    ] = None,
+    save_result: Annotated[bool, typer.Option("--save-result", help="Write the report as JSON to a file.")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="And every answer's own figures and text.")] = False,
+    result_dir: Annotated[Path, typer.Option("--result-dir", metavar="DIR", help="Where the file goes.")] = Path(),
+    result_filename: Annotated[
+        str | None, typer.Option("--result-filename", metavar="NAME", help="By default one of what was run, and when.")
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Send a load of requests to a server of this machine, and show latencies and throughput. In the manner of `vllm bench serve`.
+
+    Any server of OpenAI's protocol will do; CPUSPEC_API_KEY is the key, if it wants one. Ctrl-C shows what came until then.
+    """
+    if more_goodput and not goodput:
+        raise typer.BadParameter(f"got {more_goodput[0]!r}; wanted options only")
+    from cpuspec.cli import load
+    from cpuspec.load.figures import read_goodput, read_metrics, read_percentiles
+
+    if backend not in (None, load.COMPLETIONS, load.CHAT):
+        raise typer.BadParameter(f"there is no --backend {backend!r}; wanted {load.COMPLETIONS} or {load.CHAT}")
+    if not (request_rate > 0 and 0 < burstiness < float("inf")):
+        raise typer.BadParameter(f"--request-rate and --burstiness must be above 0; got {request_rate:g} and {burstiness:g}")
+    with options.usage_errors():
+        wanted = load.Wanted(
+            num_prompts=num_prompts,
+            dataset=dataset_path,
+            num_random_tokens=random_input_len,
+            num_prefix_tokens=random_prefix_len,
+            num_warmups=num_warmups,
+            metrics=read_metrics(percentile_metrics),
+            percentiles=read_percentiles(metric_percentiles),
+            goodput=read_goodput([*(goodput or []), *(more_goodput or [])]),
+        )
+    plan = load.LoadPlan(
+        model=model or "",
+        request_rate=request_rate,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        seed=seed,
+        max_tokens=random_output_len or 128,
+        max_seconds=max_seconds,
+        backend=backend,
+        endpoint=endpoint,
+        body={"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **options.read_object(extra_body)},
+        keep_texts=save_detailed,
+    )
+    report, result = load.measure_load(base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}", plan, wanted)
+    if save_result or save_detailed:
+        path = load.result_path(report, result_dir, result_filename)
+        write_file(path, json.dumps(report | (load.details(result.answers) if save_detailed else {})) + "\n")
+        note(f"wrote {path}")
+    print_report(report, as_json, load.show_load)
+    load.note_errors(result.answers)
+    if result.stopped:
+        note(f"{result.stopped}: these figures are of a part of the load")
+    if result.stopped == load.STOPPED_BY_USER:
+        raise typer.Exit(INTERRUPTED)
+    if result.stopped or not report["completed"]:
+        raise typer.Exit(ERROR)
+
+
+@app.command()
+@exit_codes()
+@options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *_HOW)
+@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "logprobs"))
+def batch(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN.jsonl",
+            help="Requests, one a line: OpenAI's batch format, or objects with prompt or messages.",
+            dir_okay=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT.jsonl", help="Answers in the same order; one that exists is gone on with.", dir_okay=False),
+    ],
+    *,
+    model: options.ModelOption = DEFAULT_RECIPE,
+    draft: options.DraftOption = None,
+    as_json: options.JsonOption = False,
+    sampling: dict[str, Any],
+    running: options.Running,
+) -> None:
+    """Answer a file of prompts, many at once. A run that was broken off goes on where it ended.
+
+    What a line asks for goes before the options. A line that cannot be answered gets its error as the answer, and the others go on.
+    """
+    if not source.is_file():
+        raise typer.BadParameter(f"{source} is no file; give one with a request in each line")
+    from cpuspec.batch.answer import answer_lines
+    from cpuspec.batch.run import run_batch
+    from cpuspec.engine.llm import LLM
+
     checkpoint, spec = _open_with_drafts(model, draft, running.settings.mmap)
-    name = checkpoint.name if Path(model).exists() else model
-
-    def load() -> "LLM":
-        from cpuspec.engine.llm import LLM
-
-        return LLM(checkpoint, spec, running.backend, settings=running.settings)
-
-    run_server(name, load, serving, keys)
+    with busy(f"loading {model}"):
+        llm = LLM(checkpoint, spec, running.backend, settings=running.settings)
+    with llm, StepProgress(tenths=True) as progress:
+        _sampling_defaults(llm)
+        summary = run_batch(
+            source, out, lambda lines: answer_lines(llm, lines, sampling), lambda done, total: progress("batch", done, total)
+        )
+    if as_json:
+        emit_json(summary.as_dict())
+    note(describe_batch(summary))
+    if summary.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 @app.command()

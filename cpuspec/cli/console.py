@@ -246,12 +246,13 @@ class FetchProgress:
 
 
 class StepProgress:
-    """Shows the progress of a measurement: a bar on a terminal, a line for each new step elsewhere.
+    """Shows the progress of a measurement: a bar on a terminal, a line for each new step elsewhere, or for each tenth of it.
 
     The bar is drawn when there is something to tell and at no other time: a thread that draws would take turns with those measured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenths: bool = False) -> None:
+        self._tenths = tenths
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._last = ""
@@ -267,6 +268,7 @@ class StepProgress:
         """Update, as `cpuspec.evaluate.parity.OnStep` demands."""
         console = stderr_console()
         if not _is_live(console):
+            what = f"{what}: {10 * (10 * done // total)} %" if self._tenths and total else what
             if what != self._last:
                 note(what)
         else:

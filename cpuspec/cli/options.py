@@ -1,5 +1,6 @@
 """The options of the commands, and how their values become settings. Options of settings come from the settings' declaration."""
 
+import json
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ _KINDS: Mapping[Any, Any] = {  # of an option that may be absent, by the type of
     float | None: float | None,
     str: str | None,
     str | None: str | None,
+    str | Mapping[str, Any] | None: str | None,
     bool: bool,
     tuple[str, ...]: list[str] | None,
     tuple[int, ...]: list[int] | None,
@@ -166,6 +168,9 @@ def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_t
 
 def _read_sampling(given: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
+    for name in ("json_schema", "grammar"):
+        if name in given:
+            given[name] = _read_file(Path(given[name]))
     with usage_errors():
         given["stop"] = tuple(checked_text(text, "--stop") for text in given.get("stop", ()))
         given["logit_bias"] = read_logit_bias(given.get("logit_bias"))
@@ -198,6 +203,17 @@ def read_logit_bias(entries: list[str] | None) -> dict[int, float]:
     return biases
 
 
+def read_object(text: str | None) -> dict[str, Any]:
+    """The JSON object of `--extra-body`, an empty one if there is none. Raises BadParameter for anything else."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"--extra-body takes a JSON object; got {text!r}")
+    return value
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, the file, or stdin; one newline at the end of a file or of stdin is not part of it.
 
@@ -208,11 +224,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None:
         return checked_text(prompt, "PROMPT")
     if file is not None and str(file) != "-":
-        try:
-            with file.open("rb") as stream:
-                return _read_text(stream, str(file))
-        except OSError as error:
-            raise typer.BadParameter(f"{file} cannot be read: {error.strerror or error}") from None
+        return _read_file(file)
     if file is None and sys.stdin is not None and sys.stdin.isatty():
         raise typer.BadParameter("there is no prompt; give it as PROMPT, with -f FILE, or through a pipe")
     if sys.stdin is None:
@@ -227,6 +239,14 @@ def checked_text(text: str, name: str) -> str:
     except UnicodeEncodeError:
         raise typer.BadParameter(f"{name} is not valid UTF-8") from None
     return text
+
+
+def _read_file(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return _read_text(stream, str(file))
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def _read_text(stream: BinaryIO, name: str) -> str:

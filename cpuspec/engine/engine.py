@@ -6,16 +6,18 @@ thread at a time, and several threads share an engine through `cpuspec.engine.sh
 
 import itertools
 from collections import abc, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
 from cpuspec.errors import ConfigError
+from cpuspec.grammar import Grammars
 from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Cycle
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.tokenizer import Tokenizer
@@ -26,6 +28,10 @@ class Output:
     """The tokens and the text that one step added to one request. The last output of a request has a finish_reason and its stats.
 
     text excludes the token that ended the request and everything from a stop string on; token_ids include them.
+    token_texts: what each token added to the text. Text that may begin a stop string, and half a character, come with a later
+    token. token_sources: the level that drafted each token, "" for the target's own. cycles: of each round the verifications that
+    it took, the target's last. num_read_tokens: where `Request.shows_progress`, in outputs without tokens: those of the prompt that
+    have been read, the cached ones included. error: why a request was aborted, where its own settings are the reason.
     """
 
     request_id: int
@@ -35,6 +41,11 @@ class Output:
     finish_reason: str | None = None  # "stop", "length", "aborted"
     stats: RequestStats | None = None
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were there already; the same in each output of a request
+    token_texts: list[str] = field(default_factory=list)
+    token_sources: list[str] = field(default_factory=list)
+    cycles: list[tuple[Cycle, ...]] = field(default_factory=list)
+    num_read_tokens: int | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,7 @@ class Request:
     end_ids: frozenset[int]
     max_length: int  # tokens that it may have, prompt included
     max_draft_tokens: int
+    shows_progress: bool  # a step that reads on in the prompt returns an output
 
 
 class Engine:
@@ -61,6 +73,7 @@ class Engine:
         self._proposer = proposer
         self._contexts = [context, *(level.context for level in proposer.levels)]
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer)
         self._scheduler = Scheduler(context.prompt_rows, context.backend.max_rows)
         self._requests: dict[int, Request] = {}
         self._ready: list[Output] = []  # outputs that a failed step leaves for the next one to return
@@ -77,24 +90,35 @@ class Engine:
         self.add(request)
         return request.seq.id
 
-    def prepare(self, prompt: abc.Sequence[int], params: SamplingParams, shown: abc.Set[int] = frozenset()) -> Request:
+    def prepare(
+        self,
+        prompt: abc.Sequence[int],
+        params: SamplingParams,
+        shown: abc.Set[int] = frozenset(),
+        shows_progress: bool = False,
+        prediction: abc.Sequence[int] = (),
+    ) -> Request:
         """Check a prompt of token ids and make a request of it, without touching the engine: any thread may call it at any time.
 
-        shown: special tokens whose names are part of the answer's text, as those that begin a tool call. Raises ConfigError as
-        `check` does.
+        shown: special tokens whose names are part of the answer's text, as those that begin a tool call. shows_progress: steps
+        that read on in the prompt return outputs with `num_read_tokens`. prediction: token ids that the answer may repeat; lookups
+        draft from them. Raises ConfigError as `check` does.
         """
         self.check(prompt, params)
-        seq = Sequence.new(next(self._ids), prompt, params)
+        seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params), prediction)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(shown=shown), params.stop)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
-        return Request(seq, text, meter, end_ids, max_length, max_drafted)
+        return Request(seq, text, meter, end_ids, max_length, max_drafted, shows_progress)
 
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
-        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context."""
+        """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
+
+        And for a grammar that cannot be compiled; one that was not seen lately takes up to a second of the calling thread.
+        """
         vocab_size = self._context.backend.config.vocab_size
         if not len(prompt):
             raise ConfigError("the prompt is empty; give at least one token")
@@ -110,6 +134,7 @@ class Engine:
                 raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
         if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:
             raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
+        self._grammars.constraint(params)
 
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
@@ -133,8 +158,9 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one round for every request whose prompt has been read, and read on in other prompts; returns the requests' outputs.
 
-        A step that only reads prompts returns none. An exception, an interrupt included, aborts every request: a half-done step
-        cannot be taken up again. The engine stays usable, and the next step returns the last outputs of those requests.
+        A step that only reads prompts returns none, unless a request shows its progress. An exception, an interrupt included,
+        aborts every request: a half-done step cannot be taken up again. The engine stays usable, and the next step returns the
+        last outputs of those requests.
         """
         try:
             if not self._ready:
@@ -166,6 +192,12 @@ class Engine:
         num_forwards = self._num_forwards()
         for request, done in zip(requests, rounds, strict=True):
             self._ready.append(self._commit(request, done, num_forwards))
+        for chunk in chunks:
+            request = self._requests[chunk.seq.id]
+            if request.shows_progress:
+                num_cached = request.meter.num_cached_tokens
+                num_read = len(chunk.seq.tokens) - 1 - self._context.num_unfed(chunk.seq)
+                self._ready.append(Output(chunk.seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
 
     def _admit(self) -> None:
         """Begin waiting requests in their order while there are free slots.
@@ -188,15 +220,21 @@ class Engine:
 
     def _commit(self, request: Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
-        seq, new, text, reason, num_taken = request.seq, done.verdict.tokens, "", None, 0
+        seq, new, reason, num_taken, error = request.seq, done.verdict.tokens, None, 0, None
+        texts = [""] * len(new)
         before = len(seq.tokens) - len(new)
         for num_taken, token in enumerate(new, 1):
             if token in request.end_ids:
                 reason = "stop"
                 break
-            text += request.text.push(token)
+            texts[num_taken - 1] = request.text.push(token)
             if request.text.stopped:
                 reason = "stop"
+                break
+            path = seq.tokens[seq.num_prompt_tokens : before + num_taken]
+            if seq.constraint and seq.constraint.legal(path) is None:
+                reason = "stop" if seq.constraint.accepts(path) else "aborted"
+                error = None if reason == "stop" else "the grammar leads nowhere here, or is too complex; simplify it"
                 break
             if before + num_taken == request.max_length:
                 reason = "length"
@@ -204,15 +242,18 @@ class Engine:
         num_top = seq.params.logprobs
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
         request.meter.record_step(num_taken, num_forwards, done.cycles)
+        num_cached, sources, cycles = request.meter.num_cached_tokens, done.token_sources[:num_taken], [done.cycles]
         if reason is None:
-            return Output(seq.id, text, new, chosen, num_cached_tokens=request.meter.num_cached_tokens)
+            return Output(seq.id, "".join(texts), new, chosen, None, None, num_cached, texts, sources, cycles)
         if not request.text.stopped:
-            text += request.text.finish()
+            texts[num_taken - 1] += request.text.finish()
             reason = "stop" if request.text.stopped else reason
         seq.finish(before + num_taken - seq.num_prompt_tokens, reason)
         self._remove(request)
-        stats = request.meter.stats()
-        return Output(seq.id, text, new[:num_taken], chosen, reason, stats, stats.num_cached_tokens)
+        return Output(
+            seq.id, "".join(texts[:num_taken]), new[:num_taken], chosen, reason, request.meter.stats(), num_cached,
+            texts[:num_taken], sources, cycles, error=error,
+        )  # fmt: skip
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)

@@ -24,6 +24,7 @@ from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelCounters, LevelMemory, PrefixStats, RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.context import Context
+from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
 from cpuspec.speculation.prefix_files import PrefixDirectory
 from cpuspec.speculation.proposer import Proposer
@@ -149,6 +150,8 @@ class LLM:
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = Context(backend, settings.max_sequences, self.context_length, prompt_rows=settings.prompt_rows)
         _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
+        self._guard = GuardedProposer(proposer, self._context) if settings.plain_on_draft_error else None
+        proposer = self._guard or proposer
         self._engine = Engine(self._context, proposer, tokenizer)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
@@ -206,7 +209,8 @@ class LLM:
         """Yield one output a step; the last one carries finish_reason and stats.
 
         The request starts with the first `next`. Closing the generator, or leaving its loop, frees its slot; its figures are then
-        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`.
+        in `aborted_stats`. A stream is for one thread at a time, and gives one answer. params, settings: as in `generate`. Raises
+        CpuspecError behind the last output of a request whose grammar leads nowhere.
         """
         (one,) = _read_params(params, settings, 1)
         if one.n != 1:
@@ -214,13 +218,23 @@ class LLM:
         self._shared.aborted_stats = None
         return self._stream(self._prompt_ids(prompt), one)
 
-    def submit(self, prompt: Seq[int], params: SamplingParams, receiver: Receiver, shown: abc.Set[int] = frozenset()) -> int:
+    def submit(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        receiver: Receiver,
+        shown: abc.Set[int] = frozenset(),
+        shows_progress: bool = False,
+        prediction: Seq[int] = (),
+    ) -> int:
         """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
 
         receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
-        tokens whose names are part of the text. Raises ConfigError as `check` does.
+        tokens whose names are part of the text. shows_progress: outputs without tokens tell how much of the prompt has been read.
+        prediction: token ids that the answer may repeat, as a file that it edits does: the drafters `ngram` and `suffix` copy from
+        them, and no answer depends on them. Raises ConfigError as `check` does.
         """
-        return self._shared.submit(prompt, params, receiver, shown)
+        return self._shared.submit(prompt, params, receiver, shown, shows_progress, prediction)
 
     def drop(self, request_id: int) -> None:
         """Forget a request of `submit`; one that runs is aborted before the next step, and its receiver is called no more."""
@@ -242,6 +256,11 @@ class LLM:
     def levels(self) -> dict[str, LevelCounters]:
         """What each drafter proposed and what was accepted, over all requests that have ended."""
         return dict(self._engine.levels)
+
+    @property
+    def num_draft_failures(self) -> int:
+        """Requests that went on without drafts because their drafter failed; 0 unless `plain_on_draft_error` is set."""
+        return self._guard.num_failures if self._guard else 0
 
     @property
     def aborted_stats(self) -> RequestStats | None:
@@ -335,7 +354,10 @@ class LLM:
     def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Output]:
         request_id = self._shared.submit(prompt, params)
         try:
-            yield from self._shared.outputs(request_id)
+            for output in self._shared.outputs(request_id):
+                yield output
+                if output.error:
+                    raise CpuspecError(output.error)
         finally:
             self._shared.drop(request_id)
 
@@ -391,7 +413,9 @@ def _completion(parts: list[Output], index: int) -> Completion:
     last = parts[-1]
     assert last.finish_reason is not None, "the last output of a request has a finish reason"
     if last.finish_reason == "aborted":
-        raise CpuspecError("this answer was broken off when a call of another thread was interrupted or failed; ask again")
+        raise CpuspecError(
+            last.error or "this answer was broken off when a call of another thread was interrupted or failed; ask again"
+        )
     assert last.stats is not None, "the last output of a request has stats"
     return Completion(
         text="".join(part.text for part in parts),

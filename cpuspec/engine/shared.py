@@ -51,13 +51,16 @@ class SharedEngine:
         params: SamplingParams,
         receiver: Receiver | None = None,
         shown: abc.Set[int] = frozenset(),
+        shows_progress: bool = False,
+        prediction: abc.Sequence[int] = (),
     ) -> int:
         """Queue a prompt; returns the request's id. Raises ConfigError for one that cannot run, or if the engine is closed.
 
         receiver: what the thread that runs a step calls with each output; None for an inbox that `outputs` reads.
+        shown, shows_progress, prediction: as `Engine.prepare` has them.
         """
         self.check_open()
-        request = self._engine.prepare(prompt, params, shown)
+        request = self._engine.prepare(prompt, params, shown, shows_progress, prediction)
         if receiver is None:
             inbox: _Inbox = SimpleQueue()
             self._inboxes[request.seq.id] = inbox

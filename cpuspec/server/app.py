@@ -19,12 +19,13 @@ from starlette.responses import Response
 from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.server import completions, infill, messages, native, responses
+from cpuspec.server import completions, infill, messages, native, page, responses
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
 from cpuspec.server.gate import Gate, context_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import as_request_error, error_response
+from cpuspec.server.runner import beside
 from cpuspec.server.server import Server
 
 _LOG = logging.getLogger("cpuspec.server")
@@ -41,6 +42,7 @@ def make_app(server: Server) -> FastAPI:
     app.include_router(messages.router)
     app.include_router(responses.router)
     app.include_router(infill.router)
+    app.include_router(page.router)
     app.add_exception_handler(CpuspecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -121,15 +123,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         )
     )
     loop = asyncio.get_running_loop()
-    told_to_end, loaded = asyncio.Event(), loop.create_future()
-
-    def load_beside() -> None:
-        try:
-            result: tuple[LLM | None, BaseException | None] = load(), None
-        except BaseException as error:
-            result = None, error
-        with suppress(RuntimeError):  # the server has ended meanwhile
-            loop.call_soon_threadsafe(loaded.set_result, result)
+    told_to_end = asyncio.Event()
 
     def on_signal() -> None:
         if told_to_end.is_set():
@@ -139,7 +133,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     server.stop = partial(loop.call_soon_threadsafe, on_signal)
     # A daemon: a server that is told to end does not wait until its model is loaded.
-    threading.Thread(target=load_beside, name="cpuspec-load", daemon=True).start()
+    loaded = asyncio.create_task(beside(load))
     serving = asyncio.create_task(web.serve(sockets=[listener]))
     ending = asyncio.create_task(told_to_end.wait())
     try:
@@ -153,20 +147,18 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
                     loop.add_signal_handler(number, on_signal)
         await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
-            llm, error = loaded.result()
-            if error is not None:
-                raise error
-            server.start(ServedModel(server.name, llm, config))
+            server.start(ServedModel(server.name, loaded.result(), config))
             log_event("ready", {"model": server.name})
             ready()
             await asyncio.wait((ending, serving), return_when=asyncio.FIRST_COMPLETED)
         await _drain(server, web)
     finally:
         ending.cancel()
+        loaded.cancel()
         web.should_exit = True
         await serving
-        if server.loaded:
-            await asyncio.to_thread(server.loaded.close)
+        for model in server.models.values():
+            await asyncio.to_thread(model.close)
 
 
 async def _drain(server: Server, web: uvicorn.Server) -> None:
@@ -177,5 +169,5 @@ async def _drain(server: Server, web: uvicorn.Server) -> None:
         async with asyncio.timeout(server.config.drain_s):
             while server.num_unfinished and not web.should_exit:
                 await asyncio.sleep(0.02)
-    if server.loaded:
-        server.loaded.end_answers(UnavailableError("the server has ended before this answer was complete"))
+    for model in server.models.values():
+        model.end_answers(UnavailableError("the server has ended before this answer was complete"))

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from cpuspec.config import SamplingParams
+from cpuspec.engine.changing_lines import without_changing_lines
 from cpuspec.engine.llm import answer_params
 from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel, Wanted
@@ -36,9 +37,9 @@ class ChatPrompt:
         calls = self.model.tool_format.parser(self.tool_names) if self.tool_names else None
         return AnswerParser(thinking=self.thinking, calls=calls)
 
-    def wanted(self, params: SamplingParams) -> list[Wanted]:
-        """The answers to compute."""
-        return [Wanted(self.ids, one) for one in answer_params(params)]
+    def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[Wanted]:
+        """The answers to compute. prediction: token ids that they may repeat."""
+        return [Wanted(self.ids, one, shows_progress, prediction) for one in answer_params(params)]
 
     def call_id(self) -> str:
         """An id for a tool call, such as the model's template takes."""
@@ -57,7 +58,11 @@ def chat_prompt(
 
     Raises RequestError for what is no conversation, TokenizerError for what the template refuses.
     """
+    if not model.llm.tokenizer.chat_template:
+        raise RequestError(f"{model.name} has no chat template; use /v1/completions, or an instruct model", "model")
     tools, named = _chosen_tools(tools, tool_choice)
+    if model.config.drop_changing_lines:
+        messages = without_changing_lines(messages)
     listed = [_message(number, message) for number, message in enumerate(messages)]
     given = dict(variables or {})
     model.check_text(_num_chars([listed, tools, given]))

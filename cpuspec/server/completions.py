@@ -12,14 +12,23 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
 from cpuspec.metrics import epoch_s
-from cpuspec.server.chat import ChatPrompt, chat_prompt, said
+from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, said
 from cpuspec.server.errors import RequestError
-from cpuspec.server.figures import chat_logprobs, completion_logprobs, log_figures, stats_of, timings, usage
-from cpuspec.server.gate import context_of
+from cpuspec.server.figures import (
+    chat_logprobs,
+    completion_logprobs,
+    log_figures,
+    prompt_progress,
+    stats_of,
+    timings,
+    token_parts,
+    usage,
+)
+from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, Wanted, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
-from cpuspec.server.schema import ChatBody, CompletionBody, SamplingBody, sampling_params
+from cpuspec.server.schema import ChatBody, CompletionBody, Prediction, SamplingBody, sampling_params
 from cpuspec.server.server import server_of
 
 router = APIRouter()
@@ -30,8 +39,8 @@ _MOST_LOGPROBS = 20
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
-    server, context = server_of(request), context_of(request)
-    model = server.model(body.model)
+    context = context_of(request)
+    model = await model_of(request, body.model)
     if body.response_format and body.response_format.type != "text":
         raise RequestError(f"response_format {body.response_format.type[:40]!r} is not supported; wanted text", "response_format")
     params = chat_params(model, body)
@@ -41,12 +50,22 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables)
     prompt = await model.in_worker(work)
     check_number(model, params.n)
-    wanted = prompt.wanted(params)
+    predicted = await model.in_worker(partial(_predicted, model, body.prediction))
+    wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
     answers = Answers(model, context.client, context.id, wanted)
-    head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server.names[0]}
+    head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server_of(request).shown_name(model)}
     if body.stream:
         return EventStream(_chat_events(body, prompt, answers, head, context.figures), answers, request, context.id)
     return await unless_gone(request, _chat(body, prompt, answers, head, context.figures), answers)
+
+
+def _predicted(model: ServedModel, prediction: Prediction | None) -> list[int]:
+    """Token ids of OpenAI's predicted output."""
+    if prediction is None:
+        return []
+    text = content_text(prediction.content, "prediction")
+    model.check_text(len(text))
+    return model.llm.tokenizer.encode(text, add_special=False)[: model.llm.context_length]
 
 
 def chat_params(model: ServedModel, body: ChatBody) -> SamplingParams:
@@ -128,17 +147,22 @@ async def _chat_events(
         yield chunk(index, {"role": "assistant", "content": ""})
         for piece in parser.push(prompt.prefix):
             yield chunk(index, delta_of(index, piece))
+    by_token = body.cpuspec is not None and body.cpuspec.tokens
     async for index, output in answers.outputs():
         parser = parsers[index]
-        deltas = [delta_of(index, piece) for piece in parser.push(output.text)]
+        if output.num_read_tokens is not None:
+            meter = answers.meters[index]
+            yield chunk(index, {}, prompt_progress=prompt_progress(output, meter.num_prompt_tokens, meter.running_s))
+        for text, found, told in token_parts(output) if by_token else [(output.text, output.logprobs, {})]:
+            deltas = [delta_of(index, piece) for piece in parser.push(text)]
+            logprobs = chat_logprobs(tokenizer, found) if body.logprobs and found else None
+            if (logprobs or told) and not deltas:
+                deltas = [{"content": ""}]
+            for number, delta in enumerate(deltas):
+                yield chunk(index, delta, None if number else logprobs, **({} if number else told))
         if output.finish_reason is not None:
-            deltas += [delta_of(index, piece) for piece in parser.finish()]
-        logprobs = chat_logprobs(tokenizer, output.logprobs) if body.logprobs and output.logprobs else None
-        if logprobs and not deltas:
-            deltas = [{"content": ""}]
-        for number, delta in enumerate(deltas):
-            yield chunk(index, delta, None if number else logprobs)
-        if output.finish_reason is not None:
+            for piece in parser.finish():
+                yield chunk(index, delta_of(index, piece))
             lasts.append(output)
             told = {"timings": timings(output.stats)} if output.stats and len(parsers) == 1 else {}
             yield chunk(index, {}, reason=_reason(output, parser.num_calls > 0), **told)
@@ -160,8 +184,8 @@ def _reason(output: Output, has_calls: bool) -> str:
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several, or fill the gap between a prompt and a suffix."""
-    server, context = server_of(request), context_of(request)
-    model = server.model(body.model)
+    context = context_of(request)
+    model = await model_of(request, body.model)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is not supported; leave it out, and choose among n answers", "best_of")
     if body.echo and body.logprobs is not None:
@@ -182,7 +206,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     wanted = [Wanted(prompt, one) for prompt in prompts for one in answer_params(params)]
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
     answers = Answers(model, context.client, context.id, wanted)
-    head = {"id": f"cmpl-{context.id}", "object": "text_completion", "created": epoch_s(), "model": server.names[0]}
+    head = {
+        "id": f"cmpl-{context.id}",
+        "object": "text_completion",
+        "created": epoch_s(),
+        "model": server_of(request).shown_name(model),
+    }
     if body.stream:
         return EventStream(_text_events(body, model, answers, echoes, head, context.figures), answers, request, context.id)
     return await unless_gone(request, _texts(body, model, answers, echoes, head, context.figures), answers)

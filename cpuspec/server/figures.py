@@ -43,6 +43,33 @@ def timings(stats: RequestStats) -> dict[str, Any]:
     }
 
 
+def prompt_progress(output: Output, num_tokens: int, running_s: float) -> dict[str, Any]:
+    """llama-server's progress of a prompt of `num_tokens`; cached tokens are processed from the start."""
+    return {
+        "total": num_tokens,
+        "cache": output.num_cached_tokens,
+        "processed": output.num_read_tokens,
+        "time_ms": 1000 * running_s,
+    }
+
+
+def token_parts(output: Output) -> list[tuple[str, list[TokenLogprobs], dict[str, Any]]]:
+    """For each token the text that it added, its log-probabilities, and the `cpuspec` object of its chunk.
+
+    level: the drafter of a token, null for the target's own. rounds: with the first token that a chunk tells of, the target's
+    verifications that brought it and those behind it, each with the drafter that was chosen and what came of its draft.
+    """
+    rounds = [
+        {"level": source if drafted else None, "drafted": drafted, "accepted": accepted}
+        for source, drafted, accepted, _ in (cycles[-1] for cycles in output.cycles)
+    ]
+    parts = []
+    for number, (token, text, source) in enumerate(zip(output.token_ids, output.token_texts, output.token_sources, strict=True)):
+        told = {"id": token, "level": source or None} | ({} if number else {"rounds": rounds})
+        parts.append((text, output.logprobs[number : number + 1], {"cpuspec": told}))
+    return parts
+
+
 def log_figures(stats: Sequence[RequestStats]) -> dict[str, Any]:
     """What the log line of a request says of its answers."""
     found = usage(stats)

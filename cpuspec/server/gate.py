@@ -13,29 +13,42 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpuspec.metrics import now_s
+from cpuspec.server import page
 from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestError, UnauthorizedError
+from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import error_response
-from cpuspec.server.server import Server
+from cpuspec.server.server import Server, server_of
 
 BODY_S = 60.0  # that a body may take to come
-OPEN_PATHS = ("/health", "/ready")  # for probes, which have no key
+# For probes and for a browser's first look, which have no key. The page asks for one.
+OPEN_PATHS = ("/health", "/ready", *page.FILES)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 
 
 @dataclass
 class RequestContext:
-    """What is known of a request. figures: what its endpoint adds to the log line."""
+    """What is known of a request. figures: what its endpoint adds to the log line. models: stay loaded until it has
+    ended."""
 
     id: str
     client: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
+    models: list[ServedModel] = field(default_factory=list)
 
 
 def context_of(request: Request) -> RequestContext:
     """The context that the gate made for this request."""
     found: RequestContext = request.scope["cpuspec.context"]
+    return found
+
+
+async def model_of(request: Request, name: str | None) -> ServedModel:
+    """The model of that name, loaded if need be, which stays until the request has ended. Raises as `Server.model` does."""
+    found = await server_of(request).model(name)
+    found.num_users += 1
+    context_of(request).models.append(found)
     return found
 
 
@@ -71,6 +84,8 @@ class Gate:
                 return
             await self._app(scope, _Limited(receive, self._server.config.max_body_bytes), send_on)
         finally:
+            for model in context.models:
+                model.num_users -= 1
             if scope["path"] not in (*OPEN_PATHS, "/metrics"):
                 if status >= 400 and self._server.loaded:
                     self._server.loaded.metrics.refused(status)

@@ -15,7 +15,7 @@ from cpuspec.engine.engine import Output
 from cpuspec.metrics import now_s
 from cpuspec.server.completions import fill_params, fill_prompt
 from cpuspec.server.figures import log_figures, stats_of, timings
-from cpuspec.server.gate import context_of
+from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, Wanted
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
 from cpuspec.server.server import server_of
@@ -29,6 +29,7 @@ class OtherFile(BaseModel):
 
 
 class InfillBody(BaseModel):
+    model: str | None = None
     input_prefix: str
     input_suffix: str
     input_extra: list[OtherFile] = []
@@ -47,8 +48,8 @@ class InfillBody(BaseModel):
 @router.post("/infill")
 async def infill(body: InfillBody, request: Request) -> Response:
     """Fill the gap. n_predict 0 reads the prompt only, so that the next request finds it in the cache."""
-    server, context = server_of(request), context_of(request)
-    model = server.model(None)
+    context = context_of(request)
+    model = await model_of(request, body.model)
     given: dict[str, Any] = body.model_dump(include={"temperature", "top_k", "top_p", "min_p"})
     given["seed"] = None if body.seed is None or body.seed < 0 else body.seed  # llama.cpp draws one for -1
     given["stop"] = tuple(text for text in body.stop if text)
@@ -58,9 +59,10 @@ async def infill(body: InfillBody, request: Request) -> Response:
     others = [(one.filename, one.text) for one in body.input_extra]
     prompt = await model.in_worker(partial(fill_prompt, model, body.input_prefix + body.prompt, body.input_suffix, others))
     answers = Answers(model, context.client, context.id, [Wanted(prompt, params)])
+    name = server_of(request).shown_name(model)
     if body.stream:
-        return EventStream(_events(body, answers, server.names[0], context.figures), answers, request, context.id)
-    return await unless_gone(request, _whole(body, answers, server.names[0], context.figures), answers)
+        return EventStream(_events(body, answers, name, context.figures), answers, request, context.id)
+    return await unless_gone(request, _whole(body, answers, name, context.figures), answers)
 
 
 async def _timed(body: InfillBody, answers: Answers) -> AsyncGenerator[Output]:

@@ -1,6 +1,6 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, translated to a conversation in OpenAI's spelling and back.
 
-Sources: Anthropic's Messages API reference (bodies, order of stream events); llama.cpp issue 20623 (the billing header).
+Sources: Anthropic's Messages API reference (bodies, order of stream events).
 """
 
 import json
@@ -13,12 +13,13 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cpuspec.config import SamplingParams
+from cpuspec.engine.changing_lines import without_lines
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.server.chat import ChatPrompt, chat_prompt, said
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import log_figures, stats_of
-from cpuspec.server.gate import context_of
+from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
@@ -26,9 +27,6 @@ from cpuspec.server.schema import Body
 from cpuspec.server.server import server_of
 
 router = APIRouter()
-
-# Claude Code's first system block: it changes with every request and tells the model nothing, and no prefix would ever be shared.
-_BILLING_HEADER = "x-anthropic-billing-header"
 
 
 class CountBody(Body):
@@ -66,8 +64,8 @@ class MessagesBody(CountBody):
 @router.post("/v1/messages")
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation."""
-    server, context = server_of(request), context_of(request)
-    model = server.model(body.model)
+    context = context_of(request)
+    model = await model_of(request, body.model)
     stops = tuple(text for text in body.stop_sequences or () if text)
     given = {
         "temperature": body.temperature,
@@ -83,7 +81,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "id": f"msg_{context.id}",
         "type": "message",
         "role": "assistant",
-        "model": server.names[0],
+        "model": server_of(request).shown_name(model),
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -96,7 +94,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountBody, request: Request) -> Response:
     """How many tokens the prompt of such a conversation has."""
-    model = server_of(request).model(body.model)
+    model = await model_of(request, body.model)
     prompt = await model.in_worker(partial(_prompt, model, body))
     return json_response({"input_tokens": len(prompt.ids)})
 
@@ -107,7 +105,9 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     listed: list[dict[str, Any]] = []
     blocks = [{"type": "text", "text": body.system}] if isinstance(body.system, str) else body.system or []
     texts = [_block_text(block, "system") for block in blocks]
-    if system := "\n\n".join(text for text in texts if text and not text.startswith(_BILLING_HEADER)):
+    if model.config.drop_changing_lines:  # a block that has nothing else leaves no empty line
+        texts = list(map(without_lines, texts))
+    if system := "\n\n".join(filter(None, texts)):
         listed.append({"role": "system", "content": system})
     for number, message in enumerate(body.messages):
         listed += _translated(number, message)

@@ -6,7 +6,8 @@ It knows prompts as token ids and answers as outputs; the protocols are written 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ from cpuspec.config import SamplingParams, ServerConfig
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
-from cpuspec.metrics import epoch_s
 from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, TimeUpError
 from cpuspec.server.observe import AnswerMeter, Metrics
@@ -24,6 +24,7 @@ from cpuspec.server.runner import Runner
 _T = TypeVar("_T")
 
 _CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096  # of a text; languages and programs have 2 to 6
+_STEP_S = 1.0  # that metrics wait for the end of a step
 _MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
 
 # Special tokens that are part of an answer's text, because a parser reads them.
@@ -52,19 +53,22 @@ class FillTokens:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One answer to compute."""
+    """One answer to compute. prediction: token ids that it may repeat."""
 
     prompt: list[int]
     params: SamplingParams
+    shows_progress: bool = False  # outputs without tokens tell how much of the prompt has been read
+    prediction: Sequence[int] = ()
 
 
 @dataclass
 class Slot:
-    """One place where answers are computed, for `/slots`."""
+    """One place where answers are computed, for `/slots`. tokens: of the prompt that it was given last, and of its answer."""
 
     number: int
     meter: AnswerMeter | None = None
     request_id: str = ""
+    tokens: list[int] = field(default_factory=list)
 
 
 class ServedModel:
@@ -74,11 +78,11 @@ class ServedModel:
         self.name = name
         self.llm = llm
         self.config = config
-        self.created = epoch_s()
+        self.num_users = 0  # requests that may use it now
         self.admission = Admission(llm.max_sequences, config.max_waiting)
         self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
-        self.metrics = Metrics(name, self._state, lambda: llm.levels)
+        self.metrics = Metrics(name, self._state, lambda: llm.levels, lambda: llm.num_draft_failures)
         self.runner = Runner(llm, asyncio.get_running_loop())
         # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
@@ -93,6 +97,11 @@ class ServedModel:
         """Tokens that a prompt may have."""
         most = self.llm.context_length - 1
         return min(most, self.config.max_prompt_tokens or most)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights, and of its keys and values now."""
+        return sum(level.weight_bytes - level.shared_bytes + level.kv_bytes for level in self.llm.memory())
 
     async def in_worker(self, function: Callable[[], _T]) -> _T:
         """What the function returns, run beside the event loop: for tokenization and templates, which may take a while."""
@@ -133,6 +142,12 @@ class ServedModel:
                 "prompt",
                 "context_length_exceeded",
             )
+
+    async def ask_prefixes(self) -> None:
+        """Bring the prefix cache's metrics up to date, unless a step takes long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STEP_S):
+                self.metrics.prefixes = await self.runner.between_steps(self.llm.prefix_stats)
 
     def retry_after_s(self) -> int:
         """When a place may be free, as far as recent requests tell."""
@@ -225,18 +240,22 @@ class Answers:
         one, model = self.wanted[number], self._model
         self.meters[number].start()
         try:
-            self._engine_ids[number] = model.runner.submit(one.prompt, one.params, model.shown, partial(self._take, number))
+            take = partial(self._take, number)
+            self._engine_ids[number] = model.runner.submit(
+                one.prompt, one.params, model.shown, take, one.shows_progress, one.prediction
+            )
         except CpuspecError as error:
             self.fail(error)
             return
         slot = self._slots[number] = next(slot for slot in model.slots if slot.meter is None)
-        slot.meter, slot.request_id = self.meters[number], self._request_id
+        slot.meter, slot.request_id, slot.tokens = self.meters[number], self._request_id, list(one.prompt)
 
     def _take(self, number: int, output: Output) -> None:
         """An output has come; the place of a finished answer is free at once, whether its reader is slow or not."""
         if number not in self._engine_ids:
             return  # closed meanwhile
         self._outputs[number].append(output)
+        self._slots[number].tokens += output.token_ids
         self._ready.set()
         metrics = self._model.metrics
         metrics.output(self.meters[number], len(output.token_ids))
@@ -272,6 +291,12 @@ def _merged(outputs: list[Output]) -> Output:
         [one for output in outputs for one in output.logprobs],
         last.finish_reason,
         last.stats,
+        last.num_cached_tokens,
+        [text for one in outputs for text in one.token_texts],
+        [source for one in outputs for source in one.token_sources],
+        [cycles for one in outputs for cycles in one.cycles],
+        last.num_read_tokens,
+        last.error,
     )
 
 

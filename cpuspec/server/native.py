@@ -1,20 +1,28 @@
 """Endpoints beside the protocols: state and metrics for operators, text and tokens, and llama.cpp's `/infill` for editors."""
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec import __version__
+from cpuspec.errors import CacheError
+from cpuspec.metrics import now_s
 from cpuspec.server.chat import ChatPrompt, chat_prompt
-from cpuspec.server.errors import NotSupportedError
+from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.figures import token_text
+from cpuspec.server.gate import model_of
+from cpuspec.server.observe import metrics_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body
-from cpuspec.server.server import server_of
+from cpuspec.server.server import Server, server_of
 
 router = APIRouter()
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 class TokenizeBody(Body):
@@ -41,6 +49,10 @@ class TemplateBody(Body):
     model: str | None = None
 
 
+class SlotBody(Body):
+    filename: str
+
+
 @router.get("/health")
 async def health(request: Request) -> Response:
     """The process answers: 200, whatever its state."""
@@ -56,38 +68,37 @@ async def ready(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The model under each of its names, once as OpenAI's clients read it and once as Codex does."""
+    """Every model under each of its names, once as OpenAI's clients read it and once as Codex does."""
     server = server_of(request)
-    model = server.model(None)
-    rows = [
-        {
-            "id": name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "cpuspec",
-            "max_model_len": model.llm.context_length,
-            "meta": {
-                "n_ctx": model.llm.context_length,
-                "n_vocab": model.llm.config.vocab_size,
-                "architecture": _architecture(request),
-            },
-        }
-        for name in server.names
-    ]
+    server.check_ready()
+    rows = [_model_row(server, name) for name in server.names]
     return json_response({"object": "list", "data": rows, "models": [{"slug": row["id"], "model": row["id"]} for row in rows]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> Response:
     """One model."""
-    found = server_of(request).model(name)
-    return json_response({"id": name, "object": "model", "created": found.created, "owned_by": "cpuspec"})
+    server = server_of(request)
+    server.check_ready()
+    server.check_name(name)
+    return json_response(_model_row(server, name))
+
+
+def _model_row(server: Server, name: str) -> dict[str, Any]:
+    """A model in a list; its figures once it is loaded."""
+    found = server.models.get(server.name if server.config.aliases else name)
+    row = {"id": name, "object": "model", "created": server.created, "owned_by": "cpuspec"}
+    if found is None:
+        return row | {"status": {"value": "unloaded"}}
+    llm = found.llm
+    meta = {"n_ctx": llm.context_length, "n_vocab": llm.config.vocab_size, "architecture": llm.config.architecture}
+    return row | {"status": {"value": "loaded"}, "max_model_len": llm.context_length, "meta": meta}
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model gets it."""
-    found = server_of(request).model(body.model)
+    found = await model_of(request, body.model)
     tokenizer = found.llm.tokenizer
     if body.messages is not None:
         ids = (await found.in_worker(partial(chat_prompt, found, body.messages, body.tools or ()))).ids
@@ -102,7 +113,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    found = server_of(request).model(body.model)
+    found = await model_of(request, body.model)
     text = await found.in_worker(partial(found.llm.tokenizer.decode, body.tokens, skip_special=False))
     return json_response({"content": text, "prompt": text})
 
@@ -110,7 +121,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 @router.post("/apply-template")
 async def apply_template(body: TemplateBody, request: Request) -> Response:
     """The text that the model gets for a conversation."""
-    found = server_of(request).model(body.model)
+    found = await model_of(request, body.model)
     work = partial(chat_prompt, found, body.messages, body.tools or (), body.tool_choice, body.chat_template_kwargs)
     prompt: ChatPrompt = await found.in_worker(work)
     return json_response({"prompt": found.llm.tokenizer.decode(prompt.ids, skip_special=False)})
@@ -120,14 +131,14 @@ async def apply_template(body: TemplateBody, request: Request) -> Response:
 async def props(request: Request) -> Response:
     """The model and the settings that requests meet."""
     server = server_of(request)
-    found = server.model(None)
+    found = await model_of(request, request.query_params.get("model"))
     llm = found.llm
     return json_response(
         {
             "model": found.name,
-            "model_alias": server.names[0],
+            "model_alias": server.shown_name(found),
             "build_info": f"cpuspec {__version__}",
-            "architecture": _architecture(request),
+            "architecture": llm.config.architecture,
             "total_slots": llm.max_sequences,
             "context_length": llm.context_length,
             "chat_template": llm.tokenizer.chat_template,
@@ -150,7 +161,7 @@ async def props(request: Request) -> Response:
 @router.get("/slots")
 async def slots(request: Request) -> Response:
     """What is computed now; no texts."""
-    found = server_of(request).model(None)
+    found = await model_of(request, request.query_params.get("model"))
     rows = []
     for slot in found.slots:
         row: dict[str, Any] = {"id": slot.number, "n_ctx": found.llm.context_length, "is_processing": slot.meter is not None}
@@ -159,6 +170,38 @@ async def slots(request: Request) -> Response:
             row |= {"request_id": slot.request_id, **tokens}
         rows.append(row)
     return json_response(rows)
+
+
+@router.post("/slots/{number}")
+async def change_slot(number: int, action: str, request: Request, body: SlotBody | None = None) -> Response:
+    """Save or restore what a slot's last request left in the prefix cache, or empty the cache, as llama-server spells it."""
+    found, directory = await model_of(request, request.query_params.get("model")), server_of(request).config.slot_save_path
+    if directory is None:
+        raise NotSupportedError("this server saves no slots; start it with --slot-save-path DIR")
+    slot = next((one for one in found.slots if one.number == number), None)
+    if slot is None:
+        raise RequestError(f"there is no slot {str(number)[:20]}; they are 0 to {len(found.slots) - 1}", "id_slot")
+    if action == "erase":
+        num_erased, slot.tokens = len(slot.tokens), []
+        await found.runner.between_steps(found.llm.forget_prefixes)
+        return json_response({"id_slot": number, "n_erased": num_erased})
+    if action not in ("save", "restore"):
+        raise RequestError(f"action is save, restore or erase, got {action[:40]!r}", "action")
+    name = body.filename if body else ""
+    if not _FILE_NAME.fullmatch(name):
+        raise RequestError("filename must be a plain name of letters, digits, dots, dashes and underscores", "filename")
+    path, begin_s = Path(directory) / name, now_s()
+    if action == "save" and not slot.tokens:
+        raise RequestError(f"slot {number} has computed nothing yet", "id_slot")
+    work = partial(found.llm.save_prefix, slot.tokens.copy(), path) if action == "save" else partial(found.llm.restore_prefix, path)
+    try:
+        done = await found.runner.between_steps(work)
+    except CacheError as error:  # where the directory is, is no client's business
+        raise RequestError(str(error).replace(str(path), name), "filename") from None
+    counts = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+    figures = dict(zip(counts, (done, path.stat().st_size), strict=True))
+    times = {f"{action}_ms": round(1000 * (now_s() - begin_s), 3)}
+    return json_response({"id_slot": number, "filename": name, **figures, "timings": times})
 
 
 @router.post("/v1/embeddings")
@@ -171,10 +214,8 @@ async def embeddings(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
-    found = server_of(request).loaded
-    text = found.metrics.text() if found else b""
+    models = list(server_of(request).models.values())
+    for one in models:
+        await one.ask_prefixes()
+    text = metrics_text([one.metrics for one in models])
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _architecture(request: Request) -> str:
-    return server_of(request).model(None).llm.config.architecture

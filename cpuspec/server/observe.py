@@ -6,14 +6,15 @@ Sources of names and buckets: vLLM's v1/metrics/loggers.py. `level` is the draft
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cpuspec.metrics import LevelCounters, now_s
+from cpuspec.metrics import LevelCounters, PrefixStats, now_s
 
 _LOG = logging.getLogger("cpuspec.server")
 
@@ -39,17 +40,29 @@ class AnswerMeter:
         """The answer's turn has come."""
         self.start_s = now_s()
 
+    @property
+    def running_s(self) -> float:
+        """How long ago its turn came."""
+        return 0.0 if self.start_s is None else now_s() - self.start_s
+
 
 class Metrics:
     """All metrics of a server, in a registry of their own.
 
-    state: the answers that run and wait, and the share of the cache that running ones hold; levels: `LLM.levels`.
+    state: the answers that run and wait, and the share of the cache that running ones hold; levels, draft_failures: of the LLM.
     """
 
-    def __init__(self, model: str, state: Callable[[], tuple[int, int, float]], levels: Callable[[], dict[str, LevelCounters]]):
+    def __init__(
+        self,
+        model: str,
+        state: Callable[[], tuple[int, int, float]],
+        levels: Callable[[], dict[str, LevelCounters]],
+        draft_failures: Callable[[], int],
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self._state, self._levels = state, levels
+        self._state, self._levels, self._draft_failures = state, levels, draft_failures
+        self.prefixes: Sequence[PrefixStats] = ()  # of each model of the chain, as they were last asked for
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=_RECENT) for name in ("ttft", "tpot", "itl", "e2e")}
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -120,10 +133,6 @@ class Metrics:
         recent = self._recent["e2e"]
         return float(np.mean(recent)) if recent else 1.0
 
-    def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
-        return generate_latest(self.registry)
-
     def now(self) -> Iterator[Metric]:
         """The metrics that are computed when they are asked for."""
         names = ["model_name"]
@@ -144,7 +153,32 @@ class Metrics:
             for share in (0.5, 0.95, 0.99) if values else ():
                 quantiles.add_metric([self._model, str(share)], float(np.quantile(values, share)))
             yield quantiles
+        yield from self._prefix_cache()
         yield from self._speculation()
+
+    def _prefix_cache(self) -> Iterator[Metric]:
+        labels = ["model_name", "level"]
+        gauges: tuple[tuple[str, str, Callable[[PrefixStats], float]], ...] = (
+            ("kept_bytes", "Keys and values in memory that finished requests have left.", lambda one: one.kept_bytes),
+            ("limit_bytes", "The most that they may take.", lambda one: inf if one.limit_bytes is None else one.limit_bytes),
+            ("disk_bytes", "Files of the cache's directory, of all models.", lambda one: one.disk_bytes),
+        )
+        counts: tuple[tuple[str, str, Callable[[PrefixStats], int]], ...] = (
+            ("evictions", "Blocks that left the memory to make room.", lambda one: one.num_evictions),
+            ("blocks_read", "Blocks that were read from the disk.", lambda one: one.num_blocks_read),
+            ("blocks_written", "Blocks that were written to the disk.", lambda one: one.num_blocks_written),
+            ("blocks_refused", "Blocks of the disk that were damaged.", lambda one: one.num_blocks_refused),
+        )
+        for name, help, value in gauges:
+            gauge = GaugeMetricFamily(f"cpuspec:prefix_cache_{name}", help, labels=labels)
+            for one in self.prefixes:
+                gauge.add_metric([self._model, one.name], value(one))
+            yield gauge
+        for name, help, count in counts:
+            counter = CounterMetricFamily(f"cpuspec:prefix_cache_{name}", help, labels=labels)
+            for one in self.prefixes:
+                counter.add_metric([self._model, one.name], count(one))
+            yield counter
 
     def _speculation(self) -> Iterator[Metric]:
         labels = ["model_name", "level"]
@@ -171,8 +205,33 @@ class Metrics:
             for position, number in enumerate(found.num_accepted_tokens_per_pos):
                 per_pos.add_metric([self._model, level, str(position)], number)
             length.add_metric([self._model, level], 1 + found.num_accepted_tokens / found.num_drafts)
+        failures = CounterMetricFamily(
+            "cpuspec:spec_decode_num_draft_failures",
+            "Requests that went on without drafts because their drafter failed.",
+            labels=labels[:1],
+        )
+        failures.add_metric([self._model], self._draft_failures())
+        yield failures
         yield per_pos
         yield length
+
+
+def metrics_text(models: Sequence[Metrics]) -> bytes:
+    """The metrics of several models in Prometheus' text format, which names each metric once."""
+    families: dict[str, Metric] = {}
+    for family in (family for one in models for family in one.registry.collect()):
+        families.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples.extend(family.samples)
+    return generate_latest(_Families(list(families.values())))
+
+
+class _Families:
+    """A registry of metrics that are there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
 
 
 class _Now:

@@ -17,7 +17,7 @@ from cpuspec.metrics import RequestStats, epoch_s
 from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import log_figures, stats_of
-from cpuspec.server.gate import context_of
+from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, as_request_error, event, json_response, unless_gone
@@ -75,8 +75,8 @@ _REFUSED = {
 @router.post("/v1/responses")
 async def responses(body: ResponsesBody, request: Request) -> Response:
     """Answer a conversation."""
-    server, context = server_of(request), context_of(request)
-    model = server.model(body.model)
+    context = context_of(request)
+    model = await model_of(request, body.model)
     asked = body.model_dump(include=set(_REFUSED))
     for name, why in _REFUSED.items():
         if asked[name]:
@@ -96,7 +96,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "model": server.names[0],
+        "model": server_of(request).shown_name(model),
         "output": [],
         "parallel_tool_calls": True,
         "previous_response_id": None,

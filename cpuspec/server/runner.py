@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import abc
+from collections import abc, deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from typing import Any, TypeVar
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output
@@ -13,6 +16,7 @@ from cpuspec.engine.llm import LLM
 
 _LOG = logging.getLogger("cpuspec.server")
 
+_T = TypeVar("_T")
 OnOutput = abc.Callable[[Output], None]
 
 
@@ -29,12 +33,22 @@ class Runner:
         self._wake = threading.Event()
         self._closed = False
         self._outputs: list[tuple[OnOutput, Output]] = []  # of the step that runs
+        self._calls: deque[Callable[[], object]] = deque()  # that wait for the end of the step
         self._thread = threading.Thread(target=self._run, name="cpuspec-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: list[int], params: SamplingParams, shown: abc.Set[int], on_output: OnOutput) -> int:
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        shown: abc.Set[int],
+        on_output: OnOutput,
+        shows_progress: bool = False,
+        prediction: abc.Sequence[int] = (),
+    ) -> int:
         """Queue a prompt; returns the request's id. `on_output` is called in the event loop. Raises ConfigError."""
-        request_id = self._llm.submit(prompt, params, partial(self._receive, on_output), shown)
+        receive = partial(self._receive, on_output)
+        request_id = self._llm.submit(prompt, params, receive, shown, shows_progress, prediction)
         self._wake.set()
         return request_id
 
@@ -42,6 +56,13 @@ class Runner:
         """Forget a request: it ends before the next step."""
         self._llm.drop(request_id)
         self._wake.set()
+
+    async def between_steps(self, function: Callable[[], _T]) -> _T:
+        """What the function returns, called by the engine's thread when its step is done: then nobody computes."""
+        future: Future[_T] = Future()
+        self._calls.append(partial(_answer, future, function))
+        self._wake.set()
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """End the thread when its step is done."""
@@ -55,6 +76,8 @@ class Runner:
     def _run(self) -> None:
         failed = False
         while not self._closed:
+            while self._calls:
+                self._calls.popleft()()
             try:
                 more, failed = self._llm.step(), False
             except Exception:
@@ -68,6 +91,21 @@ class Runner:
             if not more:
                 self._wake.wait()
                 self._wake.clear()
+
+
+async def beside(function: Callable[[], _T]) -> _T:
+    """What the function returns, called in a thread of its own, which a process that ends does not wait for."""
+    future: Future[_T] = Future()
+    threading.Thread(target=_answer, args=(future, function), name="cpuspec-load", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def _deliver(outputs: list[tuple[OnOutput, Output]]) -> None:

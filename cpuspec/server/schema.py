@@ -4,7 +4,7 @@ Fields that change no answer here are listed as ignored; those that would and ca
 """
 
 from dataclasses import fields
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -28,6 +28,10 @@ class StreamOptions(Body):
 class Speculation(Body):
     draft: str = "auto"
     max_draft_tokens: int | None = None
+
+
+class CpuspecOptions(Body):
+    tokens: bool = False  # stream one token a chunk, with the level that drafted it
 
 
 # The scalar fields, under their own names; the others are spelled differently in requests.
@@ -68,6 +72,11 @@ class JsonFormat(Body):
     json_schema: Any = None
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
 class ChatBody(SamplingBody):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -78,12 +87,14 @@ class ChatBody(SamplingBody):
     response_format: JsonFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
+    return_progress: bool | None = None  # llama-server's name
+    cpuspec: CpuspecOptions | None = None
     # Ignored.
     metadata: Any = None
     modalities: Any = None
     moderation: Any = None
     parallel_tool_calls: Any = None
-    prediction: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None

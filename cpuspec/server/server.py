@@ -1,49 +1,126 @@
-"""The state that all endpoints share: which model there is, whether it may be used, and who may ask."""
+"""The state that all endpoints share: which models there are and which are loaded, whether they may be used, and who may ask."""
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from starlette.requests import Request
 
 from cpuspec.config import ServerConfig
-from cpuspec.server.errors import UnavailableError, UnknownModelError
+from cpuspec.engine.llm import LLM
+from cpuspec.environment import default_models_bytes
+from cpuspec.errors import CpuspecError
+from cpuspec.metrics import epoch_s
+from cpuspec.server.errors import EngineFailedError, UnavailableError, UnknownModelError
 from cpuspec.server.model import ServedModel
+from cpuspec.server.observe import log_event
+from cpuspec.server.runner import beside
+
+
+class Loader(NamedTuple):
+    """How a model is loaded. num_bytes: what it will take about, the size of its file."""
+
+    load: Callable[[], LLM]
+    num_bytes: int
 
 
 class Server:
-    """What the endpoints ask. state: "loading", "ready" or "draining"."""
+    """What the endpoints ask. state: "loading", "ready" or "draining".
 
-    def __init__(self, name: str, config: ServerConfig, keys: Sequence[str] = ()) -> None:
+    The first model is loaded at the start, others when they are first asked for. Where memory is short, those that no request uses
+    leave, the one first that was asked for longest ago.
+    """
+
+    def __init__(
+        self, name: str, config: ServerConfig, keys: Sequence[str] = (), loaders: Mapping[str, Loader] | None = None
+    ) -> None:
+        """name: the first model's. loaders: of every model, where there are several."""
         self.name = name
         self.config = config
         self.state = "loading"
-        self.loaded: ServedModel | None = None
+        self.created = epoch_s()
+        self.models: dict[str, ServedModel] = {}  # that are loaded, the one first that was asked for longest ago
         self.stop: Callable[[], object] = lambda: None  # ends the server as a signal does; any thread may call it
+        self._loaders = dict(loaders or {})
+        self._loading = asyncio.Lock()
         self._keys = [key.encode() for key in keys]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that requests may call the model by; the first is the one that answers carry."""
-        return self.config.aliases or (self.name,)
+        """The names that requests may use; of a single model, the first is the one that answers carry."""
+        return self.config.aliases or tuple(self._loaders) or (self.name,)
+
+    def shown_name(self, model: ServedModel) -> str:
+        """The name that answers of a model carry."""
+        return self.config.aliases[0] if self.config.aliases else model.name
+
+    @property
+    def loaded(self) -> ServedModel | None:
+        """The loaded model that was asked for last."""
+        return next(reversed(self.models.values()), None)
 
     def start(self, model: ServedModel) -> None:
-        """The model is loaded: from now on requests are answered."""
-        self.loaded = model
+        """The first model is loaded: from now on requests are answered."""
+        self.models[model.name] = model
         if self.state == "loading":
             self.state = "ready"
 
-    def model(self, name: str | None) -> ServedModel:
-        """The model of that name; without one, the only model. Raises UnavailableError, UnknownModelError."""
+    async def model(self, name: str | None) -> ServedModel:
+        """The model of that name, loaded if need be; without a name, the loaded one that was asked for last, else the first.
+
+        Raises UnavailableError, UnknownModelError, EngineFailedError.
+        """
+        self.check_ready()
+        if name:
+            self.check_name(name)
+        found = self.name if self.config.aliases else name or (self.loaded.name if self.loaded else self.name)
+        if found not in self.models:
+            async with self._loading:  # one after the other: their memory adds up
+                if found not in self.models:
+                    await self._load(found)
+        self.models[found] = self.models.pop(found)
+        return self.models[found]
+
+    def check_ready(self) -> None:
+        """Raise UnavailableError before and after the time in which requests are answered."""
         if self.state == "draining":
             raise UnavailableError("the server is about to end; try again later")
-        if self.loaded is None:
+        if self.state == "loading":
             raise UnavailableError("the model is being loaded; try again later")
-        if name and name not in self.names:
-            raise UnknownModelError(
-                f"the model {name[:200]!r} does not exist here; there is {self.names[0]!r}", "model", "model_not_found"
-            )
-        return self.loaded
+
+    def check_name(self, name: str) -> None:
+        """Raise UnknownModelError for a name that no model has."""
+        if name not in self.names:
+            known = ", ".join(map(repr, self.names))
+            raise UnknownModelError(f"the model {name[:200]!r} does not exist here; there is {known}", "model", "model_not_found")
+
+    async def _load(self, name: str) -> None:
+        loader = self._loaders[name]
+        if not await self._make_room(loader.num_bytes):
+            raise UnavailableError(f"there is no memory for {name} while requests use other models; try again later")
+        log_event("loading", {"model": name})
+        try:
+            llm = await beside(loader.load)
+        except CpuspecError as error:
+            raise EngineFailedError(f"{name} cannot be loaded: {error}") from error
+        self.models[name] = ServedModel(name, llm, self.config)
+        log_event("ready", {"model": name})
+        await self._make_room(0, name)
+
+    async def _make_room(self, num_bytes: int, but: str = "") -> bool:
+        """Let idle models other than `but` leave until so many bytes fit; returns whether they fit, or no other model is loaded."""
+        gb = self.config.models_gb
+        limit = default_models_bytes() if gb is None else int(gb * 1e9)
+        while sum(model.num_bytes for model in self.models.values()) + num_bytes > limit:
+            idle = next((model for model in self.models.values() if not model.num_users and model.name != but), None)
+            if idle is None:
+                return not self.models
+            del self.models[idle.name]
+            log_event("leaving", {"model": idle.name})
+            await asyncio.to_thread(idle.close)
+        return True
 
     def client(self, key: str | None, address: str) -> str | None:
         """Whom a request counts for, None if its key is wrong: its key where there are several, else its address."""
@@ -59,7 +136,7 @@ class Server:
     @property
     def num_unfinished(self) -> int:
         """Answers that run or wait."""
-        return self.loaded.admission.num_running + self.loaded.admission.num_waiting if self.loaded else 0
+        return sum(model.admission.num_running + model.admission.num_waiting for model in self.models.values())
 
 
 def server_of(request: Request) -> Server:

@@ -63,7 +63,8 @@ class ChainProposer:
             for path, done in zip(drafting, rounds, strict=True):
                 path.cycles += done.cycles
                 path.probs += done.verdict.probs or ()
-                path.cut_where_unsure(done)
+                path.sources += [source or self.name for source in done.token_sources]
+                path.cut(done)
             drafting, chunks = [path for path in drafting if path.num_missing > 0], []
         return [path.retracted(self.name) for path in paths]
 
@@ -71,10 +72,10 @@ class ChainProposer:
         """Nothing to do: context and inner follow the sequence's tokens at the next draft."""
 
     def end(self, seq: Sequence) -> None:
-        """Free the slot."""
-        self.inner.end(seq)
+        """Free the slot, also where `inner` raises."""
         self.context.release(seq)
         self._begun.discard(seq.id)
+        self.inner.end(seq)
 
     def _share_rows(self, paths: "list[_Path]") -> "tuple[list[_Path], list[PromptChunk]]":
         """The paths whose sequences can draft now, and the parts of prompts that are read beside them."""
@@ -105,7 +106,9 @@ class ChainProposer:
         return seq.num_output_tokens >= seq.num_prompt_tokens // self.context.backend.max_rows
 
     def _room(self, seq: Sequence) -> int:
-        """How many tokens the context can draft: none once the sequence holds a token that the model has no row for."""
+        """How many tokens the context can draft: none behind the grammar's end, or a token that the model has no row for."""
+        if seq.constraint and seq.legal() is None:
+            return 0
         num_known = self.context.backend.config.vocab_size
         if num_known < self.context.vocab_size and max(seq.tokens) >= num_known:
             return 0
@@ -123,6 +126,7 @@ class _Path:
             [seq.rng] = seq.rng.spawn(1)  # takes no draw, and as many children as passes
         self.probs: list[Row] = []
         self.cycles: list[Cycle] = []
+        self.sources: list[str] = []
         self._start = len(seq.tokens)
         self._end = self._start + max(limit, 0)
 
@@ -135,14 +139,19 @@ class _Path:
         """Draft nothing."""
         self._end = self._start
 
-    def cut_where_unsure(self, done: Round) -> None:
-        """End the draft with the first of the newest tokens whose row is unsure."""
-        if not self._min_confidence:
+    def cut(self, done: Round) -> None:
+        """End the draft with the first of the newest tokens whose row is unsure, or that ends the answer by the grammar."""
+        constraint = self.seq.constraint
+        if not self._min_confidence and constraint is None:
             return
         num_new = len(done.verdict.tokens)
-        first = len(self.seq.tokens) - num_new
+        first, output = len(self.seq.tokens) - num_new, self.seq.output
         for i in range(num_new):
-            if confidence(done.logits(i)) < self._min_confidence:
+            path = output[: len(output) - num_new + i]
+            unsure = self._min_confidence and (
+                confidence(done.logits(i), constraint.legal(path) if constraint else None) < self._min_confidence
+            )
+            if unsure or (constraint and constraint.legal([*path, done.verdict.tokens[i]]) is None):
                 self._end = first + i + 1
                 return
 
@@ -152,4 +161,4 @@ class _Path:
         self.seq.rewind(self._start)
         self.seq.rng = self._rng
         probs = None if self.seq.params.greedy else tuple(self.probs[: len(tokens)])
-        return Draft.chain(tokens, name, probs, tuple(self.cycles))
+        return Draft.chain(tokens, name, probs, tuple(self.cycles), tuple(self.sources[: len(tokens)]))

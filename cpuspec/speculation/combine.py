@@ -1,6 +1,7 @@
 """Several drafters for one verification: the first that finds something, or each after the other's tokens."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from cpuspec.model.batch import F32
 from cpuspec.sampling import Row, SparseRow
 from cpuspec.sequence import Sequence
+from cpuspec.speculation.constrained import legal_part
 from cpuspec.speculation.draft import Draft, Probs
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
@@ -41,25 +43,26 @@ class Combined:
             proposer.accept(seq, verdict, tuple(layers[layer] for layer in proposer.hidden_layers))
 
     def end(self, seq: Sequence) -> None:
-        """Call every proposer's `end`."""
-        for proposer in self.proposers:
-            proposer.end(seq)
+        """Call every proposer's `end`, also where one raises."""
+        with ExitStack() as calls:
+            for proposer in reversed(self.proposers):
+                calls.callback(proposer.end, seq)
 
 
 def first_hit(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: list[int]) -> list[Draft]:
     """The draft of the first proposer that has one. Later ones are asked for the remaining sequences only."""
-    drafts = proposers[0].propose(seqs, limits)
+    drafts = list(map(legal_part, seqs, proposers[0].propose(seqs, limits)))
     for proposer in proposers[1:]:
         empty = [i for i, draft in enumerate(drafts) if not len(draft) and limits[i]]
         if empty:
             for i, draft in zip(empty, proposer.propose([seqs[i] for i in empty], [limits[i] for i in empty]), strict=True):
-                drafts[i] = draft
+                drafts[i] = legal_part(seqs[i], draft)
     return drafts
 
 
 def one_after_another(proposers: tuple[Proposer, ...], seqs: list[Sequence], limits: list[int]) -> list[Draft]:
     """Each proposer continues what those before drafted, as if it were committed. Nothing continues a tree."""
-    drafts = proposers[0].propose(seqs, limits)
+    drafts = list(map(legal_part, seqs, proposers[0].propose(seqs, limits)))
     for proposer in proposers[1:]:
         unfinished = [i for i, draft in enumerate(drafts) if draft.is_chain and len(draft) < limits[i]]
         if not unfinished:
@@ -67,13 +70,13 @@ def one_after_another(proposers: tuple[Proposer, ...], seqs: list[Sequence], lim
         for i in unfinished:
             seqs[i].extend(drafts[i].tokens.tolist())
         more = proposer.propose([seqs[i] for i in unfinished], [limits[i] - len(drafts[i]) for i in unfinished])
-        for i, draft in zip(unfinished, more, strict=True):
+        for i, draft in zip(unfinished, map(legal_part, [seqs[i] for i in unfinished], more), strict=True):
             seqs[i].rewind(len(seqs[i].tokens) - len(drafts[i]))
-            drafts[i] = _joined(drafts[i], draft)
+            drafts[i] = joined(drafts[i], draft)
     return drafts
 
 
-def _joined(first: Draft, second: Draft) -> Draft:
+def joined(first: Draft, second: Draft) -> Draft:
     """`second` after the last token of the chain `first`."""
     cycles = first.cycles + second.cycles
     if not len(first) or not len(second):
@@ -86,6 +89,7 @@ def _joined(first: Draft, second: Draft) -> Draft:
         f"{first.source}+{second.source}",
         cycles,
         np.concatenate([first.confidence, second.confidence]) if sure else None,
+        first.token_sources + second.token_sources,
     )
 
 

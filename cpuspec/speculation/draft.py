@@ -29,6 +29,7 @@ class Draft:
     probs: for each node the row [V] that its token was drawn from, exactly, as an array or a SparseRow; None where tokens were
     chosen without a draw (each row is a point mass). Nodes with one parent are alternatives, tried in their order. Where one is
     drawn without replacement, its row is without the earlier ones, and sums to one again.
+    sources: for each node the level that drafted its token; empty where all are `source`'s own. For reports, as `source` is.
     confidence: for each node how likely its proposer thinks it is accepted once its parent is. A planner may use it to decide how
     much to draft; a verifier never does.
     """
@@ -39,11 +40,19 @@ class Draft:
     source: str  # proposer name, for metrics
     cycles: tuple[Cycle, ...] = ()  # verifications by lower levels of a chain that went into it, in their order
     confidence: F32 | None = None  # [n]
+    sources: tuple[str, ...] = ()  # [n] or empty
 
     @staticmethod
-    def chain(tokens: Sequence[int], source: str, probs: Probs | None = None, cycles: tuple[Cycle, ...] = ()) -> "Draft":
+    def chain(
+        tokens: Sequence[int],
+        source: str,
+        probs: Probs | None = None,
+        cycles: tuple[Cycle, ...] = (),
+        sources: tuple[str, ...] = (),
+    ) -> "Draft":
         """A draft in which each token follows the one before."""
-        return Draft(np.array(tokens, np.int32), np.arange(-1, len(tokens) - 1, dtype=np.int32), probs, source, cycles)
+        parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+        return Draft(np.array(tokens, np.int32), parents, probs, source, cycles, sources=sources)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -69,6 +78,24 @@ class Draft:
             parents=self.parents[:num_tokens],
             probs=None if self.probs is None else self.probs[:num_tokens],
             confidence=None if self.confidence is None else self.confidence[:num_tokens],
+            sources=self.sources[:num_tokens],
+        )
+
+    @property
+    def token_sources(self) -> tuple[str, ...]:
+        """For each node the level that drafted its token, [n]."""
+        return self.sources or (self.source,) * len(self)
+
+    def only(self, nodes: Sequence[int]) -> "Draft":
+        """Some of its nodes, in their order, each with its parent. Drawn tokens are never left out."""
+        assert self.probs is None, "a draw that is left out changes the distribution of the output"
+        place = {-1: -1, **{node: number for number, node in enumerate(nodes)}}
+        return replace(
+            self,
+            tokens=self.tokens[nodes],
+            parents=np.array([place[parent] for parent in self.parents[nodes].tolist()], np.int32),
+            confidence=None if self.confidence is None else self.confidence[nodes],
+            sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
         )
 
     def tokens_to(self, node: int) -> list[int]:

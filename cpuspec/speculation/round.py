@@ -6,8 +6,10 @@ import numpy as np
 
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, ForwardOutput
-from cpuspec.sampling import Row, argmax, distribution, is_row, processed
+from cpuspec.sampling import Legal, Row, argmax, distribution, is_row, processed
 from cpuspec.sequence import Sequence
+from cpuspec.speculation.combine import joined
+from cpuspec.speculation.constrained import SOURCE, forced_tokens, legal_part, own_verdict
 from cpuspec.speculation.context import Context, PromptChunk
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Proposer
@@ -22,6 +24,12 @@ class Round:
     verdict: Verdict
     output: ForwardOutput
     cycles: tuple[Cycle, ...]  # the verifications that it took, those of lower levels first
+
+    @property
+    def token_sources(self) -> list[str]:
+        """For each token of the verdict the level that drafted it; "" for the last, which is the verifying model's own."""
+        sources = self.draft.token_sources
+        return [*(sources[node] for node in self.verdict.path), ""]
 
     def logits(self, number: int) -> F32:
         """The row [V] that chose token `number` of the verdict."""
@@ -39,27 +47,39 @@ def speculate(
     """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
 
     Each sequence gains one to limit + 1 tokens, distributed as the context's model alone would draw them. `chunks` are parts of
-    other sequences' prompts that the same forward reads.
+    other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before the
+    proposer's and behind them: to the proposer they are committed tokens.
     """
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
-    drafts = proposer.propose(seqs, limits) if seqs else []
-    _check(proposer, drafts, limits, context)
+    forced = list(map(forced_tokens, seqs, limits))
+    for seq, tokens in zip(seqs, forced, strict=True):
+        seq.extend(tokens)
+    left = [limit - len(tokens) for limit, tokens in zip(limits, forced, strict=True)]
+    drafts = proposer.propose(seqs, left) if seqs else []
+    check_drafts(proposer, drafts, left, context)
+    parts = list(map(legal_part, seqs, drafts))
+    drafts = list(map(_with_forced, seqs, forced, parts, left))
     rounds = []
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
-    for seq, draft, scored in zip(seqs, drafts, outputs, strict=True):
+    for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
         hidden, verdict = scored.hidden, verify(seq, draft, scored.logits, scored.best)
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
             hidden = tuple(_along(verdict.path, layer, len(draft)) for layer in hidden)
         seq.extend(verdict.tokens)
-        proposer.accept(seq, verdict, hidden)
-        rounds.append(Round(draft, verdict, scored, draft.verified(verdict.path)))
+        own = verdict if draft is part else own_verdict(verdict, len(before), len(part))
+        proposer.accept(seq, own, hidden)
+        cycles, num_forced = part.verified(own.path), len(draft) - len(part)
+        if num_forced:
+            forced_cycle = Cycle(SOURCE, num_forced, len(verdict.path) - len(own.path), num_forced)
+            cycles = (*cycles[:-1], forced_cycle, cycles[-1])
+        rounds.append(Round(draft, verdict, scored, cycles))
     return rounds
 
 
 def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None) -> Verdict:
-    """Verify a draft against the target's rows [n+1, V], processed as the request asks with the path's own history.
+    """Verify a draft against the target's rows [n+1, V], processed as the request asks with the path's own history and grammar.
 
     A block of drawn tokens is verified as one; greedy requests, point masses and trees go token by token.
     best: the rows' argmax, as `ForwardOutput` has it.
@@ -67,18 +87,32 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
     if seq.is_plain_greedy:
         return verify_greedy(draft, argmax(logits, best).__getitem__)
     params, history = seq.params, seq.history
+
+    def ahead_of(row: int) -> tuple[list[int], Legal | None]:
+        ahead = draft.tokens_to(row - 1)
+        return ahead, seq.legal(ahead)
+
     if params.greedy:
-        return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, draft.tokens_to(row - 1)))))
+        return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, *ahead_of(row)))))
     rows: dict[int, Row] = {}
 
     def target_probs(row: int) -> Row:
         if row not in rows:
-            rows[row] = distribution(logits[row], params, history, draft.tokens_to(row - 1))
+            rows[row] = distribution(logits[row], params, history, *ahead_of(row))
         return rows[row]
 
     rule = verify_block if draft.probs and draft.is_chain else verify_sampled
     verdict = rule(draft, target_probs, seq.rng)
     return replace(verdict, probs=(rows[0], *(rows[node + 1] for node in verdict.path)))
+
+
+def _with_forced(seq: Sequence, forced: list[int], own: Draft, limit: int) -> Draft:
+    """A draft with the forced tokens before it, which the sequence holds and gives back, and with those behind it."""
+    behind = forced_tokens(seq, limit - len(own), own.tokens.tolist()) if len(own) and own.is_chain else []
+    if forced:
+        seq.rewind(len(seq.tokens) - len(forced))
+        own = joined(Draft.chain(forced, SOURCE), own)
+    return joined(own, Draft.chain(behind, SOURCE)) if behind else own
 
 
 def _along(path: list[int], rows: F32, num_nodes: int) -> F32:
@@ -87,7 +121,7 @@ def _along(path: list[int], rows: F32, num_nodes: int) -> F32:
     return np.concatenate([rows[:first], rows[first:][path]])
 
 
-def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
+def check_drafts(proposer: Proposer, drafts: list[Draft], limits: list[int], context: Context) -> None:
     """Raise ConfigError for drafts that break the contract: a user's proposer is bad input like any other."""
     if len(drafts) != len(limits):
         raise ConfigError(f"{proposer.name} returned {len(drafts)} drafts for {len(limits)} sequences; wanted one each")
@@ -107,6 +141,8 @@ def _check(proposer: Proposer, drafts: list[Draft], limits: list[int], context: 
                 raise ConfigError(
                     f"{proposer.name} drafted a tree with parents {parents.tolist()}; each must be -1 or an earlier token"
                 )
+        if len(draft.sources) not in (0, len(draft)):
+            raise ConfigError(f"{proposer.name} gave {len(draft.sources)} sources for {len(draft)} tokens; wanted one each or none")
         if draft.probs is not None and [is_row(row, vocab_size) for row in draft.probs] != [True] * len(draft):
             raise ConfigError(
                 f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens, "

@@ -150,6 +150,40 @@ def test_greedy_output_is_identical_to_plain_decoding_for_every_proposer(propose
         assert [one.token_id for one in logprobs] == expected["token_ids"]
 
 
+@every_proposer
+def test_outputs_say_which_level_drafted_each_token(proposer: str) -> None:
+    prompts, params = random_requests(0)
+    engine = engine_over(ToyBackend(0, VOCAB), PROPOSER_FACTORIES[proposer]())
+    for outputs in run(engine, prompts, params):
+        for output in outputs:
+            assert "".join(output.token_texts) == output.text
+            assert len(output.token_texts) == len(output.token_sources) == len(output.token_ids)
+            (cycles,) = output.cycles
+            drafted = [name for name in output.token_sources if name]
+            assert output.token_sources == [*drafted, ""][: len(output.token_ids)], "a round's last token is the target's own"
+            accepted = cycles[-1].num_accepted_tokens
+            assert len(drafted) == accepted if output.finish_reason is None else len(drafted) <= accepted
+
+
+def test_a_chains_tokens_carry_the_level_that_drafted_them_first() -> None:
+    prompts, params = [[0, 2, 3, 2, 3, 2]] * 8, [SamplingParams(max_tokens=40, seed=seed, ignore_eos=True) for seed in range(8)]
+    engine = engine_over(ToyBackend(0, VOCAB), PROPOSER_FACTORIES["chain over one after another"]())
+    answers = run(engine, prompts, params)
+    found = {name for outputs in answers for output in outputs for name in output.token_sources}
+    assert found == {"ngram", "toy2", "toy4", ""}
+
+
+@pytest.mark.parametrize(("shows_progress", "expected"), [(True, [8, 16, 24]), (False, [])])
+def test_a_step_that_reads_a_prompt_tells_its_progress_if_asked(shows_progress: bool, expected: list[int]) -> None:
+    engine = engine_over(ToyBackend(0, VOCAB, max_rows=8), NullProposer())
+    engine.add(engine.prepare([0, *[2, 3, 4, 5] * 6], SamplingParams(max_tokens=1), shows_progress=shows_progress))
+    outputs: list[Output] = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [one.num_read_tokens for one in outputs] == [*expected, None]
+    assert [one.finish_reason for one in outputs] == [None] * len(expected) + ["length"]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_greedy_output_is_identical_whatever_a_planner_chooses(seed: int) -> None:
     model = ToyBackend(seed, VOCAB, memory=[0.0, 0.3, 1.0][seed % 3])

@@ -12,7 +12,7 @@ import httpx
 from cpuspec import LLM
 from cpuspec.config import EngineConfig, ServerConfig
 from cpuspec.server.app import listen, serve
-from cpuspec.server.server import Server
+from cpuspec.server.server import Loader, Server
 from tools.make_tiny_model import make_tiny_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
@@ -51,10 +51,21 @@ class Running:
 
 
 @contextmanager
-def serving(make: Callable[[], LLM], keys: tuple[str, ...] = (), listen_port: int = 0, **config: Any) -> Iterator[Running]:
-    """Serve what `make` loads until the context ends. The model is called "tiny"."""
+def serving(
+    make: Callable[[], LLM],
+    keys: tuple[str, ...] = (),
+    listen_port: int = 0,
+    loaders: dict[str, Loader] | None = None,
+    **config: Any,
+) -> Iterator[Running]:
+    """Serve what `make` loads until the context ends. The model is called "tiny". loaders: of it and of others, if any."""
     settings = ServerConfig(**{"port": 0, "drain_s": 0.0, **config})
-    server, listener, ready, errors = Server("tiny", settings, keys), listen("127.0.0.1", listen_port), threading.Event(), []
+    server, listener, ready, errors = (
+        Server("tiny", settings, keys, loaders),
+        listen("127.0.0.1", listen_port),
+        threading.Event(),
+        [],
+    )
 
     def run() -> None:
         try:

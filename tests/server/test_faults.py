@@ -202,6 +202,21 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(path: Path) -> None:
         assert is_idle(running)
 
 
+def test_a_drafter_that_fails_ends_no_request_and_is_counted(path: Path, tmp_path: Path) -> None:
+    drafter = tmp_path / "broken.py"
+    drafter.write_text(
+        "class Broken:\n    name, hidden_layers = 'broken', ()\n    def begin(self, seq): ...\n    def end(self, seq): ...\n"
+        "    def propose(self, seqs, limits): 1 / 0\n    def accept(self, seq, verdict, hidden): ...\n"
+    )
+    with load(path) as llm:
+        (wanted,) = llm.generate("the cat", SamplingParams(max_tokens=5, ignore_eos=True))
+    with serving(lambda: load(path, spec=f"{drafter}:Broken", plain_on_draft_error=True)) as running, running.client() as client:
+        assert client.post("/v1/completions", json=SHORT).json()["choices"][0]["text"] == wanted.text
+        found = re.search(r"spec_decode_num_draft_failures_total\{.*\} (\S+)", client.get("/metrics").text)
+        assert found
+        assert float(found[1]) == 1
+
+
 def test_a_request_that_takes_too_long_is_told_so(path: Path) -> None:
     with serving(lambda: load(path), max_request_s=0.05) as running, running.client() as client:
         reply = client.post("/v1/completions", json=ENDLESS)

@@ -236,3 +236,24 @@ def test_state_and_metrics_tell_what_happened(running: Running, client: openai.O
         assert f"cpuspec:{name}" in text
     assert 'quantile="0.99"' in text
     assert "cpuspec:num_requests_running{" in text
+
+
+def test_a_predicted_output_changes_no_answer_and_saves_steps(client: openai.OpenAI, llm: LLM) -> None:
+    wanted = expected(llm, max_tokens=40)
+    accepted = []
+    for prediction in (None, wanted.text, [{"type": "text", "text": wanted.text}], "something else"):
+        given = {} if prediction is None else {"prediction": {"type": "content", "content": prediction}}
+        answer = client.chat.completions.create(messages=MESSAGES, max_tokens=40, **GREEDY, **IGNORE, **given)  # type: ignore[call-overload]
+        assert answer.choices[0].message.content == wanted.text
+        accepted.append(answer.usage.completion_tokens_details.accepted_prediction_tokens)
+    assert min(accepted[1:3]) > accepted[0]
+
+
+@pytest.mark.parametrize(
+    "prediction", [{"type": "other", "content": "a"}, {"type": "content"}, {"type": "content", "content": [{}]}, "a"]
+)
+def test_what_is_no_prediction_is_refused(running: Running, prediction: Any) -> None:
+    with running.client() as client:
+        reply = client.post("/v1/chat/completions", json={"messages": MESSAGES, "prediction": prediction})
+    assert reply.status_code == 400
+    assert "prediction" in reply.json()["error"]["message"]

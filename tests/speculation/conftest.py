@@ -8,4 +8,4 @@ from cpuspec.speculation import round as round_module
 def exact_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are distributions already."""
     monkeypatch.setattr(round_module, "distribution", lambda row, *_: row)
-    monkeypatch.setattr(chain_module, "confidence", max)
+    monkeypatch.setattr(chain_module, "confidence", lambda row, legal: max(row))

@@ -47,14 +47,16 @@ class ExactContext:
     def release(self, seq: Sequence) -> None:
         pass
 
+    def keep_path(self, seq: Sequence, draft: Draft, path: list[int]) -> None:
+        pass
+
     def score(
         self, seqs: list[Sequence], drafts: list[Draft], hidden_layers: tuple[int, ...] = (), chunks: object = ()
     ) -> list[ForwardOutput]:
         outputs = []
         for seq, draft in zip(seqs, drafts, strict=True):
-            path = (*seq.output, *draft.tokens.tolist())
-            lengths = range(seq.num_output_tokens, len(path) + 1)
-            rows = [rational_row(self.seed, self.vocab_size, path[:n]) * self.possible for n in lengths]
+            paths = [(*seq.output, *draft.tokens_to(node)) for node in range(-1, len(draft))]
+            rows = [rational_row(self.seed, self.vocab_size, path) * self.possible for path in paths]
             outputs.append(ForwardOutput(np.stack([row / row.sum() for row in rows])))
         return outputs
 

@@ -22,6 +22,8 @@ from cpuspec.speculation.drafters.lookup import (
     draft_likely,
     next_probs,
 )
+from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.suffix import SuffixProposer
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 NUM_AHEAD = 5
@@ -208,3 +210,28 @@ def test_a_tree_is_made_of_the_likeliest_paths(sources: list[Evidence], num_toke
     assert len(set(drafted)) == len(drafted)
     # Ties may go either way, so probabilities are compared, the likeliest first.
     assert [expected[path] for path in drafted] == pytest.approx(sorted(expected.values(), reverse=True)[:num_tokens])
+
+
+@pytest.mark.parametrize("proposer", [NgramProposer(8), SuffixProposer(8)], ids=["ngram", "suffix"])
+def test_a_prediction_is_drafted_from_the_first_token_on_and_again_after_a_change(proposer: NgramProposer | SuffixProposer) -> None:
+    prediction = list(range(100, 130))
+    seq = Sequence.new(3, [1, 2, 3, 4], SamplingParams(), prediction)
+    proposer.begin(seq, 0)
+
+    def drafted() -> list[int]:
+        (draft,) = proposer.propose([seq], [8])
+        return draft.tokens.tolist()
+
+    assert drafted() == prediction[:8]
+    seq.extend([*prediction[:8], 55])
+    before = drafted()
+    assert before in ([], prediction[9:17])  # suffix decoding goes on behind a change at once
+    seq.extend(prediction[9:12])
+    found = drafted()  # shorter after a short match
+    assert len(found) >= 3
+    assert found == prediction[12 : 12 + len(found)]
+    seq.rewind(4)
+    assert drafted() == prediction[:8]
+    plain = Sequence.new(4, [1, 2, 3, 4], SamplingParams())
+    proposer.begin(plain, 0)
+    assert not len(proposer.propose([plain], [8])[0])

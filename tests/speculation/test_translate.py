@@ -67,16 +67,16 @@ class DeclaresTheWholeRow(TranslatedProposer):
 class DropsWhatHasNoPartner(TranslatedProposer):
     """The mistake of drawing from the whole row and ending the draft where a token without a partner came out."""
 
-    def _translated(self, draft: Draft, limit: int) -> Draft:
+    def _translated(self, draft: Draft, limit: int, by_text: bool) -> Draft:
         known = [*(self._shared.partner[draft.tokens] >= 0).tolist(), False].index(False)
-        return super()._translated(draft.first(known), limit)
+        return super()._translated(draft.first(known), limit, by_text)
 
 
 class DeclaresRowsOfText(TranslatedProposer):
     """The mistake of declaring what was chosen as if it had been drawn."""
 
-    def _translated(self, draft: Draft, limit: int) -> Draft:
-        draft = super()._translated(draft, limit)
+    def _translated(self, draft: Draft, limit: int, by_text: bool) -> Draft:
+        draft = super()._translated(draft, limit, by_text)
         return replace(draft, probs=tuple(np.array([Fraction(1, 3)] * 3, object) for _ in draft.tokens))
 
 

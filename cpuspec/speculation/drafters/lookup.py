@@ -75,8 +75,10 @@ class _Runs:
 class Text:
     """Token ids that grow at the end."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
+    def __init__(self, before: Iterable[int] = ()) -> None:
+        """before: tokens that come first and never change; what follows of a sequence comes behind them."""
+        self.tokens: list[int] = list(before)
+        self._num_before = len(self.tokens)
         self._num_forgotten = 0  # of them, the first ones
         self._runs = [_Runs(size, self.tokens) for size in RUNS]
         self._mark = Mark()  # state of the sequence that it follows
@@ -85,12 +87,13 @@ class Text:
         return len(self.tokens) - self._num_forgotten
 
     def follow(self, seq: Sequence) -> None:
-        """Hold exactly the sequence's tokens, by looking at those alone that changed since the last call."""
+        """Hold exactly the sequence's tokens, behind those that come first. Looks at changed ones alone."""
         unchanged = seq.unchanged(self._mark)
-        if unchanged < len(self.tokens):
+        length = self._num_before + unchanged
+        if length < len(self.tokens):
             for runs in self._runs:
-                runs.retract(self.tokens, unchanged)
-            del self.tokens[unchanged:]
+                runs.retract(self.tokens, length)
+            del self.tokens[length:]
         self.extend(seq.tokens[unchanged:])
         self._mark = seq.mark()
 
@@ -162,6 +165,17 @@ class Text:
         while len(ahead) < num_tokens:
             ahead += ahead[: num_tokens - len(ahead)]
         return ahead
+
+
+def text_of(seq: Sequence) -> Text:
+    """A text that holds the sequence, and before it the prediction of its answer, if it has one.
+
+    The prediction stands behind the end of the prompt, as the answer does, so that it is drafted from the first token on.
+    """
+    prompt_end = seq.tokens[: seq.num_prompt_tokens][-MAX_MATCH:]
+    text = Text([*prompt_end, *seq.prediction, END] if seq.prediction else ())
+    text.follow(seq)
+    return text
 
 
 def next_probs(evidence: Iterable[Evidence], depth: int) -> dict[int, float]:

@@ -4,7 +4,7 @@ from cpuspec.config import LevelSpec
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.lookup import MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, wants_tree
+from cpuspec.speculation.drafters.lookup import MIN_PROB, NUM_MATCHES, STRENGTH, Text, draft_likely, text_of, wants_tree
 from cpuspec.speculation.proposer import Level
 from cpuspec.speculation.verify import Verdict
 
@@ -30,9 +30,8 @@ class NgramProposer:
         self._texts: dict[int, Text] = {}
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
-        """Take in the prompt."""
-        self._texts[seq.id] = Text()
-        self._texts[seq.id].follow(seq)
+        """Take in the prompt, and the prediction of the answer."""
+        self._texts[seq.id] = text_of(seq)
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """A chain or a tree for each sequence."""

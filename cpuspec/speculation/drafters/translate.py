@@ -28,7 +28,8 @@ class TranslatedProposer:
     The chain runs on sequences of its own, and so do the levels below it. They hold the text of the verifier's tokens as the
     draft's tokenizer splits it, kept up by truncate and feed: a draft that was accepted is there already, unless its text splits
     otherwise. by_text: the tokens come back through their text, and are those that the chain chooses greedily: a mode is what
-    matches most often, and as it takes no random number, a seed gives the same tokens with and without drafts.
+    matches most often, and as it takes no random number, a seed gives the same tokens with and without drafts. So it is for
+    requests with a grammar, which the chain does not know: of tokens that were not drawn the illegal ones can be cut off.
     """
 
     def __init__(self, chain: ChainProposer, shared: SharedTokens, by_text: bool) -> None:
@@ -59,7 +60,8 @@ class TranslatedProposer:
         others = [self._follow(seq) for seq in seqs]
         limits = [limit if other.can_draft else 0 for other, limit in zip(others, limits, strict=True)]
         drafts = self._chain.propose([other.seq for other in others], limits)
-        return [self._translated(draft, limit) for draft, limit in zip(drafts, limits, strict=True)]
+        by_text = [self._by_text or seq.constraint is not None for seq in seqs]
+        return list(map(self._translated, drafts, limits, by_text))
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Do nothing: the next draft follows the text."""
@@ -73,15 +75,15 @@ class TranslatedProposer:
     def _follow(self, seq: Sequence) -> "_Other":
         """The sequence in the chain's tokens, up to date."""
         if seq.id not in self._others:
-            self._others[seq.id] = other = _Other.begin(seq, self._shared, self._by_text)
+            self._others[seq.id] = other = _Other.begin(seq, self._shared, self._by_text or seq.constraint is not None)
             self._chain.begin(other.seq, 0)
         other = self._others[seq.id]
         other.follow(seq, self._shared)
         return other
 
-    def _translated(self, draft: Draft, limit: int) -> Draft:
+    def _translated(self, draft: Draft, limit: int, by_text: bool) -> Draft:
         """A chain's draft in the verifier's tokens, at most `limit` of them."""
-        if self._by_text:
+        if by_text:
             encoded = self._shared.text_for_verifier(draft.tokens.tolist())
             return Draft.chain(encoded[:limit], self.name, None, draft.cycles)
         tokens = self._shared.partner[draft.tokens].astype(np.int32)

@@ -6,6 +6,7 @@ first be fed the tokens that it missed: it is asked where drafts save more than 
 did much of earlier requests, once waiting for them has cost as much as feeding it, as in the ski-rental problem.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cpuspec.backends import Backend
@@ -13,6 +14,7 @@ from cpuspec.metrics import elapsed_s, now_s
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Mark, Sequence
 from cpuspec.speculation.chain import ChainProposer
+from cpuspec.speculation.constrained import legal_part
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.planner.acceptance import Estimate
@@ -269,7 +271,7 @@ class Planner:
             return
         begin_s = now_s()
         drafts = lookup.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
-        for i, draft in zip(asked, drafts, strict=True):
+        for i, draft in zip(asked, map(legal_part, [seqs[i] for i in asked], drafts), strict=True):
             if len(draft):
                 options[i].append(lookup.option(seqs[i], draft, self.costs, len(seqs)))
         lookup.asked([seqs[i] for i in asked], now_s() - begin_s)
@@ -290,6 +292,8 @@ class Planner:
         # A verifier that has scored all but a sequence's last token feeds this one and the draft, and nothing else.
         known = [self._scored.get(seq.id) for seq in seqs] == [seq.mark() for seq in seqs]
         self._num_plain_forwards += rows == len(seqs)
+        # What a grammar cuts off or adds comes afterwards.
+        known = known and all(seq.constraint is None for seq in seqs)
         timed = known and (rows > len(seqs) or self._num_plain_forwards % _PLAIN_LOOKS == 0)
         self._begun = (rows, now_s()) if timed else None
 
@@ -323,10 +327,11 @@ class Planner:
         self._begun = None
         self._left.end(seq)
         self.costs.keep()
-        for drafter in self._drafters:
-            drafter.end(seq)
-            if self._serves:
-                drafter.proposer.end(seq)
+        with ExitStack() as calls:  # every drafter is told, also where one raises
+            for drafter in reversed(self._drafters):
+                drafter.end(seq)
+                if self._serves:
+                    calls.callback(drafter.proposer.end, seq)
 
     def explain(self, verifies: str = "target") -> list[PlannedDrafter]:
         """The figures that it decides from, and those of the planners below."""

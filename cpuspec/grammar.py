@@ -1,0 +1,224 @@
+"""Grammars that answers keep to: JSON schemas, regular expressions, choices, and Lark or GBNF text, compiled by `llguidance`.
+
+A grammar comes from strangers, so its text, its size and the work of a step have limits, and nothing here reads a file or an
+address. Where a text is forced, llguidance allows only the tokens that the tokenizer itself makes of it, so that they are known
+without a forward (its docs/fast_forward.md); elsewhere it allows every token that some text of the grammar goes on with.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from cpuspec.config import SamplingParams
+from cpuspec.errors import ConfigError, in_one_line
+from cpuspec.sampling import Legal
+from cpuspec.sequence import shared_prefix
+from cpuspec.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_MOST_BYTES = 1 << 16  # of a grammar's text
+_MOST_GBNF_BYTES, _MOST_GBNF_RULES = 1 << 14, 256  # llguidance translates GBNF in Python, in a time of their product
+_MOST_COMPILED = 16  # grammars that are kept for further requests
+_MOST_LEGAL = 64  # masks of a request that are kept: those of a round's draft
+_MOST_ENCODED = 1 << 10  # bytes of a forced text that are encoded; it may have 250,000, at each step anew
+_LONGEST_ERROR = 300
+_LIMITS = {
+    "max_items_in_row": 1000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,  # of 1 to 2 kB
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+class _Key(NamedTuple):
+    """A grammar's text, and its kind as `llguidance.grammar_from` names it."""
+
+    kind: str
+    text: str
+
+
+class Grammars:
+    """Compiles the grammars of requests for one vocabulary. Any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled: dict[_Key, LLMatcher] = {}  # the latest last
+
+    def constraint(self, params: SamplingParams) -> "GrammarConstraint | None":
+        """What a request's grammar allows; None for a request without one.
+
+        Raises ConfigError for a grammar that cannot be compiled, exceeds the limits, or allows no text, and without llguidance.
+        """
+        key = _key(params)
+        if key is None:
+            return None
+        if self._vocabulary is None:
+            self._vocabulary = _Vocabulary(self._tokenizer)
+        matcher = self._compiled.pop(key, None)  # to be the latest again
+        if matcher is None:
+            matcher = _compile(key, self._vocabulary)
+            # At the limits of a step, what the first look still reaches the second does not.
+            if any(GrammarConstraint(matcher, self._vocabulary).legal(()) is None for _ in range(2)):
+                raise ConfigError(f"{_NAMES[key.kind]} allows no text, or is too complex to tell which; wanted one with a text")
+        self._compiled[key] = matcher
+        for oldest in list(self._compiled)[:-_MOST_COMPILED]:
+            self._compiled.pop(oldest, None)
+        return GrammarConstraint(matcher, self._vocabulary)
+
+
+class GrammarConstraint:
+    """The tokens that a grammar allows in one request, after any path of its output.
+
+    All answers depend on the path alone, whatever was asked before. A grammar that exceeds the limits of a step allows nothing.
+    """
+
+    def __init__(self, compiled: "LLMatcher", vocabulary: "_Vocabulary") -> None:
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self._matcher = compiled.deep_copy()
+        self._path: list[int] = []  # the tokens that the matcher has consumed
+        self._legal: dict[tuple[int, ...], Legal | None] = {}  # by path
+
+    def legal(self, path: Sequence[int]) -> Legal | None:
+        """Which tokens may follow the path, [V]; None where nothing may, or the end alone: `accepts` tells which."""
+        key = tuple(path)
+        if key not in self._legal:
+            if len(self._legal) >= _MOST_LEGAL:
+                self._legal.clear()
+            self._legal[key] = self._find_legal(path)
+        return self._legal[key]
+
+    def accepts(self, path: Sequence[int]) -> bool:
+        """Whether the path is a whole text of the grammar."""
+        return self._follow(path) and bool(self._matcher.is_accepting())
+
+    def forced(self, path: Sequence[int]) -> list[int]:
+        """The tokens that follow the path in every text of the grammar, as far as they are known; empty where there is a choice."""
+        return self._matcher.compute_ff_tokens() if self._follow(path) else []
+
+    def _find_legal(self, path: Sequence[int]) -> Legal | None:
+        if not self._follow(path):
+            return None
+        ends, bits = self._vocabulary.ends, np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        legal = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(np.bool_)
+        legal &= self._vocabulary.is_text  # a grammar may name tokens by their numbers
+        if self._matcher.is_error() or not legal.any():
+            return None
+        legal[ends] = self._matcher.is_accepting()
+        return legal
+
+    def _follow(self, path: Sequence[int]) -> bool:
+        """Bring the matcher to the path; returns whether the grammar allows it."""
+        wanted = list(path)
+        shared = shared_prefix(self._path, wanted)
+        if self._matcher.is_error() or not self._matcher.rollback(len(self._path) - shared):
+            self._matcher, shared = self._compiled.deep_copy(), 0  # an error is for ever
+        new = wanted[shared:]
+        self._path = wanted[: shared + (self._matcher.try_consume_tokens(new) if new else 0)]
+        return len(self._path) == len(wanted) and not self._matcher.is_error()
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance takes it. Special tokens have no text, so that no grammar allows them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        llguidance = _library()
+        self.size = tokenizer.vocab_size
+        self.tokens = [tokenizer.token_bytes(token) for token in range(self.size)]
+        self.special_token_ids: list[int] = []
+        self.is_text = np.array([len(text) > 0 for text in self.tokens])
+        # An end is needed even where the vocabulary has none; nobody can choose this one.
+        ends = sorted(tokenizer.eos_ids) or [self.size]
+        self.tokens += [b""] * (ends == [self.size])
+        self.ends = np.array([end for end in ends if end < self.size], np.int64)
+        self.eos_token_id, self.bos_token_id = ends[0], None
+        self._tokenizer = tokenizer
+        self.library: Any = None  # while the wrapper tries whether texts may be bytes
+        self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=ends)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of a forced text: the tokenizer's own, as far as they give back its bytes."""
+        head = text[:_MOST_ENCODED].decode(errors="ignore").encode()  # up to a character's end
+        ids = self._tokenizer.encode_parts([head], continues=True)
+        if self.library is None:
+            return ids
+        if b"".join([self.tokens[token] for token in ids]) != head:  # a normalizer changed them
+            ids = self.library.greedy_tokenize(head.decode())
+        return ids + self.library.greedy_tokenize(text[len(head) :].decode()) if len(head) < len(text) else ids
+
+
+# As `json.dumps` writes it: nothing is left open between two values, so that names of properties are forced as a whole.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NAMES = {
+    "json_schema": "the JSON schema",
+    "regex": "the regular expression",
+    "choice": "the list of choices",
+    "grammar": "the grammar",
+}
+
+
+def _key(params: SamplingParams) -> _Key | None:
+    texts = {"json_schema": cast(str | None, params.json_schema), "regex": params.regex, "grammar": params.grammar}
+    if params.choices:
+        return _Key("choice", "|".join(map(_literal, params.choices)))
+    return next((_Key(kind, text) for kind, text in texts.items() if text is not None), None)
+
+
+def _literal(text: str) -> str:
+    """A regular expression of exactly this text."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _compile(key: _Key, vocabulary: _Vocabulary) -> "LLMatcher":
+    llguidance, name = _library(), _NAMES[key.kind]
+    num_bytes = len(key.text.encode(errors="surrogatepass"))
+    if num_bytes > _MOST_BYTES:
+        raise ConfigError(f"{name} has {num_bytes} bytes; at most {_MOST_BYTES} are compiled")
+    try:
+        key.text.encode()
+        text = _as_lark(key.text) if key.kind == "grammar" else key.text
+        if key.kind == "json_schema":
+            source = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)
+        else:
+            source = llguidance.grammar_from("lark" if key.kind == "grammar" else "regex", text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be read: {in_one_line(str(error))[:_LONGEST_ERROR]}") from None
+    matcher = llguidance.LLMatcher(vocabulary.library, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+    if matcher.is_error():
+        problem = matcher.get_error().partition("\n<backtrace>")[0]  # of a panic
+        problem = problem.replace("panic: missing special token prefix", "it names special tokens")
+        raise ConfigError(f"{name} cannot be compiled: {in_one_line(problem)[:_LONGEST_ERROR]}")
+    return matcher
+
+
+def _as_lark(text: str) -> str:
+    """Lark text as it is, GBNF translated. Raises ValueError."""
+    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+
+    if is_lark_syntax(text):
+        return text
+    if len(text) > _MOST_GBNF_BYTES or text.count("::=") > _MOST_GBNF_RULES:
+        raise ValueError(
+            f"it has more than {_MOST_GBNF_RULES} rules or {_MOST_GBNF_BYTES} characters; longer ones are read as Lark only"
+        )
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the translator raises whatever it comes across
+        raise ValueError(str(error)) from None
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise ConfigError(
+            "answers that keep to a grammar need llguidance; install it with: pip install 'cpuspec[grammar]'"
+        ) from None
+    return llguidance

@@ -1,0 +1,64 @@
+"""The web page at `/`: a chat over `/v1/chat/completions`. Its files are beside this one, as they are served; nothing builds them.
+
+The page may load nothing but these files and talk to nobody but this server, and its scripts cannot make markup of text: the
+browser holds that (Content-Security-Policy with Trusted Types), whatever a model writes.
+"""
+
+from functools import cache
+from importlib.resources import files
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+router = APIRouter(include_in_schema=False)
+
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # a newer version of the server has a newer page
+}
+
+
+def _file(path: str) -> Response:
+    name, media_type = FILES[path]
+    return Response(_content(name), headers=HEADERS, media_type=media_type)
+
+
+@cache
+def _content(name: str) -> bytes:
+    return files(__package__).joinpath(name).read_bytes()
+
+
+@router.get("/")
+async def index() -> Response:
+    """The page."""
+    return _file("/")
+
+
+@router.get("/page.css")
+async def style() -> Response:
+    """Its style."""
+    return _file("/page.css")
+
+
+@router.get("/page.js")
+async def script() -> Response:
+    """Its script."""
+    return _file("/page.js")
+
+
+@router.get("/icon.svg")
+async def icon() -> Response:
+    """Its icon."""
+    return _file("/icon.svg")

@@ -1,0 +1,105 @@
+"""Drafts that may fail: a request whose drafter raises goes on without drafts, and its answer stays the same."""
+
+import logging
+from collections.abc import Callable
+
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.proposer import NullProposer, Proposer
+from cpuspec.speculation.round import check_drafts
+from cpuspec.speculation.verify import Verdict
+
+_log = logging.getLogger(__name__)
+
+
+class GuardedProposer:
+    """Stands between the engine and a proposer that may raise or break the contract of drafts.
+
+    Where a call for several sequences fails, each is asked for alone: one request costs no other its drafts. A sequence whose own
+    call fails is as it was before that call, its random numbers included, and is decoded plainly to its end.
+
+    num_failures: sequences that went on without drafts.
+    """
+
+    def __init__(self, inner: Proposer, context: Context) -> None:
+        """context: of the verifying model."""
+        self.name = inner.name
+        self.hidden_layers = inner.hidden_layers
+        self.levels = inner.levels
+        self.num_failures = 0
+        self._inner = inner
+        self._context = context
+        self._plain: set[int] = set()  # ids of sequences that go on without drafts
+
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Tell the proposer."""
+        self._try([seq], lambda: self._inner.begin(seq, num_cached))
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """The proposer's drafts; empty ones for sequences in which it has failed."""
+        drafts = NullProposer().propose(seqs, limits)
+        asked = [i for i, seq in enumerate(seqs) if seq.id not in self._plain]
+        if not asked or self._ask(asked, seqs, limits, drafts):
+            return drafts
+        for i in asked if len(asked) > 1 else ():
+            self._ask([i], seqs, limits, drafts)
+        return drafts
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Tell the proposer, unless it has failed in this sequence."""
+        if seq.id not in self._plain:
+            self._try([seq], lambda: self._inner.accept(seq, verdict, hidden))
+
+    def end(self, seq: Sequence) -> None:
+        """Tell the proposer, unless it has failed in this sequence and been told then."""
+        if seq.id not in self._plain:
+            self._end(seq)
+        self._plain.discard(seq.id)
+
+    def _ask(self, asked: list[int], seqs: list[Sequence], limits: list[int], drafts: list[Draft]) -> bool:
+        """Put the drafts of some sequences into `drafts`; returns whether the proposer made them."""
+        mine, most = [seqs[i] for i in asked], [limits[i] for i in asked]
+        found: list[Draft] = []
+
+        def propose() -> None:
+            found.extend(self._inner.propose(mine, most))
+            check_drafts(self._inner, found, most, self._context)
+
+        if not self._try(mine, propose):
+            return False
+        for i, draft in zip(asked, found, strict=True):
+            drafts[i] = draft
+        return True
+
+    def _try(self, seqs: list[Sequence], call: Callable[[], None]) -> bool:
+        """Whether a call of the proposer succeeds. If not, the sequences are as before, and one alone falls back."""
+        before = [(len(seq.tokens), seq.rng, None if seq.params.greedy else seq.rng.bit_generator.state) for seq in seqs]
+        try:
+            call()
+        except Exception as error:
+            for seq, (length, rng, state) in zip(seqs, before, strict=True):
+                if len(seq.tokens) > length:
+                    seq.rewind(length)
+                seq.rng = rng
+                if state is not None:
+                    rng.bit_generator.state = state
+            if len(seqs) == 1:
+                self._fall_back(seqs[0], error)
+            return False
+        return True
+
+    def _fall_back(self, seq: Sequence, error: Exception) -> None:
+        self.num_failures += 1
+        _log.warning(
+            "drafting with %s failed, and a request goes on without drafts: %s: %s", self.name, type(error).__name__, error
+        )
+        self._plain.add(seq.id)
+        self._end(seq)
+
+    def _end(self, seq: Sequence) -> None:
+        try:
+            self._inner.end(seq)
+        except Exception as error:
+            _log.warning("the end of a request failed in %s: %s: %s", self.name, type(error).__name__, error)

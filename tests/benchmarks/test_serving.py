@@ -1,0 +1,64 @@
+"""The benchmark of servers sends each of them the same requests, and takes ratios within a round."""
+
+import json
+
+import pytest
+import record
+import serving
+from peers_errors import PeerError
+from typer import Typer
+from typer.testing import CliRunner
+
+from tools.make_tiny_model import make_tiny_gguf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
+
+def run(*arguments):
+    app = Typer()
+    app.command()(serving.main)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def prompt_file(directory, count):
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"once {number}"}) + "\n" for number in range(count)))
+    return f"{path}:text:{count}"
+
+
+def test_our_servers_give_the_same_answers_under_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+    model = make_tiny_gguf(tmp_path / "tiny.gguf", context_length=256, **SMALL)
+    options = ("--clients", "1,2", "--per-client", "2", "--rounds", "1", "--threads", "1", "--max-tokens", "6", "--context", "128")
+    result = run(model, prompt_file(tmp_path, 8), *options, "--draft", "ngram", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    assert list(found["instructions"]) == ["cpuspec none", "cpuspec ngram"]
+    for count in (1, 2):
+        assert all(one["median"] > 0 for one in found["figures"][f"{count} clients, output tokens/s"].values())
+        for counted in found["counts"][f"{count} clients"].values():
+            assert (counted["completed"], counted["failed"], counted["differing"]) == ([2 * count], [0], [0])
+
+
+def test_ratios_are_of_one_round():
+    def figures(throughput, ttft_ms):
+        return dict.fromkeys(serving.LATENCIES, ttft_ms) | {"output_throughput": throughput, "request_throughput": 1.0}
+
+    samples = {
+        (8, "cpuspec none"): [figures(30.0, 5.0), figures(10.0, 4.0)],
+        (8, "llama.cpp none"): [figures(10.0, 10.0), figures(5.0, 2.0)],
+    }
+    found = serving.report([8], ["cpuspec none", "llama.cpp none"], samples)["ratios"]
+    assert found["8 clients, output tokens/s: cpuspec none over llama.cpp none"]["rounds"] == [3.0, 2.0]
+    assert found["8 clients, p95 ttft, ms: cpuspec none over llama.cpp none"]["rounds"] == [0.5, 2.0]
+
+
+def test_prompts_do_not_come_twice(tmp_path):
+    with pytest.raises(PeerError, match="needs 9 prompts, and there are 8"):
+        serving.read_load([prompt_file(tmp_path, 8)], 9)
+
+
+def test_a_server_that_does_not_start_is_told_with_its_last_words():
+    arm = serving.Arm("x", "none", ("sh", "-c", "echo no such model >&2; exit 3"), {}, "/ready")
+    with pytest.raises(PeerError, match="no such model"), serving.serving(arm):
+        pass

@@ -1,0 +1,131 @@
+"""Several models behind one server: loaded when asked for, let go when memory is short, and never under a request."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuspec import LLM, SamplingParams
+from cpuspec.errors import CpuspecError
+from cpuspec.server.server import Loader
+from tests.server.running import PATIENCE_S, SMALL, Running, load, serving
+from tools.make_tiny_model import make_tiny_gguf
+
+NAMES = ("tiny", "second", "third")
+BODY = {"prompt": "the cat", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        name: make_tiny_gguf(directory / f"{name}.gguf", seed=seed, context_length=32768, **SMALL)
+        for seed, name in enumerate(NAMES)
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(paths: dict[str, Path]) -> dict[str, str]:
+    texts = {}
+    for name, path in paths.items():
+        with load(path) as llm:
+            texts[name] = llm.generate("the cat", SamplingParams(max_tokens=6, ignore_eos=True))[0].text
+    assert len(set(texts.values())) == len(NAMES)
+    return texts
+
+
+class Loads:
+    """Loaders of the models, and how often each was called."""
+
+    def __init__(self, paths: dict[str, Path]) -> None:
+        self.paths = paths
+        self.loaded: list[str] = []
+        self.loaders = {name: Loader(lambda name=name: self.load(name), 1000) for name in paths}  # type: ignore[misc]
+
+    def load(self, name: str) -> LLM:
+        self.loaded.append(name)
+        return load(self.paths[name])
+
+
+def ask(running: Running, name: str | None, **changes: Any) -> Any:
+    with running.client() as client:
+        given = {} if name is None else {"model": name}
+        return client.post("/v1/completions", json=BODY | given | changes)
+
+
+def text(running: Running, name: str | None) -> str:
+    reply = ask(running, name)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["model"] == name or name is None
+    found: str = reply.json()["choices"][0]["text"]
+    return found
+
+
+def listed(running: Running) -> dict[str, str]:
+    with running.client() as client:
+        return {row["id"]: row["status"]["value"] for row in client.get("/v1/models").json()["data"]}
+
+
+def test_each_model_is_loaded_once_when_it_is_asked_for(paths: dict[str, Path], expected: dict[str, str]) -> None:
+    loads = Loads(paths)
+    with serving(loads.loaders["tiny"].load, loaders=loads.loaders) as running:
+        assert loads.loaded == ["tiny"]
+        assert listed(running) == {"tiny": "loaded", "second": "unloaded", "third": "unloaded"}
+        threads = [threading.Thread(target=ask, args=(running, "second"), daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert loads.loaded == ["tiny", "second"]
+        for name in NAMES:
+            assert text(running, name) == expected[name]
+        assert text(running, None) == expected["third"]  # the one that was asked for last
+        assert set(listed(running).values()) == {"loaded"}
+        assert ask(running, "fourth").status_code == 404
+        with running.client() as client:
+            metrics = client.get("/metrics").text
+            assert client.get("/props?model=second").json()["model"] == "second"
+        assert all(f'generation_tokens_total{{model_name="{name}"}}' in metrics for name in NAMES)
+        assert metrics.count("# TYPE cpuspec:generation_tokens_total") == 1
+        assert len(loads.loaded) == 3
+
+
+def test_the_model_leaves_that_was_asked_for_longest_ago(paths: dict[str, Path], expected: dict[str, str]) -> None:
+    loads = Loads(paths)
+    with load(paths["tiny"]) as llm:
+        llm.generate("the cat", SamplingParams(max_tokens=6, ignore_eos=True))
+        num_bytes = sum(level.weight_bytes + level.kv_bytes for level in llm.memory())
+    with serving(loads.loaders["tiny"].load, loaders=loads.loaders, models_gb=2.5 * num_bytes / 1e9) as running:
+        for name in ("tiny", "second", "tiny", "third"):
+            assert text(running, name) == expected[name]
+        assert listed(running) == {"tiny": "loaded", "second": "unloaded", "third": "loaded"}
+        assert text(running, "second") == expected["second"]
+        assert listed(running) == {"tiny": "unloaded", "second": "loaded", "third": "loaded"}
+        assert text(running, "tiny") == expected["tiny"]
+        assert loads.loaded == ["tiny", "second", "third", "second", "tiny"]
+
+
+def test_no_model_leaves_under_a_request(paths: dict[str, Path], expected: dict[str, str]) -> None:
+    loads = Loads(paths)
+    with serving(loads.loaders["tiny"].load, loaders=loads.loaders, models_gb=0) as running, running.client() as client:
+        with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 30000, "stream": True}) as stream:
+            lines = stream.iter_lines()  # closes the stream when it is dropped
+            next(lines)
+            refused = ask(running, "second")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert text(running, "tiny") == expected["tiny"]
+        running.eventually(lambda: ask(running, "second").status_code == 200)
+        assert listed(running) == {"tiny": "unloaded", "second": "loaded", "third": "unloaded"}
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_requests_and_no_other(paths: dict[str, Path], expected: dict[str, str]) -> None:
+    def broken() -> LLM:
+        raise CpuspecError("no such model")
+
+    loads = Loads(paths)
+    loaders = loads.loaders | {"second": Loader(broken, 0)}
+    with serving(loads.loaders["tiny"].load, loaders=loaders) as running:
+        reply = ask(running, "second")
+        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+        assert text(running, "tiny") == expected["tiny"]

@@ -1,0 +1,141 @@
+"""A drafter that fails costs a request its drafts and nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.engine.llm import LLM
+from cpuspec.speculation.chain import ChainProposer
+from cpuspec.speculation.combine import Combined, first_hit, one_after_another
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.ngram import NgramProposer
+from cpuspec.speculation.drafters.user import UserProposer
+from cpuspec.speculation.guarded import GuardedProposer
+from cpuspec.speculation.proposer import NullProposer, Proposer
+from tests.oracles import ToyBackend, ToyTokenizer
+
+PROMPTS = [[0, 4, 5, 6, 7, 4], [1, 2, 3, 1, 2], [5, 5, 5]]
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=20, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=3),
+}
+
+
+class Failing:
+    """Drafts what came `len(seq.tokens) // 2` tokens ago, and fails when the answer of one prompt has some tokens."""
+
+    hidden_layers: tuple[int, ...] = ()
+    levels: tuple[Any, ...] = ()
+    name = "failing"
+
+    def __init__(self, where: str, poison: int, num_tokens: int = 6) -> None:
+        self.where, self.poison, self.num_tokens = where, poison, num_tokens
+        self.known: set[int] = set()
+
+    def _fail(self, where: str, seq: Any) -> None:
+        if where == self.where and seq.tokens[0] == self.poison and (where == "begin" or seq.num_output_tokens >= self.num_tokens):
+            raise RuntimeError(f"{where} of this drafter is broken")
+
+    def begin(self, seq: Any, num_cached: int) -> None:
+        self._fail("begin", seq)
+        self.known.add(seq.id)
+
+    def propose(self, seqs: Any, limits: Any) -> list[Draft]:
+        drafts = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            assert seq.id in self.known
+            before = seq.tokens[len(seq.tokens) // 2 :][: min(limit, 3)]
+            if self.where == "leaves tokens" and seq.tokens[0] == self.poison and seq.num_output_tokens >= self.num_tokens:
+                seq.extend(before)
+                seq.rng.random(5)
+                raise RuntimeError("in the middle")
+            self._fail("propose", seq)
+            bad = self.where == "bad draft" and seq.tokens[0] == self.poison and seq.num_output_tokens >= self.num_tokens
+            drafts.append(Draft.chain([99] * limit if bad else before, self.name))
+        return drafts
+
+    def accept(self, seq: Any, verdict: Any, hidden: Any) -> None:
+        assert seq.id in self.known
+        self._fail("accept", seq)
+
+    def end(self, seq: Any) -> None:
+        self.known.discard(seq.id)
+        self._fail("end", seq)
+
+
+WAYS = ("begin", "propose", "leaves tokens", "bad draft", "accept", "end")
+
+
+def shapes(failing: Any) -> dict[str, Proposer]:
+    """The drafter alone, beside others, and below a draft model, whose cache has two slots."""
+    context = Context(ToyBackend(2, memory=0.2), 2, 64)
+    return {
+        "alone": failing,
+        "first": Combined((failing, NgramProposer()), first_hit, "first"),
+        "then": Combined((NgramProposer(), failing), one_after_another, "then"),
+        "chain": ChainProposer(failing, context),
+    }
+
+
+def answers(proposer: Proposer | None, params: SamplingParams, rounds: int = 1) -> list[list[int]]:
+    settings = EngineConfig(max_sequences=2)
+    llm = LLM.from_backend(ToyBackend(2, memory=0.3), ToyTokenizer(8), "none", settings)  # type: ignore[arg-type]
+    if proposer is not None:
+        llm._engine._proposer = proposer
+        llm._engine._contexts += [level.context for level in proposer.levels]
+    found = []
+    for _ in range(rounds):
+        found = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
+        assert llm._context.num_free_slots == 2
+        for level in proposer.levels if proposer else ():
+            assert level.context.num_free_slots == 2
+    return found
+
+
+@pytest.mark.parametrize("how", PARAMS)
+@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize("shape", ["alone", "first", "then", "chain"])
+def test_answers_are_those_without_drafts_wherever_a_drafter_fails(shape: str, where: str, how: str) -> None:
+    failing = Failing(where, poison=0)
+    context = Context(ToyBackend(2, memory=0.3), 2, 64)
+    guarded = GuardedProposer(shapes(failing)[shape], context)
+    found = answers(guarded, PARAMS[how], rounds=3)
+    if how == "greedy" or shape != "chain":  # what a model draws for a draft comes from the request's own numbers
+        assert found == answers(NullProposer(), PARAMS[how])
+    assert not failing.known
+    assert not guarded._plain
+    if where != "end":
+        assert guarded.num_failures == 3  # of the poisoned prompt, once in each round
+
+
+def test_one_request_costs_no_other_its_drafts() -> None:
+    failing = Failing("propose", poison=0)
+    guarded = GuardedProposer(failing, Context(ToyBackend(2, memory=0.3), 2, 64))
+    llm = LLM.from_backend(ToyBackend(2, memory=0.0), ToyTokenizer(8), "none")  # type: ignore[arg-type]
+    llm._engine._proposer = guarded
+    poisoned, *others = llm.generate(PROMPTS, PARAMS["greedy"])
+    drafted = [answer.stats.num_draft_tokens for answer in (poisoned, *others)]
+    assert all(number > drafted[0] for number in drafted[1:])
+    assert guarded.num_failures == 1
+
+
+def test_a_users_drafter_that_fails_ends_no_request_where_that_is_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from cpuspec import Draft\nclass Mine:\n    name, hidden_layers = 'mine', ()\n    def begin(self, seq): ...\n"
+        "    def propose(self, seqs, limits):\n        if seqs[0].num_output_tokens > 5: 1 / 0\n"
+        "        return [Draft.chain(seq.tokens[:min(2, limit)], 'mine') for seq, limit in zip(seqs, limits)]\n"
+        "    def accept(self, seq, verdict, hidden): ...\n    def end(self, seq): ...\n"
+    )
+    backend = ToyBackend(2, memory=0.3)
+    settings = EngineConfig(plain_on_draft_error=True)
+    llm = LLM.from_backend(backend, ToyTokenizer(8), f"{path}:Mine", settings)  # type: ignore[arg-type]
+    found = [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS["greedy"])]
+    assert found == answers(None, PARAMS["greedy"])
+    assert llm.num_draft_failures == 3
+    assert "propose of mine failed with ZeroDivisionError" in caplog.text
+    assert isinstance(llm._engine._proposer, GuardedProposer)
+    assert isinstance(llm._engine._proposer._inner, UserProposer)
