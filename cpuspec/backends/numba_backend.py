@@ -28,7 +28,7 @@ from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
-from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes
+from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes
 from cpuspec.kernels import (
     attention,
     attention_plan,
@@ -137,7 +137,7 @@ class NumbaBackend:
         size = attention.head_bytes(self._kv_format.name, dims, capacity)
 
         def new_storage() -> _Storage:
-            memory = aligned_bytes((heads, size))
+            memory = paged_bytes((heads, size))
             return _Storage(memory, _at(memory), size)
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:

@@ -15,6 +15,7 @@ Numbers of 16 bits that are multiplied in pairs (bf16) lie in pairs: load p of a
 """
 
 import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +160,18 @@ def aligned_bytes(shape: tuple[int, ...]) -> U8:
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].reshape(shape)
+
+
+def paged_bytes(shape: tuple[int, ...]) -> U8:
+    """Zeros that take up memory page by page, as they are written: for arrays that may stay mostly empty.
+
+    NumPy asks for huge pages, of which the first byte of each part of an array would take two megabytes, and time to zero them.
+    """
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(math.prod(shape), 1), **private)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8, math.prod(shape)).reshape(shape)
 
 
 def _padded(format: Format, in_features: int) -> int:
