@@ -215,7 +215,7 @@ def test_a_tree_is_made_of_the_likeliest_paths(sources: list[Evidence], num_toke
 @pytest.mark.parametrize("proposer", [NgramProposer(8), SuffixProposer(8)], ids=["ngram", "suffix"])
 def test_a_prediction_is_drafted_from_the_first_token_on_and_again_after_a_change(proposer: NgramProposer | SuffixProposer) -> None:
     prediction = list(range(100, 130))
-    seq = Sequence.new(3, [1, 2, 3, 4], SamplingParams(), prediction)
+    seq = Sequence.new(3, [1, 2, 3, 4], SamplingParams(), prediction=prediction)
     proposer.begin(seq, 0)
 
     def drafted() -> list[int]:
