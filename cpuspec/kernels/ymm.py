@@ -1,6 +1,6 @@
 """Linear layers of codes on processors with sixteen vector registers, AVX2 with or without dot products of bytes (AVX-VNNI).
 
-A register has half of a tile, and sixteen registers do not hold a group's codes beside sums. One or two rows are multiplied while
+A register has half of a tile, and sixteen registers do not hold a group's codes beside sums. A few rows are multiplied while
 weights are unpacked. For more rows, a panel of a tile is unpacked to the stack once, and up to six rows at a time are multiplied
 with it, by the instructions of `instructions`. The float sums are those of `linear`'s other passes in the same order, and integer
 dots are exact: the bits are the same.
@@ -14,12 +14,14 @@ from llvmlite import ir
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
+from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start_field, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, READERS, Group
 
-FEW = 2  # rows that are multiplied while weights are unpacked
+# Rows that are multiplied while weights are unpacked. With dot products of bytes LLVM keeps more of three rows' sums on the stack.
+FEW = 2 if isa.dot_isa() == "avx_vnni" else 4
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 
 _GROUPS = PANEL // GROUP
