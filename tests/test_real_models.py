@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,12 @@ def test_greedy_continuations_are_the_recorded_ones(recipe: Recipe, plain_and_ng
         assert tuple(answer.token_ids) == tuple(golden.token_ids)
 
 
+def _prompt(checkpoint: Checkpoint, request: str) -> str | list[int]:
+    """A chat's prompt; of a base model, the text to go on with."""
+    tokenizer = make_tokenizer(checkpoint)
+    return tokenizer.encode_chat([{"role": "user", "content": request}]) if tokenizer.has_chat_template else request
+
+
 def test_drafts_and_threads_never_change_a_greedy_answer(
     checkpoint: Checkpoint, plain_and_ngram: tuple[LLM, LLM], chain: LLM
 ) -> None:
@@ -83,9 +90,7 @@ def test_drafts_and_threads_never_change_a_greedy_answer(
     params = SamplingParams(max_tokens=64)
     accepted: Counter[str] = Counter()
     for request in REQUESTS:
-        prompt: str | list[int] = request
-        if (tokenizer := make_tokenizer(checkpoint)).has_chat_template:
-            prompt = tokenizer.encode_chat([{"role": "user", "content": request}])
+        prompt = _prompt(checkpoint, request)
         [wanted] = plain.generate(prompt, params)
         for drafting in (ngram, chain):
             [got] = drafting.generate(prompt, params)
@@ -107,8 +112,9 @@ GRAMMARS: list[dict[str, Any]] = [
     {
         "json_schema": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 30}, "size": {"type": "integer"}},
+            "properties": {"city": {"type": "string", "maxLength": 30}, "size": {"type": "integer", "minimum": 0, "maximum": 9999}},
             "required": ["city", "size"],
+            "additionalProperties": False,
         }
     },
     {"regex": r"(The|A) [a-z ]{10,40}, [0-9]{4}\."},
@@ -118,14 +124,15 @@ GRAMMARS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", GRAMMARS, ids=lambda settings: next(iter(settings)))
 def test_answers_keep_to_a_grammar_whatever_is_drafted(
-    settings: dict[str, Any], plain_and_ngram: tuple[LLM, LLM], chain: LLM
+    settings: dict[str, Any], checkpoint: Checkpoint, plain_and_ngram: tuple[LLM, LLM], chain: LLM
 ) -> None:
     plain, ngram = plain_and_ngram
     params = SamplingParams(max_tokens=80, **settings)
     for request in REQUESTS:
-        answer = plain.chat(request, params, max_draft_tokens=0)
+        prompt = _prompt(checkpoint, request)
+        [answer] = plain.generate(prompt, replace(params, max_draft_tokens=0))
         for llm in (plain, ngram, chain):
-            assert llm.chat(request, params).token_ids == answer.token_ids
+            assert llm.generate(prompt, params)[0].token_ids == answer.token_ids
         assert answer.finish_reason == "stop"
         if "json_schema" in settings:
             found = json.loads(answer.text)
