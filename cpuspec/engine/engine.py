@@ -231,11 +231,12 @@ class Engine:
             if request.text.stopped:
                 reason = "stop"
                 break
-            path = seq.tokens[seq.num_prompt_tokens : before + num_taken]
-            if seq.constraint and seq.constraint.legal(path) is None:
-                reason = "stop" if seq.constraint.accepts(path) else "aborted"
-                error = None if reason == "stop" else "the grammar leads nowhere here, or is too complex; simplify it"
-                break
+            if seq.constraint:
+                path = seq.tokens[seq.num_prompt_tokens : before + num_taken]
+                if seq.constraint.legal(path) is None:
+                    reason = "stop" if seq.constraint.accepts(path) else "aborted"
+                    error = None if reason == "stop" else "the grammar leads nowhere here, or is too complex; simplify it"
+                    break
             if before + num_taken == request.max_length:
                 reason = "length"
                 break

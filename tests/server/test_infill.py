@@ -1,7 +1,6 @@
 """Filling the gap between two texts, through `/infill` and through the suffix of a plain completion."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,18 +24,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
     content["added_tokens"] += [{"id": free + number, "content": text, **same} for number, text in enumerate(MARKS)]
     file.write_text(json.dumps(content))
     return directory
-
-
-@pytest.fixture(scope="module")
-def running(path: Any) -> Iterator[Running]:
-    with serving(lambda: load(path)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def llm(path: Any) -> Iterator[LLM]:
-    with load(path) as offline:
-        yield offline
 
 
 def wanted(llm: LLM, text: str, num_tokens: int = 8) -> Any:

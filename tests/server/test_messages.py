@@ -1,6 +1,5 @@
 """Anthropic's protocol through its official client."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -8,7 +7,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.config import SamplingDefaults
-from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.running import PATIENCE_S, Running
 from tests.server.test_tools import TEMPLATE
 from tools.make_tiny_model import make_tiny_hf
 
@@ -39,18 +38,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
-
-
-@pytest.fixture(scope="module")
-def running(path: Any) -> Iterator[Running]:
-    with serving(lambda: load(path)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def llm(path: Any) -> Iterator[LLM]:
-    with load(path) as offline:
-        yield offline
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,13 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
+from tests.server.running import PATIENCE_S, Running, tiny_model
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat sat on the mat"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
@@ -19,18 +18,6 @@ IGNORE = {"extra_body": {"ignore_eos": True}}
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(path: Any) -> Iterator[LLM]:
-    with load(path) as offline:
-        yield offline
-
-
-@pytest.fixture(scope="module")
-def running(path: Any) -> Iterator[Running]:
-    with serving(lambda: load(path)) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

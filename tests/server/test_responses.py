@@ -1,14 +1,13 @@
 """OpenAI's Responses protocol through its official client, and in the order of events that Codex reads."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from cpuspec import LLM, SamplingParams
-from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.running import PATIENCE_S, Running
 from tests.server.test_tools import TEMPLATE
 from tools.make_tiny_model import make_tiny_hf
 
@@ -44,18 +43,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
-
-
-@pytest.fixture(scope="module")
-def running(path: Any) -> Iterator[Running]:
-    with serving(lambda: load(path)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def llm(path: Any) -> Iterator[LLM]:
-    with load(path) as offline:
-        yield offline
 
 
 @pytest.fixture(scope="module")
