@@ -1,7 +1,7 @@
 """The result of every reader: a checked model, its tensors under canonical names, and the place of its vocabulary."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -51,6 +51,7 @@ class Checkpoint:
     fuse, fuse_bias, embed_norm and hidden_norm. Weights are [out, in] with q and k rows in rotate-half order; norms and biases are
     vectors of f32, f16 or bf16.
     sampling: how its files say that it should be sampled.
+    prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -60,6 +61,7 @@ class Checkpoint:
     tensors: Mapping[str, QuantTensor]
     vocabulary: GgufVocabulary | HfTokenizerFiles
     sampling: SamplingDefaults = NO_DEFAULTS
+    prediction_layers: Mapping[str, QuantTensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

@@ -67,6 +67,8 @@ class HeadPath:
     def _over_vocabulary(self, logits: F32) -> F32:
         """A row of the head as a row [vocab_size] of the target's tokens."""
         ids = self.head.token_ids
+        if ids is None and len(logits) == self.vocab_size:
+            return logits
         row = np.full(self.vocab_size, -np.inf, np.float32)
         if ids is None:
             row[: len(logits)] = logits
