@@ -123,7 +123,7 @@ def cpuspec(
     show_log()
 
 
-_HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # how a backend computes
+_HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations", "head_format")  # how backends compute
 
 
 @app.command()

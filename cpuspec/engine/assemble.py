@@ -279,13 +279,13 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
                 f"{part.drafter} drafts with the target's own weights, and this target is no checkpoint; name a model"
             )
         if drafter.argument == MTP:
-            return _opened_head(own_mtp(target.checkpoint), part, drafter, target, backend, settings, verifier)
+            return _opened_head(own_mtp(target.checkpoint), part, drafter, target, backend, settings, verifier, num_tokens)
         weights, tokenizer = OWN_WEIGHTS[drafter.name](target.checkpoint, drafter.argument), target.tokenizer
     else:
         path = resolve_model(drafter.model)
         if found := find_reader(path, settings.mmap):
             head = open_head(*found, target.checkpoint, target.tokenizer)
-            return _opened_head(head, part, drafter, target, backend, settings, verifier)
+            return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
         if drafter.name in HEAD_STYLES:
             raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
         checkpoint = open_checkpoint(path, settings.mmap)
@@ -308,12 +308,20 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
 
 
 def _opened_head(
-    head: Head, part: LevelSpec, drafter: _Drafter, target: Target, backend: str, settings: EngineConfig, verifier: Verifier
+    head: Head,
+    part: LevelSpec,
+    drafter: _Drafter,
+    target: Target,
+    backend: str,
+    settings: EngineConfig,
+    verifier: Verifier,
+    num_tokens: int,
 ) -> OpenedHead:
     if drafter.name == "tree" and head.method not in TREE_RULES:
         raise ConfigError(f"{drafter.shown} drafts in one pass, and makes no trees; leave out tree:")
     style, casts = drafter.name if drafter.name in HEAD_STYLES else "", casts_of_head(head, settings.head_format, target.checkpoint)
-    number = part.num_tokens or head.num_tokens
+    # A planner may ask a head for more tokens than it drafts by default, unless one pass makes so many.
+    number = part.num_tokens or (max(num_tokens, head.num_tokens) if head.method in TREE_RULES else head.num_tokens)
     return OpenedHead(drafter.shown, number, part.min_confidence, head, casts, backend, settings, verifier, style)
 
 

@@ -35,6 +35,7 @@ from tests.heads import (
     eagle3_rows,
     make_eagle1,
     make_eagle3,
+    make_nextn,
     make_oracle1,
     make_oracle3,
     mtp_rows,
@@ -155,6 +156,33 @@ def test_a_target_drafts_with_its_own_layer_and_answers_the_same(tmp_path: Path)
         with LLM(directory, spec, settings=SETTINGS) as llm:
             assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
             assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20
+
+
+def test_a_gguf_targets_last_blocks_are_its_own_head(tmp_path: Path) -> None:
+    path = make_nextn(tmp_path / "nextn.gguf", context_length=128, **SMALL)
+    target = open_checkpoint(path)
+    head = own_mtp(target)
+    assert (target.config.num_layers, head.layers) == (3, (2,))
+    assert head.model.tensors["norm"] is target.tensors["norm"]  # it has none of its own
+    assert [norm.weight.tolist() for norm in head.feature_norms] == [target.tensors["norm"].dequantize().tolist()]
+    with LLM(path, "none", settings=SETTINGS) as plain, LLM(path, "mtp", settings=SETTINGS) as llm:
+        assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == [
+            one.token_ids for one in plain.generate(PROMPTS, PARAMS)
+        ]
+        assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20
+
+
+def test_auto_measures_a_head_and_chooses_it_where_it_is_right(target: Checkpoint, tmp_path: Path) -> None:
+    target, oracles = silent_target(target), tmp_path
+    made = make_oracle1(oracles / "one", target.config, target.tensors["embed"].dequantize(), target.tensors["norm"].dequantize())
+    with llm_over(target, "none") as plain, llm_over(target, f"auto,{made.path}") as llm:
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [
+            one.token_ids for one in plain.generate(PROMPTS, params)
+        ]
+        drafters = {one.name: one for one in llm.explain()}
+        assert drafters["one"].cost_of_drafting > 0
+        assert drafters["one"].acceptance is not None
 
 
 def test_a_gguf_head_is_the_head_that_it_was_made_of(target: Checkpoint, tmp_path: Path) -> None:
@@ -308,11 +336,16 @@ def test_a_draft_does_not_depend_on_its_batch(target: Checkpoint, heads: dict[st
     assert all(compared)
 
 
-@pytest.mark.parametrize("spec", ["EAGLE3@4", "tree:EAGLE3@4", "draw:EAGLE3@4", "EAGLE1@4", "tree:EAGLE1@4"])
-def test_an_oracle_is_always_accepted(target: Checkpoint, tmp_path: Path, spec: str) -> None:
+def silent_target(target: Checkpoint) -> Checkpoint:
+    """The target without branches: its next token depends on the last alone."""
     silent = {name: t for name, t in target.tensors.items() if name.endswith((".o", ".down"))}
     zeros = {name: QuantTensor.encode(get_format("f32"), np.zeros(t.shape)) for name, t in silent.items()}
-    target = replace(target, tensors={**target.tensors, **zeros})
+    return replace(target, tensors={**target.tensors, **zeros})
+
+
+@pytest.mark.parametrize("spec", ["EAGLE3@4", "tree:EAGLE3@4", "draw:EAGLE3@4", "EAGLE1@4", "tree:EAGLE1@4"])
+def test_an_oracle_is_always_accepted(target: Checkpoint, tmp_path: Path, spec: str) -> None:
+    target = silent_target(target)
     embed, norm = target.tensors["embed"].dequantize(), target.tensors["norm"].dequantize()
     oracles = {
         "EAGLE3": make_oracle3(tmp_path / "three", target.config, output_of(target), norm, (1, 2, 3)),

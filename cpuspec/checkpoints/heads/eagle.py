@@ -117,6 +117,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
         feature_norms,
         state_norm,
         token_ids,
+        files.num_tokens,
         mask_id=mask_id if is_parallel else -1,
         mask_features=mask,
         tokenizer=files.tokenizer,

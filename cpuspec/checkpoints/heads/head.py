@@ -19,6 +19,7 @@ from cpuspec.formats.tensor import F32
 I64 = NDArray[np.int64]
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MOST_TOKENS = 32  # that a draft has by default, whatever a file says
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +103,13 @@ class HeadFiles:
         """The tokenizer that lies beside the head."""
         found = self.path / "tokenizer.json"
         return found if not self.is_gguf and found.exists() else None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the head was made to draft, as speculators says; else Head's default."""
+        methods = self.fields.object("speculators_config").items("proposal_methods") if not self.is_gguf else []
+        number = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
+        return number if type(number) is int and 1 <= number <= _MOST_TOKENS else Head.num_tokens
 
     def check(self, what: str, got: object, wanted: object, target: Checkpoint) -> None:
         """Raise CheckpointError unless a fact of the head agrees with its target's."""
