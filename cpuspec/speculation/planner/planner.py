@@ -6,6 +6,7 @@ first be fed the tokens that it missed: it is asked where drafts save more than 
 did much of earlier requests, once waiting for them has cost as much as feeding it, as in the ski-rental problem.
 """
 
+from collections import abc
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -214,7 +215,7 @@ class Planner:
 
     name = "auto"
 
-    def __init__(self, costs: Costs, lookups: list[Proposer], models: list[tuple[DraftModel, Costs]], serves: bool = True) -> None:
+    def __init__(self, costs: Costs, lookups: list[Proposer], models: abc.Sequence[tuple[DraftModel, Costs]], serves: bool = True) -> None:
         """models: each with the costs of its forwards."""
         self.costs = costs
         proposers = [*lookups, *(model for model, _ in models)]
