@@ -215,7 +215,9 @@ class Planner:
 
     name = "auto"
 
-    def __init__(self, costs: Costs, lookups: list[Proposer], models: abc.Sequence[tuple[DraftModel, Costs]], serves: bool = True) -> None:
+    def __init__(
+        self, costs: Costs, lookups: list[Proposer], models: abc.Sequence[tuple[DraftModel, Costs]], serves: bool = True
+    ) -> None:
         """models: each with the costs of its forwards."""
         self.costs = costs
         proposers = [*lookups, *(model for model, _ in models)]
