@@ -54,7 +54,7 @@ def main() -> None:
         home = Path(directory)
         subprocess.run([sys.executable, "-m", "venv", str(home / "venv")], check=True)
         watch.note("python -m venv")
-        install = ("install", "--quiet", "--disable-pip-version-check", f"{ROOT}[server]")
+        install = ("install", "-qq", "--disable-pip-version-check", f"{ROOT}[server]")
         subprocess.run([str(home / "venv/bin/pip"), *install], check=True)
         watch.note("pip install")
         environment = {**os.environ, "CPUSPEC_CACHE": str(options.cache or home / "cache")}
