@@ -256,13 +256,14 @@ def chat(
 )
 def serve(
     models: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help=f"{options.MODEL_HELP} Of several, the first is loaded at the start, others when they are first asked for.",
+            help=f"{options.MODEL_HELP} By default {DEFAULT_RECIPE}. Of several, the first is loaded at the start, others when "
+            "they are first asked for.",
             autocompletion=options.complete_model,
         ),
-    ],
+    ] = None,
     *,
     draft: options.DraftOption = None,
     api_key_file: Annotated[
@@ -282,6 +283,7 @@ def serve(
     """
     from cpuspec.cli.serve import check_directory, prefix_directory, read_keys, run_server
 
+    models = models or [DEFAULT_RECIPE]
     keys = read_keys(api_key_file)
     check_directory(serving.slot_save_path)
     directory = prefix_directory(running.settings.prefix_cache_dir)
