@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpuspec import __version__
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.errors import ConfigError
@@ -158,7 +157,6 @@ def _identity(checkpoint: Checkpoint, job: Job, chunks: I32 | None, importance: 
     for name, means in sorted(importance.means.items()) if importance else ():
         digest.update(name.encode() + means.tobytes())
     return {
-        "version": __version__,
         "source": [str(checkpoint.path.resolve()), status.st_size, status.st_mtime_ns],
         "job": asdict(job),
         "byteorder": sys.byteorder,
