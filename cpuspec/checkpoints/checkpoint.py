@@ -50,7 +50,8 @@ class Checkpoint:
     k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}; of heads also encode,
     fuse, fuse_bias, embed_norm and hidden_norm. Weights are [out, in] with q and k rows in rotate-half order; norms and biases are
     vectors of f32, f16 or bf16.
-    sampling: how its files say that it should be sampled.
+    sampling: how its files say that it should be sampled. mask_id: a token that it was trained to fill rows of, for drafts in one
+    pass; None for none.
     prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
@@ -62,6 +63,7 @@ class Checkpoint:
     vocabulary: GgufVocabulary | HfTokenizerFiles
     sampling: SamplingDefaults = NO_DEFAULTS
     prediction_layers: Mapping[str, QuantTensor] = field(default_factory=dict)
+    mask_id: int | None = None
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

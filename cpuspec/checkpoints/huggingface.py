@@ -73,7 +73,8 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     where = directory.resolve()
     name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
     _check_prediction_layers(directory, predicting, config.num_layers)
-    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory), predicting)
+    sampling, mask_id = _read_sampling(directory), _read_mask_id(directory, config)
+    return Checkpoint(directory, name, config, tensors, vocabulary, sampling, predicting, mask_id)
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -103,6 +104,17 @@ def _check_prediction_layers(directory: Path, tensors: dict[str, QuantTensor], n
         number = re.match(r"model\.layers\.([0-9]+)\.", name)
         if number and int(number[1]) >= num_layers + told:
             raise CheckpointError(f"{directory}: tensor {name!r} belongs to layer {number[1]}, and the model has {num_layers}")
+
+
+def _read_mask_id(directory: Path, config: ModelConfig) -> int | None:
+    """The mask token of a model trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it."""
+    fields = Fields(str(directory / "config.json"), read_json_object(directory / "config.json", _MAX_CONFIG_BYTES))
+    key = next((key for key in ("pard_token", "ptd_token_id") if key in fields), None)
+    if key is None:
+        return None
+    if not 0 <= (mask_id := fields.integer(key)) < config.vocab_size:
+        fields.fail(key, f"an id below {config.vocab_size}")
+    return mask_id
 
 
 def _read_sampling(directory: Path) -> SamplingDefaults:
