@@ -123,6 +123,7 @@ class HeadConfig:
     branches are added to the normed h. first_norm: with "matrix", whether the first layer's attention has an RMS norm before it.
     final_norm: whether logits have one before them.
     feature_size: numbers of the target's layers, side by side, that `encode` makes one h of; 0 where h comes as it is.
+    injects: whether every layer's keys and values are made of h, too (DFlash, arXiv 2602.06036; `model.transformer.inject`).
     num_logits: tokens that the head can draft, rows of its output matrix; None for the whole vocabulary.
     """
 
@@ -134,6 +135,7 @@ class HeadConfig:
     final_norm: bool = True
     feature_size: int = 0
     num_logits: int | None = None
+    injects: bool = False
 
     def __post_init__(self) -> None:
         if self.fuses not in ("matrix", "attention", "none"):
