@@ -753,22 +753,30 @@ class SpecConfig:
 
     @staticmethod
     def parse(text: str) -> "SpecConfig":
-        """Read the text of `--draft`, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`.
+        """Read the text of `--draft`, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`, or vLLM's JSON.
 
         Names are checked where drafters are known (`cpuspec.engine.assemble`). Raises ConfigError on bad grammar.
         """
+        if text.lstrip().startswith("{"):
+            try:
+                return SpecConfig.read(json.loads(text))
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"a speculative config is a JSON object; {text[:80]!r} is none: {error}") from None
         return SpecConfig() if text.strip() in ("", "none") else SpecConfig.read(_NEXT_LEVEL.split(text))
 
     @staticmethod
     def read(levels: object) -> "SpecConfig":
         """The same from a list, as TOML and JSON have it: each level a text, or a table with the fields of `LevelSpec`.
 
-        In a table a drafter may contain any character. A SpecConfig is returned as it is. Raises ConfigError.
+        In a table a drafter may contain any character. A SpecConfig is returned as it is. A mapping is read as vLLM's speculative
+        config, as {"method": "eagle3", "model": "path", "num_speculative_tokens": 3}. Raises ConfigError.
         """
         if isinstance(levels, SpecConfig):
             return levels
         if isinstance(levels, str):
             return SpecConfig.parse(levels)
+        if isinstance(levels, Mapping) and not levels.keys() & {"drafter"}:
+            return SpecConfig((_read_vllm(levels),))
         if not isinstance(levels, list | tuple):
             raise ConfigError(f"draft levels are a text or a list, got {levels!r}")
         return SpecConfig(tuple(_read_level(level) for level in levels))
@@ -778,6 +786,28 @@ class SpecConfig:
 
 
 AUTO = SpecConfig((LevelSpec("auto"),))  # drafts where that pays: the default of everything that takes a spec
+
+
+# Methods of vLLM's speculative config that name no model, with our drafters; those that end with mtp are the target's own layer.
+_VLLM_DRAFTERS: Mapping[str, str] = {"ngram": "ngram", "suffix": "suffix"}
+_VLLM_KEYS = ("method", "model", "num_speculative_tokens", "parallel_drafting", "draft_tensor_parallel_size")
+
+
+def _read_vllm(values: Mapping[Any, Any]) -> LevelSpec:
+    """The level of vLLM's speculative config: a head's files say what method it has, so other methods need a model alone."""
+    unknown = [key for key in values if key not in _VLLM_KEYS]
+    if unknown or values.get("draft_tensor_parallel_size", 1) != 1 or not isinstance(values.get("parallel_drafting", True), bool):
+        raise ConfigError(
+            f"cannot read {_shown(dict(values))} as a speculative config; wanted method, model and num_speculative_tokens, "
+            "and at most parallel_drafting beside them"
+        )
+    method, model, number = (values.get(key) for key in ("method", "model", "num_speculative_tokens"))
+    if method is not None and not isinstance(method, str):
+        raise ConfigError(f"the method of a speculative config is a text, got {_shown(method)}")
+    drafter = "mtp" if method and (method == "mtp" or method.endswith("_mtp")) else _VLLM_DRAFTERS.get(method or "", model)
+    if not isinstance(drafter, str):
+        raise ConfigError(f"a speculative config with the method {_shown(method)} names a model, got {_shown(model)}")
+    return LevelSpec(drafter, number)
 
 
 def _read_level(level: object) -> LevelSpec:

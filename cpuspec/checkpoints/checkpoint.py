@@ -1,7 +1,7 @@
 """The result of every reader: a checked model, its tensors under canonical names, and the place of its vocabulary."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -52,6 +52,7 @@ class Checkpoint:
     vectors of f32, f16 or bf16.
     sampling: how its files say that it should be sampled. mask_id: a token that it was trained to fill rows of, for drafts in one
     pass; None for none.
+    prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -62,6 +63,7 @@ class Checkpoint:
     vocabulary: GgufVocabulary | HfTokenizerFiles
     sampling: SamplingDefaults = NO_DEFAULTS
     mask_id: int | None = None
+    prediction_layers: Mapping[str, QuantTensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

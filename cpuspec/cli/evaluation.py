@@ -21,7 +21,7 @@ from cpuspec.evaluate.prompts import read_text
 from cpuspec.evaluate.quality import TOP_K
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
-HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # how a backend computes
+HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations", "head_format")  # how backends compute
 
 eval_app = typer.Typer(no_args_is_help=True, help="Measure how good a model is: texts, tasks, formats, and what answers cost.")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_model, resolve_model
-from cpuspec.checkpoints.heads import Head, find_reader
+from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
 from cpuspec.checkpoints.recipes import ChainRecipe, find_named
 from cpuspec.config import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
 from cpuspec.engine.heads import casts_of_head, open_head
@@ -74,6 +74,9 @@ OWN_WEIGHTS: Mapping[str, Callable[[Checkpoint, str], Weights]] = {"self": _cast
 BY_TEXT = "text"
 MODELS = (*OWN_WEIGHTS, BY_TEXT, *HEAD_STYLES)
 
+# The target's own layer for multi-token prediction.
+MTP = "mtp"
+
 _PLANNED = AUTO.levels[0].name
 _PLANNED_LOOKUP = LevelSpec("suffix:tree", 24, 0.05)  # where the spec of a planner names no lookup
 _MOST_TOKENS_FOR_ONE = 4  # a text takes at most this factor of tokens more in another vocabulary
@@ -95,6 +98,8 @@ def _read(part: LevelSpec) -> _Drafter:
     found = _BACKEND.fullmatch(part.drafter)
     backend, drafter = (found["backend"], found["drafter"]) if found else ("", part.drafter)
     name, _, argument = drafter.partition(":")
+    if drafter == MTP or (name in HEAD_STYLES and argument == MTP):
+        return _Drafter(name, MTP, backend, False, "", part.drafter)
     if name in LOOKUPS or (name not in (*MODELS, *BACKENDS) and is_import_path(drafter)):
         return _Drafter(name if name in LOOKUPS else "", argument, backend, True, "", part.drafter)
     model = argument if name in (BY_TEXT, *HEAD_STYLES) else "" if name in OWN_WEIGHTS else drafter
@@ -278,19 +283,19 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
         named, _ = read_backend(drafter.backend, settings)
         backend, settings = read_backend(drafter.backend, settings if named == backend else settings_on(named, settings))
         check_backend(backend, settings)
-    if drafter.name in OWN_WEIGHTS:
+    if drafter.name in (*OWN_WEIGHTS, MTP) or drafter.argument == MTP:
         if target.checkpoint is None:
             raise ConfigError(
                 f"{part.drafter} drafts with the target's own weights, and this target is no checkpoint; name a model"
             )
+        if drafter.argument == MTP:
+            return _opened_head(own_mtp(target.checkpoint), part, drafter, target, backend, settings, verifier, num_tokens)
         weights, tokenizer = OWN_WEIGHTS[drafter.name](target.checkpoint, drafter.argument), target.tokenizer
     else:
         path = resolve_model(drafter.model)
         if found := find_reader(path, settings.mmap):
             head = open_head(*found, target.checkpoint, target.tokenizer)
-            num_tokens, shown = part.num_tokens or head.num_tokens, drafter.shown
-            casts = casts_of_head(head, settings.head_format, target.checkpoint)
-            return OpenedHead(shown, num_tokens, part.min_confidence, head, casts, backend, settings, verifier, drafter.name)
+            return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
         checkpoint = open_checkpoint(path, settings.mmap)
         if drafter.name in HEAD_STYLES and (drafter.name == "tree" or checkpoint.mask_id is None):
             raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
@@ -313,6 +318,24 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
         by_text,
         drafter.name == "draw",
     )
+
+
+def _opened_head(
+    head: Head,
+    part: LevelSpec,
+    drafter: _Drafter,
+    target: Target,
+    backend: str,
+    settings: EngineConfig,
+    verifier: Verifier,
+    num_tokens: int,
+) -> OpenedHead:
+    if drafter.name == "tree" and head.method not in TREE_RULES:
+        raise ConfigError(f"{drafter.shown} drafts in one pass, and makes no trees; leave out tree:")
+    style, casts = drafter.name if drafter.name in HEAD_STYLES else "", casts_of_head(head, settings.head_format, target.checkpoint)
+    # A planner may ask a head for more tokens than it drafts by default, unless one pass makes so many.
+    number = part.num_tokens or (max(num_tokens, head.num_tokens) if head.method in TREE_RULES else head.num_tokens)
+    return OpenedHead(drafter.shown, number, part.min_confidence, head, casts, backend, settings, verifier, style)
 
 
 # ------------------------------------------------------------------------------------------------------------- phase 2: building

@@ -34,6 +34,7 @@ Message = dict[str, str]
 Conversation = str | Seq[Message]
 Prompt = str | Seq[int]
 Params = SamplingParams | Seq[SamplingParams] | None
+Spec = str | SpecConfig | Mapping[str, Any] | None
 _Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 
 
@@ -65,7 +66,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | Checkpoint,
-        spec: str | SpecConfig | None = None,
+        spec: Spec = None,
         backend: str = "numba",
         threads: int | None = None,
         *,
@@ -76,7 +77,8 @@ class LLM:
 
         model: a recipe's or chain's name, a hub name as owner/name:QUANT, a GGUF file, a Hugging Face directory, or an opened
             Checkpoint.
-        spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
+        spec: how to draft, a text such as "ngram", a SpecConfig, or vLLM's speculative config as a dict; None for the chain's own
+            or "auto". No answer depends on it.
         backend: its name, with settings of its own if need be, as "torch:cuda,dtype=bf16".
         threads: None = every usable core.
         settings, changes: an EngineConfig, and fields that replace its own, as in `LLM(model, context_length=4096)`.
@@ -112,7 +114,7 @@ class LLM:
         cls,
         backend: Backend,
         tokenizer: Tokenizer,
-        spec: str | SpecConfig | None = None,
+        spec: Spec = None,
         settings: EngineConfig | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> "LLM":
@@ -435,12 +437,12 @@ def _sampling(checkpoint: Checkpoint | None) -> SamplingDefaults:
     return checkpoint.sampling.over(recipe.sampling) if recipe else checkpoint.sampling
 
 
-def _read_spec(spec: str | SpecConfig | None) -> SpecConfig:
+def _read_spec(spec: Spec) -> SpecConfig:
     if spec is None:
         return AUTO
-    if not isinstance(spec, str | SpecConfig):
+    if not isinstance(spec, str | SpecConfig | Mapping):
         raise ConfigError(f"spec is a text such as 'ngram' or 'auto,self:mxfp4', a SpecConfig, or None; got {spec!r}")
-    return SpecConfig.parse(spec) if isinstance(spec, str) else spec
+    return SpecConfig.read(spec)
 
 
 def _capacity(config: ModelConfig, settings: EngineConfig) -> int:

@@ -402,7 +402,6 @@ class HeadContext:
         if block.num_asked:
             feed.rows.append(HeadRows(output.logits[first : first + block.num_asked], hidden[end - block.num_asked : end]))
 
-
     def _note(self, feed: _Feed, num_fed: int, num_true: int) -> None:
         """Note that rows of a feed are in the cache, of which `num_true` had the verifier's hidden states."""
         one, slot = feed.one, self._slots[feed.one.slot]

@@ -1,5 +1,6 @@
 """Draft specs: what can be written, what it becomes, and what is refused before a model is loaded."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,40 @@ def test_tables_hold_what_a_text_cannot() -> None:
     value: list[Any] = ["ngram@8", {"drafter": "c++,v2@3.gguf", "num_tokens": 3, "min_confidence": 0.5, "then": ["ngram"]}]
     assert SpecConfig.read(value).levels == (LevelSpec("ngram", 8), LevelSpec("c++,v2@3.gguf", 3, 0.5, (LevelSpec("ngram"),)))
     assert SpecConfig.read("ngram@8") == SpecConfig.parse("ngram@8")
+
+
+@pytest.mark.parametrize(
+    ("config", "levels"),
+    [
+        ({"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}, (LevelSpec("a/b", 3),)),
+        ({"model": "a/b", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}, (LevelSpec("a/b", 3),)),
+        ({"method": "peagle", "model": "a,b@c", "parallel_drafting": True}, (LevelSpec("a,b@c"),)),
+        ({"method": "ngram", "num_speculative_tokens": 5}, (LevelSpec("ngram", 5),)),
+        ({"method": "mimo_mtp", "num_speculative_tokens": 1}, (LevelSpec("mtp", 1),)),
+        ({"method": "mtp", "model": "the target"}, (LevelSpec("mtp"),)),
+    ],
+)
+def test_a_speculative_config_of_vllm_is_a_spec(config: dict[str, Any], levels: tuple[LevelSpec, ...]) -> None:
+    assert SpecConfig.read(config).levels == levels
+    assert SpecConfig.parse(json.dumps(config)).levels == levels
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        '{"method": "eagle3"}',
+        '{"method": 3, "model": "a"}',
+        '{"model": "a", "num_speculative_tokens": 0}',
+        '{"model": "a", "prompt_lookup_max": 4}',
+        '{"model": "a", "draft_tensor_parallel_size": 2}',
+        "{" * 100_000,
+    ],
+)
+def test_what_is_no_speculative_config_is_a_clear_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"speculative config|drafts 1 to 255"):
+        SpecConfig.parse(text)
 
 
 @pytest.mark.parametrize(

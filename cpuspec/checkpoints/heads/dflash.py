@@ -5,15 +5,15 @@ Layouts: z-lab's (`dflash_config`), DeepSpec's (its keys at the top), speculator
 
 import re
 
-import numpy as np
-
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.heads.head import Block, Head, HeadFiles, HeadNorm, Markov, head_model
+from cpuspec.checkpoints.heads.head import Block, Head, HeadFiles, HeadNorm, Markov, absolute_ids
+from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.tensor import F32
 
+_NAMES = {"fc.weight": "encode", "hidden_norm.weight": "hidden_norm"}
 _KINDS = ("dflash", "dspark")
 _CLASSES = re.compile(r"[A-Za-z0-9]*(DFlash|DSpark)(Model|DraftModel|Speculator)")
 # What changes the computation and is not computed here, with the value at which it changes nothing.
@@ -51,8 +51,7 @@ def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
     output = tensors.get("output")
     num_logits = output.shape[0] if output else target.config.vocab_size
     offsets = files.arrays.get("d2t")
-    ids = None if offsets is None else offsets.astype(np.int64).reshape(-1) + np.arange(offsets.size)
-    token_ids = files.token_ids(ids, num_logits, target)
+    token_ids = files.token_ids(None if offsets is None else absolute_ids(offsets), num_logits, target)
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
     model = head_model(files, config, tensors, head, target)
@@ -83,8 +82,8 @@ def _sorted(files: HeadFiles) -> tuple[dict[str, QuantTensor], dict[str, QuantTe
         name = file_name.removeprefix("model.")
         if name.startswith(("markov_head.", "confidence_head.")):
             others[name] = tensor
-        elif (canonical := files.canonical(name)) is not None:
-            tensors[canonical] = tensor
+        elif not DERIVED.fullmatch(name):
+            tensors[canonical_name(name, _NAMES)] = tensor
     return tensors, others
 
 
@@ -102,8 +101,10 @@ def _block(files: HeadFiles, nested: Fields, others: dict[str, QuantTensor], mod
     if not 2 <= size <= 256:
         fields.fail("block_size", "a number from 2 to 256")
     causal = any(place.boolean(key, False) for place in (fields, nested) for key in ("causal", "is_causal"))
-    is_dspark = fields.value("speculators_model_type") == "dspark" or "markov_rank" in fields or "DSpark" in str(
-        fields.value("architectures")
+    is_dspark = (
+        fields.value("speculators_model_type") == "dspark"
+        or "markov_rank" in fields
+        or "DSpark" in str(fields.value("architectures"))
     )
     num_skipped = 0 if fields.boolean("sample_from_anchor", is_dspark) else 1
 

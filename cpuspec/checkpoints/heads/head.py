@@ -19,6 +19,7 @@ from cpuspec.formats.tensor import F32
 I64 = NDArray[np.int64]
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MOST_TOKENS = 32  # that a draft has by default, whatever a file says
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +44,8 @@ class HeadNorm:
 class Markov:
     """A bias of each token's logits by the token before it, of low rank: w2 w1[before] (DSpark, arXiv 2607.05147).
 
-    w1 [V, r]: of the target's tokens. w2 [num_logits, r]: of those that the head drafts. gate [r, C + r], gate_bias [r]: of the
-    factor sigmoid(gate [state; w1[before]] + gate_bias) of w1[before], None for no factor.
+    w1 [V, r]: of the target's tokens. w2 [num_logits, r]: of those that the head drafts.
+    gate [r, C + r], gate_bias [r]: of a factor of w1[before], sigmoid(gate [state; w1[before]] + gate_bias); None for no factor.
     """
 
     w1: QuantTensor
@@ -58,8 +59,8 @@ class Block:
     """How a head drafts a block of rows in one forward, each row a token: the last committed one, and then the mask.
 
     size: rows that it was trained for. num_skipped: of these, first ones that draft nothing. both_ways: whether each row sees all.
-    confidence [C], or [C + r] where the Markov head's w1[before] belongs to it, and confidence_bias: of the logit of the chance that
-    a row's token is accepted, from its normed state; None for none.
+    confidence [C], or [C + r] where the Markov head's w1[before] belongs to it, and confidence_bias: of the logit of the chance
+    that a row's token is accepted, from its normed state; None for none.
     """
 
     size: int
@@ -135,6 +136,13 @@ class HeadFiles:
         found = self.path / "tokenizer.json"
         return found if not self.is_gguf and found.exists() else None
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the head was made to draft, as speculators says; else Head's default."""
+        methods = self.fields.object("speculators_config").items("proposal_methods") if not self.is_gguf else []
+        number = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
+        return number if type(number) is int and 1 <= number <= _MOST_TOKENS else Head.num_tokens
+
     def check(self, what: str, got: object, wanted: object, target: Checkpoint) -> None:
         """Raise CheckpointError unless a fact of the head agrees with its target's."""
         if got != wanted:
@@ -175,6 +183,11 @@ class HeadFiles:
                 f"wanted different ones below the target's {vocab_size}"
             )
         return ids
+
+
+def absolute_ids(offsets: NDArray[Any]) -> I64:
+    """Ids of tokens of the target, of how far they are from the draft's (`d2t` in safetensors)."""
+    return offsets.astype(np.int64).reshape(-1) + np.arange(offsets.size)
 
 
 def target_norm(target: Checkpoint) -> HeadNorm:

@@ -25,7 +25,8 @@ def draft_blocks(context: HeadContext, paths: list[HeadPath], name: str) -> list
     head, empty = context.head, np.empty((0, context.backend.config.hidden_size), np.float32)
     block = head.block
     assert block, "the reader of such a head has seen to it"
-    drafted, firsts = [], []
+    drafted: list[DraftedRows | None] = []
+    firsts = []
     for path in paths:
         path.limit = min(path.limit, block.size - block.num_skipped)
         unknown = context.unknown(path.seq)

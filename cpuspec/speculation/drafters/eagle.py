@@ -105,7 +105,7 @@ class _Tree:
         return sorted(sorted(sure, key=lambda node: -self.nodes[node].likely)[: self.path.limit])
 
     def _add_children(self, parent: int, logits: F32) -> None:
-        number = min(_CHILDREN, len(logits))
+        logits, number = np.asarray(logits, np.float64), min(_CHILDREN, len(logits))
         best = np.argpartition(logits, -number)[-number:]
         best = best[np.argsort(-logits[best], kind="stable")]
         weights = np.exp(logits[best] - logits[best[0]]) / np.exp(logits - logits[best[0]]).sum()

@@ -368,7 +368,9 @@ def plan(target: Backend, lookups: list[Proposer], chains: list[DraftModel]) -> 
     for chain in chains:
         costs = find_costs(chain.context.backend)
         if isinstance(chain, ChainProposer):
-            below = [(model, costs) for model, costs in models if not isinstance(model, HeadProposer)]
+            below: list[tuple[DraftModel, Costs]] = [
+                (model, costs) for model, costs in models if not isinstance(model, HeadProposer)
+            ]
             chain.inner = Planner(costs, lookups, below, serves=False)
         models.append((chain, costs))
     return Planner(find_costs(target), lookups, models)
