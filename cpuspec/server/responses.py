@@ -21,13 +21,14 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, as_request_error, event, json_response, unless_gone
-from cpuspec.server.schema import Body
+from cpuspec.server.schema import UnusedBody
 from cpuspec.server.server import server_of
+from cpuspec.server.structured import answer_format
 
 router = APIRouter()
 
 
-class ResponsesBody(Body):
+class ResponsesBody(UnusedBody):
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
@@ -45,22 +46,12 @@ class ResponsesBody(Body):
     previous_response_id: str | None = None
     prompt: Any = None
     top_logprobs: int | None = None
-    # Ignored.
+    # Ignored, besides those of `UnusedBody`.
     client_metadata: Any = None
     include: Any = None
     max_tool_calls: Any = None
-    metadata: Any = None
-    moderation: Any = None
-    parallel_tool_calls: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
     stream_options: Any = None
     truncation: Any = None
-    user: Any = None
 
 
 _REFUSED = {
@@ -81,12 +72,10 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     for name, why in _REFUSED.items():
         if asked[name]:
             raise RequestError(f"{name} is not supported: {why}", name)
-    if ((body.text or {}).get("format") or {"type": "text"}).get("type") != "text":
-        raise RequestError("text.format is not supported; wanted text", "text")
     given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
     params = model.params({name: value for name, value in given.items() if value is not None})
     prompt = await model.in_worker(partial(_prompt, model, body))
-    answers = Answers(model, context.client, context.id, prompt.wanted(params))
+    answers = await model.answers(context.client, context.id, prompt.wanted(params))
     head = {
         "id": f"resp_{context.id}",
         "object": "response",
@@ -103,7 +92,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_p": params.top_p,
@@ -146,11 +135,12 @@ def _prompt(model: ServedModel, body: ResponsesBody) -> ChatPrompt:
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
     effort = (body.reasoning or {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return chat_prompt(model, listed, tools, body.tool_choice, variables)
+    keeps_to = answer_format((body.text or {}).get("format"), "text.format")
+    return chat_prompt(model, listed, tools, body.tool_choice, variables, keeps_to)
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
+    return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}}
 
 
 def _usage(prompt: ChatPrompt, stats: RequestStats, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
