@@ -322,8 +322,8 @@ def _ends(source: str) -> bool:
     command = [sys.executable, "-I", str(Path(__file__).with_name("grammar_trial.py"))]
     try:
         done = subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, timeout=_MOST_WAIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return False
+    except subprocess.TimeoutExpired:  # of a machine that has no time, so that this is not remembered
+        raise ConfigError(f"a grammar was not compiled within {_MOST_WAIT_S} seconds; simplify it, or try again later") from None
     except OSError as error:
         raise CpuspecError(f"the process that tries grammars out cannot be started: {error}") from error
     if done.returncode > 0:

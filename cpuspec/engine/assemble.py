@@ -299,9 +299,7 @@ def build_chosen(name: str, usual: Proposer, opened: OpenedSpec, vocab_size: int
             return LOOKUPS[part.name](part)
         if part.drafter not in loaded or part.drafter in seen:
             known = ", ".join(map(repr, (*LOOKUPS, *loaded)))
-            raise ConfigError(
-                f"a request may draft with {known}, each model once; got {part.drafter[:40]!r}. Others are for --draft"
-            )
+            raise ConfigError(f"a request drafts with {known}, each model once, others are for --draft; got {part.drafter[:40]!r}")
         seen.append(part.drafter)
         context = loaded[part.drafter]
         return ChainProposer(inner, context, part.drafter, part.num_tokens or DEFAULT_NUM_TOKENS, part.min_confidence)

@@ -20,7 +20,7 @@ class ChosenDrafts:
         self.name = usual.name
         self.hidden_layers = usual.hidden_layers
         self.levels = usual.levels
-        self._usual = usual
+        self.usual = usual
         self._make = make
         self._chosen: dict[str, Proposer] = {}
         self._names: dict[int, str] = {}  # by id of a sequence that has begun and does not take the usual proposer
@@ -37,7 +37,7 @@ class ChosenDrafts:
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The drafts of each sequence's proposer; a proposer is asked for all of its sequences at once."""
         if not self._names:
-            return self._usual.propose(seqs, limits)
+            return self.usual.propose(seqs, limits)
         drafts: dict[int, Draft] = {}
         for name in dict.fromkeys(self._names.get(seq.id) for seq in seqs):
             mine = [i for i, seq in enumerate(seqs) if self._names.get(seq.id) == name]
@@ -59,4 +59,4 @@ class ChosenDrafts:
                 del self._chosen[name]
 
     def _of(self, seq: Sequence) -> Proposer:
-        return self._chosen[self._names[seq.id]] if seq.id in self._names else self._usual
+        return self._chosen[self._names[seq.id]] if seq.id in self._names else self.usual
