@@ -87,6 +87,7 @@ class ServedModel:
         # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
         self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # of its own: a grammar may take seconds to be refused
+        self._num_compiling = 0
         tokenizer = llm.tokenizer
         self.tool_format: ToolFormat = tool_format(tokenizer.chat_template)
         self.template_takes_tools = "tools" in (tokenizer.chat_template or "")
@@ -120,10 +121,20 @@ class ServedModel:
         for one in each:
             check = partial(self.llm.check, one.prompt, one.params)
             if one.params.has_grammar:
-                await asyncio.get_running_loop().run_in_executor(self._compiler, check)
+                await self._compile(check)
             else:
                 check()
         return Answers(self, client, request_id, wanted)
+
+    async def _compile(self, check: Callable[[], None]) -> None:
+        """Check a request with a grammar beside the event loop. As many may wait for that as for their answers."""
+        if self._num_compiling >= self.admission.max_running + self.admission.max_waiting:
+            raise BusyError(f"{self._num_compiling} requests wait for their grammars to be compiled; try again later")
+        self._num_compiling += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._compiler, check)
+        finally:
+            self._num_compiling -= 1
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
         """The params of a request with these fields, the model's own recommendations for others.
