@@ -95,7 +95,7 @@ def chat_prompt(
             raise
         ids = tokenizer.encode_chat(turns, variables=given)
     thinking = tokenizer.decode(ids[-8:], skip_special=False).rstrip().endswith("<think>")
-    reasons = "think>" in tokenizer.chat_template  # some templates have the closing mark only
+    reasons = "think>" in (tokenizer.chat_template or "")  # some templates have the closing mark only
     closed = "\n</think>\n\n" if thinking else ""
     form, prefix, keeps_to = model.tool_format, "", dict(answer_format or {})
     if tools and (named or tool_choice == "required"):
