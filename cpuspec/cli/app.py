@@ -219,7 +219,7 @@ def generate(
 @app.command()
 @exit_codes()
 @options.takes_running("context_length", "mmap", *HOW)
-@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "ignore_eos", "logprobs"))
+@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs"))
 def chat(
     *,
     model: options.ModelOption = DEFAULT_RECIPE,
@@ -462,7 +462,7 @@ def bench_serve(
 @app.command()
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *HOW)
-@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "logprobs"))
+@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def batch(
     source: Annotated[
         Path,

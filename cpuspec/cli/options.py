@@ -162,7 +162,7 @@ def _read_serving(given: dict[str, Any]) -> ServerConfig:
         return ServerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
-def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens")) -> Callable[[Command], Command]:
+def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens", "draft")) -> Callable[[Command], Command]:
     """Give a command options for the fields of SamplingParams; it gets those that were given as `sampling: dict[str, Any]`."""
     names = [one.name for one in fields(SamplingParams) if one.name not in without]
     return _takes("sampling", _options(SamplingParams, names, "Sampling", max_tokens=max_tokens), _read_sampling)

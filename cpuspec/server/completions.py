@@ -28,7 +28,7 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, Wanted, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
-from cpuspec.server.schema import ChatBody, CompletionBody, Prediction, SamplingBody, sampling_params
+from cpuspec.server.schema import ChatBody, CompletionBody, Prediction, SamplingBody, grammar_of, sampling_params
 from cpuspec.server.server import server_of
 
 router = APIRouter()
@@ -41,18 +41,17 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     model = await model_of(request, body.model)
-    if body.response_format and body.response_format.type != "text":
-        raise RequestError(f"response_format {body.response_format.type[:40]!r} is not supported; wanted text", "response_format")
     params = chat_params(model, body)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"} | variables
-    work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables)
+    keeps_to = grammar_of(body)
+    work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables, keeps_to)
     prompt = await model.in_worker(work)
     check_number(model, params.n)
     predicted = await model.in_worker(partial(_predicted, model, body.prediction))
     wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
-    answers = Answers(model, context.client, context.id, wanted)
+    answers = await model.answers(context.client, context.id, wanted)
     head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server_of(request).shown_name(model)}
     if body.stream:
         return EventStream(_chat_events(body, prompt, answers, head, context.figures), answers, request, context.id)
@@ -192,9 +191,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         raise RequestError("echo with logprobs is not supported: a prompt's tokens get no log-probabilities", "echo")
     if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
         raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
-    own = {"max_tokens": 16} if body.max_tokens is None else {}  # OpenAI's default
+    own: dict[str, Any] = {"max_tokens": 16} if body.max_tokens is None else {}  # OpenAI's default
     num_top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
-    params = sampling_params(model, body, logprobs=num_top, **own)
+    params = sampling_params(model, body, logprobs=num_top, **own, **grammar_of(body))
     if body.suffix:
         assert isinstance(body.prompt, str), "checked above"
         check_number(model, params.n)
@@ -205,7 +204,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         prompts = await model.in_worker(partial(_prompts, model, body.prompt))
     wanted = [Wanted(prompt, one) for prompt in prompts for one in answer_params(params)]
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
-    answers = Answers(model, context.client, context.id, wanted)
+    answers = await model.answers(context.client, context.id, wanted)
     head = {
         "id": f"cmpl-{context.id}",
         "object": "text_completion",
