@@ -50,7 +50,8 @@ class Checkpoint:
     k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}; of heads also encode,
     fuse, fuse_bias, embed_norm and hidden_norm. Weights are [out, in] with q and k rows in rotate-half order; norms and biases are
     vectors of f32, f16 or bf16.
-    sampling: how its files say that it should be sampled.
+    sampling: how its files say that it should be sampled. mask_id: a token that it was trained to fill rows of, for drafts in one
+    pass; None for none.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -60,6 +61,7 @@ class Checkpoint:
     tensors: Mapping[str, QuantTensor]
     vocabulary: GgufVocabulary | HfTokenizerFiles
     sampling: SamplingDefaults = NO_DEFAULTS
+    mask_id: int | None = None
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

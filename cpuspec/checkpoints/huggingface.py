@@ -69,7 +69,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
     where = directory.resolve()
     name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
-    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory))
+    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory), _read_mask_id(directory, config))
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -87,6 +87,17 @@ def read_config(directory: Path) -> ModelConfig:
         return model_config(fields.over(family.hf_defaults), family)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_mask_id(directory: Path, config: ModelConfig) -> int | None:
+    """The mask token of a model trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it."""
+    fields = Fields(str(directory / "config.json"), read_json_object(directory / "config.json", _MAX_CONFIG_BYTES))
+    key = next((key for key in ("pard_token", "ptd_token_id") if key in fields), None)
+    if key is None:
+        return None
+    if not 0 <= (mask_id := fields.integer(key)) < config.vocab_size:
+        fields.fail(key, f"an id below {config.vocab_size}")
+    return mask_id
 
 
 def _read_sampling(directory: Path) -> SamplingDefaults:

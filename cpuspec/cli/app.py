@@ -50,6 +50,7 @@ from cpuspec.cli.parity import (
     shared_questions,
     show_parity,
 )
+from cpuspec.cli.quantize import imatrix, quantize
 from cpuspec.cli.reports import (
     describe_model,
     found_models,
@@ -826,6 +827,10 @@ def export(
         num_bytes = export_onnx(checkpoint, out, running.settings.activations, running.settings.kv_format)
     note(f"wrote {size(num_bytes)}")
     emit(f"{out}\n")
+
+
+app.command()(quantize)
+app.command()(imatrix)
 
 
 @app.command()

@@ -25,6 +25,7 @@ from cpuspec.formats.kv import get_kv_format
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.speculation.context import Context
+from cpuspec.speculation.drafters import masks
 from cpuspec.speculation.drafters.heads import RULES, TREE_RULES, HeadProposer
 from cpuspec.speculation.drafters.ngram import make_ngram
 from cpuspec.speculation.drafters.suffix import make_suffix
@@ -181,7 +182,8 @@ class Verifier:
 class OpenedModel:
     """A draft model that fits its verifier. Its weights are not loaded yet.
 
-    translation: from its vocabulary to the verifier's; None where they are the same.
+    translation: from its vocabulary to the verifier's; None where they are the same. draws: whether a model that drafts in one
+    pass draws its tokens.
     """
 
     name: str
@@ -194,6 +196,12 @@ class OpenedModel:
     verifier: Verifier
     translation: SharedTokens | None
     by_text: bool
+    draws: bool = False
+
+    @property
+    def mask_id(self) -> int | None:
+        """The token whose rows it fills where it drafts in one pass; None where it drafts token by token."""
+        return None if self.translation else self.weights[0].mask_id
 
     @property
     def as_verifier(self) -> Verifier:
@@ -246,10 +254,12 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
         if heads and models and not is_planned:
             raise ConfigError(f"{heads[0]} drafts for the target alone; write it last, or join it to another drafter with +")
         models.insert(0, opened)
-        if not is_planned and isinstance(opened[0], OpenedModel):  # all models that a planner chooses from draft for the target
+        if is_planned:  # all models that a planner chooses from draft for the target
+            continue
+        if isinstance(opened[0], OpenedModel) and opened[0].mask_id is None:
             verifier = opened[0].as_verifier
-        elif not is_planned and len(levels) > len(models):
-            raise ConfigError(f"{heads[0]} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
+        elif len(levels) > len(models):
+            raise ConfigError(f"{level.drafter} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
     lookups = [level for level in levels if _read(level).is_lookup] or [_PLANNED_LOOKUP] * is_planned
     return OpenedSpec(is_planned, [_open_level(level, target, verifier, DEFAULT_NUM_TOKENS) for level in lookups], models)
 
@@ -281,10 +291,12 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
             num_tokens, shown = part.num_tokens or head.num_tokens, drafter.shown
             casts = casts_of_head(head, settings.head_format, target.checkpoint)
             return OpenedHead(shown, num_tokens, part.min_confidence, head, casts, backend, settings, verifier, drafter.name)
-        if drafter.name in HEAD_STYLES:
-            raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
         checkpoint = open_checkpoint(path, settings.mmap)
+        if drafter.name in HEAD_STYLES and (drafter.name == "tree" or checkpoint.mask_id is None):
+            raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
         weights, tokenizer = (checkpoint, {}), make_tokenizer(checkpoint)
+        if checkpoint.mask_id is not None:
+            num_tokens = max(num_tokens, masks.DEFAULT_NUM_TOKENS)
     by_text, translation = drafter.name == BY_TEXT, None
     if by_text or not same_tokens(verifier.tokenizer, tokenizer):
         translation = SharedTokens.find(verifier.tokenizer, verifier.num_rows, tokenizer, part.drafter)
@@ -299,6 +311,7 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
         verifier,
         translation,
         by_text,
+        drafter.name == "draw",
     )
 
 
@@ -349,6 +362,8 @@ def _load_model(model: OpenedModel, target: Backend, inner: Proposer) -> DraftMo
     num_rows = None if model.translation else model.verifier.num_rows
     possible = model.translation.drafted if model.translation and not model.by_text else None
     context = Context(backend, model.settings.max_sequences, capacity, num_rows, possible, model.settings.prompt_rows)
+    if (mask_id := model.mask_id) is not None:
+        return masks.MaskProposer(context, mask_id, model.name, model.num_tokens, model.min_confidence, model.draws)
     chain = ChainProposer(inner, context, model.name, model.num_tokens, model.min_confidence)
     return TranslatedProposer(chain, model.translation, model.by_text) if model.translation else chain
 

@@ -1,8 +1,8 @@
 """EAGLE heads: a decoder layer or more over a token and the hidden state before it, the target's or, while it drafts, its own.
 
-EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) have the same weights; EAGLE-3 (2503.01840) reads three layers of the target and drafts
-the tokens that it needs most; P-EAGLE (2602.01469) is EAGLE-3 with rows of a mask token, for a draft in one pass. Names as in the
-original code (`midlayer`), in speculators (`layers.0`) and in llama.cpp's GGUF files.
+EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) have the same weights; EAGLE-3 (2503.01840) reads three layers of the target and
+drafts the tokens that it needs most; P-EAGLE (2602.01469) is EAGLE-3 with rows of a mask token, for a draft in one pass. Names as
+in the original code (`midlayer`), in speculators (`layers.0`) and in llama.cpp's GGUF files.
 """
 
 import re

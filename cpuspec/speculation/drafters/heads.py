@@ -70,7 +70,10 @@ class HeadProposer:
         if chunks:
             context.score([], [], chunks)
         drafting = [i for i in able if i not in reading]
-        paths = [HeadPath(context.head, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws) for i in drafting]
+        paths = [
+            HeadPath(context.head.token_ids, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws)
+            for i in drafting
+        ]
         for i, draft in zip(drafting, self._rule(context, paths, self.name) if paths else [], strict=True):
             drafts[i] = draft
         return drafts
