@@ -44,7 +44,8 @@ from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.load.client import Client, ServerError
 from cpuspec.load.run import first_model
 
-PROBE_EVERY_S, PROBE_TOKENS, SAMPLE_EVERY_S = 4.0, 8, 2.0
+PROBE_EVERY_S, PROBE_TOKENS, SAMPLE_EVERY_S = 3.0, 8, 2.0
+LEAST_PROBES = 7  # in each half: with fewer, no permutation is rarer than one in a thousand
 VANISH, GARBAGE = 0.25, 0.1  # shares of the requests
 WARM_UP = 0.25  # of the time
 MEMORY_SHARE, MEMORY_BYTES, MOST_MORE = 0.02, 32 << 20, 8
@@ -110,7 +111,8 @@ def main(
     asks = make_asks(texts, [long[at:] for at in range(0, 300, 60)], 20 * len(texts))
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "cpuspec", "serve", str(path), "--draft", draft, "--threads", str(threads)]
-        command += ["--context-length", str(context), "--max-sequences", str(clients), "--max-waiting", str(2 * clients)]
+        # A place more than clients, so that a probe does not wait in the queue.
+        command += ["--context-length", str(context), "--max-sequences", str(clients + 1), "--max-waiting", str(2 * clients)]
         command += ["--prefix-cache-gb", str(prefix_cache_gb), "--prefix-cache-dir", directory, "--prefix-disk-gb", "0.5"]
         arm = Arm("cpuspec", draft, (*command, "--drain-s", "0"), dict(os.environ), "/ready")
         soak, passed = Soak(), Rounds(1, threads)
@@ -250,8 +252,8 @@ def judge(soak: Soak, for_s: float) -> dict[str, Any]:
     probes = [one for one in soak.probes if one.time_s >= WARM_UP * for_s]
     half = len(probes) // 2
     early, late = ([one.seconds / one.loop_s for one in part] for part in (probes[:half], probes[half:]))
-    if half < 10:
-        soak.faults.append(f"{len(probes)} probes were answered after the warm-up; 20 are needed to judge")
+    if half < LEAST_PROBES:
+        soak.faults.append(f"{len(probes)} probes were answered after the warm-up; {2 * LEAST_PROBES} are needed to judge")
         return figures
     ratio, chance = statistics.median(late) / statistics.median(early), chance_of_growth(early, late)
     figures["latency"] = {"probes": len(probes), "last_half_over_first": round(ratio, 3), "chance": chance}
