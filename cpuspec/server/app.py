@@ -20,6 +20,7 @@ from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.server import completions, infill, messages, native, page, responses
+from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
 from cpuspec.server.gate import Gate, context_of
 from cpuspec.server.model import ServedModel
@@ -135,7 +136,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
     # A daemon: a server that is told to end does not wait until its model is loaded.
     loaded = asyncio.create_task(beside(load))
     serving = asyncio.create_task(web.serve(sockets=[listener]))
-    ending = asyncio.create_task(told_to_end.wait())
+    ending, closing = asyncio.create_task(told_to_end.wait()), asyncio.create_task(close_silent(web))
     try:
         while not web.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -154,6 +155,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         await _drain(server, web)
     finally:
         ending.cancel()
+        closing.cancel()
         loaded.cancel()
         web.should_exit = True
         await serving
