@@ -66,9 +66,9 @@ DraftOption = Annotated[
         help="How to draft tokens: auto, the default, where that pays; none; or levels separated by commas, the cheapest "
         "first, after auto to be chosen from, as auto,self:mxfp4: a look-up in the text "
         f"({', '.join(LOOKUPS)}, or FILE.py:CLASS), the model's own weights (self, skip, as self:mxfp4 and skip:4), another model, "
-        "text:MODEL, one with another vocabulary by its text, a trained head's directory or GGUF file (HEAD, "
-        "tree:HEAD, draw:HEAD), or mtp, the model's own head. vLLM's JSON is read, too. NAME@8 drafts at most 8 tokens a round. Drafts keep the "
-        "distribution of sampled answers, and with numba every greedy answer.",
+        "text:MODEL, one with another vocabulary by its text, a trained head's directory or GGUF file (HEAD, tree:HEAD, "
+        "draw:HEAD), or mtp, the model's own head. vLLM's JSON is read, too. NAME@8 drafts at most 8 tokens a round. Drafts keep "
+        "the distribution of sampled answers, and with numba every greedy answer.",
     ),
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
