@@ -1,4 +1,4 @@
-"""`cpuspec eval task`: answers to problems, generated and judged."""
+"""`cpuspec eval task` and `harness`: answers to problems, generated and judged, here or by lm-eval."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import typer
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, StepProgress, accepted, emit, exit_codes, note, print_facts, print_report, size
 from cpuspec.cli.machine import describe_run
-from cpuspec.cli.opening import load_llm, open_target
+from cpuspec.cli.opening import load_llm, open_target, open_with_drafts
 from cpuspec.cli.reports import totals
 from cpuspec.config import SamplingParams
 from cpuspec.engine.assemble import model_and_spec
@@ -118,6 +118,37 @@ def task(
         "failed": [one.name for one, verdict in zip(asked, verdicts, strict=True) if not verdict.passed],
     }
     print_report(report, as_json, _show_task)
+
+
+@exit_codes()
+@options.takes_running("max_sequences", "context_length", *HOW)
+def harness(
+    tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Tasks of lm-eval, or of --include-path.")],
+    *,
+    model: options.ModelOption,
+    draft: options.DraftOption = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", metavar="DIR", help="A directory with tasks of your own, as YAML.")
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option("--shots", metavar="N", min=0, help="Solved examples before each; by default the task's.")
+    ] = None,
+    limit: LimitOption = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    as_json: options.JsonOption = False,
+    running: options.Running,
+) -> None:
+    """Run tasks of EleutherAI's lm-evaluation-harness on a model, with its data sets and its figures.
+
+    It needs the extra `cpuspec[eval]`. Most of its data sets are fetched from the Hugging Face hub.
+    """
+    from cpuspec.evaluate.harness import harness_table, open_harness, run_harness
+
+    checkpoint, spec = open_with_drafts(model, draft)
+    with open_harness(checkpoint, spec, running.backend, running.settings) as lm:
+        found = run_harness(lm, tasks, include_path, shots, limit, chat)
+    report = {"benchmark": "harness", **describe_run(model, *running), "draft": str(spec), **found}
+    print_report(report, as_json, lambda _: emit(harness_table(found) + "\n"))
 
 
 def check_execution(row: Task, allowed: bool, isolated: bool) -> None:

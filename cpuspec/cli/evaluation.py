@@ -12,7 +12,7 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, StepProgress, busy, exit_codes, print_facts, print_report
-from cpuspec.cli.eval_tasks import HOW, task
+from cpuspec.cli.eval_tasks import HOW, harness, task
 from cpuspec.cli.machine import describe_run
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.reports import totals
@@ -23,7 +23,8 @@ from cpuspec.evaluate.quality import TOP_K
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 eval_app = typer.Typer(no_args_is_help=True, help="Measure how good a model is: texts, tasks, formats, and what answers cost.")
-eval_app.command()(task)
+for command in (task, harness):
+    eval_app.command()(command)
 
 ChunksOption = Annotated[
     int | None, typer.Option("--chunks", metavar="N", min=1, help="Windows at most, from the beginning; by default all.")

@@ -62,14 +62,16 @@ class Cost:
 
 
 def answer_all(
-    llm: LLM, requests: Sequence[tuple[Prompt, SamplingParams]], on_answer: OnAnswer = lambda done: None
+    llm: LLM, requests: Sequence[tuple[Prompt | list[int], SamplingParams]], on_answer: OnAnswer = lambda done: None
 ) -> tuple[list[Answer], Cost]:
     """Answer every prompt, in their order; `llm.max_sequences` run at once. The LLM must have no other callers.
+
+    Prompts are raw texts, conversations, or token ids.
 
     Raises ConfigError for prompts that cannot be run, before running any.
     """
     tokenizer = llm.tokenizer
-    prompts = [prompt_ids(tokenizer, prompt) or [tokenizer.bos_id or 0] for prompt, _ in requests]
+    prompts = [_ids(llm, prompt) for prompt, _ in requests]
     for ids, (_, params) in zip(prompts, requests, strict=True):
         llm.check(ids, params)
     marks = [tokenizer.token_id(text) for text in _REASONING]
@@ -84,7 +86,7 @@ def answer_all(
             while begun < len(requests) and len(running) < llm.max_sequences:
                 prompt, params = requests[begun]
                 begins_s.append(now_s())
-                seen = frozenset[int]() if isinstance(prompt, str) else shown
+                seen = shown if _is_conversation(prompt) else frozenset[int]()
                 running[begun] = llm.submit(prompts[begun], params, parts[begun].append, seen)
                 begun += 1
             llm.step()
@@ -101,12 +103,23 @@ def answer_all(
     return answers, _cost(llm, [answer.stats for answer in answers], duration_s, took_s)
 
 
-def _answer(llm: LLM, prompt: Prompt, ids: list[int], parts: Sequence[Output]) -> Answer:
+def _is_conversation(prompt: Prompt | list[int]) -> bool:
+    return not isinstance(prompt, str) and any(isinstance(one, dict) for one in prompt)
+
+
+def _ids(llm: LLM, prompt: Any) -> list[int]:
+    """The token ids of a prompt; of an empty one that of the beginning of a text."""
+    is_ids = not isinstance(prompt, str) and not _is_conversation(prompt)
+    ids = list(prompt) if is_ids else prompt_ids(llm.tokenizer, prompt)
+    return ids if ids or llm.tokenizer.bos_id is None else [llm.tokenizer.bos_id]
+
+
+def _answer(llm: LLM, prompt: Prompt | list[int], ids: list[int], parts: Sequence[Output]) -> Answer:
     last, text = parts[-1], "".join(part.text for part in parts)
     if last.finish_reason in (None, "aborted") or last.stats is None:
         raise CpuspecError(last.error or "an answer was broken off; ask again")
     tokens = tuple(token for part in parts for token in part.token_ids)
-    return Answer(text, text if isinstance(prompt, str) else _content(llm, ids, text), tokens, str(last.finish_reason), last.stats)
+    return Answer(text, _content(llm, ids, text) if _is_conversation(prompt) else text, tokens, str(last.finish_reason), last.stats)
 
 
 def _content(llm: LLM, ids: list[int], text: str) -> str:
