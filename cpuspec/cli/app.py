@@ -37,7 +37,8 @@ from cpuspec.cli.console import (
     show_log,
     size,
 )
-from cpuspec.cli.evaluation import HOW, eval_app
+from cpuspec.cli.eval_tasks import HOW
+from cpuspec.cli.evaluation import eval_app
 from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.opening import load_llm, open_model, open_target, open_with_drafts, sampling_defaults
 from cpuspec.cli.parity import (
