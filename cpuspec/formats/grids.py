@@ -88,8 +88,8 @@ class Grid:
     def nearest(self, sizes: F32, weights: F32 | None) -> NDArray[np.uint8]:
         """The points [n, dims] whose magnitudes come nearest to `sizes` [n, dims] in squared error. weights: of that, [n, dims].
 
-        Tried are the points around the magnitudes that each value would take by itself. The best of all points would leave .5 % less
-        error of Gaussian values.
+        Tried are the points around the magnitudes that each value would take by itself. The best of all points would leave .5 %
+        less error of Gaussian values.
         """
         magnitudes = np.array(self.magnitudes, np.float32)
         places = np.searchsorted((magnitudes[:-1] + magnitudes[1:]) / 2, sizes)

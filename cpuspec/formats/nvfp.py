@@ -15,6 +15,7 @@ from cpuspec.formats import search
 from cpuspec.formats.format import F32, Affine, Format, Parts
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.formats.packing import bits, lanes
+from cpuspec.formats.tensor import QuantTensor
 
 BLOCK = 64
 _GROUPS, _GROUP = 4, 16
@@ -113,3 +114,13 @@ NVFP4_GLOBAL = Format(
 )
 
 FORMATS = (NVFP4, NVFP4_GLOBAL)
+
+
+def with_scale(tensor: QuantTensor, scale: np.float32) -> QuantTensor:
+    """A tensor of nvfp4 times a scale of the whole tensor, as nvfp4_global: a copy."""
+    blocks = tensor.data.view(NVFP4.layout)
+    fields = np.empty(blocks.shape, NVFP4_GLOBAL.layout)
+    fields["d"] = scale
+    for name in NVFP4.layout.names or ():
+        fields[name] = blocks[name]
+    return QuantTensor(NVFP4_GLOBAL, tensor.shape, fields.view(np.uint8))
