@@ -36,7 +36,8 @@ _REFUSED: Mapping[str, Any] = {
 
 
 def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-    """Yield the answer of each line, in order; as many run at once as the LLM has room for. It must have no other callers.
+    """Yield the answer of each line, in order; as many run at once as the LLM has room for. Several threads may do
+    this with one LLM, and share its batch; a step that fails ends the answers of all of them.
 
     given: fields of SamplingParams for lines that do not have them; the model's own recommendations come after these. Few lines are
     read ahead. A line that cannot be run has an error for an answer. Raises what `LLM.step` raises.

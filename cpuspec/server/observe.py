@@ -6,7 +6,7 @@ Sources of names and buckets: vLLM's v1/metrics/loggers.py. `level` is the draft
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from cpuspec.metrics import LevelCounters, PrefixStats, now_s
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOG = logging.getLogger("cpuspec.server")
 
 _TTFT = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -216,10 +217,10 @@ class Metrics:
         yield length
 
 
-def metrics_text(models: Sequence[Metrics]) -> bytes:
+def metrics_text(found: Iterable[Metric]) -> bytes:
     """The metrics of several models in Prometheus' text format, which names each metric once."""
     families: dict[str, Metric] = {}
-    for family in (family for one in models for family in one.registry.collect()):
+    for family in found:
         families.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples.extend(family.samples)
     return generate_latest(_Families(list(families.values())))
 
