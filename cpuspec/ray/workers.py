@@ -5,6 +5,7 @@ answer once, so that nothing is lost or doubled.
 """
 
 import logging
+import socket
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 
+_CONNECT_S = 10.0
 _AT_ONCE = 8  # chunks that a worker has: as some end, the others keep it busy
 _AHEAD = 32  # chunks for each worker that may wait for one before them
 _MOST_TRIES = 3  # of a chunk whose workers die
@@ -65,9 +67,12 @@ def cluster(address: str | None) -> Iterator[None]:
 
     Raises ConfigError where there is no cluster.
     """
+    host, _, port = (address or "").rpartition(":")
     try:
+        if port.isdigit() and "/" not in host:
+            socket.create_connection((host, int(port)), _CONNECT_S).close()  # Ray itself waits for minutes
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ConfigError(f"there is no Ray cluster at {address}: {in_one_line(str(error))}") from None
     try:
         yield
@@ -124,7 +129,7 @@ class _Pool:
             num_cpus=work.num_cpus, max_concurrency=_AT_ONCE, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
         )(Worker)
         self._num_deaths = 0  # since the last answer
-        self._lost: deque[_Chunk] = deque()
+        self._todo: deque[_Chunk] = deque()
         self._workers: list[_Hired] = []
         for _ in range(num_workers):
             self._hire()
@@ -133,18 +138,21 @@ class _Pool:
         """Yield the answers in the lines' order."""
         size = max(1, 2 * self._work.settings.max_sequences // _AT_ONCE)
         begun: deque[_Chunk] = deque()
-        while True:
+        more = True
+        while begun or more:
             while worker := min((one for one in self._workers if one.is_free), key=_num_chunks, default=None):
-                if not self._lost and len(begun) < _AHEAD * len(self._workers) and (some := list(islice(lines, size))):
-                    begun.append(_Chunk(some))
-                    self._lost.append(begun[-1])
-                if not self._lost:
+                if not self._todo and more and len(begun) < _AHEAD * len(self._workers):
+                    some = list(islice(lines, size))
+                    more = bool(some)
+                    if some:
+                        begun.append(_Chunk(some))
+                        self._todo.append(begun[-1])
+                if not self._todo:
                     break
-                chunk = self._lost.popleft()
+                chunk = self._todo.popleft()
                 worker.chunks[worker.actor.answer.remote(chunk.lines)] = chunk
-            if not begun:
-                return
-            self._wait()
+            if begun or more:
+                self._wait()
             while begun and (found := begun[0].answers) is not None:
                 begun.popleft()
                 yield from found
@@ -193,7 +201,7 @@ class _Pool:
         if self._num_deaths > _MOST_DEATHS * (1 + len(self._workers)) or any(chunk.tries >= _MOST_TRIES for chunk in chunks):
             where = f" at line {chunks[0].lines[0].number}" if chunks else ""
             raise CpuspecError(f"workers die again and again{where}: {in_one_line(str(error))}; the same command goes on from here")
-        self._lost.extendleft(reversed(chunks))
+        self._todo.extendleft(reversed(chunks))
         self._hire()
 
 
