@@ -460,7 +460,17 @@ def bench_serve(
 
 @app.command()
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *_HOW)
+@options.takes_running(
+    "max_sequences",
+    "context_length",
+    "max_rows",
+    "prompt_rows",
+    "prefix_cache_gb",
+    "prefix_cache_dir",
+    "prefix_disk_gb",
+    "mmap",
+    *_HOW,
+)
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "logprobs"))
 def batch(
     source: Annotated[

@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +179,8 @@ class Ingress:
         routes = [Route("/health", self._health), Route("/ready", self._ready), Route("/metrics", self._metrics)]
         found = Starlette(routes=[*routes, Mount("/", self._forward)])
         guard(found, self._server)
-        return partial(_at_root, found)
+        found.add_middleware(_AtRoot)
+        return found
 
     async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
@@ -235,11 +235,16 @@ async def _break_off(path: str, start: Message, request_id: str, send: Send) -> 
     await send({"type": "http.response.body", "body": error_event(path, error, request_id).encode()})
 
 
-async def _at_root(found: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run an application as if it had no prefix."""
-    if scope["type"] == "http":
-        scope = {**scope, "path": scope["path"].removeprefix(scope.get("root_path", "")) or "/", "root_path": ""}
-    await found(scope, receive, send)
+class _AtRoot:
+    """Runs an application as if Ray Serve had not given it a prefix."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].removeprefix(scope.get("root_path", "")) or "/", "root_path": ""}
+        await self._app(scope, receive, send)
 
 
 def _log_to_serve() -> None:

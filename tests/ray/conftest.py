@@ -11,6 +11,12 @@ from cpuspec import LLM
 from tests.server.running import load, tiny_model
 
 STORE_BYTES = 100 << 20
+# A loaded machine is no reason to replace a process that starts slowly.
+PATIENT = (
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S",
+)
 WHY = "needs Ray: pip install -e '.[ray]'"
 
 
@@ -21,6 +27,8 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    for name in PATIENT:
+        os.environ[name] = "300"
     first = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "resources": {"front": 1}, "include_dashboard": False}
     found = Cluster(initialize_head=True, head_node_args=first)
     yield found
@@ -28,9 +36,9 @@ def cluster() -> Iterator[Any]:
     found.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def second(cluster: Any) -> Iterator[Any]:
-    """Another machine with a processor, which a test may remove."""
+    """Another machine with a processor, which the last test with it may remove."""
     node = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
     cluster.wait_for_nodes()
     yield node

@@ -29,7 +29,7 @@ KEY = "a key"
 SETTINGS = EngineConfig(threads=1, max_sequences=16, keep_packed=False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url(cluster: Any, second: Any, path: Path) -> Iterator[str]:
     """Two replicas, one on each machine; requests come in at the first, under a prefix."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
@@ -125,7 +125,7 @@ def test_a_conversation_comes_back_to_the_replica_that_holds_its_cache(url: str)
     for one in talks:
         usage = ask(url, one)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > 100
-    assert sum(samples(url, "cpuspec:request_success_total").values()) == 24
+    assert sum(samples(url, "cpuspec:request_success_total").values()) == sum(begun.values()) + len(talks)
 
 
 def test_a_client_that_leaves_ends_its_answer(url: str) -> None:
