@@ -8,8 +8,10 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
@@ -38,7 +40,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     canonical = {theirs: ours for ours, (_, theirs) in GLOBAL_NAMES.items()}
     parts = {theirs: ours for ours, (_, theirs) in family.layer_names.items()}
     tensors = {}
-    for file_name, tensor in _read_tensors(directory, mmap).items():
+    for file_name, tensor in read_tensors(directory, mmap).items():
         # In a model of several parts the language model has a prefix, at one of two places.
         name = (
             file_name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
@@ -67,7 +69,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
     where = directory.resolve()
     name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
-    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory))
+    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory), _read_mask_id(directory, config))
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -82,9 +84,20 @@ def read_config(directory: Path) -> ModelConfig:
     if names[0] == family.hf_wrapper:
         fields = fields.object("text_config")
     try:
-        return _read_config(fields.over(family.hf_defaults), family)
+        return model_config(fields.over(family.hf_defaults), family)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_mask_id(directory: Path, config: ModelConfig) -> int | None:
+    """The mask token of a model trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it."""
+    fields = Fields(str(directory / "config.json"), read_json_object(directory / "config.json", _MAX_CONFIG_BYTES))
+    key = next((key for key in ("pard_token", "ptd_token_id") if key in fields), None)
+    if key is None:
+        return None
+    if not 0 <= (mask_id := fields.integer(key)) < config.vocab_size:
+        fields.fail(key, f"an id below {config.vocab_size}")
+    return mask_id
 
 
 def _read_sampling(directory: Path) -> SamplingDefaults:
@@ -110,7 +123,7 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
     return replace(found, ignored=(*found.ignored, f"{path}: do_sample must be true or false; it is ignored"))
 
 
-def _read_config(fields: Fields, family: Family) -> ModelConfig:
+def model_config(fields: Fields, family: Family) -> ModelConfig:
     """Shapes and flags of config.json. Raises CheckpointError or ConfigError."""
     if "quantization_config" in fields:
         quantization = fields.object("quantization_config")
@@ -252,12 +265,15 @@ def _read_rope_scaling(rope: Fields, context_length: int) -> RopeScaling | None:
     )
 
 
-def _read_tensors(directory: Path, mmap: bool) -> dict[str, QuantTensor]:
-    """All tensors of the directory under their own names: one file, or the shards of an index."""
+def read_tensors(directory: Path, mmap: bool, arrays: dict[str, NDArray[Any]] | None = None) -> dict[str, QuantTensor]:
+    """All tensors of the directory under their own names: one file, or the shards of an index.
+
+    arrays: as in `read_safetensors`. Raises CheckpointError.
+    """
     single = directory / "model.safetensors"
     index_path = directory / "model.safetensors.index.json"
     if single.exists():
-        return read_safetensors(single, mmap)
+        return read_safetensors(single, mmap, arrays)
     if (directory / openvino.MODEL).exists():
         return openvino.read_openvino(directory, mmap)
     if not index_path.exists():
@@ -281,10 +297,14 @@ def _read_tensors(directory: Path, mmap: bool) -> dict[str, QuantTensor]:
         wanted.setdefault(file_name, set()).add(name)
     tensors: dict[str, QuantTensor] = {}
     for file_name, names in wanted.items():
-        shard = read_safetensors(directory / file_name, mmap)
-        if shard.keys() != names:
-            odd = min(shard.keys() ^ names)
-            where = "only in the file" if odd in shard else "only in the index"
+        others: dict[str, NDArray[Any]] | None = None if arrays is None else {}
+        shard = read_safetensors(directory / file_name, mmap, others)
+        found = shard.keys() | (others or {}).keys()
+        if found != names:
+            odd = min(found ^ names)
+            where = "only in the file" if odd in found else "only in the index"
             raise CheckpointError(f"{directory / file_name}: tensor {odd!r} is {where}; index and shards do not belong together")
         tensors |= shard
+        if arrays is not None and others:
+            arrays |= others
     return tensors

@@ -28,7 +28,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cpuspec.config import EngineConfig, ServerConfig, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import usable_cores
-from cpuspec.errors import CpuspecError
 from cpuspec.ray.routing import conversation_key
 from cpuspec.server.app import guard, make_app
 from cpuspec.server.errors import BusyError, EngineFailedError, UnavailableError
@@ -202,21 +201,20 @@ class Ingress:
         sent = {name: scope[name] for name in _SCOPE if name in scope}
         sent["headers"] = [*headers, (b"x-request-id", request_id.encode())]
         replicas = self._replicas.options(stream=True, session_id=conversation_key(body))
+        relay = _Relay(send)
         for _ in range(_MOST_TRIES):
-            begun: list[Message] = []
             messages = replicas.answer.remote(sent, body)
             try:
                 async with asyncio.timeout(self._config.max_request_s) as limit:
                     async for some in messages:
                         limit.reschedule(None)
                         for message in some:
-                            begun = begun or [message]
-                            await send(message)
+                            await relay.pass_on(message)
                 return
             except (RayActorError, ReplicaUnavailableError) as error:
                 _LOG.warning("request %s lost its replica: %s", request_id, str(error).partition("\n")[0])
-                if begun:
-                    await _break_off(scope["path"], begun[0], request_id, send)
+                if relay.has_begun:
+                    await relay.break_off(scope["path"], request_id)
                     return
             except BackPressureError:
                 raise BusyError("every replica has as much to do as it takes on; try again later") from None
@@ -227,12 +225,39 @@ class Ingress:
         raise EngineFailedError(f"{_MOST_TRIES} replicas have ended while they computed this answer")
 
 
-async def _break_off(path: str, start: Message, request_id: str, send: Send) -> None:
-    """End a stream that has begun with an error event. What is no stream raises, which closes the connection."""
-    error = EngineFailedError("the replica that computed this answer has ended; try again")
-    if not any(value.startswith(b"text/event-stream") for name, value in start["headers"] if name == b"content-type"):
-        raise CpuspecError(str(error))
-    await send({"type": "http.response.body", "body": error_event(path, error, request_id).encode()})
+class _Relay:
+    """Passes a replica's messages on to the client, and those of another replica where the first has said nothing of the answer."""
+
+    def __init__(self, send: Send) -> None:
+        self.has_begun = False  # the client has a part of the answer
+        self._send = send
+        self._held: Message | None = None  # the start of a response that is no stream, until its body is there
+        self._streams = False  # the start of a stream has been sent
+
+    async def pass_on(self, message: Message) -> None:
+        """Send a message, unless a replica before has sent the same."""
+        if message["type"] != "http.response.start":
+            if self._held:
+                await self._send(self._held)
+                self._held = None
+            # A comment is a sign of life, and no part of the answer.
+            self.has_begun |= not self._streams or message.get("body", b":")[:1] not in (b"", b":")
+            await self._send(message)
+        elif any(value.startswith(b"text/event-stream") for name, value in message["headers"] if name == b"content-type"):
+            if not self._streams:
+                await self._send(message)
+            self._streams = True
+        elif self._streams:
+            raise EngineFailedError("another replica refused what one that has ended had taken on")
+        else:
+            self._held = message
+
+    async def break_off(self, path: str, request_id: str) -> None:
+        """End a stream with an error event. What is no stream raises EngineFailedError, which closes the connection."""
+        error = EngineFailedError("the replica that computed this answer has ended; try again")
+        if not self._streams:
+            raise error
+        await self._send({"type": "http.response.body", "body": error_event(path, error, request_id).encode()})
 
 
 class _AtRoot:
