@@ -12,6 +12,7 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -37,13 +38,19 @@ def make_app(server: Server) -> FastAPI:
     app = FastAPI(
         title="cpuspec", version=__version__, docs_url=None, redoc_url=None
     )  # their pages would load scripts from elsewhere
-    app.state.server = server
     app.include_router(native.router)
     app.include_router(completions.router)
     app.include_router(messages.router)
     app.include_router(responses.router)
     app.include_router(infill.router)
     app.include_router(page.router)
+    guard(app, server)
+    return app
+
+
+def guard(app: Starlette, server: Server) -> None:
+    """Put the gate of a server before an application, and give its errors the protocols' shapes."""
+    app.state.server = server
     app.add_exception_handler(CpuspecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -58,7 +65,6 @@ def make_app(server: Server) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    return app
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

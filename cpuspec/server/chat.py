@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.changing_lines import without_changing_lines
+from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
 from cpuspec.server.errors import RequestError
@@ -275,3 +276,22 @@ def said(prompt: ChatPrompt, text: str) -> Said:
                 last = found.calls[-1]
                 found.calls = (*found.calls[:-1], replace(last, arguments=last.arguments + piece.text))
     return found
+
+
+def message_of(found: Said) -> dict[str, Any]:
+    """An answer as OpenAI's message."""
+    message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
+    if found.reasoning:
+        message["reasoning_content"] = found.reasoning
+    if found.calls:
+        message["content"] = found.content or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in found.calls
+        ]
+    return message
+
+
+def reason_of(output: Output, has_calls: bool) -> str:
+    """OpenAI's reason why an answer has ended, from its last output."""
+    return "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason or "stop"

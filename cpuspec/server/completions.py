@@ -9,10 +9,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec.config import SamplingParams
-from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
 from cpuspec.metrics import epoch_s
-from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, said
+from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, message_of, reason_of, said
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import (
     chat_logprobs,
@@ -94,21 +93,12 @@ async def _chat(body: ChatBody, prompt: ChatPrompt, answers: Answers, head: dict
     tokenizer, choices = prompt.model.llm.tokenizer, []
     for index, output in enumerate(outputs):
         found = said(prompt, output.text)
-        message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
-        if found.reasoning:
-            message["reasoning_content"] = found.reasoning
-        if found.calls:
-            message["content"] = found.content or None
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in found.calls
-            ]
         choices.append(
             {
                 "index": index,
-                "message": message,
+                "message": message_of(found),
                 "logprobs": chat_logprobs(tokenizer, output.logprobs) if body.logprobs else None,
-                "finish_reason": _reason(output, bool(found.calls)),
+                "finish_reason": reason_of(output, bool(found.calls)),
             }
         )
     stats = stats_of(outputs)
@@ -164,7 +154,7 @@ async def _chat_events(
                 yield chunk(index, delta_of(index, piece))
             lasts.append(output)
             told = {"timings": timings(output.stats)} if output.stats and len(parsers) == 1 else {}
-            yield chunk(index, {}, reason=_reason(output, parser.num_calls > 0), **told)
+            yield chunk(index, {}, reason=reason_of(output, parser.num_calls > 0), **told)
     stats = stats_of(lasts)
     figures |= log_figures(stats)
     if _wants_usage(body):
@@ -174,10 +164,6 @@ async def _chat_events(
 
 def _wants_usage(body: SamplingBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
-
-
-def _reason(output: Output, has_calls: bool) -> str:
-    return "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason or "stop"
 
 
 @router.post("/v1/completions")

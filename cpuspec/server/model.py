@@ -17,9 +17,10 @@ from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, TimeUpError
-from cpuspec.server.observe import AnswerMeter, Metrics
+from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import ToolFormat, tool_format
 from cpuspec.server.runner import Runner
+from cpuspec.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
@@ -75,6 +76,8 @@ class ServedModel:
     """An LLM with everything that serving it needs. Made in the event loop; `close` ends its thread and frees it."""
 
     def __init__(self, name: str, llm: LLM, config: ServerConfig) -> None:
+        from cpuspec.server.observe import Metrics  # here: a batch uses this module, and may have no prometheus_client
+
         self.name = name
         self.llm = llm
         self.config = config
@@ -91,7 +94,7 @@ class ServedModel:
         tokenizer = llm.tokenizer
         self.tool_format: ToolFormat = tool_format(tokenizer.chat_template)
         self.template_takes_tools = "tools" in (tokenizer.chat_template or "")
-        self.shown = frozenset(found for text in _SHOWN if (found := tokenizer.token_id(text)) is not None)
+        self.shown = shown_tokens(tokenizer)
         self.fill = _fill_tokens(llm)
 
     @property
@@ -307,6 +310,11 @@ async def gather(answers: Answers) -> list[Output]:
     async for number, output in answers.outputs():
         parts[number].append(output)
     return [_merged(outputs) for outputs in parts]
+
+
+def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Special tokens that are part of an answer's text."""
+    return frozenset(found for text in _SHOWN if (found := tokenizer.token_id(text)) is not None)
 
 
 def _merged(outputs: list[Output]) -> Output:
