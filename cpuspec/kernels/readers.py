@@ -112,8 +112,7 @@ def _q8_0(at: Value, groups: Value, group: Value) -> Group:
 
 def _looked_up(levels: Sequence[int], codes: list[Value], scales: list[Value]) -> Group:
     """A group whose codes are places in a table of whole numbers, which get the least zero point that makes them unsigned."""
-    zeros = (32, 128) if len(scales) == 2 else (16, 32, 128)
-    zero = next(zero for zero in zeros if max(map(abs, levels)) < zero)
+    zero = next(zero for zero in (16, 32, 64, 128)[len(scales) - 1 :] if max(map(abs, levels)) < zero)
     table = [zero + level for level in levels] + [0] * (16 - len(levels))
     return Group(zero.bit_length(), [lookup_bytes(table, c) for c in codes], scales, zero)
 
