@@ -90,8 +90,8 @@ class _Watched:
 
     def __init__(self, forward: Forward, on_inputs: OnInputs, with_logits: bool) -> None:
         self._forward, self._on_inputs, self._with_logits = forward, on_inputs, with_logits
-        self.embed, self.fuse, self.rotate = forward.embed, forward.fuse, forward.rotate
-        self.attention, self.gate = forward.attention, forward.gate
+        self.embed, self.rotate, self.attention, self.gate = forward.embed, forward.rotate, forward.attention, forward.gate
+        self.hidden, self.join, self.features = forward.hidden, forward.join, forward.features  # of draft heads alone
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
         normed = self._forward.norm(x, norm)
@@ -105,6 +105,6 @@ class _Watched:
     def keep(self, layer: Layer, x: Array) -> None:
         pass
 
-    def logits(self, x: Array, name: str, norm: str) -> Array:
+    def logits(self, x: Array, name: str, norm: str | None) -> Array:
         self._on_inputs(self._forward.norm(x, norm), (name,))
         return self._forward.logits(x, name, norm) if self._with_logits else x
