@@ -70,8 +70,7 @@ def _best_factors(weights: Weights, names: tuple[str, ...], formats: Mapping[str
     means = hessian.diagonal()
     samples = []
     for name in names:
-        rows = weights.checkpoint.tensors[name].shape[0]
-        step = max(1, rows // _ROWS)
+        step = max(1, weights.checkpoint.tensors[name].shape[0] // _ROWS)
         samples.append((formats[name], weights.matrix(name)[::step]))
     best, best_error = np.ones_like(sizes), np.inf
     for ratio in _RATIOS:
