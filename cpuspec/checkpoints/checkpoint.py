@@ -62,8 +62,8 @@ class Checkpoint:
     tensors: Mapping[str, QuantTensor]
     vocabulary: GgufVocabulary | HfTokenizerFiles
     sampling: SamplingDefaults = NO_DEFAULTS
-    mask_id: int | None = None
     prediction_layers: Mapping[str, QuantTensor] = field(default_factory=dict)
+    mask_id: int | None = None
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

@@ -75,7 +75,7 @@ def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
     name = fields.text("general.name", "")
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
-    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file), None, predicting)
+    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file), predicting)
     return replace(checkpoint, tensors=unpermuted(config, checkpoint.tensors)) if family.pairs_neighbours else checkpoint
 
 

@@ -73,8 +73,8 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     where = directory.resolve()
     name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
     _check_prediction_layers(directory, predicting, config.num_layers)
-    mask_id = _read_mask_id(directory, config)
-    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory), mask_id, predicting)
+    sampling, mask_id = _read_sampling(directory), _read_mask_id(directory, config)
+    return Checkpoint(directory, name, config, tensors, vocabulary, sampling, predicting, mask_id)
 
 
 def read_config(directory: Path) -> ModelConfig:

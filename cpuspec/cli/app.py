@@ -130,7 +130,7 @@ def cpuspec(
 
 @app.command()
 @exit_codes()
-@options.takes_running("context_length", "mmap", *HOW)
+@options.takes_running("context_length", "mmap", "head_format", *HOW)
 @options.takes_sampling(options.GENERATE_TOKENS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer; without it, stdin.")] = None,
@@ -220,7 +220,7 @@ def generate(
 
 @app.command()
 @exit_codes()
-@options.takes_running("context_length", "mmap", *HOW)
+@options.takes_running("context_length", "mmap", "head_format", *HOW)
 @options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs"))
 def chat(
     *,
@@ -255,6 +255,7 @@ def chat(
     "prefix_cache_dir",
     "prefix_disk_gb",
     "mmap",
+    "head_format",
     *HOW,
 )
 def serve(
@@ -472,6 +473,7 @@ def bench_serve(
     "prefix_cache_dir",
     "prefix_disk_gb",
     "mmap",
+    "head_format",
     *HOW,
 )
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
@@ -692,7 +694,7 @@ def bench(
 
 @app.command()
 @exit_codes()
-@options.takes_running(*HOW)
+@options.takes_running("head_format", *HOW)
 def certify(
     model: options.ModelArgument,
     *,

@@ -23,7 +23,7 @@ from cpuspec.evaluate.sandbox import Limits, run_program
 from cpuspec.evaluate.tasks import TASKS, Problem, Score, Task, Verdict, find_task, judge, read_problems, score
 from cpuspec.files import write_file
 
-HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations", "head_format")  # how backends compute
+HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # how a backend computes
 
 AllowOption = Annotated[
     bool,
