@@ -6,7 +6,8 @@ Clients send conversations, texts, tools, other protocols and long shared prompt
 vanishes, in the queue, in the prompt or in the stream, and one in ten sends garbage. Every few seconds one probe, always the same
 short request, is timed. After each minute a line tells the server's memory, open files, threads, and the probes' p50 and p95.
 
-The first quarter warms up, and nothing is judged by it. From then on the run fails, with exit status 1,
+Before, every slot is filled to its end, so that all memory has been written to that the server keeps. The first quarter warms up,
+and nothing is judged by it. From then on the run fails, with exit status 1,
 
 * if memory grows by more than 2 % and 32 MiB: the least of the last third over the least of the first third of what is left;
 * if open files or threads do, by more than 8: the least of each third, so that what runs at a moment does not count;
@@ -44,7 +45,8 @@ from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.load.client import Client, ServerError
 from cpuspec.load.run import first_model
 
-PROBE_EVERY_S, PROBE_TOKENS, SAMPLE_EVERY_S = 4.0, 8, 2.0
+PROBE_EVERY_S, PROBE_TOKENS, SAMPLE_EVERY_S = 3.0, 8, 2.0
+LEAST_PROBES = 7  # in each half: with fewer, no permutation is rarer than one in a thousand
 VANISH, GARBAGE = 0.25, 0.1  # shares of the requests
 WARM_UP = 0.25  # of the time
 MEMORY_SHARE, MEMORY_BYTES, MOST_MORE = 0.02, 32 << 20, 8
@@ -97,9 +99,9 @@ def main(
     minutes: Annotated[float, typer.Option(help="How long, the warm-up included.", min=0.5)] = 20,
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     draft: Annotated[str, typer.Option(help="--draft of the server.")] = "auto",
-    context: Annotated[int, typer.Option(help="Tokens of a slot.", min=2)] = 4096,
+    context: Annotated[int, typer.Option(help="Tokens of a slot.", min=1024)] = 2048,
     threads: Annotated[int, typer.Option(help="Threads.", min=1)] = 2,
-    prefix_cache_gb: Annotated[float, typer.Option(help="Of the server: it is full when the warm-up ends.")] = 0.2,
+    prefix_cache_gb: Annotated[float, typer.Option(help="Of the server, little, so that it is full at the beginning.")] = 0.1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
     """Print a line for each minute, and what has grown."""
@@ -110,12 +112,14 @@ def main(
     asks = make_asks(texts, [long[at:] for at in range(0, 300, 60)], 20 * len(texts))
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "cpuspec", "serve", str(path), "--draft", draft, "--threads", str(threads)]
-        command += ["--context-length", str(context), "--max-sequences", str(clients), "--max-waiting", str(2 * clients)]
+        # A place more than clients, so that a probe does not wait in the queue.
+        command += ["--context-length", str(context), "--max-sequences", str(clients + 1), "--max-waiting", str(2 * clients)]
         command += ["--prefix-cache-gb", str(prefix_cache_gb), "--prefix-cache-dir", directory, "--prefix-disk-gb", "0.5"]
         arm = Arm("cpuspec", draft, (*command, "--drain-s", "0"), dict(os.environ), "/ready")
         soak, passed = Soak(), Rounds(1, threads)
         for _ in passed:
             with serving(arm) as client:
+                asyncio.run(fill(client, clients + 1, context))
                 asyncio.run(run_soak(client, _server_process(), asks, clients, 60 * minutes, soak))
     figures = judge(soak, 60 * minutes)
     print(json.dumps(figures))
@@ -131,6 +135,16 @@ def _server_process() -> int:
     """The process of the server that was started last."""
     own = os.getpid()
     return int(Path(f"/proc/{own}/task/{own}/children").read_text().split()[-1])
+
+
+async def fill(client: Client, slots: int, context: int) -> None:
+    """Write to the whole of each slot, and so to the whole prefix cache: the memory that a server comes to have in any case."""
+    say("filling the slots")
+    model, rng = await first_model(client), random.Random(4)
+    prompts = [[rng.randrange(100, 1000) for _ in range(context - 2)] for _ in range(slots)]
+    await asyncio.gather(
+        *(client.post_json("/v1/completions", {"model": model, "prompt": one, "max_tokens": 1}) for one in prompts)
+    )
 
 
 async def run_soak(client: Client, process: int, asks: Sequence[Ask], num_clients: int, for_s: float, soak: Soak) -> None:
@@ -250,8 +264,8 @@ def judge(soak: Soak, for_s: float) -> dict[str, Any]:
     probes = [one for one in soak.probes if one.time_s >= WARM_UP * for_s]
     half = len(probes) // 2
     early, late = ([one.seconds / one.loop_s for one in part] for part in (probes[:half], probes[half:]))
-    if half < 10:
-        soak.faults.append(f"{len(probes)} probes were answered after the warm-up; 20 are needed to judge")
+    if half < LEAST_PROBES:
+        soak.faults.append(f"{len(probes)} probes were answered after the warm-up; {2 * LEAST_PROBES} are needed to judge")
         return figures
     ratio, chance = statistics.median(late) / statistics.median(early), chance_of_growth(early, late)
     figures["latency"] = {"probes": len(probes), "last_half_over_first": round(ratio, 3), "chance": chance}

@@ -123,6 +123,7 @@ class HeadConfig:
     branches are added to the normed h. first_norm: with "matrix", whether the first layer's attention has an RMS norm before it.
     final_norm: whether logits have one before them.
     feature_size: numbers of the target's layers, side by side, that `encode` makes one h of; 0 where h comes as it is.
+    injects: whether every layer's keys and values are made of h, too (DFlash, arXiv 2602.06036; `model.transformer.inject`).
     num_logits: tokens that the head can draft, rows of its output matrix; None for the whole vocabulary.
     """
 
@@ -134,6 +135,7 @@ class HeadConfig:
     final_norm: bool = True
     feature_size: int = 0
     num_logits: int | None = None
+    injects: bool = False
 
     def __post_init__(self) -> None:
         if self.fuses not in ("matrix", "attention", "none"):
@@ -388,7 +390,7 @@ class SamplingParams:
     max_draft_tokens: most tokens drafted in a round for this request, 0 = none; None = as the model was loaded.
     json_schema (kept as JSON text), regex, choices, grammar: one of them at most; every token is then chosen among those that can
     still lead to a text of it. The answer ends where nothing can follow, or where the text is whole and the model chooses its end
-    token; max_tokens and stop may cut it off before.
+    token; max_tokens and stop may cut it off before. free_reasoning and grammar_trigger leave parts of the answer free.
     """
 
     temperature: float = _setting(
@@ -417,6 +419,12 @@ class SamplingParams:
         None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
     )
     max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
+    draft: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "Drafts for this request, of lookups and of models that are loaded; by default as the model was loaded.",
+        "SPEC",
+    )
     json_schema: str | Mapping[str, Any] | None = _setting(
         None, _SCHEMA, "The answer is JSON of this schema, written on one line.", "FILE"
     )
@@ -425,11 +433,22 @@ class SamplingParams:
     grammar: str | None = _setting(
         None, _optional(_TEXT), "The answer is a text of this grammar: Lark as llguidance takes it, or llama.cpp's GBNF.", "FILE"
     )
+    free_reasoning: bool = _setting(
+        False, _BOOLEAN, "A grammar begins behind the reasoning where there is any, from <think> to </think>."
+    )
+    grammar_trigger: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "A grammar holds behind this token only, until its text is whole, each time that the answer has the token.",
+        "TOKEN",
+    )
 
     def __post_init__(self) -> None:
         _read_settings(self)
         if self.has_grammar:
             self._check_grammar()
+        elif self.grammar_trigger is not None:
+            raise ConfigError("grammar_trigger says where a grammar begins; give json_schema, regex, choices or grammar, too")
 
     def _check_grammar(self) -> None:
         given = [name for name in ("json_schema", "regex", "choices", "grammar") if getattr(self, name) not in (None, ())]

@@ -26,6 +26,7 @@ LAYERS = (
     ("tokenizer",),
     ("sampling",),
     ("sequence",),
+    ("grammar_trial",),
     ("grammar",),
     ("metrics",),
     ("quantize",),
@@ -35,6 +36,7 @@ LAYERS = (
     ("",),
     ("server",),
     ("batch",),
+    ("ray",),
     ("evaluate",),
     ("cli",),
     ("__main__",),
@@ -50,7 +52,7 @@ HOMES = {
     "typer": {"cli"},
     "rich": {"cli"},
     "huggingface_hub": {"checkpoints"},
-    "llguidance": {"grammar"},
+    "llguidance": {"grammar", "grammar_trial"},
     "torch": {"backends"},
     "triton": {"backends"},
     "transformers": set(),
@@ -58,11 +60,12 @@ HOMES = {
     "onnxruntime": {"backends"},
     "openvino": {"backends"},
     "fastapi": {"server"},
-    "starlette": {"server"},
+    "starlette": {"ray", "server"},
     "uvicorn": {"server"},
     "pydantic": {"server"},
-    "prometheus_client": {"server"},
+    "prometheus_client": {"ray", "server"},
     "h11": {"load"},
+    "ray": {"ray"},
     "lm_eval": {"evaluate"},
     "optimum": set(),
     "pickle": set(),
@@ -195,7 +198,7 @@ def test_a_module_in_its_place_is_not_accused(module: str, source: str) -> None:
 
 HEAVY = (
     *("numpy", "numba", "llvmlite", "torch", "transformers", "onnx", "onnxruntime", "tokenizers", "jinja2", "typer", "rich"),
-    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "h11"),
+    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "h11", "ray"),
 )
 
 

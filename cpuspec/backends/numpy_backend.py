@@ -20,7 +20,7 @@ from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, query_scale
+from cpuspec.model.transformer import Layer, decode, encode_features, inject, query_scale
 
 Array = NDArray[np.floating]
 
@@ -115,6 +115,12 @@ class NumpyBackend:
         nothing = ForwardBatch([], [], [], [0])
         return encode_features(Forward(self._model, nothing, self.new_cache(1, 1), features)).astype(np.float32, copy=False)
 
+    def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Append keys and values of hidden states."""
+        batch.check(self.config, cache, self.max_rows, injects=True)
+        inject(self.config, Forward(self._model, batch, cache))
+        cache.advance(batch)
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -149,27 +155,27 @@ class Forward:
 
     def rotate(self, layer: Layer, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries [T, H, D] and keys [T, G, D]. Pairs (i, i + D/2) turn by the row's position (arXiv 2104.09864)."""
-        heads = [x.reshape(len(x), -1, self._config.head_dim) for x in (q, k)]
+        return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
+
+    def _rotated(self, layer: Layer, x: Array, norm: str) -> Array:
+        heads = x.reshape(len(x), -1, self._config.head_dim)
         if self._config.qk_norm:
-            heads = [self.norm(x, layer.weight(name)) for x, name in zip(heads, ("q_norm", "k_norm"), strict=True)]
-        if layer.rope is not None:
-            if layer.rope not in self._rotations:
-                cos, sin = rope_table(layer.rope, self._config.head_dim, self._batch.positions)
-                self._rotations[layer.rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
-            cos, sin = self._rotations[layer.rope]
-            heads = [_turned(x, cos, sin) for x in heads]
-        return heads[0], heads[1]
+            heads = self.norm(heads, layer.weight(norm))
+        if layer.rope is None:
+            return heads
+        if layer.rope not in self._rotations:
+            cos, sin = rope_table(layer.rope, self._config.head_dim, self._batch.positions)
+            self._rotations[layer.rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
+        return _turned(heads, *self._rotations[layer.rope])
 
     def attention(self, layer: Layer, q: Array, k: Array, v: Array) -> Array:
         """Scores are q k^T times the query scale, under the softcap if the model has one."""
         c, batch = self._config, self._batch
-        v = v.reshape(len(v), -1, c.head_dim)
+        self._append(layer, k, v)
         out = np.empty((len(q), c.num_heads * c.head_dim), self._model.dtype)
         for b, slot in enumerate(batch.slots):
             rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), self._cache.lengths[slot]
             storage, end = self._cache.storage(slot), prefix + rows.stop - rows.start
-            for held, new in ((storage.keys, k), (storage.values, v)):
-                held[layer.index, prefix:end] = rounded(self._model.kv_format, new[rows].astype(np.float32, copy=False))
             keys = storage.keys[layer.index, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
             values = storage.values[layer.index, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)
             scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(query_scale(c))  # [H, T, S]
@@ -179,6 +185,17 @@ class Forward:
             weights /= weights.sum(axis=-1, keepdims=True)
             out[rows] = np.matmul(weights, values.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(-1, out.shape[1])
         return out
+
+    def append(self, layer: Layer, k: Array, v: Array) -> None:
+        self._append(layer, self._rotated(layer, k, "k_norm"), v)
+
+    def _append(self, layer: Layer, k: Array, v: Array) -> None:
+        v, batch = v.reshape(len(v), -1, self._config.head_dim), self._batch
+        for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
+            storage, prefix = self._cache.storage(slot), self._cache.lengths[slot]
+            for held, new in ((storage.keys, k), (storage.values, v)):
+                given = new[start:end].astype(np.float32, copy=False)
+                held[layer.index, prefix : prefix + end - start] = rounded(self._model.kv_format, given)
 
     def gate(self, gate: Array, up: Array) -> Array:
         if self._config.activation == "silu":

@@ -124,6 +124,8 @@ def _of_head(config: ModelConfig, head: HeadConfig, shapes: dict[str, tuple[int,
         shapes |= {f"layers.0.{part}": (shapes[f"layers.0.{part}"][0], 2 * hidden) for part in ("q", "k", "v")}
     if head.fuses == "attention" or not head.first_norm:
         shapes.pop("layers.0.attn_norm", None)
+    if head.injects:
+        shapes["hidden_norm"] = (hidden,)
     if head.feature_size:
         shapes["encode"] = (hidden, head.feature_size)
     return shapes

@@ -16,6 +16,7 @@ from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.config import ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
+from cpuspec.formats.nvfp import NVFP4, with_scale
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -96,7 +97,7 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
     tensors, predicting, has_predicting = {}, {}, file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers")
     if file.arrays:
         raise CheckpointError(f"{file.path}: tensor {min(file.arrays)!r} holds integers, which no model of these families has")
-    for name, tensor in file.tensors.items():
+    for name, tensor in _scaled(file).items():
         layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
         if name in canonical:
             tensors[canonical[name]] = tensor
@@ -112,6 +113,31 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
                 feature = "fused q, k and v, which are not supported"
             raise CheckpointError(f"{file.path}: tensor {name!r} belongs to {feature}; the model would be wrong without it")
     return tensors, predicting
+
+
+def _scaled(file: GgufFile) -> dict[str, QuantTensor]:
+    """The file's tensors, each with the scale that a tensor `<name>.scale` beside `<name>.weight` has for the whole of it.
+
+    `<name>.input_scale` is left out: it is for processors that round inputs to four bits. Raises CheckpointError on a scale of
+    anything but nvfp4, and on one that is no positive number.
+    """
+    found = dict(file.tensors)
+    for name, tensor in file.tensors.items():
+        stem, _, kind = name.rpartition(".")
+        weight = file.tensors.get(f"{stem}.weight")
+        if weight is None or kind not in ("scale", "input_scale"):
+            continue
+        del found[name]
+        if kind == "input_scale":
+            continue
+        scale = tensor.dequantize()
+        if scale.size != 1 or not 0 < float(scale.flat[0]) < np.inf:
+            raise CheckpointError(f"{file.path}: tensor {name!r} is {scale.ravel()[:4].tolist()}, wanted one positive number")
+        if weight.format is NVFP4:
+            found[f"{stem}.weight"] = with_scale(weight, scale.flat[0])
+        elif scale.flat[0] != 1:
+            raise CheckpointError(f"{file.path}: tensor {name!r} scales one of {weight.format.name}; wanted nvfp4: convert again")
+    return found
 
 
 def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:

@@ -96,16 +96,6 @@ def read_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _check_prediction_layers(directory: Path, tensors: dict[str, QuantTensor], num_layers: int) -> None:
-    """Raise CheckpointError for layers behind the model's that config.json does not say are for multi-token prediction."""
-    path = directory / "config.json"
-    told = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES)).integer("num_nextn_predict_layers", 0)
-    for name in tensors:
-        number = re.match(r"model\.layers\.([0-9]+)\.", name)
-        if number and int(number[1]) >= num_layers + told:
-            raise CheckpointError(f"{directory}: tensor {name!r} belongs to layer {number[1]}, and the model has {num_layers}")
-
-
 def _read_mask_id(directory: Path, config: ModelConfig) -> int | None:
     """The mask token of a model trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it."""
     fields = Fields(str(directory / "config.json"), read_json_object(directory / "config.json", _MAX_CONFIG_BYTES))
@@ -115,6 +105,16 @@ def _read_mask_id(directory: Path, config: ModelConfig) -> int | None:
     if not 0 <= (mask_id := fields.integer(key)) < config.vocab_size:
         fields.fail(key, f"an id below {config.vocab_size}")
     return mask_id
+
+
+def _check_prediction_layers(directory: Path, tensors: dict[str, QuantTensor], num_layers: int) -> None:
+    """Raise CheckpointError for layers behind the model's that config.json does not say are for multi-token prediction."""
+    path = directory / "config.json"
+    told = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES)).integer("num_nextn_predict_layers", 0)
+    for name in tensors:
+        number = re.match(r"model\.layers\.([0-9]+)\.", name)
+        if number and int(number[1]) >= num_layers + told:
+            raise CheckpointError(f"{directory}: tensor {name!r} belongs to layer {number[1]}, and the model has {num_layers}")
 
 
 def _read_sampling(directory: Path) -> SamplingDefaults:

@@ -39,13 +39,25 @@ ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", metavar="N
 @exit_codes()
 def quantize(
     model: options.ModelArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The GGUF file to write.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The file to write, NAME.gguf; or a directory, for compressed-tensors.")
+    ],
     *,
     type_name: Annotated[
-        str, typer.Option("--type", metavar="TYPE", help="A format or a mix of llama-quantize, as q4_k_m, q4_0, q8_0 or q3_k_s.")
+        str,
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="Of a file: a type of llama-quantize, as q4_k_m or iq4_xs. Of a directory: w4a16, w4a16_asym, w8a8, w8a16.",
+        ),
     ] = "q4_k_m",
     method: Annotated[
-        str, typer.Option("--method", metavar="METHOD", help="round, or gptq, which needs a calibration text.")
+        str,
+        typer.Option(
+            "--method",
+            metavar="METHOD",
+            help="round; or gptq, awq, smoothquant, or several with commas, as awq,gptq: they need a calibration text.",
+        ),
     ] = "round",
     imatrix: Annotated[
         Path | None,
@@ -73,10 +85,17 @@ def quantize(
     no_act_order: Annotated[
         bool, typer.Option("--no-act-order", help="Of gptq: round columns from first to last, not by the size of their inputs.")
     ] = False,
+    smoothing_strength: Annotated[
+        float,
+        typer.Option("--smoothing-strength", metavar="SHARE", min=0, max=1, help="Of smoothquant: 0 moves nothing into weights."),
+    ] = 0.5,
+    group_size: Annotated[
+        int, typer.Option("--group-size", metavar="N", help="Of w4a16: weights that share a scale, 32, 64 or 128.")
+    ] = 128,
     threads: ThreadsOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Write a model in fewer bits, as a GGUF file that cpuspec and llama.cpp read.
+    """Write a model in fewer bits: a GGUF file that cpuspec and llama.cpp read, or compressed-tensors for transformers and vLLM.
 
     Memory holds one matrix at a time, and with a calibration text the inputs of one. A run that is interrupted goes on from there.
     """
@@ -94,6 +113,8 @@ def quantize(
             embed=token_embedding_type,
             tensor_types=tuple(_read_tensor_type(text) for text in tensor_type or ()),
             gptq=GptqSettings(dampening_frac, not no_act_order),
+            smoothing_strength=smoothing_strength,
+            group_size=group_size,
         )
     checkpoint = _opened(model)
     text = None if calibration is None else _read_text(calibration)
@@ -139,10 +160,11 @@ def imatrix(
 
     from cpuspec.quantize.imatrix import write_importance
     from cpuspec.quantize.job import measure_importance, read_chunks
+    from cpuspec.quantize.weights import Weights
 
     checkpoint, text = _opened(model), _read_text(calibration)
     with interruptible(), StepProgress(tenths=True) as progress:
-        found = measure_importance(checkpoint, read_chunks(checkpoint, text, chunks, ctx_size), progress)
+        found = measure_importance(Weights(checkpoint), read_chunks(checkpoint, text, chunks, ctx_size), progress)
     write_importance(out, replace(found, dataset=calibration.name))
     emit(f"{out}\n")
 

@@ -79,6 +79,7 @@ MTP = "mtp"
 
 _PLANNED = AUTO.levels[0].name
 _PLANNED_LOOKUP = LevelSpec("suffix:tree", 24, 0.05)  # where the spec of a planner names no lookup
+_LONGEST_CHOICE = 200  # characters of a spec that a request names
 _MOST_TOKENS_FOR_ONE = 4  # a text takes at most this factor of tokens more in another vocabulary
 _BACKEND = re.compile(rf"(?P<backend>(?:{'|'.join(BACKENDS)})(?::{BACKEND_SETTINGS})?):(?P<drafter>.+)")
 
@@ -354,6 +355,54 @@ def build(opened: OpenedSpec, target: Backend) -> Proposer:
     for level in opened.models:
         proposer = stack(level, proposer)
     return proposer
+
+
+def build_chosen(name: str, usual: Proposer, opened: OpenedSpec, vocab_size: int) -> Proposer:
+    """The drafters of a spec that a request names: lookups, and models that `usual` has loaded, which it shares.
+
+    opened: what `usual` was built from. vocab_size: of the target. Raises ConfigError for whatever else the spec names.
+    """
+    loaded = _loaded(usual, opened, vocab_size)
+    spec = SpecConfig.parse(name[:_LONGEST_CHOICE])
+    seen: list[str] = []
+
+    def drafter(part: LevelSpec, inner: Proposer) -> Proposer:
+        if _read(part).is_lookup and _read(part).name:
+            return LOOKUPS[part.name](part)
+        if part.drafter not in loaded or part.drafter in seen:
+            known = ", ".join(map(repr, (*LOOKUPS, *loaded)))
+            raise ConfigError(f"a request drafts with {known}, each model once, others are for --draft; got {part.drafter[:40]!r}")
+        seen.append(part.drafter)
+        context = loaded[part.drafter]
+        return ChainProposer(inner, context, part.drafter, part.num_tokens or DEFAULT_NUM_TOKENS, part.min_confidence)
+
+    lookups: list[Proposer] = []
+    proposer: Proposer | None = None
+    for level in spec.levels:
+        if proposer is not None and _read(level).is_lookup:
+            raise ConfigError(
+                f"{level.drafter} has no model to verify what was drafted before; put it first, or join the two with +"
+            )
+        if _read(level).is_lookup:
+            parts = [drafter(part, NullProposer()) for part in (level, *level.then)]
+            lookups.append(_combined(parts, one_after_another, "+"))
+            continue
+        inner = proposer or (_combined(lookups, first_hit, ",") if lookups else NullProposer())
+        parts = [drafter(level, inner), *(drafter(part, NullProposer()) for part in level.then)]
+        proposer = _combined(parts, one_after_another, "+")
+    return proposer or (_combined(lookups, first_hit, ",") if lookups else NullProposer())
+
+
+def _loaded(usual: Proposer, opened: OpenedSpec, vocab_size: int) -> dict[str, Context]:
+    """Models that may draft for the target alone, by name: those between which and the target all have its vocabulary."""
+    models = [one for level in opened.models for one in level if isinstance(one, OpenedModel)]
+    same = {
+        one.name
+        for number, one in enumerate(models)
+        if all(above.translation is None for above in ([one] if opened.is_planned else models[number:]))
+    }
+    chains = [level for level in usual.levels if isinstance(level, ChainProposer) and level.name in same]
+    return {one.name: one.context for one in chains if one.context.vocab_size == vocab_size}
 
 
 def _build_level(target: Backend, level: OpenedLevel, inner: Proposer) -> Proposer:

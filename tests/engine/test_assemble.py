@@ -14,6 +14,7 @@ from cpuspec.engine.assemble import LOOKUPS, OWN_WEIGHTS, Target, build, check_s
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
+from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.combine import Combined
 from cpuspec.speculation.drafters.ngram import NgramProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
@@ -220,7 +221,9 @@ def test_auto_stands_first_and_joins_no_models(text: str, message: str) -> None:
 def test_models_verify_what_stands_before_them(models: Path) -> None:
     target = open_checkpoint(models / "target.gguf")
     with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1") as llm:
-        skip = llm._engine._proposer
+        chosen = llm._engine._proposer
+        assert isinstance(chosen, ChosenDrafts)
+        skip = chosen.usual
         assert isinstance(skip, ChainProposer)
         joined = skip.inner
         assert isinstance(joined, Combined)

@@ -186,7 +186,7 @@ def test_two_runs_do_not_write_one_file(source: Checkpoint, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["matrix.dat", "matrix.gguf"])
 def test_importance_matrices_survive_both_files(source: Checkpoint, chunks: np.ndarray, tmp_path: Path, name: str) -> None:
-    found = replace(measure_importance(source, chunks, lambda what, done, total: None), dataset="words.txt")
+    found = replace(measure_importance(Weights(source), chunks, lambda what, done, total: None), dataset="words.txt")
     write_importance(tmp_path / name, found)
     again = read_importance(tmp_path / name)
     assert again.means.keys() == found.means.keys()
@@ -198,7 +198,7 @@ def test_importance_matrices_survive_both_files(source: Checkpoint, chunks: np.n
 
 def test_an_importance_matrix_does_not_depend_on_how_many_chunks_go_together(source: Checkpoint, chunks: np.ndarray) -> None:
     def measured(part: np.ndarray) -> Importance:
-        return measure_importance(source, part, lambda what, done, total: None)
+        return measure_importance(Weights(source), part, lambda what, done, total: None)
 
     whole, single = measured(chunks[:2]), [measured(chunks[i : i + 1]) for i in range(2)]
     for key, means in whole.means.items():

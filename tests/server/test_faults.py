@@ -17,7 +17,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.server import gate
+from cpuspec.server import connections, gate
 from cpuspec.server.app import listen
 from tests.processes import started, wait_for
 from tests.server.running import PATIENCE_S, SMALL, Running, load, serving, tiny_model
@@ -112,12 +112,12 @@ def test_five_hundred_clients_at_once_are_answered_or_put_off(running: Running) 
     )
     address = httpx.URL(running.url)
     with ExitStack() as stack:
-        connections = [
+        flood = [
             stack.enter_context(socket.create_connection((address.host, address.port), timeout=PATIENCE_S)) for _ in range(500)
         ]
-        for connection in connections:
+        for connection in flood:
             connection.sendall(head.encode() + b"connection: close\r\n\r\n" + content)
-        statuses = Counter(_all_of(connection)[9:12] for connection in connections)
+        statuses = Counter(_all_of(connection)[9:12] for connection in flood)
     assert set(statuses) <= {b"200", b"429", b"503"}
     assert statuses[b"200"] >= 1
     assert sum(statuses.values()) == 500
@@ -167,6 +167,18 @@ def test_clients_that_send_slowly_hold_up_nobody(running: Running) -> None:
             connection.sendall(head if number % 2 else head + b"\r\n{")
         assert answers(running)
     running.eventually(lambda: is_idle(running))
+
+
+def test_a_connection_without_a_request_is_closed_and_an_answer_is_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 0.2)
+    with serving(lambda: load(path)) as running, running.client() as client:
+        address = httpx.URL(running.url)
+        with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "max_tokens": 2000}) as reply:
+            for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: loc"):
+                with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
+                    connection.sendall(sent)
+                    assert _all_of(connection) == b""
+            assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
 
 
 def test_a_flood_is_refused_with_the_time_to_come_back(running: Running) -> None:
