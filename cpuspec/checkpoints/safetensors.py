@@ -6,6 +6,9 @@ header (https://github.com/huggingface/safetensors). The header is checked like 
 
 import math
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import map_file
@@ -18,14 +21,17 @@ _DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 
+_ARRAYS = {"BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+
 # As Python objects a header takes up to 25 times its bytes; those of models have less than a megabyte.
 _MAX_HEADER_BYTES = 1 << 25
 
 
-def read_safetensors(path: Path, mmap: bool = True) -> dict[str, QuantTensor]:
+def read_safetensors(path: Path, mmap: bool = True, arrays: dict[str, NDArray[Any]] | None = None) -> dict[str, QuantTensor]:
     """The matrices and vectors of a file by name, as views of its bytes, which are mapped or read.
 
-    Raises CheckpointError on a damaged file, or a tensor that is not f32, f16 or bf16 with one or two dimensions.
+    arrays: gets tensors of integers and truth values, and floats of more dimensions; without it they are refused.
+    Raises CheckpointError on a damaged file, or another tensor that is not f32, f16 or bf16 with one or two dimensions.
     """
     data = map_file(path, mmap)
     if len(data) < 8:
@@ -59,6 +65,12 @@ def read_safetensors(path: Path, mmap: bool = True) -> dict[str, QuantTensor]:
         if end > len(payload):
             entry.fail("data_offsets", f"an end within the {len(payload)} bytes that the file has; download it again")
         extents.append((start, end, name))
+        if arrays is not None and (dtype in _ARRAYS or (len(shape) > 2 and dtype in _FORMATS)):
+            if dtype in _ARRAYS:
+                arrays[name] = payload[start:end].view(_ARRAYS[dtype]).reshape(shape)
+            else:
+                arrays[name] = _FORMATS[dtype].decode(payload[start:end]).reshape(shape)
+            continue
         if dtype not in _FORMATS:
             entry.fail("dtype", f"F32, F16 or BF16: {dtype} weights are not supported")
         if len(shape) not in (1, 2) or 0 in shape:
