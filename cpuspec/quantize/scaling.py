@@ -72,7 +72,8 @@ def _best_factors(weights: Weights, names: tuple[str, ...], formats: Mapping[str
     for name in names:
         step = max(1, weights.checkpoint.tensors[name].shape[0] // _ROWS)
         samples.append((formats[name], weights.matrix(name)[::step]))
-    best, best_error = np.ones_like(sizes), np.inf
+    best: F32 = np.ones_like(sizes)
+    best_error = np.inf
     for ratio in _RATIOS:
         factors = (sizes**ratio).astype(np.float32)
         factors /= np.sqrt(factors.max() * factors.min())
