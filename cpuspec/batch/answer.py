@@ -15,11 +15,13 @@ from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, message_o
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, timings, usage
 from cpuspec.server.model import ServedModel, Wanted, shown_tokens
 from cpuspec.server.parsing import ToolFormat, tool_format
+from cpuspec.server.structured import answer_format
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
 _MOST_LOGPROBS = 20
 _LINES_AHEAD = 16  # for each sequence that runs: answers that may wait for one before them
 _SAMPLING = {one.name for one in fields(SamplingParams)} - {"logprobs", "max_draft_tokens"}
+_GRAMMARS = ("json_schema", "regex", "choices", "grammar")
 # Fields that change no answer here. One model answers the whole batch, whatever a line calls it.
 _IGNORED = {
     *("model", "user", "metadata", "stream_options", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
@@ -192,7 +194,7 @@ def _chat_prompt(llm: LLM, body: Mapping[str, Any]) -> ChatPrompt:
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
     template = llm.tokenizer.chat_template
     model = _ChatModel(llm, llm.name, tool_format(template), "tools" in (template or ""))
-    return chat_prompt(cast(ServedModel, model), messages, tools, body.get("tool_choice"), variables)
+    return chat_prompt(cast(ServedModel, model), messages, tools, body.get("tool_choice"), variables, _answer_format(body))
 
 
 def _objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -214,19 +216,15 @@ def _prediction(llm: LLM, body: Mapping[str, Any]) -> list[int]:
     return llm.tokenizer.encode(text, add_special=False)[: llm.context_length]
 
 
-def _response_format(asked: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema that OpenAI's response_format names, taken out of a chat's body, as fields of SamplingParams."""
-    given = asked.pop("response_format", None)
-    kind = given.get("type") if isinstance(given, dict) else None
-    if given is None or kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"json_schema": {"type": "object"}}
-    holder = given.get("json_schema") if kind == "json_schema" else None
-    schema = holder.get("schema") if isinstance(holder, dict) else None
-    if not isinstance(schema, dict):
-        raise ConfigError("response_format must have type text, json_object, or json_schema with json_schema.schema, an object")
-    return {"json_schema": schema}
+def _answer_format(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a conversation's answer keeps to, as fields of SamplingParams. Raises RequestError, and ConfigError for two of them."""
+    found = answer_format(body.get("response_format"), "response_format")
+    own = {name: body[name] for name in _GRAMMARS if body.get(name) is not None}
+    if len(found) + len(own) > 1:
+        raise ConfigError(f"an answer keeps to one of response_format, {', '.join(_GRAMMARS)}")
+    if isinstance(own.get("choices"), list):
+        own["choices"] = tuple(own["choices"])
+    return found | own
 
 
 def _params(llm: LLM, url: str, body: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
@@ -234,13 +232,14 @@ def _params(llm: LLM, url: str, body: Mapping[str, Any], given: Mapping[str, Any
     asked = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
     for name in _OF_PROMPTS[url]:
         asked.pop(name, None)
-    keeps_to = _response_format(asked) if url == CHAT else {}
+    for name in ("response_format", *_GRAMMARS) if url == CHAT else ():  # `_answer_format` reads them
+        asked.pop(name, None)
     for name, neutral in _REFUSED.items():
         if (value := asked.pop(name, neutral)) != neutral:
             raise ConfigError(f"{name} is not supported in a batch; got {in_one_line(repr(value))}")
     if "max_completion_tokens" in asked:
         asked["max_tokens"] = asked.pop("max_completion_tokens")
-    changes = dict(given) | _logprobs(url, asked) | _drafts(asked) | keeps_to
+    changes = dict(given) | _logprobs(url, asked) | _drafts(asked)
     if unknown := sorted(asked.keys() - _SAMPLING):
         raise ConfigError(f"there is no field {in_one_line(unknown[0])!r}; wanted some of {', '.join(sorted(_SAMPLING))}")
     if asked.get("top_k") == -1:
