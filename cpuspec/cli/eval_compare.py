@@ -74,7 +74,7 @@ def drift(
 
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", *HOW)
-@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "logprobs"))
+@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def forms(
     data: Annotated[
         Path,

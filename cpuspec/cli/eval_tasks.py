@@ -50,7 +50,7 @@ LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, 
 
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", *HOW)
-@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "logprobs"))
+@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def task(
     name: Annotated[str, typer.Argument(metavar="TASK", help=f"One of {', '.join(TASKS)}.")],
     data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The problems, one a line, in the data set's own fields.")],

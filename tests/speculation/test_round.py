@@ -57,7 +57,7 @@ def test_a_round_commits_its_verdict_and_then_tells_the_proposer() -> None:
     (done,) = speculate(context, proposer, [seq], [3])
     assert done.verdict.tokens == right
     assert seq.tokens == [0, 4, 5, *right]
-    assert proposer.told == [(seq.tokens, right, (6, 6))]
+    assert proposer.told == [(seq.tokens, right, (4, 4))]  # rows up to the accepted token's, for each of two layers
 
 
 def test_a_tree_hands_on_the_rows_of_its_accepted_path() -> None:
