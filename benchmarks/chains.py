@@ -38,7 +38,7 @@ from peers_errors import PeerError
 from peers_report import who
 from record import Rounds, record, save, say
 
-from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.engine.assemble import check_spec
@@ -49,7 +49,7 @@ from cpuspec.evaluate.prompts import prompt_ids, random_words, read_prompts, rea
 from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
 from cpuspec.formats import get_format
 from cpuspec.metrics import LevelCounters
-from cpuspec.quantize.cast import cast
+from cpuspec.quantize.cast import dequantized
 from cpuspec.tokenizer import make_tokenizer
 
 _NO_REPEATS, _MORE_THAN_ANY_LOGIT = "no repeats", 1e4
@@ -96,7 +96,7 @@ def main(
         interpreter = read_interpreters(python or [], ("torch",)).get("torch")
         choice = Choice(llama_cpp, tuple(llama_cpp_drafts or LLAMA_CPP_DRAFTS), interpreter, lookup)
         choice.check(checkpoint, target_dtype)
-        checkpoint = dequantized(checkpoint, target_dtype) if target_dtype else checkpoint
+        checkpoint = dequantized(checkpoint, get_format(target_dtype)) if target_dtype else checkpoint
     except (CpuspecError, PeerError) as error:
         raise typer.BadParameter(str(error)) from None
     if not sets:
@@ -156,13 +156,6 @@ def _no_repeats(params: SamplingParams, ids: list[int]) -> SamplingParams:
     """For an answer that has no token of the prompt, none twice, and no end: whatever text predicts is wrong."""
     never = dict.fromkeys(ids, float("-inf"))
     return replace(params, logit_bias=never, presence_penalty=_MORE_THAN_ANY_LOGIT, ignore_eos=True)
-
-
-def dequantized(checkpoint: Checkpoint, format_name: str) -> Checkpoint:
-    """The checkpoint with every matrix, embedding and head included, as its values in another format. Raises FormatError."""
-    format = get_format(format_name)
-    tensors = {name: cast(one, format) if len(one.shape) == 2 else one for name, one in checkpoint.tensors.items()}
-    return replace(checkpoint, tensors=tensors)
 
 
 def summarize(answers: Sequence[Completion], plain: Sequence[Completion]) -> dict[str, Any]:

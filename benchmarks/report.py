@@ -3,8 +3,9 @@
     python benchmarks/report.py                                   from benchmarks/results, to report/
     python benchmarks/report.py --results DIR --output DIR
 
-Drafts against plain decoding, peers side by side, what n rows cost, acceptance, memory, quality; and runs that `cpuspec parity
---record` left in results/runs, such as a GPU's beside a CPU's. A part that nothing is on file for says which command makes it.
+Drafts against plain decoding, peers side by side, what n rows cost, acceptance, memory, quality, tasks and their cost; and runs
+that `cpuspec parity --record` left in results/runs, such as a GPU's beside a CPU's. A part that nothing is on file for says which
+command makes it.
 Plots need matplotlib: pip install "cpuspec[report]".
 """
 

@@ -307,6 +307,94 @@ def quality(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]
     ]
 
 
+def formats(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
+    """What a model's bits cost: divergence from a reference on file, perplexity, by bits per weight."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    rows = []
+    for one in _of(results, "kl"):
+        label = Path(one["model"]).stem
+        panels.setdefault(f"reference {one['reference']}", {}).setdefault(label, [(one["bits_per_weight"], one["kl_mean"])])
+        rows.append(
+            [
+                f"{label}, against {one['reference']}",
+                f"{one['bits_per_weight']:.2f}",
+                f"{one['kl_mean']:.5f} ± {one['kl_error']:.5f}",
+                f"{one['same_top']:.2%}",
+                f"{one['top_overlap']:.2%}",
+                f"{one['perplexity']:.3f} ± {one['perplexity_error']:.3f}",
+            ]
+        )
+    if not rows:
+        return []
+    picture = plots.curves(panels, ("bits per weight", "KL divergence, nats"))
+    columns = ["model", "bits per weight", "KL mean", "same likeliest token", "ten likeliest", "perplexity"]
+    return [Plot("formats", "mean KL divergence from the reference, by bits per weight", picture), Table(columns, rows)]
+
+
+def tasks(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
+    """Right answers, by speed and by bits, and what they cost: of tasks, and of the four arms."""
+    listed = [(one, one, "") for one in _of(results, "task") if "bits_per_weight" in one]
+    listed += [
+        (one, task | {"bits_per_weight": arm["bits_per_weight"], "draft": arm["draft"]}, f", {arm['arm']}")
+        for one in _of(results, "arms")
+        for arm in one["arms"]
+        for task in arm["tasks"]
+    ]
+    speeds: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    bits: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    rows = []
+    for result, task, arm in listed:
+        name, cost = f"{task['task']}, {task['form']}", task["cost"]
+        label = f"{Path(result['model']).stem}{arm}, drafts {task['draft']}"
+        for panels, x in ((speeds, cost["tokens_per_s"]), (bits, task["bits_per_weight"])):
+            panels.setdefault(f"{name}, {task['num_problems']} problems", {}).setdefault(label, [(x, task["pass@1"])])
+        price = (task.get("price") or {}).get("per_accepted_answer")
+        taken_s = cost["duration_s"] / task["num_passed"] if task["num_passed"] else None
+        rows.append(
+            [
+                f"{label}: {name}",
+                f"{task['pass@1']:.1%} ± {task['pass@1_error']:.1%}",
+                f"{task['bits_per_weight']:.2f}",
+                _figure(cost["tokens_per_s"], 1),
+                *(_figure(1e3 * cost["ttft_s"][rank], 0) if cost["ttft_s"] else "" for rank in ("p50", "p99")),
+                *(_figure(1e3 * cost["tpot_s"][rank], 1) if cost["tpot_s"] else "" for rank in ("p50", "p95", "p99")),
+                f"{cost['memory_bytes'] / 1e6:.0f}" if cost["memory_bytes"] else "",
+                _figure(taken_s, 1),
+                _figure(price, 5),
+            ]
+        )
+    if not rows:
+        return []
+    columns = ["model: task", "right", "bits", "tokens/s", "first token p50", "p99", "per token p50", "p95", "p99", "MB"]
+    return [
+        Plot("tasks-speed", "right answers by speed", plots.curves(speeds, ("tokens/s", "right answers"), share=True)),
+        Plot(
+            "tasks-bits", "right answers by bits per weight", plots.curves(bits, ("bits per weight", "right answers"), share=True)
+        ),
+        Table([*columns, "s a right answer", "price of one"], rows),
+    ]
+
+
+def elsewhere(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
+    """Results of other engines and machines beside ours, with prices where they were given."""
+    rows = [
+        [
+            f"{run['engine']}, {run['model']}",
+            run["machine"],
+            run["what"],
+            *(_figure(run[name], 1) for name in ("prefill_tokens_per_s", "decode_tokens_per_s", "tokens_per_s")),
+            *("" if run[name] is None else f"{1e3 * run[name]:.1f}" for name in ("ttft_s", "tpot_s")),
+            *("" if run[name] is None else f"{run[name]:.0%}" for name in ("acceptance", "quality")),
+            *(_figure(run[name], 4) for name in ("price_per_million", "price_per_answer")),
+        ]
+        for result in _of(results, "beside")
+        for run in result["runs"]
+    ]
+    columns = ["engine, model", "machine", "what", "prefill tokens/s", "decode tokens/s", "tokens/s of all", "first token, ms"]
+    columns += ["per token, ms", "accepted", "right", "price of a million tokens", "of a right answer"]
+    return [Table(columns, rows, 3)] if rows else []
+
+
 def identity(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """Greedy ids whatever drafts, threads, batches."""
     rows = [
@@ -389,6 +477,27 @@ PARTS = (
     Part("Acceptance, by position and level", (_CHAINS,), acceptance),
     Part("Memory", (_CHAINS, "python benchmarks/start.py MODEL --json benchmarks/results/start-NAME.json"), memory),
     Part("Quality", ("python benchmarks/quality.py MODEL TEXT --json benchmarks/results/quality-NAME.json",), quality),
+    Part(
+        "Formats: quality against bits",
+        (
+            "cpuspec eval perplexity MODEL TEXT --save-logits REFERENCE",
+            "cpuspec eval kl OTHER_MODEL REFERENCE --json > benchmarks/results/kl-NAME.json",
+        ),
+        formats,
+    ),
+    Part(
+        "Tasks: quality against speed and bits, and the cost of a right answer",
+        (
+            "cpuspec eval task humaneval DATA.jsonl -m MODEL --allow-code-execution --json > benchmarks/results/task-NAME.json",
+            "cpuspec eval arms MODEL humaneval:DATA.jsonl --allow-code-execution --json > benchmarks/results/arms-NAME.json",
+        ),
+        tasks,
+    ),
+    Part(
+        "Beside GPUs and other engines",
+        ("cpuspec eval beside FILE FILE --price-per-hour X --price-per-hour Y --json > benchmarks/results/beside-NAME.json",),
+        elsewhere,
+    ),
     Part(
         "Identical answers",
         (

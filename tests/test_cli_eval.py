@@ -113,3 +113,52 @@ def test_programs_are_run_only_where_that_was_said(model: str, tmp_path: Path) -
         result = run("task", *arguments, *NUMPY)
         assert result.exit_code in (1, 2)
         assert message in result.output
+
+
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "one two one two"}\n{"text": "three"}\n', "utf-8")
+    return f"{path}:text:2"
+
+
+def test_drift_tells_where_two_models_part(model: str, other_model: str, tmp_path: Path) -> None:
+    options = ("--prompts", prompts(tmp_path), "--max-tokens", "6", "--draft", "none", *NUMPY)
+    same, other = (shown("drift", model, one, *options) for one in (model, other_model))
+    assert (same["num_identical"], same["edit_distance_mean"], same["first_difference_median"]) == (2, 0, None)
+    assert (other["num_prompts"], other["unit"]) == (2, "tokens")
+    assert other["edit_distance_mean"] > 0
+    assert "same answers" in run("drift", model, other_model, *options).stdout
+
+
+def test_forms_are_counted(model: str, tmp_path: Path) -> None:
+    data = tmp_path / "forms.jsonl"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    data.write_text(json.dumps({"prompt": "call f", "tools": [tool]}) + '\n{"prompt": "say {}"}\n', "utf-8")
+    options = ("-m", model, "--max-tokens", "6", "--draft", "none", *NUMPY)
+    report = shown("forms", str(data), *options)
+    assert [(one["kind"], one["num_lines"], one["fits"]) for one in report["kinds"]] == [("tool calls", 1, 0), ("JSON", 1, 0)]
+    assert "tool calls" in run("forms", str(data), *options).stdout
+
+
+def test_the_four_arms_are_compared_and_set_beside_others(model: str, tmp_path: Path) -> None:
+    data = tmp_path / "gsm8k.jsonl"
+    data.write_text('{"question": "one two one two one", "answer": "#### 3"}\n' * 2, "utf-8")
+    report = shown("arms", model, f"gsm8k:{data}", "--max-tokens", "6", "--draft", "ngram", "--price-per-hour", "1", *NUMPY)
+    assert [arm["arm"] for arm in report["arms"]] == ["baseline", "quantized", "speculative", "both"]
+    assert [arm["draft"] for arm in report["arms"]] == ["none", "none", "ngram", "ngram"]
+    wide, narrow = report["arms"][0], report["arms"][1]
+    assert wide["bits_per_weight"] > 15.9 > narrow["bits_per_weight"]
+    for arm in report["arms"]:
+        (task,) = arm["tasks"]
+        assert task["cost"]["num_answers"] == task["num_problems"] == 2
+        assert task["cost"]["ttft_s"].keys() == {"p50", "p95", "p99"}
+        assert task["price"]["per_million_tokens"] > 0
+    assert {"date", "command", "model"} <= report.keys()
+    path, other = tmp_path / "arms.json", tmp_path / "other.json"
+    path.write_text(json.dumps(report), "utf-8")
+    other.write_text('{"engine": "transformers", "model": "m", "decode_tokens_per_s": 3}', "utf-8")
+    runs = shown("beside", str(path), str(other), "--price-per-hour", "1", "--price-per-hour", "2")["runs"]
+    assert [one["price_per_hour"] for one in runs] == [1, 1, 1, 1, 2]
+    assert runs[4]["price_per_million"] == pytest.approx(2 / 3600 / 3 * 1e6)
+    assert "transformers" in run("beside", str(path), str(other)).stdout
+    assert run("beside", str(path), "--price-per-hour", "1", "--price-per-hour", "2").exit_code == 2

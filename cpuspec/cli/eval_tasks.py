@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -147,8 +150,15 @@ def harness(
     checkpoint, spec = open_with_drafts(model, draft)
     with open_harness(checkpoint, spec, running.backend, running.settings) as lm:
         found = run_harness(lm, tasks, include_path, shots, limit, chat)
-    report = {"benchmark": "harness", **describe_run(model, *running), "draft": str(spec), **found}
+    report = {"benchmark": "harness", **describe_eval(model, running), "draft": str(spec), **found}
     print_report(report, as_json, lambda _: emit(harness_table(found) + "\n"))
+
+
+def describe_eval(model: str, running: options.Running | None = None) -> dict[str, Any]:
+    """The subject of a measurement, when it was made, and by which command: without the directories of this machine."""
+    words = [Path(word).name if "/" in word and Path(word).exists() else word for word in sys.argv[1:]]
+    about = describe_run(model, *running) if running else {"model": model}
+    return about | {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["cpuspec", *words])}
 
 
 def check_execution(row: Task, allowed: bool, isolated: bool) -> None:
@@ -184,7 +194,7 @@ def _ask_model(
         requests = [(one.prompt, params) for one, params in zip(asked, each, strict=True)]
         answers, cost = answer_all(llm, requests, lambda done: progress("answers", done, len(asked)))
         about = {
-            **describe_run(model, *running),
+            **describe_eval(model, running),
             "threads": llm.threads,
             "draft": str(llm.spec),
             "max_sequences": running.settings.max_sequences,
@@ -222,7 +232,7 @@ def _ask_server(
         )
     if wrong := next((one.error for one in done.answers if one.error), done.stopped):
         raise CpuspecError(f"{url} did not answer every problem: {wrong}")
-    about = {"model": model, "base_url": url, "max_sequences": at_once}
+    about = {**describe_eval(model), "base_url": url, "max_sequences": at_once}
     return about, [one.text for one in done.answers], cost_of_server(done.answers, done.duration_s)
 
 

@@ -12,8 +12,8 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, StepProgress, busy, exit_codes, print_facts, print_report
-from cpuspec.cli.eval_tasks import HOW, harness, task
-from cpuspec.cli.machine import describe_run
+from cpuspec.cli.eval_compare import arms, beside, drift, forms
+from cpuspec.cli.eval_tasks import HOW, describe_eval, harness, task
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.reports import totals
 from cpuspec.evaluate.logits_file import LogitsFile, writing
@@ -23,7 +23,7 @@ from cpuspec.evaluate.quality import TOP_K
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 eval_app = typer.Typer(no_args_is_help=True, help="Measure how good a model is: texts, tasks, formats, and what answers cost.")
-for command in (task, harness):
+for command in (task, forms, drift, arms, beside, harness):
     eval_app.command()(command)
 
 ChunksOption = Annotated[
@@ -81,7 +81,7 @@ def perplexity(
             found = measure_perplexity(backend, windows, on_window, writer)
     report = {
         "benchmark": "perplexity",
-        **describe_run(model, *running),
+        **describe_eval(model, running),
         "bits_per_weight": totals(checkpoint.tensors.values())["bits_per_weight"],
         "text": text.name,
         "context": context,
@@ -118,7 +118,7 @@ def kl(
     with _loaded(model, checkpoint, running) as backend, _progress("KL divergence", total) as on_window:
         found = compare_with_file(backend, file, _bos_id(make_tokenizer(checkpoint)), chunks, on_window)
     about = {
-        **describe_run(model, *running),
+        **describe_eval(model, running),
         "bits_per_weight": totals(checkpoint.tensors.values())["bits_per_weight"],
         "reference": reference.name,
         "context": file.context,

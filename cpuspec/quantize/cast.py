@@ -23,6 +23,12 @@ def cast(tensor: QuantTensor, format: Format) -> QuantTensor:
     return Cast(tensor, format, recode).made()
 
 
+def dequantized(checkpoint: Checkpoint, format: Format) -> Checkpoint:
+    """The checkpoint with every matrix, embedding and head included, as its values in another format. Raises FormatError."""
+    tensors = {name: cast(one, format) if len(one.shape) == 2 else one for name, one in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors)
+
+
 def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:
     """The format of each matrix that a draft in `format` has cast, by name.
 

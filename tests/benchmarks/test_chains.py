@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cpuspec import LLM
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.formats import FORMATS
+from cpuspec.formats import FORMATS, get_format
 from tools.make_tiny_model import make_tiny_gguf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
@@ -113,7 +113,7 @@ def test_an_arm_with_another_id_fails(model, prompts, monkeypatch):
 
 def test_a_target_in_bf16_has_every_matrix_in_bf16_with_the_values_of_the_file(model):
     checkpoint = open_checkpoint(model)
-    cast = chains.dequantized(checkpoint, "bf16")
+    cast = chains.dequantized(checkpoint, get_format("bf16"))
     for name, tensor in checkpoint.tensors.items():
         if len(tensor.shape) == 2:
             assert cast.tensors[name].format is FORMATS["bf16"]

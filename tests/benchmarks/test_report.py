@@ -97,7 +97,48 @@ def peers(**part):
     return result("peers", instruction_sets={"native": {"instructions": without, **part}})
 
 
+LATENCIES = {"p50": 0.25, "p95": 0.5, "p99": 0.75}
+TASK = {
+    "task": "humaneval",
+    "form": "raw",
+    "num_problems": 20,
+    "num_passed": 17,
+    "pass@1": 0.85,
+    "pass@1_error": 0.08,
+    "cost": {"duration_s": 34.0, "tokens_per_s": 12.5, "ttft_s": LATENCIES, "tpot_s": LATENCIES, "memory_bytes": 1_500_000_000},
+    "price": {"per_million_tokens": 3.0, "per_accepted_answer": 0.00125},
+}
+KL = {
+    "reference": "ours.kld",
+    "bits_per_weight": 4.5,
+    "kl_mean": 0.0125,
+    "kl_error": 0.0005,
+    "same_top": 0.9375,
+    "top_overlap": 0.875,
+    "perplexity": 10.5,
+    "perplexity_error": 0.25,
+}
+ELSEWHERE = {
+    "engine": "vllm",
+    "model": "m",
+    "machine": "H200",
+    "what": "100 requests",
+    "prefill_tokens_per_s": None,
+    "decode_tokens_per_s": 100.0,
+    "tokens_per_s": 1280.0,
+    "ttft_s": 0.05,
+    "tpot_s": 0.01,
+    "acceptance": 0.6,
+    "quality": None,
+    "price_per_million": 0.5425,
+    "price_per_answer": None,
+}
+
 RESULTS_OF_ALL = {
+    "kl": result("kl", **KL),
+    "task": result("task", bits_per_weight=5.0, draft="auto", **TASK),
+    "arms": result("arms", arms=[{"arm": "baseline", "bits_per_weight": 16.0, "draft": "none", "tasks": [TASK]}]),
+    "beside": result("beside", runs=[ELSEWHERE]),
     "chains": chains(1.0, **peers_of_chains()),
     "chains-bf16": chains(2.0, target_dtype="bf16"),
     "peers": peers(
@@ -282,7 +323,7 @@ def test_the_page_needs_no_other_file_and_takes_no_text_for_markup(tmp_path, dra
     assert any("A <b>processor</b>" in cell for cell in page.cells)
     pictures = set(re.findall(r"\]\(([\w-]+\.png)\)", (tmp_path / "out" / "report.md").read_text("utf-8")))
     assert pictures == {path.name for path in (tmp_path / "out").glob("*.png")}
-    assert len(pictures) == 10
+    assert len(pictures) == 13
 
 
 @pytest.mark.parametrize(
@@ -377,3 +418,22 @@ def test_a_label_has_one_colour_in_every_panel(monkeypatch):
     report_plots.bars({"one": {"a": bar, "b": bar}, "two": {"b": bar}}, "x")
     (_, second), (only,) = ([patch.get_facecolor() for patch in axis.patches] for axis in figures[0].axes)
     assert second == only
+
+
+def test_formats_tasks_and_other_engines_have_their_tables_and_plots(drawn, tmp_path):
+    results = report.read_results(on_file(tmp_path / "results", RESULTS_OF_ALL))
+    chapters = dict(report.make_chapters(results, []))
+    text = report.as_markdown(list(chapters.items()))
+    assert "| 4.50 | 0.01250 ± 0.00050 | 93.75% | 87.50% | 10.500 ± 0.250 |" in text
+    assert "| 85.0% ± 8.0% | 5.00 | 12.5 | 250 | 750 | 250.0 | 500.0 | 750.0 | 1500 | 2.0 | 0.00125 |" in text
+    assert ", baseline, drafts none: humaneval, raw | 85.0% ± 8.0% | 16.00 |" in text
+    assert "| vllm, m | H200 | 100 requests |  | 100.0 | 1280.0 | 50.0 | 10.0 | 60% |  | 0.5425 |  |" in text
+    plotted = {block.name for blocks in chapters.values() for block in blocks if isinstance(block, report_parts.Plot)}
+    assert {"formats", "tasks-speed", "tasks-bits"} <= plotted
+    bits = next(
+        panels
+        for panels in drawn
+        if any("humaneval" in title for title in panels)
+        and any((5.0, 0.85) in points for one in panels.values() for points in one.values())
+    )
+    assert list(bits) == ["humaneval, raw, 20 problems"]
