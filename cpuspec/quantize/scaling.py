@@ -70,8 +70,8 @@ def _best_factors(weights: Weights, names: tuple[str, ...], formats: Mapping[str
     means = hessian.diagonal()
     samples = []
     for name in names:
-        rows = weights.checkpoint.tensors[name].shape[0]
-        step = max(1, rows // _ROWS)
+        count = weights.checkpoint.tensors[name].shape[0]
+        step = max(1, count // _ROWS)
         samples.append((formats[name], weights.matrix(name)[::step]))
     best: F32 = np.ones_like(sizes)
     best_error = np.inf
