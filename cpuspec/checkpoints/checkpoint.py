@@ -50,6 +50,7 @@ class Checkpoint:
     k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}. Weights are [out, in]
     with q and k rows in rotate-half order; norms and biases are vectors of f32, f16 or bf16.
     sampling: how its files say that it should be sampled.
+    quantization: what its files say of how its weights were made, for people; "" where they say nothing.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -59,6 +60,7 @@ class Checkpoint:
     tensors: Mapping[str, QuantTensor]
     vocabulary: GgufVocabulary | HfTokenizerFiles
     sampling: SamplingDefaults = NO_DEFAULTS
+    quantization: str = ""
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cpuspec.errors import FormatError
-from cpuspec.formats import floats, int4, kquants, legacy, lowbit, mx
+from cpuspec.formats import float_codes, floats, int4, int8, kquants, legacy, lowbit, mx
 from cpuspec.formats.format import Format
 from cpuspec.formats.tensor import Cast, QuantTensor
 
@@ -28,7 +28,18 @@ def table_of(rows: Sequence[Format]) -> Mapping[str, Format]:
 
 
 FORMATS = table_of(
-    (floats.F32_FORMAT, floats.F16, floats.BF16, *legacy.FORMATS, *kquants.FORMATS, mx.MXFP4, *int4.FORMATS, *lowbit.FORMATS)
+    (
+        floats.F32_FORMAT,
+        floats.F16,
+        floats.BF16,
+        *legacy.FORMATS,
+        *kquants.FORMATS,
+        mx.MXFP4,
+        *int4.FORMATS,
+        *lowbit.FORMATS,
+        *int8.FORMATS,
+        *float_codes.FORMATS,
+    )
 )
 
 

@@ -42,7 +42,7 @@ def directory(tmp_path):
 
 
 def safetensors_values(path):
-    return {name: tensor.dequantize() for name, tensor in read_safetensors(path).items()}
+    return {name: tensor.floats().dequantize() for name, tensor in read_safetensors(path).items()}
 
 
 def edit_config(directory, changes=(), drop=()):
@@ -286,8 +286,8 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
         ({"architectures": []}, "wanted one of LlamaForCausalLM"),
         ({"architectures": [["LlamaForCausalLM"]]}, "wanted one of LlamaForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "an array"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' are not supported by this version"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq' are not supported by this version"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: bits is absent, wanted an integer"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported by this version, which reads gptq, awq"),
         ({"quantization_config": {}}, "an unnamed method"),
         ({"quantization_config": []}, "quantization_config is .*wanted an object"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted silu or gelu_pytorch_tanh"),
