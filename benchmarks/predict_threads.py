@@ -103,9 +103,14 @@ class _Writer:
         self.works.append(Work(False, 1, NUMBER_S * self._config.hidden_size))
         return self._config.hidden_size
 
-    def fuse(self, x: int, name: str, norms: tuple[str, str]) -> int:
-        self._multiply(name)
-        return x
+    def hidden(self, norm: str | None) -> int:
+        return self._config.hidden_size
+
+    def join(self, x: int, norms: tuple[str, str] | None) -> int:
+        return 2 * x
+
+    def features(self) -> int:
+        return self._config.head.feature_size if self._config.head else 0
 
     def linears(self, x: int, names: tuple[str, ...], norm: str | None) -> tuple[int, ...]:
         self._multiply(*names)
@@ -130,9 +135,9 @@ class _Writer:
     def keep(self, layer: object, x: int) -> None:
         pass
 
-    def logits(self, x: int, name: str, norm: str) -> int:
+    def logits(self, x: int, name: str, norm: str | None) -> int:
         self._multiply(name if name in self._shapes else "embed")
-        return self._config.vocab_size
+        return self._config.num_logits
 
     def _multiply(self, *names: str) -> None:
         """The preparation of a row, and its products with matrices."""

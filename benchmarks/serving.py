@@ -8,6 +8,9 @@ for each client, for one number of clients after the other: a client sends its n
 twice in a turn, so that no cache of prompts is of use. Answers are greedy and end where the model ends them. The next round begins
 with the last server of the one before.
 
+`edits:COUNT` among the prompts are files of Python's own library, which the model is asked to repeat with one change. A draft of
+llama-server may bring options of its own: --llama-cpp-draft "ngram-simple --spec-ngram-simple-size-n 4".
+
 Ratios are taken within a round. `differing` counts answers that are not those of cpuspec without drafts in the same round.
 """
 
@@ -17,11 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,7 +47,9 @@ from cpuspec.load.run import LoadPlan, first_model, run_load, warm_up
 
 THROUGHPUT, REQUESTS = "output tokens/s", "requests/s"
 LATENCIES = tuple(f"p{rank}_{name}_ms" for name in ("ttft", "tpot") for rank in (50, 95, 99))
-WARM_UPS = 2
+WARM_UPS, WARM_UP_TOKENS = 2, 32
+EDIT = "Put the comment `# Checked.` above the last function of this file. Answer with the whole file.\n\n```python\n{}\n```"
+EDITED_LINES, EDITED_CHARACTERS = range(120, 191), 7000
 START_S, STOP_S, LOAD_S = 600, 60, 3600
 
 
@@ -64,7 +70,9 @@ class Arm:
 
 def main(
     model: Annotated[str, typer.Argument(help="Recipe name, or GGUF file.")],
-    prompts: Annotated[list[str], typer.Argument(help="FILE:FIELD:COUNT of JSON-lines files, :chat after it for conversations.")],
+    prompts: Annotated[
+        list[str], typer.Argument(help="FILE:FIELD:COUNT of JSON-lines files, :chat after it for conversations; edits:COUNT.")
+    ],
     llama_cpp: Annotated[Path | None, typer.Option(help="Directory with llama-server; without it, cpuspec runs alone.")] = None,
     llama_cpp_variants: Annotated[Path | None, typer.Option(help="Directory with a directory for each --isa.")] = None,
     isa: Annotated[
@@ -73,7 +81,9 @@ def main(
     clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "8,32",
     per_client: Annotated[int, typer.Option(help="Requests of each client.", min=1)] = 4,
     draft: Annotated[list[str], typer.Option(help="Drafts of cpuspec besides none. Repeatable.")] = ["auto"],  # noqa: B006
-    llama_cpp_draft: Annotated[list[str], typer.Option(help="--spec-type of llama-server besides none. Repeatable.")] = [  # noqa: B006
+    llama_cpp_draft: Annotated[
+        list[str], typer.Option(help="--spec-type of llama-server besides none, options after it. Repeatable.")
+    ] = [  # noqa: B006
         "ngram-mod"
     ],
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 128,
@@ -118,11 +128,22 @@ def main(
 
 def read_load(texts: Sequence[str], count: int) -> list[LoadRequest]:
     """`count` different prompts, from each set in turn. Raises PeerError if there are fewer."""
-    sets = [read_prompts(text).prompts for text in texts]
+    sets = [read_edits(text) if text.startswith("edits:") else read_prompts(text).prompts for text in texts]
     mixed = [prompt for row in zip_longest(*sets) for prompt in row if prompt is not None]
     if len(mixed) < count:
         raise PeerError(f"this load needs {count} prompts, and there are {len(mixed)}; name more, or fewer clients")
     return [LoadRequest(one) if isinstance(one, str) else LoadRequest(messages=tuple(one)) for one in mixed[:count]]
+
+
+def read_edits(text: str) -> list[list[dict[str, str]]]:
+    """The conversations that edits:COUNT names: each has a file of about 150 lines and asks for one change. Raises PeerError."""
+    directory = Path(sysconfig.get_path("stdlib"))
+    files = [path.read_text("utf-8") for path in sorted(directory.glob("*.py"))]
+    files = [file for file in files if len(file.splitlines()) in EDITED_LINES and len(file) < EDITED_CHARACTERS]
+    count = text.removeprefix("edits:")
+    if not count.isdecimal() or not 0 < int(count) <= len(files):
+        raise PeerError(f"got {text!r}; wanted edits:COUNT, COUNT at most {len(files)}, the files that Python's library has")
+    return [[{"role": "user", "content": EDIT.format(file)}] for file in files[: int(count)]]
 
 
 def make_arms(
@@ -169,9 +190,8 @@ def _llama_arm(build: Build, draft: str, path: Path, slots: int, context: int, t
         "-c",
         str(slots * context),
     )
-    return Arm(
-        "llama.cpp", draft, (*command, "--no-kv-unified", "--no-webui", "--spec-type", draft), build.environment(), "/health"
-    )
+    command += ("--no-kv-unified", "--no-webui", "--spec-type", *draft.split())
+    return Arm("llama.cpp", draft, command, build.environment(), "/health")
 
 
 def turn(
@@ -181,10 +201,10 @@ def turn(
     with serving(arm) as client:
         model, at = asyncio.run(first_model(client)), WARM_UPS
         plan = LoadPlan(model, max_tokens=max_tokens, max_seconds=LOAD_S, body={"temperature": 0}, keep_texts=True)
-        asyncio.run(warm_up(client, requests[:WARM_UPS], plan))
+        asyncio.run(warm_up(client, requests[:WARM_UPS], replace(plan, max_tokens=min(max_tokens, WARM_UP_TOKENS))))
         for count in counts:
             part, at = requests[at : at + per_client * count], at + per_client * count
-            at_once = LoadPlan(**{**plan.__dict__, "max_concurrency": count})
+            at_once = replace(plan, max_concurrency=count)
             done = asyncio.run(run_load(client, part, at_once, lambda done, total: None))
             if done.stopped:
                 raise PeerError(f"{arm.name} with {count} clients: {done.stopped}")

@@ -112,6 +112,39 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class HeadConfig:
+    """How a head, a draft model that was trained for one target, begins and ends. Between, it is a model like any other.
+
+    fuses: where its rows read the target's hidden state h beside the embedding e of the token that follows. "matrix": a matrix
+    makes C numbers of both (EAGLE, arXiv 2401.15077; multi-token prediction, arXiv 2412.19437, section 2.2). "attention": queries,
+    keys and values of the first layer read both, and branches are added to h (EAGLE-3, arXiv 2503.01840). "none": rows are tokens
+    alone.
+    input_norms: whether e and h have RMS norms. fuse_bias: whether the matrix has one. normed_residual: with "attention", whether
+    branches are added to the normed h. first_norm: with "matrix", whether the first layer's attention has an RMS norm before it.
+    final_norm: whether logits have one before them.
+    feature_size: numbers of the target's layers, side by side, that `encode` makes one h of; 0 where h comes as it is.
+    num_logits: tokens that the head can draft, rows of its output matrix; None for the whole vocabulary.
+    """
+
+    fuses: str = "matrix"
+    input_norms: bool = True
+    fuse_bias: bool = False
+    normed_residual: bool = False
+    first_norm: bool = True
+    final_norm: bool = True
+    feature_size: int = 0
+    num_logits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fuses not in ("matrix", "attention", "none"):
+            raise ConfigError(f"fuses {self.fuses!r} is not supported; wanted matrix, attention or none")
+        if not _fits(partial(whole, low=0, high=1 << 22), self.feature_size):
+            raise ConfigError(f"feature_size must be an integer from 0 to {1 << 22}, got {_shown(self.feature_size)}")
+        if self.num_logits is not None and not _fits(partial(whole, low=1, high=1 << 24), self.num_logits):
+            raise ConfigError(f"num_logits must be an integer from 1 to {1 << 24}, got {_shown(self.num_logits)}")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape and flags of one decoder-only transformer: everything that a forward needs besides the weights.
 
@@ -120,8 +153,7 @@ class ModelConfig:
     activation: of the gate in the MLP, "silu" or "gelu_tanh".
     embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c * tanh(x / c) for attention scores and for logits; 0 for none.
-    takes_hidden: whether each row begins with a token and a hidden state of another model, as that of a multi-token-prediction head
-    (arXiv 2412.19437, section 2.2) does.
+    head: how it begins and ends if it is a head, a draft model that takes its target's hidden states; None for other models.
     layer_windows: for each layer how many last positions a row sees, its own included, 0 for all; empty for all in every layer.
     layer_ropes: for each layer "global" (`rope_base`, `rope_scaling`), "local" (`local_rope_base`) or "none", which rotates
     nothing; empty for "global" in every layer.
@@ -149,7 +181,7 @@ class ModelConfig:
     query_scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
-    takes_hidden: bool = False
+    head: HeadConfig | None = None
     layer_windows: tuple[int, ...] = ()
     layer_ropes: tuple[str, ...] = ()
     local_rope_base: float = 10000.0
@@ -197,6 +229,16 @@ class ModelConfig:
                 raise ConfigError(f"layer_windows must be integers from 0 to {_LONGEST_CONTEXT}, got {_shown(window)}")
         if unknown := set(self.layer_ropes) - {"global", "local", "none"}:
             raise ConfigError(f"layer_ropes are global, local or none, got {_shown(min(unknown))}")
+
+    @property
+    def takes_hidden(self) -> bool:
+        """Whether each row begins with a token and a hidden state."""
+        return self.head is not None and self.head.fuses != "none"
+
+    @property
+    def num_logits(self) -> int:
+        """The length of a row of logits."""
+        return self.head.num_logits if self.head and self.head.num_logits else self.vocab_size
 
     def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
         """The model that has some of these layers, in this order."""
@@ -479,6 +521,7 @@ NO_DEFAULTS = SamplingDefaults()
 DTYPES = ("auto", "f32", "bf16", "f16")
 WEIGHTS = ("auto", "values", "codes")
 ACTIVATIONS = ("auto", "int8", "f32")
+HEAD_FORMATS = ("int8", "int4", "file")
 
 
 @dataclass(frozen=True)
@@ -535,6 +578,12 @@ class EngineConfig:
         True,
         _BOOLEAN,
         "Read model files into memory instead of mapping them: slower to start, and safe from files that are shortened.",
+    )
+    head_format: str = _setting(
+        "int8",
+        _choice(HEAD_FORMATS),
+        "What a trained head's matrices of 16 bits and more are cast to at load: int8, int4, or file, which leaves them.",
+        "F",
     )
     # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
     kv_format: str = _of_backend(

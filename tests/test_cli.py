@@ -76,7 +76,11 @@ def ok(*arguments: str, stdin: str | bytes | None = None) -> str:
 
 
 def commands() -> dict[str, Any]:
-    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    """Every command by its name; those of a group by both names, as in "eval kl"."""
+    found = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for group, one in list(found.items()):
+        found |= {f"{group} {name}": command for name, command in getattr(one, "commands", {}).items()}
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- what it says of itself
@@ -88,7 +92,7 @@ def test_every_command_argument_and_option_is_documented(name: str) -> None:
     assert command.help
     undocumented = [parameter.name for parameter in command.params if not (parameter.help or "").strip()]
     assert undocumented == []
-    shown = ok(name, "--help")
+    shown = ok(*name.split(), "--help")
     for parameter in command.params:
         if parameter.param_type_name == "option":
             assert parameter.opts[0] in shown

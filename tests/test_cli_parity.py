@@ -108,7 +108,7 @@ def test_a_side_may_have_settings_of_its_own(model: str) -> None:
 
 
 def test_two_records_need_no_model(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuspec.cli.app._open", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr("cpuspec.cli.opening.open_model", lambda *_: pytest.fail("opened"))
     assert shown(recorded, recorded)["model"] == "tiny.gguf"
 
 

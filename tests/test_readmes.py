@@ -14,7 +14,7 @@ from cpuspec.config import SpecConfig
 from cpuspec.engine.assemble import check_spec
 
 ROOT = Path(cpuspec.__file__).parents[1]
-_PACKAGES = ("backends", "batch", "kernels", "load", "server", "speculation")
+_PACKAGES = ("backends", "batch", "evaluate", "kernels", "load", "server", "speculation")
 DIRECTORIES = (".", "benchmarks", "models", "cpuspec", *(f"cpuspec/{package}" for package in _PACKAGES))
 READMES = tuple(Path(directory, "README.md") for directory in DIRECTORIES)
 TEXTS = {str(path): (ROOT / path).read_text("utf-8") for path in READMES}
@@ -66,6 +66,8 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
 def test_commands_have_the_options_that_examples_use(words: list[str]) -> None:
     group = typer.main.get_command(app)
     command = group.commands[words[0]]
+    if words[0] == "eval":
+        command = command.commands[words[1]]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     used = {word.partition("=")[0] for word in words[1:] if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
     assert used <= known

@@ -10,7 +10,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.errors import BackendError
 from cpuspec.formats import Format
-from cpuspec.model.batch import ForwardBatch, ForwardOutput
+from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 
 BACKENDS = ("numba", "numpy", "torch", "onnxruntime", "openvino")
@@ -58,6 +58,14 @@ class Backend(Protocol):
         ...
 
 
+class HeadBackend(Backend, Protocol):
+    """A backend that runs a head, as each of ours can."""
+
+    def encode(self, features: F32) -> F32:
+        """Hidden states [T, C] of any number of rows [T, feature_size], where the head has a `feature_size`."""
+        ...
+
+
 def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     """Raise BackendError unless `name` is an installed backend that has these settings: before gigabytes are loaded for it."""
     if name not in BACKENDS:
@@ -99,7 +107,7 @@ def make_backend(
     engine: EngineConfig,
     share: Backend | None = None,
     casts: Mapping[str, Format] = MappingProxyType({}),
-) -> Backend:
+) -> HeadBackend:
     """The backend called `name`, with the checkpoint's weights loaded. Raises BackendError for an unknown name.
 
     share: a backend of the same kind, for models that take turns: threads, and the weights of every tensor object that both

@@ -60,6 +60,7 @@ class GraphBackend:
         self.threads = engine.threads or usable_cores()
         self._run: Run | None = None
         self._stored = stored
+        self._encoder: F32 | None = None  # a head's matrix, which is multiplied outside of the graph
         kinds = [(kind, i) for i in range(config.num_layers) for kind in ("keys", "values")]
         self._past = [f"past_{kind}.{i}" for kind, i in kinds]
         self._new = [f"{kind}.{i}" for kind, i in kinds]
@@ -84,7 +85,7 @@ class GraphBackend:
             raise BackendError("this backend is closed; make a new one")
         batch.check(c, cache, self.max_rows)
         wanted = np.arange(len(batch.tokens), dtype=np.int32) if batch.logit_rows is None else batch.logit_rows
-        logits = np.empty((len(wanted), c.vocab_size), np.float32)
+        logits = np.empty((len(wanted), c.num_logits), np.float32)
         hidden = {layer: np.empty((len(batch.tokens), c.hidden_size), np.float32) for layer in batch.hidden_layers}
         for sequence, slot in enumerate(batch.slots.tolist()):
             start, end = batch.q_start[sequence : sequence + 2].tolist()
@@ -96,6 +97,11 @@ class GraphBackend:
         # Only now, so that a run that failed has changed nothing.
         cache.advance(batch)
         return ForwardOutput(logits, tuple(hidden[layer] for layer in batch.hidden_layers))
+
+    def encode(self, features: F32) -> F32:
+        """A head's hidden states of its target's layers."""
+        assert self._encoder is not None, "asked of heads that have the matrix"
+        return features @ self._encoder.T
 
     def close(self) -> None:
         """Release the weights and the threads."""

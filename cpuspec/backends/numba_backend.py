@@ -48,7 +48,7 @@ from cpuspec.kernels.team import Team
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, query_scale
+from cpuspec.model.transformer import Layer, decode, encode_features, query_scale
 from cpuspec.topology import read_topology
 
 _SMALL = 768  # hidden size under which a model is small
@@ -88,7 +88,7 @@ class NumbaBackend:
         self.max_rows = engine.max_rows
         self.threads: int = share.threads if share else engine.threads or usable_cores()
         self._embed = checkpoint.tensors["embed"]
-        self._num_logits = _round_up(c.vocab_size, TILE)  # of a row, padded
+        self._num_logits = _round_up(c.num_logits, TILE)  # of a row, padded
         tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode))
         matrices = {name: t for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
 
@@ -120,17 +120,28 @@ class NumbaBackend:
         self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
         self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format.name)
         decode(c, self._writer)
-        self._first = self._writer.first
-        self._program = program.Program(layout.program(self._writer.operations), self.threads)
+        self._programs: list[program.Program] = []
+        self._program = self._new_program(self._writer.operations)
+        self._provide_rotations(255)
+        self._encoded: F32 | None = None
+        if c.head and c.head.feature_size:
+            written = len(self._writer.operations)
+            self._encoded = encode_features(self._writer).numbers
+            self._encoder = self._new_program(self._writer.operations[written:])
+        self._team: Team = share._team if share else Team(self.threads)
+        self._owns_team = share is None
+
+    def _new_program(self, operations: list[tuple[str, dict[str, Any]]]) -> program.Program:
+        """A program in this backend's memory."""
+        new, c = program.Program(layout.program(operations), self.threads), self.config
         for field, value in {
             "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
             "tasks": _at(self._tasks), "walked": _at(self._walked), "scratch": _at(self._scratch),
             "scratch_bytes": self._scratch.strides[0], "heads": c.num_heads, "kv_heads": c.num_kv_heads, "threads": self.threads,
         }.items():  # fmt: skip
-            self._program.state[field] = value
-        self._provide_rotations(255)
-        self._team: Team = share._team if share else Team(self.threads)
-        self._owns_team = share is None
+            new.state[field] = value
+        self._programs.append(new)
+        return new
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, in the order that `kernels.attention` reads."""
@@ -176,13 +187,11 @@ class NumbaBackend:
         if (last := max(lists.positions)) >= self._num_positions:
             self._provide_rotations(last)
         if not self._writer.embeds:
-            first = self._first_rows(batch)
-            self._first[:num_rows, : first.shape[1]] = first
-            self._first[:num_rows, first.shape[1] :] = 0
+            self._write_first_rows(batch)
         num_logits = num_rows if logit_rows is None else len(logit_rows)
         logits = self._room_for_logits(num_logits)
         # Made before the run, behind which nothing that Python touches is in the processor's caches.
-        output = ForwardOutput(logits if self._num_logits == c.vocab_size else logits[:, : c.vocab_size])
+        output = ForwardOutput(logits if self._num_logits == c.num_logits else logits[:, : c.num_logits])
         kept = None
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
@@ -204,28 +213,47 @@ class NumbaBackend:
             kept,
             logits,
         )
-        while num_partials := self._team.run(self._program):
-            self._provide_partials(num_partials)
+        self._run(self._program)
         cache.advance(batch)
         if num_logits <= products.BLOCK_ROWS:
             output.best = self._picked[:num_logits]
         return output
+
+    def encode(self, features: F32) -> F32:
+        """A head's hidden states of its target's layers, in chunks that a forward takes."""
+        assert self._encoded is not None, "asked of heads that have the matrix"
+        hidden = np.empty((len(features), self.config.hidden_size), np.float32)
+        with self._team.lock:
+            for start in range(0, len(features), self.max_rows):
+                rows = features[start : start + self.max_rows]
+                self._writer.rooms["features"][: len(rows), : rows.shape[1]] = rows
+                numbers = [0] * len(rows)
+                self._encoder.enter(numbers, numbers, [], [0], [0, len(rows)], [0], [0], 0, None, self._room_for_logits(1))
+                self._run(self._encoder)
+                hidden[start : start + len(rows)] = self._encoded[: len(rows), : hidden.shape[1]]
+        return hidden
 
     def close(self) -> None:
         """End the threads, if they are this backend's own."""
         if self._owns_team:
             self._team.close()
 
-    def _first_rows(self, batch: ForwardBatch) -> F32:
-        """The rows that the program begins with: embedded tokens, with hidden states beside them where the model takes these."""
-        rows = self._embed.rows(batch.tokens) * np.float32(self.config.embedding_scale)
-        if batch.hidden is None:
-            return rows
-        normed = []
-        for part, name in ((rows, "embed_norm"), (batch.hidden, "hidden_norm")):
-            squares = np.mean(part * part, axis=1, keepdims=True) + np.float32(self.config.norm_eps)
-            normed.append(part / np.sqrt(squares) * self._vectors[name][: self.config.hidden_size])
-        return np.concatenate(normed, axis=1)
+    def _write_first_rows(self, batch: ForwardBatch) -> None:
+        """Write the rows that the program begins with: embedded tokens, and hidden states where the model takes them."""
+        rows, given = self._embed.rows(batch.tokens) * np.float32(self.config.embedding_scale), batch.hidden
+        for name, norms in self._writer.first.items():
+            parts = {"embed": (rows,), "hidden": (given,), "join": (rows, given)}[name]
+            values = np.concatenate([self._normed(part, norm) for part, norm in zip(parts, norms, strict=True)], axis=1)
+            room = self._writer.rooms[name]
+            room[: len(rows), : values.shape[1]] = values
+            room[: len(rows), values.shape[1] :] = 0
+
+    def _normed(self, x: F32 | None, norm: str | None) -> F32:
+        assert x is not None, "`ForwardBatch.check` has seen to it"
+        if norm is None:
+            return x
+        squares = np.mean(x * x, axis=1, keepdims=True) + np.float32(self.config.norm_eps)
+        return x / np.sqrt(squares) * self._vectors[norm][: x.shape[1]]
 
     def _room_for_logits(self, num_rows: int) -> F32:
         """Rows of logits to write into: those of the last forward again, once no caller holds them or a part of them."""
@@ -243,10 +271,12 @@ class NumbaBackend:
         kept[list(rows)] = [_at(one) for one in rows.values()]
         return kept, tuple(rows[layer] for layer in layers)
 
-    def _provide_partials(self, number: int) -> None:
-        """Room for the partials of attention that several threads make."""
-        self._partials = aligned_bytes((2 * number * self._partial_bytes,))
-        self._program.state["partials"], self._program.state["max_partials"] = _at(self._partials), 2 * number
+    def _run(self, entered: program.Program) -> None:
+        """Run a program, with room for the partials of attention that several threads make."""
+        while number := self._team.run(entered):
+            self._partials = aligned_bytes((2 * number * self._partial_bytes,))
+            for one in self._programs:
+                one.state["partials"], one.state["max_partials"] = _at(self._partials), 2 * number
 
     def _provide_paths(self, rows: int) -> None:
         """Room for the paths of tree rows: what is left of the prefix after whole vectors, and up to all rows."""
@@ -292,29 +322,39 @@ class _Writer:
         self._config, self._max_rows, self._kv_format = config, max_rows, kv_format
         self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
-        self._room: dict[str, F32] = {}  # by the part of a layer whose result it holds
-        self.x = self.first = self._rows("embed", config.hidden_size)
+        self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
+        self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
         widest = max(m.shape[1] for m in matrices.values())
         # Whole blocks of rows, and whole vectors of the last block.
         groups = _round_up(max_rows, products.BLOCK_ROWS) * _round_up(widest, GROUP) // GROUP + 1
         self._inputs = {order: aligned_bytes((groups * size,)) for order, size in products.ORDERS.items()}
 
     def embed(self) -> _Rows:
+        out = self._rows("embed", self._config.hidden_size)
         if self.embeds:
             format, features = self._embedding.format, self._config.hidden_size
             operands = {
                 "decoder": self._decoder, "data": _at(self._embedding.data), "row_bytes": format.row_bytes(features),
-                "blocks": features // format.block_size, "features": features, "out": _at(self.x), "stride": self.x.strides[0],
+                "blocks": features // format.block_size, "features": features, "out": _at(out), "stride": out.strides[0],
                 "scale": self._config.embedding_scale,
             }  # fmt: skip
             self.operations.append(("embed", operands))
-        return _Rows(self.x)
+        elif not self._config.takes_hidden:
+            self.first["embed"] = (None,)
+        return _Rows(out)
 
-    def fuse(self, x: _Rows, name: str, norms: tuple[str, str]) -> _Rows:
-        """The rows come with norms and side by side from `NumbaBackend._first_rows`."""
-        self.first = self._rows("fused", 2 * self._config.hidden_size)
-        self._write_linears(_Rows(self.first), {name: x.numbers})
-        return x
+    def hidden(self, norm: str | None) -> _Rows:
+        self.first["hidden"] = (norm,)
+        return _Rows(self._rows("hidden", self._config.hidden_size))
+
+    def join(self, x: _Rows, norms: tuple[str, str] | None) -> _Rows:
+        self.first["join"] = norms or (None, None)
+        return _Rows(self._rows("join", 2 * self._config.hidden_size))
+
+    def features(self) -> _Rows:
+        """Written by `NumbaBackend.encode`."""
+        assert self._config.head, "a head encodes"
+        return _Rows(self._rows("features", self._config.head.feature_size))
 
     def linears(self, x: _Rows, names: tuple[str, ...], norm: str | None) -> tuple[_Rows, ...]:
         outputs = {name: self._rows(name.rsplit(".", 1)[-1], self._matrices[name].shape[0]) for name in names}
@@ -367,7 +407,7 @@ class _Writer:
         operands = {"rows": _at(x.numbers), "stride": x.numbers.strides[0], "layer": layer.index}
         self.operations.append(("keep", operands | {"row_bytes": 4 * self._config.hidden_size}))
 
-    def logits(self, x: _Rows, name: str, norm: str) -> _Rows:
+    def logits(self, x: _Rows, name: str, norm: str | None) -> _Rows:
         self._write_linears(x, {name: None}, norm)
         tiles = len(self._matrices[name].data)
         self.operations.append(("pick", {"tiles": tiles, "stride": 4 * TILE * tiles}))
@@ -411,16 +451,16 @@ class _Writer:
         ]  # fmt: skip
         product = {"num_tensors": len(tensors), "features": features, "tensors": tensors}
         if logits:
-            product |= {"vocab": c.vocab_size, "cap": c.logit_softcap}
+            product |= {"vocab": c.num_logits, "cap": c.logit_softcap}
         self.operations += [("prepare", prepare), ("linear", product)]
 
     def _rows(self, part: str, features: int) -> F32:
         """Room for `max_rows` rows of a part of a layer, zeroed, each padded to whole groups. Layers share it."""
-        if part not in self._room:
+        if part not in self.rooms:
             room = aligned_bytes((self._max_rows, 4 * _round_up(features, GROUP))).view(np.float32)
             room[:] = 0
-            self._room[part] = room
-        return self._room[part]
+            self.rooms[part] = room
+        return self.rooms[part]
 
 
 def _identity(config: ModelConfig, kv_format: str, tensors: Mapping[str, WeightTensor]) -> str:
@@ -441,10 +481,11 @@ def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
 
 
 def _is_precise(config: ModelConfig, name: str) -> bool:
-    """Whether a matrix reads 16-bit activations: the logits', and in small models the values' and the MLP's last, where
-    8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3 without, 0.52e-3 with them; a larger model needs neither).
+    """Whether a matrix reads 16-bit activations: the logits', those that read a target's raw outputs, and in small models
+    the values' and the MLP's last, where 8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3 without, 0.52e-3 with
+    them; a larger model needs neither).
     """
-    return name == "output" or (config.hidden_size < _SMALL and name.endswith((".v", ".down")))
+    return name in ("output", "encode", "fuse") or (config.hidden_size < _SMALL and name.endswith((".v", ".down")))
 
 
 def _at(array: NDArray[np.generic] | None) -> int:

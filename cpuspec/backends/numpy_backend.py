@@ -20,7 +20,7 @@ from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, query_scale
+from cpuspec.model.transformer import Layer, decode, encode_features, query_scale
 
 Array = NDArray[np.floating]
 
@@ -102,7 +102,12 @@ class NumpyBackend:
         forward = _Forward(self._model, batch, cache)
         logits = decode(self.config, forward)
         cache.advance(batch)
-        return ForwardOutput(logits.astype(np.float32, copy=False), tuple(forward.hidden[i] for i in batch.hidden_layers))
+        return ForwardOutput(logits.astype(np.float32, copy=False), tuple(forward.kept[i] for i in batch.hidden_layers))
+
+    def encode(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A head's hidden states of its target's layers."""
+        nothing = ForwardBatch([], [], [], [0])
+        return encode_features(_Forward(self._model, nothing, self.new_cache(1, 1), features)).astype(np.float32, copy=False)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -111,18 +116,26 @@ class NumpyBackend:
 class _Forward:
     """The operations of one forward, each as it is defined (`Operations` in `model.transformer`)."""
 
-    def __init__(self, model: _Model, batch: ForwardBatch, cache: KVCache) -> None:
-        self.hidden: dict[int, NDArray[np.float32]] = {}
+    def __init__(self, model: _Model, batch: ForwardBatch, cache: KVCache, features: NDArray[np.float32] | None = None) -> None:
+        self.kept: dict[int, NDArray[np.float32]] = {}
+        self._features = features
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
         self._rotations: dict[Rope, tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
     def embed(self) -> Array:
         return self._model.embedding.rows(self._batch.tokens).astype(self._model.dtype) * self._number(self._config.embedding_scale)
 
-    def fuse(self, x: Array, name: str, norms: tuple[str, str]) -> Array:
+    def hidden(self, norm: str | None) -> Array:
         assert self._batch.hidden is not None, "`ForwardBatch.check` has seen to it"
-        hidden = self._batch.hidden.astype(self._model.dtype)
-        return self._linear(np.concatenate([self._norm(x, norms[0]), self._norm(hidden, norms[1])], axis=1), name)
+        return self._norm(self._batch.hidden.astype(self._model.dtype), norm)
+
+    def join(self, x: Array, norms: tuple[str, str] | None) -> Array:
+        of_x, of_hidden = norms or (None, None)
+        return np.concatenate([self._norm(x, of_x), self.hidden(of_hidden)], axis=1)
+
+    def features(self) -> Array:
+        assert self._features is not None, "given to `encode`"
+        return self._features.astype(self._model.dtype)
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
         normed = self._norm(x, norm)
@@ -172,9 +185,9 @@ class _Forward:
 
     def keep(self, layer: Layer, x: Array) -> None:
         if layer.index in self._batch.hidden_layers:
-            self.hidden[layer.index] = x.astype(np.float32)
+            self.kept[layer.index] = x.astype(np.float32)
 
-    def logits(self, x: Array, name: str, norm: str) -> Array:
+    def logits(self, x: Array, name: str, norm: str | None) -> Array:
         rows = x if self._batch.logit_rows is None else x[self._batch.logit_rows]
         return self._softcapped(self._linear(self._norm(rows, norm), name), self._config.logit_softcap)
 

@@ -125,7 +125,7 @@ class _Writer:
         for i in range(c.num_layers):
             for kind in ("keys", "values"):
                 self._input(f"past_{kind}.{i}", self._types.FLOAT, [c.num_kv_heads, "past", c.head_dim])
-        self._output("logits", decode(c, self), ["logits", c.vocab_size])
+        self._output("logits", decode(c, self), ["logits", c.num_logits])
         graph = helper.make_graph(self._nodes, "cpuspec", self._inputs, self._outputs, self._initializers)
         model = helper.make_model(
             graph,
@@ -156,8 +156,15 @@ class _Writer:
             values = self._node("Add", values, self._of_groups(m.offsets))
         return self._scaled(self._node("Reshape", values, self._integers(0, m.shape[1])), self._config.embedding_scale)
 
-    def fuse(self, x: str, name: str, norms: tuple[str, str]) -> str:
-        return self._linear(self._node("Concat", self._norm(x, norms[0]), self._norm("hidden", norms[1]), axis=1), name)
+    def hidden(self, norm: str | None) -> str:
+        return self._norm("hidden", norm)
+
+    def join(self, x: str, norms: tuple[str, str] | None) -> str:
+        of_x, of_hidden = norms or (None, None)
+        return self._node("Concat", self._norm(x, of_x), self.hidden(of_hidden), axis=1)
+
+    def features(self) -> str:
+        raise AssertionError("a graph is one forward; `encode` is no part of it")
 
     def linears(self, x: str, names: tuple[str, ...], norm: str | None) -> tuple[str, ...]:
         normed = self._norm(x, norm)
@@ -207,7 +214,7 @@ class _Writer:
     def keep(self, layer: Layer, x: str) -> None:
         self._output(f"hidden.{layer.index}", x, ["rows", self._config.hidden_size])
 
-    def logits(self, x: str, name: str, norm: str) -> str:
+    def logits(self, x: str, name: str, norm: str | None) -> str:
         rows = self._norm(self._node("Gather", x, "logit_rows", axis=0), norm)
         return self._softcapped(self._linear(rows, name), self._config.logit_softcap)
 

@@ -42,6 +42,7 @@ class OnnxruntimeBackend(GraphBackend):
             return external_tensor(name, array.shape, type, location="memory")
 
         weights = weight_tensors(checkpoint, casts)
+        self._encoder = weights["encode"].dequantize() if "encode" in weights else None
         graph = build_graph(self.config, weights, hold, engine.activations, get_kv_format(engine.kv_format).name)
         self.weight_bytes = read_bytes(graph)
         options = onnxruntime.SessionOptions()

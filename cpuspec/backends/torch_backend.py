@@ -30,10 +30,10 @@ from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.kernels.encode import recode
-from cpuspec.model.batch import ForwardBatch, ForwardOutput, visible
+from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, layers_of, query_scale
+from cpuspec.model.transformer import Layer, decode, encode_features, layers_of, query_scale
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
@@ -158,6 +158,13 @@ class TorchBackend:
         cache.advance(batch)
         return output
 
+    @torch.inference_mode()
+    def encode(self, features: F32) -> F32:
+        """A head's hidden states of its target's layers."""
+        nothing = _Step((), (), False, {})
+        given: dict[Hashable, Tensor] = {"features": torch.from_numpy(features).to(self.device)}
+        return encode_features(_Forward(self.config, self._matrices, self._vectors, nothing, given)).cpu().numpy()
+
     def close(self) -> None:
         """Nothing to release: torch keeps memory that nobody holds for its own reuse."""
 
@@ -200,7 +207,7 @@ class TorchBackend:
         inputs = dict(zip(step.tensors, tensors, strict=True))
         forward = _Forward(self.config, self._matrices, self._vectors, step, inputs)
         logits = decode(self.config, forward)
-        return logits, best_ids(logits), *(forward.hidden[layer] for layer in step.hidden_layers)
+        return logits, best_ids(logits), *(forward.kept[layer] for layer in step.hidden_layers)
 
 
 class _Forward:
@@ -214,14 +221,21 @@ class _Forward:
         step: _Step,
         tensors: Mapping[Hashable, Tensor],
     ) -> None:
-        self.hidden: dict[int, Tensor] = {}
+        self.kept: dict[int, Tensor] = {}
         self._config, self._matrices, self._vectors, self._step, self._tensors = config, matrices, vectors, step, tensors
 
     def embed(self) -> Tensor:
         return self._tensors["x"] * self._config.embedding_scale
 
-    def fuse(self, x: Tensor, name: str, norms: tuple[str, str]) -> Tensor:
-        return self._linear(torch.cat([self._norm(x, norms[0]), self._norm(self._tensors["hidden"], norms[1])], dim=1), name)
+    def hidden(self, norm: str | None) -> Tensor:
+        return self._norm(self._tensors["hidden"], norm)
+
+    def join(self, x: Tensor, norms: tuple[str, str] | None) -> Tensor:
+        of_x, of_hidden = norms or (None, None)
+        return torch.cat([self._norm(x, of_x), self.hidden(of_hidden)], dim=1)
+
+    def features(self) -> Tensor:
+        return self._tensors["features"]
 
     def linears(self, x: Tensor, names: tuple[str, ...], norm: str | None) -> tuple[Tensor, ...]:
         normed = self._norm(x, norm)
@@ -250,9 +264,9 @@ class _Forward:
 
     def keep(self, layer: Layer, x: Tensor) -> None:
         if layer.index in self._step.hidden_layers:
-            self.hidden[layer.index] = x
+            self.kept[layer.index] = x
 
-    def logits(self, x: Tensor, name: str, norm: str) -> Tensor:
+    def logits(self, x: Tensor, name: str, norm: str | None) -> Tensor:
         logits = self._linear(self._norm(x[self._tensors["logit_rows"]], norm), name)
         return _softcapped(logits, self._config.logit_softcap)
 

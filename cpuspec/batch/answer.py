@@ -189,7 +189,7 @@ def _message(message: Any) -> dict[str, Any]:
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ConfigError("content has a part that is no text; this model takes texts only")
-        content = "".join(map(str, texts))
+        content = "\n".join(map(str, texts))
     if not isinstance(content, str):
         raise ConfigError("content must be a text or a list of texts; tool calls are answered by `cpuspec serve` only")
     role = {"developer": "system"}.get(message["role"], message["role"])

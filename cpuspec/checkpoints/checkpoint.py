@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from cpuspec.config import NO_DEFAULTS, ModelConfig, SamplingDefaults
+from cpuspec.config import NO_DEFAULTS, HeadConfig, ModelConfig, SamplingDefaults
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
 
@@ -47,8 +47,9 @@ class Checkpoint:
     """A model whose tensors are exactly those that `config` asks for, with the right shapes; their bytes are still unread.
 
     tensors: canonical name -> QuantTensor: embed, norm, output (absent when tied) and layers.{i}.{attn_norm, q, k, v, q_bias,
-    k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}. Weights are [out, in]
-    with q and k rows in rotate-half order; norms and biases are vectors of f32, f16 or bf16.
+    k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}; of heads also encode,
+    fuse, fuse_bias, embed_norm and hidden_norm. Weights are [out, in] with q and k rows in rotate-half order; norms and biases are
+    vectors of f32, f16 or bf16.
     sampling: how its files say that it should be sampled.
     quantization: what its files say of how its weights were made, for people; "" where they say nothing.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
@@ -85,11 +86,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every canonical tensor that a model of this configuration has, with its shape."""
     hidden, ff = config.hidden_size, config.intermediate_size
     q, kv, head = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden), "norm": (hidden,)}
-    if config.takes_hidden:
-        shapes |= {"fuse": (hidden, 2 * hidden), "embed_norm": (hidden,), "hidden_norm": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden)}
+    if config.head is None or config.head.final_norm:
+        shapes["norm"] = (hidden,)
     if not config.tied_embeddings:
-        shapes["output"] = (config.vocab_size, hidden)
+        shapes["output"] = (config.num_logits, hidden)
     layer: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
     if config.qkv_bias:
         layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
@@ -105,4 +106,22 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         del layer["attn_norm"], layer["mlp_norm"]
     for i in range(config.num_layers):
         shapes |= {f"layers.{i}.{part}": shape for part, shape in layer.items()}
+    return _of_head(config, config.head, shapes) if config.head else shapes
+
+
+def _of_head(config: ModelConfig, head: HeadConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a head: those of a model of its shape, as `HeadConfig` changes them."""
+    hidden = config.hidden_size
+    if config.takes_hidden and head.input_norms:
+        shapes |= {"embed_norm": (hidden,), "hidden_norm": (hidden,)}
+    if head.fuses == "matrix":
+        shapes["fuse"] = (hidden, 2 * hidden)
+        if head.fuse_bias:
+            shapes["fuse_bias"] = (hidden,)
+    if head.fuses == "attention":
+        shapes |= {f"layers.0.{part}": (shapes[f"layers.0.{part}"][0], 2 * hidden) for part in ("q", "k", "v")}
+    if head.fuses == "attention" or not head.first_norm:
+        shapes.pop("layers.0.attn_norm", None)
+    if head.feature_size:
+        shapes["encode"] = (hidden, head.feature_size)
     return shapes

@@ -84,6 +84,8 @@ def _canonical_names(file: GgufFile, family: Family) -> dict[str, QuantTensor]:
     canonical = {theirs: ours for ours, (theirs, _) in GLOBAL_NAMES.items()}
     parts = {theirs: ours for ours, (theirs, _) in family.layer_names.items()}
     tensors = {}
+    if file.arrays:
+        raise CheckpointError(f"{file.path}: tensor {min(file.arrays)!r} holds integers, which no model of these families has")
     for name, tensor in file.tensors.items():
         layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
         if name in canonical:

@@ -7,7 +7,7 @@ Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -47,10 +47,11 @@ _FORMATS = {row.gguf_type: row for row in FORMATS.values() if row.gguf_type is n
 GGUF_FORMATS = tuple(row.name for row in _FORMATS.values())
 
 _OTHER_TYPES = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
-    41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16",
+    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
+
+_INTEGERS: dict[int, np.dtype] = {24: np.dtype("i1"), 25: np.dtype("<i2"), 26: np.dtype("<i4"), 27: np.dtype("<i8")}
 
 # Models have far less; a hostile file with this much is still quick to read.
 _MAX_ENTRIES = 1 << 16
@@ -64,11 +65,15 @@ _COMPLETE = "a complete file: download it again"
 
 @dataclass(frozen=True)
 class GgufFile:
-    """Metadata (key -> int, float, bool, str, list of str, or a numeric array) and tensors over the mapped bytes."""
+    """Metadata (key -> int, float, bool, str, list of str, or a numeric array) and tensors over the mapped bytes.
+
+    arrays: its vectors of integers.
+    """
 
     path: Path
     metadata: dict[str, Value]
     tensors: dict[str, QuantTensor]
+    arrays: dict[str, NDArray] = field(default_factory=dict)
 
 
 def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
@@ -105,7 +110,8 @@ def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
             cursor.fail(f"tensor {i} has the name {name!r}", "printable text that is not empty and used once")
         names.add(name)
         infos.append((name, *_tensor_info(cursor, name, alignment)))
-    return GgufFile(path, metadata, _map_tensors(cursor, data, infos, alignment))
+    arrays: dict[str, NDArray] = {}
+    return GgufFile(path, metadata, _map_tensors(cursor, data, infos, alignment, arrays), arrays)
 
 
 def _tensor_info(cursor: "_Cursor", name: str, alignment: int) -> tuple[tuple[int, ...], int, int]:
@@ -124,13 +130,24 @@ def _tensor_info(cursor: "_Cursor", name: str, alignment: int) -> tuple[tuple[in
 
 
 def _map_tensors(
-    cursor: "_Cursor", data: U8, infos: list[tuple[str, tuple[int, ...], int, int]], alignment: int
+    cursor: "_Cursor", data: U8, infos: list[tuple[str, tuple[int, ...], int, int]], alignment: int, arrays: dict[str, NDArray]
 ) -> dict[str, QuantTensor]:
-    """Views of `data` for every tensor, after checking that they lie inside the file and apart from each other."""
+    """Views of `data` for every tensor, after checking that they lie inside the file and apart from each other.
+
+    arrays: gets vectors of integers.
+    """
     data_start = -(-cursor.position // alignment) * alignment
     tensors = {}
     extents = []
     for name, shape, type_number, offset in infos:
+        integers = _INTEGERS.get(type_number) if len(shape) == 1 else None
+        if integers is not None:
+            start, end = data_start + offset, data_start + offset + shape[0] * integers.itemsize
+            if end > len(data):
+                cursor.fail(f"tensor {name} needs bytes {start} to {end} of a file of {len(data)}", _COMPLETE)
+            extents.append((start, end, name))
+            arrays[name] = data[start:end].view(integers)
+            continue
         format = _FORMATS.get(type_number)
         if format is None:
             type_name = _OTHER_TYPES.get(type_number, f"number {type_number}")

@@ -7,6 +7,8 @@ own metadata is in the first (llama.cpp, tools/gguf-split).
 import re
 from pathlib import Path
 
+from numpy.typing import NDArray
+
 from cpuspec.checkpoints.gguf_file import GgufFile, read_gguf
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
@@ -32,6 +34,7 @@ def read_parts(path: Path, mmap: bool = True) -> GgufFile:
         )
     total = _number(first, "split.tensors.count")
     tensors: dict[str, QuantTensor] = {}
+    arrays: dict[str, NDArray] = {}
     for number, part_path in enumerate(paths):
         part = first if number == 0 else read_gguf(part_path, mmap)
         for key, wanted in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
@@ -39,12 +42,13 @@ def read_parts(path: Path, mmap: bool = True) -> GgufFile:
                 raise CheckpointError(
                     f"{part_path}: {key} is {got}, wanted {wanted}; the part belongs to another model, or elsewhere"
                 )
-        if twice := tensors.keys() & part.tensors.keys():
+        if twice := (tensors.keys() | arrays.keys()) & (part.tensors.keys() | part.arrays.keys()):
             raise CheckpointError(f"{part_path}: tensor {min(twice)} is in an earlier part, too")
         tensors |= part.tensors
-    if total != len(tensors):
-        raise CheckpointError(f"{path}: its {count} parts have {len(tensors)} tensors, wanted {total}, as split.tensors.count says")
-    return GgufFile(path, first.metadata, tensors)
+        arrays |= part.arrays
+    if total != (got := len(tensors) + len(arrays)):
+        raise CheckpointError(f"{path}: its {count} parts have {got} tensors, wanted {total}, as split.tensors.count says")
+    return GgufFile(path, first.metadata, tensors, arrays)
 
 
 def part_paths(path: Path) -> list[Path]:

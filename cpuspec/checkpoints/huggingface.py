@@ -89,7 +89,7 @@ def read_config(directory: Path) -> ModelConfig:
     if names[0] == family.hf_wrapper:
         fields = fields.object("text_config")
     try:
-        return _read_config(fields.over(family.hf_defaults), family)
+        return model_config(fields.over(family.hf_defaults), family)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -117,7 +117,7 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
     return replace(found, ignored=(*found.ignored, f"{path}: do_sample must be true or false; it is ignored"))
 
 
-def _read_config(fields: Fields, family: Family) -> ModelConfig:
+def model_config(fields: Fields, family: Family) -> ModelConfig:
     """Shapes and flags of config.json. Raises CheckpointError or ConfigError."""
     activation_key = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
     activation = fields.text(activation_key, "silu")
@@ -256,14 +256,14 @@ def _read_tensors(directory: Path, method: Method | None, mmap: bool) -> dict[st
     """All tensors of the directory under the names of plain weights."""
     if (directory / openvino.MODEL).exists() and not (directory / _SINGLE).exists():
         return openvino.read_openvino(directory, mmap)
-    stored = _read_stored(directory, mmap)
+    stored = read_stored(directory, mmap)
     if method is None:
         return {name: tensor.floats() for name, tensor in stored.items()}
     return read_quantized(directory, method, stored)
 
 
-def _read_stored(directory: Path, mmap: bool) -> dict[str, StoredTensor]:
-    """All tensors of the directory as its files have them: one file, or the shards of an index."""
+def read_stored(directory: Path, mmap: bool) -> dict[str, StoredTensor]:
+    """All tensors of the directory as its files have them: one file, or the shards of an index. Raises CheckpointError."""
     index_path = directory / "model.safetensors.index.json"
     if (directory / _SINGLE).exists():
         return read_safetensors(directory / _SINGLE, mmap)

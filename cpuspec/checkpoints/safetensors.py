@@ -23,7 +23,7 @@ _DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-_INTEGERS = {"U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E8M0": "u1", "I32": "<i4", "I64": "<i8"}
+_INTEGERS = {"BOOL": "u1", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E8M0": "u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 
 # As Python objects a header takes up to 25 times its bytes; those of models have less than a megabyte.
 _MAX_HEADER_BYTES = 1 << 25
@@ -48,6 +48,17 @@ class StoredTensor:
             raise CheckpointError(f"{self.what}: shape is {list(self.shape)}, wanted a matrix or a vector that is not empty")
         format = _FORMATS[self.dtype]
         return QuantTensor(format, self.shape, self.data.reshape(*self.shape[:-1], self.shape[-1] * format.block_bytes))
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is made of integers or truth values, or is a tensor of floats that is no matrix and no vector."""
+        return (self.dtype in _INTEGERS and not self.dtype.startswith("F")) or (self.dtype in _FORMATS and len(self.shape) > 2)
+
+    def numbers_or_integers(self) -> NDArray[Any]:
+        """What `is_array`, as an array: numbers in f32."""
+        if self.dtype in _FORMATS:
+            return _FORMATS[self.dtype].decode(self.data).reshape(self.shape)
+        return self.data.view(_INTEGERS[self.dtype]).reshape(self.shape)
 
     def array(self, dtype: str, dimensions: int) -> NDArray[Any]:
         """Its integers, or the bytes of 8-bit floats. Raises CheckpointError for another type or shape, or if it is empty."""

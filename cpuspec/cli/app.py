@@ -3,8 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 
 from cpuspec import __version__
 from cpuspec.backends import BACKENDS, make_backend
-from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.download import fetch, find_fetched, find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, revision_of
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
@@ -38,7 +37,9 @@ from cpuspec.cli.console import (
     show_log,
     size,
 )
+from cpuspec.cli.evaluation import HOW, eval_app
 from cpuspec.cli.machine import describe_machine, show_machine
+from cpuspec.cli.opening import load_llm, open_model, open_target, open_with_drafts, sampling_defaults
 from cpuspec.cli.parity import (
     check_record,
     describe_parity,
@@ -59,7 +60,7 @@ from cpuspec.cli.reports import (
     size_of,
     verify_model,
 )
-from cpuspec.config import AUTO, EngineConfig, SamplingDefaults, ServerConfig, SpecConfig
+from cpuspec.config import AUTO, EngineConfig, ServerConfig, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import default_prefix_cache_bytes, usable_cores
 from cpuspec.errors import ConfigError
@@ -79,6 +80,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(eval_app, name="eval")
 
 
 def run() -> None:
@@ -123,12 +125,9 @@ def cpuspec(
     show_log()
 
 
-_HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # how a backend computes
-
-
 @app.command()
 @exit_codes()
-@options.takes_running("context_length", "mmap", *_HOW)
+@options.takes_running("context_length", "mmap", *HOW)
 @options.takes_sampling(options.GENERATE_TOKENS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer; without it, stdin.")] = None,
@@ -172,10 +171,10 @@ def generate(
     from cpuspec.cli.answer import check_exact, collect, describe_params, explanation, figures, keep_quiet, memory, with_seed
 
     question = text if raw else messages
-    with _load(model, draft, running) as llm:
+    with load_llm(model, draft, running) as llm:
         if not raw and not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
-        defaults = _sampling_defaults(llm)
+        defaults = sampling_defaults(llm)
         params = with_seed(defaults.under(sampling))
         answer = collect(llm, question, params, keep_quiet if as_json else emit_generated)
         shown = {
@@ -199,7 +198,7 @@ def generate(
     check = None
     if verify_exact and answer.finish_reason != "aborted":
         # A model loaded anew, so that nothing of the first answer can help the second.
-        with _load(model, "none", running) as llm:
+        with load_llm(model, "none", running) as llm:
             check = check_exact(answer, collect(llm, question, params, keep_quiet), llm.row_invariant)
     if as_json:
         emit_json(shown | {"verify_exact": check and asdict(check)})
@@ -218,7 +217,7 @@ def generate(
 
 @app.command()
 @exit_codes()
-@options.takes_running("context_length", "mmap", *_HOW)
+@options.takes_running("context_length", "mmap", *HOW)
 @options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "ignore_eos", "logprobs"))
 def chat(
     *,
@@ -234,10 +233,10 @@ def chat(
 
     from cpuspec.cli.chat import Chat, converse
 
-    with _load(model, draft, running) as llm:
+    with load_llm(model, draft, running) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
-        _sampling_defaults(llm)
+        sampling_defaults(llm)
         converse(Chat(llm, model, sampling, system))
 
 
@@ -253,7 +252,7 @@ def chat(
     "prefix_cache_dir",
     "prefix_disk_gb",
     "mmap",
-    *_HOW,
+    *HOW,
 )
 def serve(
     models: Annotated[
@@ -295,7 +294,7 @@ def serve(
             settings = replace(settings, prefix_cache_gb=gb / len(models))
     loaders = {}
     for model in models:
-        checkpoint, spec = _open_with_drafts(model, draft, settings.mmap)
+        checkpoint, spec = open_with_drafts(model, draft, settings.mmap)
         name = checkpoint.name if Path(model).exists() else model
         if name in loaders:
             raise typer.BadParameter(f"there are two models {name!r}")
@@ -459,7 +458,7 @@ def bench_serve(
 
 @app.command()
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *_HOW)
+@options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *HOW)
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "logprobs"))
 def batch(
     source: Annotated[
@@ -491,11 +490,11 @@ def batch(
     from cpuspec.batch.run import run_batch
     from cpuspec.engine.llm import LLM
 
-    checkpoint, spec = _open_with_drafts(model, draft, running.settings.mmap)
+    checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap)
     with busy(f"loading {model}"):
         llm = LLM(checkpoint, spec, running.backend, settings=running.settings)
     with llm, StepProgress(tenths=True) as progress:
-        _sampling_defaults(llm)
+        sampling_defaults(llm)
         summary = run_batch(
             source, out, lambda lines: answer_lines(llm, lines, sampling), lambda done, total: progress("batch", done, total)
         )
@@ -580,7 +579,7 @@ def inspect(
     running: options.Running,
 ) -> None:
     """Show a model's shape and formats, and how fast this machine's memory could feed it; of a chain, the target's."""
-    checkpoint, threads = _open_target(model), running.settings.threads or usable_cores()
+    checkpoint, threads = open_target(model), running.settings.threads or usable_cores()
     with busy("measuring this machine's memory bandwidth"):
         report = describe_model(checkpoint, threads, tensors)
     if verify:
@@ -593,7 +592,7 @@ def inspect(
 
 @app.command()
 @exit_codes()
-@options.takes_running(*_HOW)
+@options.takes_running(*HOW)
 def bench(
     model: options.ModelArgument,
     *,
@@ -642,7 +641,7 @@ def bench(
             rows_depth=rows_depth,
             repetitions=repetitions,
         )
-    checkpoint = _open_target(model)
+    checkpoint = open_target(model)
     backend, settings = running
     plan.check(checkpoint.config, settings.max_rows)
     with busy(f"loading {model}"):
@@ -657,7 +656,7 @@ def bench(
 
 @app.command()
 @exit_codes()
-@options.takes_running(*_HOW)
+@options.takes_running(*HOW)
 def certify(
     model: options.ModelArgument,
     *,
@@ -683,7 +682,7 @@ def certify(
     The distribution is tested by chi-square, which must also reject a proposer that lies.
     """
     questions = PROMPTS if prompts is None else read_prompts(options.checked_text(prompts, "--prompts")).prompts
-    checkpoint, spec = _open_with_drafts(model, draft)
+    checkpoint, spec = open_with_drafts(model, draft)
     if not spec.levels:
         raise typer.BadParameter("there is no draft to certify; name one with --draft, as --draft ngram")
     backend, settings = running
@@ -777,7 +776,7 @@ def parity(
     if model is None and not all(isinstance(side, Recording) for side in sides):
         model = DEFAULT_RECIPE
     if model is not None:
-        checkpoint, spec = _open_with_drafts(model, draft)
+        checkpoint, spec = open_with_drafts(model, draft)
         spec = SpecConfig() if draft is None and spec == AUTO else spec
     identity = (
         ModelIdentity.from_checkpoint(checkpoint)
@@ -820,7 +819,7 @@ def export(
     """Write a model as ONNX for other programs, with its weights' own values and its cache as inputs and outputs."""
     from cpuspec.backends.onnx_export import export_onnx
 
-    checkpoint = _open(model)
+    checkpoint = open_model(model)
     with busy(f"writing {out}"):
         num_bytes = export_onnx(checkpoint, out, running.settings.activations, running.settings.kv_format)
     note(f"wrote {size(num_bytes)}")
@@ -836,47 +835,6 @@ def info(as_json: options.JsonOption = False) -> None:
     print_report(report, as_json, show_machine)
 
 
-def _open(model: str, mmap: bool = True) -> Checkpoint:
-    return open_checkpoint(_fetched(options.checked_text(model, "MODEL")), mmap)
-
-
-def _open_target(model: str) -> Checkpoint:
-    """The model of that name or path, or the target of that chain."""
-    return _open(model_and_spec(options.checked_text(model, "MODEL"), None)[0])
-
-
-def _fetched(model: str) -> Path:
-    with FetchProgress(model) as progress:
-        return resolve_model(model, progress)
-
-
 def _revision(model: str) -> str | None:
     """The commit of the model of that name, or of the target of that chain, which was fetched, if it is the hub's."""
     return revision_of(resolve_model(model_and_spec(model, None)[0]))
-
-
-def _open_with_drafts(model: str, draft: str | None, mmap: bool = True) -> tuple[Checkpoint, SpecConfig]:
-    """The target that a model's or chain's name stands for, and how to draft for it; draft models are fetched."""
-    target, spec = model_and_spec(options.checked_text(model, "MODEL"), draft)
-    checkpoint = _open(target, mmap)
-    for name in draft_models(spec):
-        _fetched(name)
-    return checkpoint, spec
-
-
-@contextmanager
-def _load(model: str, draft: str | None, running: options.Running) -> "Iterator[LLM]":
-    checkpoint, spec = _open_with_drafts(model, draft, running.settings.mmap)
-    with busy(f"loading {model}"):
-        from cpuspec.engine.llm import LLM
-
-        llm = LLM(checkpoint, spec, running.backend, settings=running.settings, max_sequences=1)
-    with llm:
-        yield llm
-
-
-def _sampling_defaults(llm: "LLM") -> SamplingDefaults:
-    """The model's, after a warning for each that its files have and that cannot be used."""
-    for remark in llm.sampling_defaults.ignored:
-        note(f"warning: {remark}")
-    return llm.sampling_defaults

@@ -101,9 +101,9 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         "path": str(checkpoint.path),
         "revision": revision_of(checkpoint.path),
         "config": asdict(config),
-        **_totals(tensors.values()),
+        **totals(tensors.values()),
         "formats": {
-            name: _totals(t for t in tensors.values() if t.format.name == name)
+            name: totals(t for t in tensors.values() if t.format.name == name)
             for name in sorted({t.format.name for t in tensors.values()})
         },
         "kv_format": kv_format.name,
@@ -155,7 +155,8 @@ def _verdicts(report: Report, path: str) -> list[tuple[str, str]]:
     return lines if report["packed"] else [*lines, ("packed weights", "none are kept")]
 
 
-def _totals(tensors: Iterable[QuantTensor]) -> Report:
+def totals(tensors: Iterable[QuantTensor]) -> Report:
+    """How many tensors, weights and bytes there are, and bits for each weight."""
     listed = list(tensors)
     num_bytes, num_weights = sum(t.num_bytes for t in listed), sum(t.num_values for t in listed)
     return {

@@ -14,8 +14,10 @@ from typing import NamedTuple, cast
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_model, resolve_model
+from cpuspec.checkpoints.heads import Head, find_reader
 from cpuspec.checkpoints.recipes import ChainRecipe, find_named
 from cpuspec.config import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
+from cpuspec.engine.heads import casts_of_head, open_head
 from cpuspec.engine.own_weights import read_skipped, skip_layers
 from cpuspec.errors import ConfigError
 from cpuspec.formats import Format, get_format
@@ -23,11 +25,13 @@ from cpuspec.formats.kv import get_kv_format
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.speculation.context import Context
+from cpuspec.speculation.drafters.heads import RULES, TREE_RULES, HeadProposer
 from cpuspec.speculation.drafters.ngram import make_ngram
 from cpuspec.speculation.drafters.suffix import make_suffix
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.drafters.user import UserProposer, is_import_path
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
+from cpuspec.speculation.head_context import HeadContext
 from cpuspec.speculation.planner.choose import MAX_TOKENS
 from cpuspec.speculation.planner.planner import DraftModel, plan
 from cpuspec.speculation.proposer import NullProposer, Proposer
@@ -61,10 +65,13 @@ def _fewer_layers(target: Checkpoint, skipped: str) -> Weights:
 # Drafters without a model look drafts up in text, so they stand at the bottom.
 LOOKUPS: Mapping[str, Callable[[LevelSpec], Proposer]] = {"ngram": make_ngram, "suffix": make_suffix}
 
+# How a head drafts, where that is not a chain of its likeliest tokens: the likeliest as a tree, or a chain of tokens that it draws.
+HEAD_STYLES = ("tree", "draw")
+
 # Drafters made of the target's own weights, and of another model whose tokens come back through their text (None).
 OWN_WEIGHTS: Mapping[str, Callable[[Checkpoint, str], Weights]] = {"self": _cast_weights, "skip": _fewer_layers}
 BY_TEXT = "text"
-MODELS = (*OWN_WEIGHTS, BY_TEXT)
+MODELS = (*OWN_WEIGHTS, BY_TEXT, *HEAD_STYLES)
 
 _PLANNED = AUTO.levels[0].name
 _PLANNED_LOOKUP = LevelSpec("suffix:tree", 24, 0.05)  # where the spec of a planner names no lookup
@@ -89,7 +96,7 @@ def _read(part: LevelSpec) -> _Drafter:
     name, _, argument = drafter.partition(":")
     if name in LOOKUPS or (name not in (*MODELS, *BACKENDS) and is_import_path(drafter)):
         return _Drafter(name if name in LOOKUPS else "", argument, backend, True, "", part.drafter)
-    model = argument if name == BY_TEXT else "" if name in OWN_WEIGHTS else drafter
+    model = argument if name in (BY_TEXT, *HEAD_STYLES) else "" if name in OWN_WEIGHTS else drafter
     shown = part.drafter.removesuffix(model) + Path(model).name if model else part.drafter
     return _Drafter(name if name in MODELS else "", argument, backend, False, model, shown)
 
@@ -144,7 +151,7 @@ def _check(part: LevelSpec, spec: SpecConfig) -> None:
     if drafter.name in LOOKUPS:
         LOOKUPS[drafter.name](part)
     elif drafter.name and not drafter.argument:
-        raise ConfigError(f"{part.name} takes an argument, as in self:mxfp4, skip:4 and text:MODEL; got {part.drafter!r}")
+        raise ConfigError(f"{part.name} takes an argument, as in self:mxfp4, skip:4, text:MODEL, tree:HEAD; got {part.drafter!r}")
     elif drafter.model:
         try:
             find_model(drafter.model)
@@ -196,7 +203,22 @@ class OpenedModel:
         return Verifier(self.tokenizer, self.tokenizer.vocab_size, _MOST_TOKENS_FOR_ONE * self.verifier.context_length)
 
 
-OpenedLevel = list[Proposer | OpenedModel]  # its drafters, of which each continues the tokens of those before
+@dataclass(frozen=True)
+class OpenedHead:
+    """A trained head that fits the target. Its weights are not loaded yet. style: of HEAD_STYLES, or ""."""
+
+    name: str
+    num_tokens: int
+    min_confidence: float
+    head: Head
+    casts: Mapping[str, Format]
+    backend: str
+    settings: EngineConfig
+    verifier: Verifier
+    style: str
+
+
+OpenedLevel = list[Proposer | OpenedModel | OpenedHead]  # its drafters, of which each continues the tokens of those before
 
 
 @dataclass(frozen=True)
@@ -219,9 +241,15 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
     verifier = Verifier(target.tokenizer, target.vocab_size, target.context_length)
     models: list[OpenedLevel] = []
     for level in [level for level in levels if not _read(level).is_lookup][::-1]:
-        models.insert(0, _open_level(level, target, verifier, num_tokens))
-        if not is_planned:  # all models that a planner chooses from draft for the target
-            verifier = cast(OpenedModel, models[0][0]).as_verifier
+        opened = _open_level(level, target, verifier, num_tokens)
+        heads = [one.name for one in opened if isinstance(one, OpenedHead)]
+        if heads and models and not is_planned:
+            raise ConfigError(f"{heads[0]} drafts for the target alone; write it last, or join it to another drafter with +")
+        models.insert(0, opened)
+        if not is_planned and isinstance(opened[0], OpenedModel):  # all models that a planner chooses from draft for the target
+            verifier = opened[0].as_verifier
+        elif not is_planned and len(levels) > len(models):
+            raise ConfigError(f"{heads[0]} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
     lookups = [level for level in levels if _read(level).is_lookup] or [_PLANNED_LOOKUP] * is_planned
     return OpenedSpec(is_planned, [_open_level(level, target, verifier, DEFAULT_NUM_TOKENS) for level in lookups], models)
 
@@ -231,7 +259,7 @@ def _open_level(level: LevelSpec, target: Target, verifier: Verifier, num_tokens
     return [_open(part, target, verifier, num_tokens) for part in (level, *level.then)]
 
 
-def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) -> Proposer | OpenedModel:
+def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) -> Proposer | OpenedModel | OpenedHead:
     drafter = _read(part)
     if drafter.is_lookup:
         return LOOKUPS.get(drafter.name, UserProposer)(part)
@@ -247,7 +275,15 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
             )
         weights, tokenizer = OWN_WEIGHTS[drafter.name](target.checkpoint, drafter.argument), target.tokenizer
     else:
-        checkpoint = open_checkpoint(resolve_model(drafter.model), settings.mmap)
+        path = resolve_model(drafter.model)
+        if found := find_reader(path, settings.mmap):
+            head = open_head(*found, target.checkpoint, target.tokenizer)
+            num_tokens, shown = part.num_tokens or head.num_tokens, drafter.shown
+            casts = casts_of_head(head, settings.head_format, target.checkpoint)
+            return OpenedHead(shown, num_tokens, part.min_confidence, head, casts, backend, settings, verifier, drafter.name)
+        if drafter.name in HEAD_STYLES:
+            raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
+        checkpoint = open_checkpoint(path, settings.mmap)
         weights, tokenizer = (checkpoint, {}), make_tokenizer(checkpoint)
     by_text, translation = drafter.name == BY_TEXT, None
     if by_text or not same_tokens(verifier.tokenizer, tokenizer):
@@ -287,13 +323,26 @@ def build(opened: OpenedSpec, target: Backend) -> Proposer:
 def _build_level(target: Backend, level: OpenedLevel, inner: Proposer) -> Proposer:
     """The drafters of a level. inner: what drafts for its first model."""
     inners = [inner, *(NullProposer() for _ in level[1:])]
-    drafters = [
-        _load(one, target, below) if isinstance(one, OpenedModel) else one for one, below in zip(level, inners, strict=True)
-    ]
+    drafters = [_load(one, target, below) for one, below in zip(level, inners, strict=True)]
     return _combined(drafters, one_after_another, "+")
 
 
-def _load(model: OpenedModel, target: Backend, inner: Proposer) -> DraftModel:
+def _load(one: Proposer | OpenedModel | OpenedHead, target: Backend, inner: Proposer) -> Proposer:
+    if isinstance(one, OpenedHead):
+        return _load_head(one, target)
+    return _load_model(one, target, inner) if isinstance(one, OpenedModel) else one
+
+
+def _load_head(opened: OpenedHead, target: Backend) -> HeadProposer:
+    head, settings = opened.head, opened.settings
+    rule = (TREE_RULES if opened.style == "tree" else RULES)[head.method]
+    backend = make_backend(opened.backend, head.model, settings, target, opened.casts)
+    context = HeadContext(head, backend, settings.max_sequences, opened.verifier.context_length, settings.prompt_rows)
+    draws, num_rows = opened.style == "draw", opened.verifier.num_rows
+    return HeadProposer(context, rule, num_rows, opened.name, opened.num_tokens, opened.min_confidence, draws)
+
+
+def _load_model(model: OpenedModel, target: Backend, inner: Proposer) -> DraftModel:
     checkpoint, casts = model.weights
     backend = make_backend(model.backend, checkpoint, model.settings, target, casts)
     capacity = min(model.as_verifier.context_length, backend.config.context_length)

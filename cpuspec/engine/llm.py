@@ -27,7 +27,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
 from cpuspec.speculation.prefix_files import PrefixDirectory
-from cpuspec.speculation.proposer import Proposer
+from cpuspec.speculation.proposer import LevelContext, Proposer
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Message = dict[str, str]
@@ -453,7 +453,7 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     return wanted
 
 
-def _keep_prefixes(contexts: list[Context], settings: EngineConfig) -> None:
+def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> None:
     """Share the memory of the prefix cache among the models, so that each keeps the same number of tokens."""
     directory = None
     if settings.prefix_cache_dir is not None:

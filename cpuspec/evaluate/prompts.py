@@ -42,7 +42,7 @@ def read_prompts(text: str) -> PromptSet:
         file, form = text, ""
     path, field, count = [*file.rsplit(":", 2), "", ""][:3]
     number = _count(count, text, _SHAPE)
-    lines = [line for line in _read(Path(path)).splitlines() if line.strip()]
+    lines = [line for line in read_text(Path(path)).splitlines() if line.strip()]
     if len(lines) < number:
         raise ConfigError(f"{path} has {len(lines)} lines, and {text!r} asks for {number}")
     texts = [_field(line, field, f"{path}, line {i}") for i, line in enumerate(lines[:number], 1)]
@@ -54,7 +54,7 @@ def read_quotes(text: str) -> PromptSet:
     """Passages of a text file, given as FILE:COUNT, to be summarized and quoted: its first paragraphs of a fair length."""
     path, _, count = text.rpartition(":")
     number = _count(count, text, "wanted FILE:COUNT")
-    paragraphs = [line.strip() for line in _read(Path(path)).splitlines()]
+    paragraphs = [line.strip() for line in read_text(Path(path)).splitlines()]
     passages = [paragraph for paragraph in paragraphs if len(paragraph) in _PASSAGE_CHARACTERS]
     if len(passages) < number:
         raise ConfigError(f"{path} has {len(passages)} paragraphs of a fair length, and {text!r} asks for {number}")
@@ -65,7 +65,7 @@ def read_text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
     """The first ids of a text file, given as FILE:TOKENS. Raises ConfigError where it has fewer."""
     path, _, count = text.rpartition(":")
     number = _count(count, text, "wanted FILE:TOKENS")
-    ids = tokenizer.encode(_read(Path(path))[: number * _CHARACTERS_OF_A_TOKEN])[:number]
+    ids = tokenizer.encode(read_text(Path(path))[: number * _CHARACTERS_OF_A_TOKEN])[:number]
     if len(ids) < number:
         raise ConfigError(f"{path} has {len(ids)} tokens, and {text!r} asks for {number}")
     return ids
@@ -96,13 +96,14 @@ def _count(count: str, text: str, wanted: str) -> int:
     return int(count)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file. Raises ConfigError."""
     try:
-        return path.read_text("utf-8")
+        return path.read_bytes().decode()
     except OSError as error:
-        raise ConfigError(f"prompts {path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"prompts {path} are not UTF-8 text") from None
+        raise ConfigError(f"{path} is not UTF-8 text") from None
 
 
 def _field(line: str, field: str, where: str) -> str:

@@ -1,8 +1,9 @@
-"""Perplexity, KL divergence and same-top share of one backend against another, as llama.cpp's --kl-divergence reports them.
+"""Perplexity, KL divergence, same-top share and top-k overlap of a model against another, as llama.cpp's --kl-divergence.
 
-Works on logits of the same tokens, chunk by chunk, so that no more than a chunk of rows is held at a time.
+Works on logits of the same tokens, some rows at a time, so that no more than a chunk of rows is held at a time.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,21 +17,96 @@ from cpuspec.sampling import argmax
 
 F64 = NDArray[np.float64]
 
+TOP_K = 10  # likeliest ids whose overlap is counted
+_ROWS_AT_ONCE = 32  # whose log probabilities are held in f64: 39 MB with 152 thousand ids
+
 
 @dataclass(frozen=True)
 class Quality:
-    """The loss of a backend against a reference on one text. KL divergences are in nats, over all predicted rows."""
+    """The loss of a model against a reference on one text. KL divergences are in nats, over all compared rows.
+
+    Errors are standard errors of the mean, as llama.cpp prints them after ±: of perplexities to first order, and of the logarithm
+    of their ratio with the covariance of both. probability_rms: root mean square of the difference that the text's own next token
+    has in probability. top_overlap: share of the reference's TOP_K likeliest ids that are among the other's.
+    """
 
     num_tokens: int
     reference_perplexity: float
+    reference_perplexity_error: float
     perplexity: float
+    perplexity_error: float
     perplexity_ratio: float
+    log_ratio_error: float
     kl_mean: float
+    kl_error: float
     kl_median: float
+    kl_p90: float
+    kl_p95: float
     kl_p99: float
+    kl_p999: float
     kl_max: float
     same_top: float  # share of rows whose argmax is the same
-    max_abs_logit_difference: float
+    same_top_error: float
+    top_overlap: float
+    probability_rms: float
+    max_abs_logit_difference: float | None  # None where the reference's logits are not known
+
+
+class QualityMeter:
+    """Collects rows of a reference and of another model over the same text."""
+
+    def __init__(self) -> None:
+        self._kl: list[F64] = []
+        self._same: list[NDArray[np.bool_]] = []
+        self._overlap: list[F64] = []
+        self._losses: tuple[list[F64], list[F64]] = ([], [])  # of the reference and of the other, of the tokens that follow
+
+    def add(self, reference: F64, other: F64, following: Sequence[int] | I32, least: float = -math.inf) -> None:
+        """Take rows of log probabilities [rows, V], and the token after each row, as far as there is one.
+
+        least: ids whose log probability in the reference is not above it do not count for the divergence.
+        """
+        self._kl.append(kl_divergence(reference, other, least))
+        self._same.append(reference.argmax(axis=1) == other.argmax(axis=1))
+        k = min(TOP_K, reference.shape[1])
+        tops = [np.argpartition(-rows, k - 1, axis=1)[:, :k].tolist() for rows in (reference, other)]
+        self._overlap.append(np.array([len({*some} & {*others}) / k for some, others in zip(*tops, strict=True)]))
+        at = np.arange(len(following))
+        for losses, rows in zip(self._losses, (reference, other), strict=True):
+            losses.append(-rows[at, np.asarray(following, np.int64)])
+
+    def quality(self, max_abs_logit_difference: float | None = None) -> Quality:
+        """The figures of all rows so far; there must be some."""
+        kl, same = np.concatenate(self._kl), np.concatenate(self._same)
+        theirs, ours = (np.concatenate(losses) for losses in self._losses)
+        (their_loss, their_error), (our_loss, our_error) = mean_and_error(theirs), mean_and_error(ours)
+        return Quality(
+            num_tokens=len(kl),
+            reference_perplexity=math.exp(their_loss),
+            reference_perplexity_error=math.exp(their_loss) * their_error,
+            perplexity=math.exp(our_loss),
+            perplexity_error=math.exp(our_loss) * our_error,
+            perplexity_ratio=math.exp(our_loss - their_loss),
+            log_ratio_error=mean_and_error(ours - theirs)[1],
+            kl_mean=float(kl.mean()),
+            kl_error=mean_and_error(kl)[1],
+            kl_median=float(np.median(kl)),
+            kl_p90=float(np.quantile(kl, 0.9)),
+            kl_p95=float(np.quantile(kl, 0.95)),
+            kl_p99=float(np.quantile(kl, 0.99)),
+            kl_p999=float(np.quantile(kl, 0.999)),
+            kl_max=float(kl.max()),
+            same_top=float(same.mean()),
+            same_top_error=mean_and_error(same)[1],
+            top_overlap=float(np.concatenate(self._overlap).mean()),
+            probability_rms=float(np.sqrt(np.mean((np.exp(-ours) - np.exp(-theirs)) ** 2))),
+            max_abs_logit_difference=max_abs_logit_difference,
+        )
+
+
+def mean_and_error(values: NDArray[np.generic]) -> tuple[float, float]:
+    """The mean and its standard error: the deviation over sqrt(n - 1), as llama.cpp has it; 0 for a single value."""
+    return float(values.mean()), float(values.std() / math.sqrt(len(values) - 1)) if len(values) > 1 else 0.0
 
 
 def compare(
@@ -43,50 +119,35 @@ def compare(
     if len(tokens) < 2:
         raise ConfigError(f"a comparison needs at least two tokens, got {len(tokens)}")
     chunk = min(reference.max_rows, other.max_rows)
-    targets = np.asarray(tokens[1:])
-    kl, same, own_loss, reference_loss, difference = [], [], [], [], 0.0
-    done = 0
+    meter, difference, done = QualityMeter(), 0.0, 0
     for wanted, got in zip(logits_of(reference, tokens, chunk), logits_of(other, tokens, chunk), strict=True):
         difference = max(difference, float(np.abs(wanted - got).max()))
-        r, o = log_softmax(wanted), log_softmax(got)
-        kl.append(kl_divergence(r, o))
-        same.append(wanted.argmax(axis=1) == got.argmax(axis=1))
-        next_tokens = targets[done : done + len(r)]  # the last row has none
-        rows = np.arange(len(next_tokens))
-        reference_loss.append(-r[rows, next_tokens])
-        own_loss.append(-o[rows, next_tokens])
-        done += len(r)
+        for start in range(0, len(wanted), _ROWS_AT_ONCE):
+            end = min(start + _ROWS_AT_ONCE, len(wanted))
+            # The last row of all has no token behind it.
+            meter.add(log_softmax(wanted[start:end]), log_softmax(got[start:end]), tokens[done + start + 1 : done + end + 1])
+        done += len(wanted)
         on_rows(done)
-    divergence = np.concatenate(kl)
-    perplexities = [float(np.exp(np.concatenate(loss).mean())) for loss in (reference_loss, own_loss)]
-    return Quality(
-        num_tokens=done,
-        reference_perplexity=perplexities[0],
-        perplexity=perplexities[1],
-        perplexity_ratio=perplexities[1] / perplexities[0],
-        kl_mean=float(divergence.mean()),
-        kl_median=float(np.median(divergence)),
-        kl_p99=float(np.quantile(divergence, 0.99)),
-        kl_max=float(divergence.max()),
-        same_top=float(np.concatenate(same).mean()),
-        max_abs_logit_difference=difference,
-    )
+    return meter.quality(difference)
 
 
-def logits_of(backend: Backend, tokens: Sequence[int], chunk: int) -> Iterator[F32]:
-    """Logits [rows, V] of a text fed to an empty cache, up to `chunk` rows at a time."""
+def logits_of(backend: Backend, tokens: Sequence[int], chunk: int, first: int = 0) -> Iterator[F32]:
+    """Logits [rows, V] of a text fed to an empty cache, up to `chunk` rows at a time, from the row `first` on."""
     cache = backend.new_cache(1, len(tokens))
     for start in range(0, len(tokens), chunk):
         rows = np.asarray(tokens[start : start + chunk], np.int32)
-        yield backend.forward(
+        logits = backend.forward(
             ForwardBatch(
                 tokens=rows,
                 positions=np.arange(start, start + len(rows), dtype=np.int32),
                 slots=np.zeros(1, np.int32),
                 q_start=np.array([0, len(rows)], np.int32),
+                logit_rows=None if start >= first else np.arange(first - start, len(rows), dtype=np.int32),
             ),
             cache,
         ).logits
+        if len(logits):
+            yield logits
 
 
 def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:
@@ -94,9 +155,13 @@ def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:
     return np.concatenate([argmax(logits) for logits in logits_of(backend, tokens, backend.max_rows)])
 
 
-def kl_divergence(reference: F64, other: F64) -> F64:
-    """KL divergence in nats of each row of `other` from `reference`, both log probabilities [..., ids]."""
-    divergence: F64 = (np.exp(reference) * (reference - other)).sum(axis=-1)
+def kl_divergence(reference: F64, other: F64, least: float = -math.inf) -> F64:
+    """KL divergence in nats of each row of `other` from `reference`, both log probabilities [..., ids].
+
+    least: ids whose log probability in the reference is not above it are left out.
+    """
+    terms = np.exp(reference) * (reference - other)
+    divergence: F64 = (terms if least == -math.inf else np.where(reference > least, terms, 0)).sum(axis=-1)
     return divergence
 
 

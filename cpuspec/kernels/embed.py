@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from cpuspec.formats import int4
 from cpuspec.formats.mx import E2M1_DOUBLED
+from cpuspec.formats.nonlinear import LEVELS
 from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.options import compiled
 
@@ -109,6 +110,28 @@ def _mxfp4(row, blocks, out):
             simd.poke_f32(to + 4 * i, scale * simd.to_float(E2M1_DOUBLED[code]))
 
 
+def _iq4_nl(row, blocks, out):
+    """Scale, nibbles."""
+    for block in range(blocks):
+        at, to = row + 18 * block, out + 128 * block
+        d = simd.peek_f16(at)
+        for i in range(32):
+            code = simd.peek_u8(at + 2 + i % 16) >> i // 16 * 4 & 15
+            simd.poke_f32(to + 4 * i, d * simd.to_float(LEVELS[code]))
+
+
+def _iq4_xs(row, blocks, out):
+    """d, top bits of scales, their low bits, nibbles."""
+    for block in range(blocks):
+        at, to = row + 136 * block, out + 1024 * block
+        for part in range(8):
+            low, top = simd.peek_u8(at + 4 + part // 2) >> part % 2 * 4 & 15, simd.peek_u16(at + 2) >> part * 2 & 3
+            scale = simd.peek_f16(at) * simd.to_float((low | top << 4) - 32)
+            for i in range(32):
+                code = simd.peek_u8(at + 8 + 16 * part + i % 16) >> i // 16 * 4 & 15
+                simd.poke_f32(to + 128 * part + 4 * i, scale * simd.to_float(LEVELS[code]))
+
+
 def _int4(group: int, asymmetric: bool) -> Decoder:
     """Scale, (zero point), nibbles in order."""
     codes_at = 3 if asymmetric else 2
@@ -140,6 +163,8 @@ _DECODERS: Mapping[str, Decoder] = MappingProxyType(
         "q5_k": _k(top_bit=True),
         "q6_k": _q6_k,
         "mxfp4": _mxfp4,
+        "iq4_nl": _iq4_nl,
+        "iq4_xs": _iq4_xs,
         **{row.name: _int4(row.block_size, "z" in (row.layout.names or ())) for row in int4.FORMATS},
     }
 )

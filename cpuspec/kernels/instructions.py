@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cpuspec.kernels import isa
-from cpuspec.kernels.products import LOW_BYTES, MINIMUM_FIELDS, ORDERS, SCALE, SHIFT, VALUE_SUM, start_field
+from cpuspec.kernels.products import LOW_BYTES, MINIMUM_FIELDS, ORDERS, SCALE, SHIFT, VALUE_SUM, start_of
 from cpuspec.kernels.readers import Group
 
 MOST_ROWS = 6
@@ -85,8 +85,11 @@ class Products:
         for part in range(self.num_scales):
             yield from (self._vnni_dots if self.vnni else self._dots)(place, part)
             if self.zero:
+                field, shift = start_of(self.zero, self.num_scales, part)
                 for row, own in enumerate(sums):
-                    yield f"vpbroadcastd {place.record(row, start_field(self.zero, part))}, {inputs}"
+                    yield f"vpbroadcastd {place.record(row, field)}, {inputs}"
+                    if shift:
+                        yield f"vpslld $${shift}, {inputs}, {inputs}"
                     yield from (f"vpaddd {inputs}, {total}, {total}" for total in own)
             yield from (f"vcvtdq2ps {total}, {total}" for *_, total in place.each)
             yield from place.load_factor(part)

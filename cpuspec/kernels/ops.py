@@ -195,6 +195,10 @@ class Value:
         """Sixteen bytes as words."""
         return self.load(vector_of(I8)).zext(I32X16)
 
+    def u16_codes(self) -> "Value":
+        """Sixteen numbers of 16 bits as words."""
+        return self.load(vector_of(I16)).zext(I32X16)
+
     def u8(self) -> "Value":
         """Sixteen unsigned bytes as numbers."""
         return self.u8_codes().uitofp(F32X16)

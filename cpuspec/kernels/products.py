@@ -16,6 +16,7 @@ last, the second and third of each four swapped.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from cpuspec.kernels.isa import dot_isa
 from cpuspec.kernels.ops import F32, F32X16, I8, I32, I32X16, Value, dot_bytes, fma, vector_of
 from cpuspec.kernels.readers import Group
 
@@ -32,9 +33,9 @@ def row_bytes(order: str, features: int) -> int:
     return -(-features // 32) * ORDERS[order]
 
 
-# Field of a record that an integer sum starts from, by zero point and by half of the group.
-_STARTS = {8: (MINUS_8_SUMS,), 16: (MINUS_16_SUMS,), 128: (MINUS_128_SUMS,), 32: (MINUS_32_LOW, MINUS_32_HIGH)}
-MINIMUM_FIELDS = _STARTS[32]  # what the minima of two halves of a group are multiplied with, times -1/32
+# Fields of a record that have sums of inputs times -zero, by zero: of the whole group, or of each half.
+_SUMS = {8: MINUS_8_SUMS, 16: MINUS_16_SUMS, 128: MINUS_128_SUMS}
+MINIMUM_FIELDS = (MINUS_32_LOW, MINUS_32_HIGH)  # what the minima of two halves of a group are multiplied with, times -1/32
 
 
 def _halves(group: Group) -> list[tuple[Value, list[Value]]]:
@@ -51,9 +52,13 @@ def sum_of_weights(group: Group) -> Value:
     weights: Value | None = None
     for scale, vectors in _halves(group):
         total = ones.like(-group.zero * 4 * len(vectors))
-        fits = len(vectors) * (2**group.bits - 1) < 256  # as bytes, the sum of all vectors does not overflow
-        for vector in [_sum_of_bytes(vectors)] if fits else vectors:
-            total = dot_bytes(total, vector, ones)
+        if group.bits > 6 and dot_isa() == "avx2":  # as they are multiplied (`instructions`)
+            low, high = ([codes.shifted(shift) & 0x0F0F0F0F for codes in vectors] for shift in (0, -4))
+            total = dot_bytes(total, _sum_of_bytes(low), ones) + (dot_bytes(ones.like(0), _sum_of_bytes(high), ones) << 4)
+        else:
+            fits = len(vectors) * (2**group.bits - 1) < 256  # as bytes, the sum of all vectors does not overflow
+            for vector in [_sum_of_bytes(vectors)] if fits else vectors:
+                total = dot_bytes(total, vector, ones)
         number = total.sitofp(F32X16)
         weights = number * scale if weights is None else fma(number, scale, weights)
     assert weights is not None, "a group has a scale"
@@ -70,9 +75,19 @@ def _sum_of_bytes(vectors: list[Value]) -> Value:
     return total.bits(I32X16)
 
 
-def start_field(zero: int, part: int) -> int:
-    """Where a record has what the sum for one of the scales starts from."""
-    return _STARTS[zero][part]
+def start_of(zero: int, num_scales: int, part: int) -> tuple[int, int]:
+    """What the sum for one of the scales starts from, sums of inputs times -zero: the field of a record, and how many bits it is
+    shifted to the left.
+    """
+    known = {32: MINIMUM_FIELDS[part]} if num_scales == 2 else _SUMS
+    nearest = max(factor for factor in known if factor <= zero)
+    return known[nearest], (zero // nearest).bit_length() - 1
+
+
+def start(record: Value, group: Group, part: int) -> Value:
+    """`start_of` in every lane."""
+    field, shift = start_of(group.zero, len(group.scales), part)
+    return (record + field).every(I32).shifted(shift)
 
 
 def add_group(group: Group, shifted: Value | None, record: Value, total: Value) -> Value:
@@ -84,12 +99,12 @@ def add_group(group: Group, shifted: Value | None, record: Value, total: Value) 
     for part, (_, vectors) in enumerate(_halves(group)):
         first = 4 * part * len(vectors)
         zero = vectors[0].like(0)
-        start = (record + _STARTS[group.zero][part]).every(I32) if group.zero else zero
+        begin = start(record, group, part) if group.zero else zero
         if shifted is None:
             high = _dot(zero, vectors, record + first)
-            dots.append((high << 8) + _dot(start, vectors, record + (LOW_BYTES + first)))
+            dots.append((high << 8) + _dot(begin, vectors, record + (LOW_BYTES + first)))
         else:
-            dots.append(_dot(start, vectors, record + first))
+            dots.append(_dot(begin, vectors, record + first))
     return add_dots(dots, group.scales, shifted, group.minima, record, total)
 
 

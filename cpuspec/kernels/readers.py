@@ -1,10 +1,10 @@
 """Packed weights into registers, format by format: the one place where kernels know what the bytes of `formats.packing` mean."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cpuspec.formats import FORMATS, Format, lowbit
+from cpuspec.formats import FORMATS, Format, lowbit, nonlinear
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, Value, lookup_bytes, lookup_f32, vector_of
 
@@ -107,11 +107,31 @@ def _int8(size: int) -> Reader:
     return read
 
 
+def _looked_up(levels: Sequence[int], codes: list[Value], scales: list[Value]) -> Group:
+    """A group whose codes are places in a table of whole numbers, which get the least zero point that makes them unsigned."""
+    zeros = (32, 128) if len(scales) == 2 else (16, 32, 128)
+    zero = next(zero for zero in zeros if max(map(abs, levels)) < zero)
+    table = [zero + level for level in levels] + [0] * (16 - len(levels))
+    return Group(zero.bit_length(), [lookup_bytes(table, c) for c in codes], scales, zero)
+
+
 def _mxfp4(at: Value, groups: Value, group: Value) -> Group:
-    """Planes codes, e. Twice the values of E2M1 are integers, and 16 more makes them unsigned with a zero point of q5_0."""
-    table = [16 + value for value in E2M1_DOUBLED]
-    codes = [lookup_bytes(table, c) for c in _nibbles(at + group * 256)]
-    return Group(5, codes, [_half_of_e8m0(at + groups * 256 + group * 16)], 16)
+    """Planes codes, e. Twice the values of E2M1 are integers."""
+    return _looked_up(E2M1_DOUBLED, _nibbles(at + group * 256), [_half_of_e8m0(at + groups * 256 + group * 16)])
+
+
+def _iq4_nl(at: Value, groups: Value, group: Value) -> Group:
+    """Planes codes, scales."""
+    return _looked_up(nonlinear.LEVELS, _nibbles(at + group * 256), [(at + groups * 256 + group * 32).f16()])
+
+
+def _iq4_xs(at: Value, groups: Value, group: Value) -> Group:
+    """Planes codes, low four bits of scales, their top two bits, d: a panel is a superblock."""
+    scales = at + groups * 256
+    low = scales.i32() >> _in_lanes(group * 4) & 15
+    top = ((scales + 64).u16_codes() >> _in_lanes(group * 2) & 3) << 4
+    scale = (scales + 96).f16() * ((low | top) - 32).sitofp(F32X16)
+    return _looked_up(nonlinear.LEVELS, _nibbles(at + group * 256), [scale])
 
 
 def _int4(size: int, asymmetric: bool) -> Reader:
@@ -220,7 +240,10 @@ def _e4m3_pair(address: Value) -> tuple[Value, Value]:
     return _e4m3(address), _e4m3(address + 16)
 
 
-def _table(levels: tuple[float, ...]) -> Callable[[Value], tuple[Value, Value]]:
+def _table(row: Format) -> Callable[[Value], tuple[Value, Value]]:
+    assert row.affine is not None, "codes have levels"
+    levels = row.affine.levels or ()
+
     def pair(address: Value) -> tuple[Value, Value]:
         packed = address.u8_codes()
         return lookup_f32(levels, packed & 15), lookup_f32(levels, packed >> 4)
@@ -235,6 +258,8 @@ _KINDS: Mapping[str, Callable[[Format], Reader]] = MappingProxyType(
         "bytes": lambda row: _q8_0,
         "long_bytes": lambda row: _int8(row.block_size),
         "levels": lambda row: _mxfp4,
+        "iq4_nl": lambda row: _iq4_nl,
+        "iq4_xs": lambda row: _iq4_xs,
         "groups": lambda row: _int4(row.block_size, asymmetric="z" in (row.layout.names or ())),
         "few_bits": lambda row: _lowbit(row.code_bits, row.block_size),
         "superblocks": lambda row: _k(64 * row.code_bits, top_bit=row.code_bits == 5),
@@ -255,7 +280,7 @@ NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType(
 _FLOAT_CODES: Mapping[str, Callable[[Format], FloatCodes]] = MappingProxyType(
     {
         "e4m3": lambda row: FloatCodes(32, row.block_size, _e4m3_pair, 256.0),
-        "table": lambda row: FloatCodes(16, row.block_size, _table(row.affine.levels)),
+        "table": lambda row: FloatCodes(16, row.block_size, _table(row)),
     }
 )
 FLOAT_CODES: Mapping[str, FloatCodes] = MappingProxyType(

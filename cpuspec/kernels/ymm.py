@@ -17,7 +17,7 @@ from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
-from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start_field, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, READERS, Group
 
 # Rows that are multiplied while weights are unpacked. With dot products of bytes LLVM keeps more of three rows' sums on the stack.
@@ -67,7 +67,7 @@ def add_rows(order: str, group: Group, shifted: Value | None, records: Value, to
         record = records + ORDERS[order] * row
         whole = [part[row][0].shuffled(range(LANES), part[row][1]) for part in dots]
         if group.zero:
-            whole = [dot + (record + start_field(group.zero, part)).every(I32) for part, dot in enumerate(whole)]
+            whole = [dot + start(record, group, part) for part, dot in enumerate(whole)]
         total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
 
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from cpuspec.config import ModelConfig, Rope
+from cpuspec.config import HeadConfig, ModelConfig, Rope
 
 V = TypeVar("V")  # a backend's rows of numbers: an array, a tensor, the name of a node, or a buffer
 
@@ -36,8 +36,16 @@ class Operations(Protocol[V]):
         """The batch's tokens, times `embedding_scale`, [T, C]."""
         ...
 
-    def fuse(self, x: V, name: str, norms: tuple[str, str]) -> V:
-        """RMS norms of the embedded tokens and of the batch's hidden states, side by side, times a matrix, [T, C]."""
+    def hidden(self, norm: str | None) -> V:
+        """RMS norm (None for none) of the batch's hidden states, [T, C]."""
+        ...
+
+    def join(self, x: V, norms: tuple[str, str] | None) -> V:
+        """RMS norms (None for none) of the embedded tokens and of the batch's hidden states, side by side, [T, 2C]."""
+        ...
+
+    def features(self) -> V:
+        """What `encode` was given, [T, feature_size]."""
         ...
 
     def linears(self, x: V, names: tuple[str, ...], norm: str | None) -> tuple[V, ...]:
@@ -64,8 +72,8 @@ class Operations(Protocol[V]):
         """The layer's output, for callers that asked for its hidden states."""
         ...
 
-    def logits(self, x: V, name: str, norm: str) -> V:
-        """RMS norm of the asked rows, their product with the output matrix, and `logit_softcap`, [rows, V]."""
+    def logits(self, x: V, name: str, norm: str | None) -> V:
+        """RMS norm (None for none) of the asked rows, their product with the output matrix, and `logit_softcap`, [rows, V]."""
         ...
 
 
@@ -84,18 +92,37 @@ def query_scale(config: ModelConfig) -> float:
 
 def decode(config: ModelConfig, ops: Operations[V]) -> V:
     """One forward of the whole model; returns its logits."""
-    x = ops.embed()
-    if config.takes_hidden:
-        x = ops.fuse(x, "fuse", ("embed_norm", "hidden_norm"))
+    x, head = ops.embed(), config.head
+    read: V | None = None  # what the first layer's attention reads instead of the normed `x`
+    if head and head.fuses == "matrix":
+        (x,) = ops.linears(_joined(head, ops, x), ("fuse",), None)
+        read = None if head.first_norm else x
+    elif head and head.fuses == "attention":
+        read = _joined(head, ops, x)
+        x = ops.hidden("hidden_norm" if head.normed_residual else None)
     for layer in layers_of(config):
         weight = layer.weight
-        q, k, v = ops.linears(x, (weight("q"), weight("k"), weight("v")), _norm_before(config, weight("attn_norm")))
+        projections = weight("q"), weight("k"), weight("v")
+        if read is None:
+            q, k, v = ops.linears(x, projections, _norm_before(config, weight("attn_norm")))
+        else:
+            (q, k, v), read = ops.linears(read, projections, None), None
         q, k = ops.rotate(layer, q, k)
         x = ops.add(x, ops.attention(layer, q, k, v), weight("o"), _norm_after(config, weight("attn_post_norm")))
         gate, up = ops.linears(x, (weight("gate"), weight("up")), _norm_before(config, weight("mlp_norm")))
         x = ops.add(x, ops.gate(gate, up), weight("down"), _norm_after(config, weight("mlp_post_norm")))
         ops.keep(layer, x)
-    return ops.logits(x, "output", "norm")
+    return ops.logits(x, "output", "norm" if head is None or head.final_norm else None)
+
+
+def encode_features(ops: Operations[V]) -> V:
+    """A head's hidden states [T, C] of features, which are outputs of its target's layers side by side."""
+    (x,) = ops.linears(ops.features(), ("encode",), None)
+    return x
+
+
+def _joined(head: HeadConfig, ops: Operations[V], x: V) -> V:
+    return ops.join(x, ("embed_norm", "hidden_norm") if head.input_norms else None)
 
 
 def _norm_before(config: ModelConfig, name: str) -> str | None:

@@ -13,10 +13,12 @@ from uuid import uuid4
 from cpuspec.config import SamplingParams
 from cpuspec.engine.changing_lines import without_changing_lines
 from cpuspec.engine.llm import answer_params
+from cpuspec.errors import TokenizerError
 from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel, Wanted
 from cpuspec.server.parsing import AnswerParser
 from cpuspec.server.parsing.calls import tool_instructions
+from cpuspec.server.turns import in_turns
 
 _ROLES = {"developer": "system"}  # a name that templates do not know yet
 _KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message that templates may read, besides role and content
@@ -72,7 +74,13 @@ def chat_prompt(
     else:
         listed = _without_tools(listed, tools, model.llm.tokenizer.chat_template or "")
     tokenizer = model.llm.tokenizer
-    ids = tokenizer.encode_chat(listed, variables=given)
+    try:
+        ids = tokenizer.encode_chat(listed, variables=given)
+    except TokenizerError:  # perhaps of a template that is strict about turns
+        turns = in_turns(listed)
+        if turns == listed:
+            raise
+        ids = tokenizer.encode_chat(turns, variables=given)
     thinking = tokenizer.decode(ids[-8:], skip_special=False).rstrip().endswith("<think>")
     prefix = ""
     if tools and (named or tool_choice == "required"):
@@ -144,7 +152,7 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def content_text(content: Any, where: str) -> str:
-    """A message's content as one text: text itself, or the joined texts of its parts."""
+    """A message's content as one text: text itself, or the texts of its parts, each on lines of its own."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -156,7 +164,7 @@ def content_text(content: Any, where: str) -> str:
         if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
             raise RequestError(f"{where}.content has a part of type {str(kind)[:40]!r}; this model takes texts only", "messages")
         texts.append(text)
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def _tool_call(number: int, call: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, translated to a conversation in OpenAI's spelling and back.
 
-Sources: Anthropic's Messages API reference (bodies, order of stream events).
+Sources: Anthropic's Messages API reference (bodies, order of stream events), and the types of its Python client, which know more.
 """
 
 import json
@@ -37,7 +37,11 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None  # ignored without a format
+    # Refused where they ask for something.
+    compaction: Any = None
+    thread: Any = None
     # Ignored.
+    billing_policy: Any = None
     cache_control: Any = None
     context_management: Any = None
     mcp_servers: Any = None
@@ -56,6 +60,8 @@ class MessagesBody(CountBody):
     # Ignored.
     container: Any = None
     diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
     inference_geo: Any = None
     metadata: Any = None
     service_tier: Any = None
@@ -87,7 +93,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "stop_sequence": None,
     }
     if body.stream:
-        return EventStream(_events(prompt, answers, head, stops, context.figures), answers, request, context.id)
+        events = _events(prompt, answers, head, stops, context.figures)
+        return EventStream(events, answers, request, context.id, lambda: _named({"type": "ping"}))
     return await unless_gone(request, _message(prompt, answers, head, stops, context.figures), answers)
 
 
@@ -99,7 +106,22 @@ async def count_tokens(body: CountBody, request: Request) -> Response:
     return json_response({"input_tokens": len(prompt.ids)})
 
 
+_REFUSED = {
+    "compaction": "the server writes no summaries by itself; ask for one in a message",
+    "thread": "the server keeps no conversations; send the whole of it as messages",
+}
+# Tools that Anthropic runs itself, by the beginning of their type, and blocks about them: they hold nothing that this model could
+# use. Agents name the tools all the same.
+_FOREIGN_TOOLS = ("advisor", "code_execution", "mcp_toolset", "tool_search_tool", "web_fetch", "web_search")
+_FOREIGN_BLOCKS = (
+    *("fallback", "mcp_tool_listing", "mcp_tool_use", "redacted_thinking", "server_tool_use", "tool_addition", "tool_removal"),
+)
+
+
 def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
+    for name, why in _REFUSED.items():
+        if getattr(body, name):
+            raise RequestError(f"{name} is not supported: {why}", name)
     if (body.output_config or {}).get("format") is not None:
         raise RequestError("output_config.format is not supported; leave it out", "output_config")
     listed: list[dict[str, Any]] = []
@@ -111,15 +133,27 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
         listed.append({"role": "system", "content": system})
     for number, message in enumerate(body.messages):
         listed += _translated(number, message)
-    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ())]
+    tools = [_tool(number, tool) for number, tool in enumerate(body.tools or ()) if not _is_foreign(tool)]
+    if body.tools and not tools:
+        raise RequestError(f"tools.0 is of type {str(body.tools[0]['type'])[:40]!r}, which this server cannot run", "tools")
     variables = {"enable_thinking": body.thinking.get("type") != "disabled"} if body.thinking else {}
     return chat_prompt(model, listed, tools, _tool_choice(body.tool_choice), variables)
 
 
 def _block_text(block: Mapping[str, Any], where: str) -> str:
-    text = block.get("text")
-    if block.get("type") != "text" or not isinstance(text, str):
-        raise RequestError(f"{where} has a block of type {str(block.get('type'))[:40]!r}; this model takes texts only", where)
+    kind, text = block.get("type"), block.get("text")
+    match kind:
+        case "compaction":  # the summary of what came before it
+            text = block.get("content")
+        case "document":
+            source = block.get("source")
+            text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
+        case "tool_reference":
+            text = block.get("tool_name")
+        case kind if kind != "text":
+            text = None
+    if not isinstance(text, str):
+        raise RequestError(f"{where} has a block of type {str(kind)[:40]!r}; this model takes texts only", where)
     return text
 
 
@@ -147,9 +181,7 @@ def _translated(number: int, message: Mapping[str, Any]) -> list[dict[str, Any]]
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "thinking":
                 reasoning += str(block.get("thinking") or "")
-            case "redacted_thinking":
-                pass  # nobody but its maker can read it
-            case _:
+            case kind if kind not in _FOREIGN_BLOCKS and not str(kind).endswith("_tool_result"):
                 texts.append(_block_text(block, where))
     if texts or calls or not found:
         own: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
@@ -159,6 +191,10 @@ def _translated(number: int, message: Mapping[str, Any]) -> list[dict[str, Any]]
             own["tool_calls"] = calls
         found.append(own)
     return found
+
+
+def _is_foreign(tool: Mapping[str, Any]) -> bool:
+    return str(tool.get("type")).startswith(_FOREIGN_TOOLS)
 
 
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:

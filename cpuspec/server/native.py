@@ -54,12 +54,14 @@ class SlotBody(Body):
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
     """The process answers: 200, whatever its state."""
     return json_response({"status": "ok", "state": server_of(request).state})
 
 
 @router.get("/ready")
+@router.head("/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 when requests are answered, else 503."""
     state = server_of(request).state

@@ -3,18 +3,19 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cpuspec.errors import BackendError, CpuspecError
 from cpuspec.server.errors import EngineFailedError, RequestError
 from cpuspec.server.model import Answers
 
+KEEP_ALIVE_S = 10.0  # of silence, as while a long prompt is read, until a stream shows that it lives
 _LOG = logging.getLogger("cpuspec.server")
 _T = TypeVar("_T")
 
@@ -55,20 +56,68 @@ def event(value: Any, name: str | None = None) -> str:
     return f"event: {name}\ndata: {json_text(value)}\n\n" if name else f"data: {json_text(value)}\n\n"
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events about answers, which are closed whatever happens: at the end, or within a step of a disconnect."""
+def _comment() -> str:
+    return ": keep-alive\n\n"
 
-    def __init__(self, events: AsyncGenerator[str], answers: Answers, request: Request, request_id: str) -> None:
+
+class EventStream(StreamingResponse):
+    """Server-sent events about answers, which are closed whatever happens: at the end, or within a step of a disconnect.
+
+    sign_of_life: makes what is sent after each KEEP_ALIVE_S of silence; clients and proxies give up on a stream that stays silent.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str],
+        answers: Answers,
+        request: Request,
+        request_id: str,
+        sign_of_life: Callable[[], str] = _comment,
+    ) -> None:
         super().__init__(_with_errors(events, request.url.path, request_id), media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # a proxy must not hold events back
         self._answers = answers
+        self._sign_of_life = sign_of_life
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = _LivelySender(send, self._sign_of_life)
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, sender.send)
         finally:
+            sender.close()
             self._answers.close()
+
+
+class _LivelySender:
+    """Sends the messages of a response, and a sign of life whenever its body has been silent for KEEP_ALIVE_S."""
+
+    def __init__(self, send: Send, sign_of_life: Callable[[], str]) -> None:
+        self._send = send
+        self._sign_of_life = sign_of_life
+        self._last_s = 0.0
+        self._signs: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send a message."""
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.close()
+        await self._send(message)
+        self._last_s = asyncio.get_running_loop().time()
+        if message["type"] == "http.response.start":
+            self._signs = asyncio.create_task(self._show_life())
+
+    def close(self) -> None:
+        """Send no signs any more. Doing it again changes nothing."""
+        if self._signs is not None:
+            self._signs.cancel()
+
+    async def _show_life(self) -> None:
+        now_s = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(self._last_s + KEEP_ALIVE_S - now_s())
+            if now_s() >= self._last_s + KEEP_ALIVE_S:
+                await self.send({"type": "http.response.body", "body": self._sign_of_life().encode(), "more_body": True})
 
 
 async def _with_errors(events: AsyncGenerator[str], path: str, request_id: str) -> AsyncGenerator[str]:

@@ -1,6 +1,7 @@
 """OpenAI's `/v1/responses`, stateless: every request brings the whole conversation, as Codex's do.
 
-Source: OpenAI's API reference for bodies, and for the order of stream events.
+Sources: OpenAI's API reference for bodies, and for the order of stream events; openai/codex for what Codex sends and reads
+(codex-rs/codex-api/src/sse/responses.rs, codex-rs/protocol/src/models.rs, issues 23186 and 36942).
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -46,7 +47,11 @@ class ResponsesBody(Body):
     prompt: Any = None
     top_logprobs: int | None = None
     # Ignored.
+    access_programs: Any = None
+    background_options: Any = None
     client_metadata: Any = None
+    context_management: Any = None
+    image: Any = None
     include: Any = None
     max_tool_calls: Any = None
     metadata: Any = None
@@ -85,7 +90,8 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         raise RequestError("text.format is not supported; wanted text", "text")
     given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
     params = model.params({name: value for name, value in given.items() if value is not None})
-    prompt = await model.in_worker(partial(_prompt, model, body))
+    tools, owners = _functions(body.tools or ())
+    prompt = await model.in_worker(partial(_prompt, model, body, tools))
     answers = Answers(model, context.client, context.id, prompt.wanted(params))
     head = {
         "id": f"resp_{context.id}",
@@ -112,12 +118,31 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "user": None,
         "metadata": {},
     }
+    items = _Items(prompt, owners)
     if body.stream:
-        return EventStream(_events(prompt, answers, head, context.figures), answers, request, context.id)
-    return await unless_gone(request, _whole(prompt, answers, head, context.figures), answers)
+        numbered = _Numbered()
+        events = _events(prompt, answers, head, items, numbered, context.figures)
+        # Codex counts events alone, and no comments, when it waits for a long prompt to be read.
+        return EventStream(events, answers, request, context.id, lambda: numbered({"type": "keepalive"}))
+    return await unless_gone(request, _whole(prompt, answers, head, items, context.figures), answers)
 
 
-def _prompt(model: ServedModel, body: ResponsesBody) -> ChatPrompt:
+# Items about tools that OpenAI runs itself. They hold nothing that this model could read.
+_FOREIGN_ITEMS = (
+    "code_interpreter_call",
+    "file_search_call",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "tool_search_call",
+    "tool_search_output",
+    "web_search_call",
+)
+
+
+def _prompt(model: ServedModel, body: ResponsesBody, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:
     listed: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     reasoning = ""
@@ -131,26 +156,61 @@ def _prompt(model: ServedModel, body: ResponsesBody) -> ChatPrompt:
                 listed.append(message)
             case "reasoning":
                 reasoning = "".join(str(part.get("text") or "") for part in item.get("content") or () if isinstance(part, dict))
-            case "function_call":
+            case "function_call" | "custom_tool_call" | "local_shell_call":
                 if not listed or listed[-1]["role"] != "assistant":
                     listed.append({"role": "assistant", "content": ""} | ({"reasoning_content": reasoning} if reasoning else {}))
                     reasoning = ""
-                function = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
-                listed[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
-            case "function_call_output":
+                listed[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": _called(item)})
+            case "function_call_output" | "custom_tool_call_output":
                 result = content_text(item.get("output"), where)
                 listed.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": result})
-            case kind:
+            case kind if kind not in _FOREIGN_ITEMS:
                 raise RequestError(f"{where} is of type {str(kind)[:40]!r}, which this model cannot read", "input")
-    # Tools that OpenAI runs itself (web search, images) and groups of them do not exist here; agents name them all the same.
-    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
     effort = (body.reasoning or {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return chat_prompt(model, listed, tools, body.tool_choice, variables)
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
+def _called(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The function that an item of an earlier turn called, and its arguments."""
+    match item["type"]:
+        case "custom_tool_call":
+            return {"name": item.get("name"), "arguments": {"input": item.get("input")}}
+        case "local_shell_call":
+            return {"name": "local_shell", "arguments": item.get("action") or {}}
+    return {"name": _full_name(item.get("namespace"), item.get("name")), "arguments": item.get("arguments") or ""}
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The tools that the model is told of, and for those of a namespace how the client names them.
+
+    Codex has the tools of each MCP server in a namespace, and knows their calls by both names. Tools that OpenAI runs itself, as
+    its web search, do not exist here; agents name them all the same.
+    """
+    told, owners = [], {}
+    for tool in tools:
+        match tool.get("type"):
+            case "function":
+                told.append(_tool(tool, tool.get("name")))
+            case "namespace":
+                members = tool.get("tools")
+                for one in members if isinstance(members, list) else ():
+                    if isinstance(one, dict) and one.get("type", "function") == "function":
+                        name = _full_name(tool.get("name"), one.get("name"))
+                        told.append(_tool(one, name))
+                        owners[name] = {"name": one.get("name"), "namespace": tool.get("name")}
+    return told, owners
+
+
+def _full_name(namespace: Any, name: Any) -> Any:
+    """The name of a namespace's tool as the model knows it."""
+    if not (isinstance(namespace, str) and namespace and isinstance(name, str)):
+        return name
+    return namespace + ("" if namespace.endswith("_") else "__") + name
+
+
+def _tool(tool: Mapping[str, Any], name: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **{key: tool.get(key) for key in ("description", "parameters")}}}
 
 
 def _usage(prompt: ChatPrompt, stats: RequestStats, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -177,27 +237,33 @@ def _ended(prompt: ChatPrompt, head: Mapping[str, Any], last: Output, items: Seq
     }
 
 
-async def _whole(prompt: ChatPrompt, answers: Answers, head: dict[str, Any], figures: dict[str, Any]) -> Response:
+async def _whole(prompt: ChatPrompt, answers: Answers, head: dict[str, Any], items: "_Items", figures: dict[str, Any]) -> Response:
     (output,) = await gather(answers)
     figures |= log_figures(stats_of([output]))
-    items, parser = _Items(prompt), prompt.parser()
+    parser = prompt.parser()
     for piece in [*parser.push(prompt.prefix + output.text), *parser.finish()]:
         items.show(piece)
     items.close("completed" if output.finish_reason != "length" else "incomplete")
     return json_response(_ended(prompt, head, output, items.done))
 
 
-async def _events(prompt: ChatPrompt, answers: Answers, head: dict[str, Any], figures: dict[str, Any]) -> AsyncGenerator[str]:
-    number = 0
+class _Numbered:
+    """The events of a stream, numbered from 0 on as they are made."""
 
-    def numbered(value: Mapping[str, Any]) -> str:
-        nonlocal number
-        number += 1
-        return event({**value, "sequence_number": number - 1}, str(value["type"]))
+    def __init__(self) -> None:
+        self._number = 0
 
+    def __call__(self, value: Mapping[str, Any]) -> str:
+        self._number += 1
+        return event({**value, "sequence_number": self._number - 1}, str(value["type"]))
+
+
+async def _events(
+    prompt: ChatPrompt, answers: Answers, head: dict[str, Any], items: "_Items", numbered: _Numbered, figures: dict[str, Any]
+) -> AsyncGenerator[str]:
     yield numbered({"type": "response.created", "response": head})
     yield numbered({"type": "response.in_progress", "response": head})
-    items, parser = _Items(prompt), prompt.parser()
+    parser = prompt.parser()
     pieces = parser.push(prompt.prefix)
     try:
         async for _, output in answers.outputs():
@@ -221,11 +287,15 @@ async def _events(prompt: ChatPrompt, answers: Answers, head: dict[str, Any], fi
 
 
 class _Items:
-    """The output items of a response: one is open at a time, and each piece belongs to one. done: those that are complete."""
+    """The output items of a response: one is open at a time, and each piece belongs to one. done: those that are complete.
 
-    def __init__(self, prompt: ChatPrompt) -> None:
+    owners: of tools in a namespace, how the client names them.
+    """
+
+    def __init__(self, prompt: ChatPrompt, owners: Mapping[str, dict[str, Any]]) -> None:
         self.done: list[dict[str, Any]] = []
         self._prompt = prompt
+        self._owners = owners
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
         self._item: dict[str, Any] = {}
         self._text = ""
@@ -261,7 +331,7 @@ class _Items:
         self._open, self._text = (kind, piece.call), ""
         if kind == "arguments":
             own = {"type": "function_call", "call_id": self._prompt.call_id(), "name": piece.text, "arguments": ""}
-            self._item = {"id": f"fc_{uuid4().hex}", **own}
+            self._item = {"id": f"fc_{uuid4().hex}", **own, **self._owners.get(piece.text, {})}
         elif kind == "reasoning":
             self._item = {"id": f"rs_{uuid4().hex}", "type": "reasoning", "summary": [], "content": []}
         else:

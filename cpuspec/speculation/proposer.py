@@ -2,11 +2,54 @@
 
 from typing import Protocol
 
+from cpuspec.backends import Backend
+from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32
+from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.prefix_files import PrefixDirectory
 from cpuspec.speculation.verify import Verdict
+
+
+class LevelContext(Protocol):
+    """What an LLM asks of a drafting model with its cache: a `Context`, or a `HeadContext`."""
+
+    @property
+    def backend(self) -> Backend:
+        """The model."""
+        ...
+
+    @property
+    def cache(self) -> KVCache:
+        """Its cache."""
+        ...
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards so far."""
+        ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values in memory."""
+        ...
+
+    def keep_prefixes(self, max_bytes: int | None, directory: PrefixDirectory | None = None) -> None:
+        """Decide what finished sequences leave behind."""
+        ...
+
+    def prefix_stats(self, name: str) -> PrefixStats:
+        """The figures of what they have left."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Forget what they have left."""
+        ...
+
+    def spill(self) -> None:
+        """Write it to the disk, where there is a directory for it."""
+        ...
 
 
 class Level(Protocol):
@@ -18,7 +61,7 @@ class Level(Protocol):
         ...
 
     @property
-    def context(self) -> Context:
+    def context(self) -> LevelContext:
         """The model with its cache."""
         ...
 

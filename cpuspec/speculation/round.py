@@ -66,6 +66,7 @@ def speculate(
         hidden, verdict = scored.hidden, verify(seq, draft, scored.logits, scored.best)
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
+        if len(verdict.path) < len(draft) or not draft.is_chain:
             hidden = tuple(_along(verdict.path, layer, len(draft)) for layer in hidden)
         seq.extend(verdict.tokens)
         own = verdict if draft is part else own_verdict(verdict, len(before), len(part))

@@ -9,7 +9,7 @@ import pytest
 from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.config import EngineConfig, HeadConfig, SamplingParams
 from cpuspec.engine.engine import Engine
 from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
@@ -36,7 +36,7 @@ def head(target: Checkpoint) -> Checkpoint:
     own |= {name: 1 + 0.2 * rng.standard_normal(c.hidden_size) for name in ("embed_norm", "hidden_norm")}
     shared = {name: t for name, t in target.tensors.items() if not name.startswith(("layers.1.", "layers.2."))}
     encoded = {name: QuantTensor.encode(get_format("f32"), values) for name, values in own.items()}
-    return replace(target, config=replace(c, num_layers=1, takes_hidden=True), tensors={**shared, **encoded})
+    return replace(target, config=replace(c, num_layers=1, head=HeadConfig()), tensors={**shared, **encoded})
 
 
 def _hidden(config) -> F32:  # type: ignore[no-untyped-def]

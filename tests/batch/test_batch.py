@@ -61,8 +61,8 @@ def test_greedy_answers_are_those_of_the_llm_in_order(llm: LLM) -> None:
 
 
 def test_both_formats_of_a_line_get_the_same_answer(llm: LLM) -> None:
-    talk = [{"role": "user", "content": "hello"}]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    talk = [{"role": "user", "content": "hello\nthere"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]}]
     chat = [{"messages": talk}, batch_line("/v1/chat/completions", messages=parts, max_completion_tokens=8)]
     text = [{"prompt": "hello"}, batch_line("/v1/completions", prompt=llm.tokenizer.encode("hello"), stream=False, tools=[])]
     plain_chat, own_chat, plain_text, own_text = answers(llm, *chat, *text)

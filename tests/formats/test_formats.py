@@ -21,6 +21,8 @@ ERROR_BUDGETS = {
     "q5_k": 0.039,
     "q6_k": 0.019,
     "mxfp4": 0.12,
+    "iq4_nl": 0.079,
+    "iq4_xs": 0.082,
     "int4_g32": 0.095,
     "int4_g64": 0.105,
     "int4_g128": 0.115,
@@ -39,8 +41,8 @@ ERROR_BUDGETS = {
     "fp4_g64": 0.135,
 }
 IN_GGUF = [name for name in FORMATS if name.upper() in gguf.GGMLQuantizationType.__members__]
-# The gguf package encodes these; for superblocks it only decodes.
-ENCODED_BY_GGUF = [name for name in IN_GGUF if not name.endswith("_k")]
+# The gguf package encodes these; the others it only decodes.
+ENCODED_BY_GGUF = [name for name in IN_GGUF if not name.endswith("_k") and not name.startswith("iq")]
 # The others' largest value is bound by their f16 scale.
 RANGE_OF_F32 = ("f32", "bf16", "mxfp4", "int8_g32", "int8_g128", "fp8_g32", "fp8_g128", "nf4_g64", "fp4_g64")
 

@@ -41,6 +41,7 @@ def _content(name: str) -> bytes:
 
 
 @router.get("/")
+@router.head("/")  # agents look this way whether there is a server
 async def index() -> Response:
     """The page."""
     return _file("/")

@@ -51,16 +51,25 @@ def best_estimated(options: list[Option]) -> Option:
     return max([one for one in options if not one.trial], key=lambda one: one.tokens_per_s)
 
 
-def best_length(drafter: object, costs: Costs, rate: float, limit: int, seconds_per_token: float, num_seqs: int = 1) -> Option:
+def best_length(
+    drafter: object,
+    costs: Costs,
+    rate: float,
+    limit: int,
+    seconds_per_token: float,
+    num_seqs: int = 1,
+    seconds_per_draft: float = 0.0,
+) -> Option:
     """The best length, at most `limit` and perhaps 0, of a model's draft whose tokens are accepted at that rate.
 
-    costs: the verifier's. num_seqs: sequences that share its forward.
+    costs: the verifier's. num_seqs: sequences that share its forward. seconds_per_draft: that a draft takes whatever its length.
     """
     best, tokens, likely = Option(drafter, 0, 1.0, costs.forward_s(num_seqs) / num_seqs), 1.0, 1.0
     for n in range(1, limit + 1):
         likely *= rate
         tokens += likely
-        one = Option(drafter, n, tokens, n * seconds_per_token + costs.forward_s(num_seqs * (n + 1)) / num_seqs)
+        drafting_s = seconds_per_draft + n * seconds_per_token
+        one = Option(drafter, n, tokens, drafting_s + costs.forward_s(num_seqs * (n + 1)) / num_seqs)
         if one.tokens_per_s > best.tokens_per_s:
             best = one
     return best

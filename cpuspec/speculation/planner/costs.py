@@ -178,7 +178,10 @@ def _time(backend: Backend, cache: KVCache, depth: int, rows: int) -> float:
 def _batch(backend: Backend, depth: int, rows: int) -> ForwardBatch:
     positions = np.arange(depth, depth + rows, dtype=np.int32)
     tokens = (positions * 31 + 7) % backend.config.vocab_size
-    return ForwardBatch(tokens.astype(np.int32), positions, np.array([0], np.int32), np.array([0, rows], np.int32))
+    # Numbers of any size take the same time.
+    hidden = np.ones((rows, backend.config.hidden_size), np.float32) if backend.config.takes_hidden else None
+    slots, q_start = np.array([0], np.int32), np.array([0, rows], np.int32)
+    return ForwardBatch(tokens.astype(np.int32), positions, slots, q_start, hidden=hidden)
 
 
 def _path(backend: Backend) -> Path:

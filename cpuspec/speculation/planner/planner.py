@@ -16,6 +16,7 @@ from cpuspec.sequence import Mark, Sequence
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.constrained import legal_part
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.heads import HeadProposer
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.planner.acceptance import Estimate
 from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, choose
@@ -24,7 +25,7 @@ from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TR
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
-DraftModel = ChainProposer | TranslatedProposer
+DraftModel = ChainProposer | TranslatedProposer | HeadProposer
 
 _PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
 _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's time tells the time of a token where no more than this was fed first
@@ -117,12 +118,14 @@ class LookupDrafter:
 class ModelDrafter:
     """A drafter with a model: it is asked only for drafts that are wanted.
 
-    acceptance: of its tokens, over those that were evaluated. seconds: of drafting a token for one sequence.
+    acceptance: of its tokens, over those that were evaluated. seconds: of drafting for one sequence a token, or a whole draft where
+    one pass makes it.
     """
 
     def __init__(self, proposer: DraftModel, costs: Costs) -> None:
         """costs: of its forwards."""
         self.proposer = proposer
+        self._in_one_pass = isinstance(proposer, HeadProposer) and proposer.in_one_pass
         self.drafted = Drafted()
         self.acceptance = Estimate(_FIRST_MODEL_ACCEPTANCE)
         self.seconds = costs.forward_s(1)
@@ -133,7 +136,8 @@ class ModelDrafter:
 
     def best(self, costs: Costs, rate: float, limit: int, num_seqs: int = 1) -> Option:
         """Its best draft for a verifier of these costs, whose tokens are accepted at that rate."""
-        return best_length(self, costs, rate, min(limit, self.proposer.num_tokens), self.seconds, num_seqs)
+        per_token, per_draft = (0.0, self.seconds) if self._in_one_pass else (self.seconds, 0.0)
+        return best_length(self, costs, rate, min(limit, self.proposer.num_tokens), per_token, num_seqs, per_draft)
 
     def is_worth_its_price(self, seq: Sequence, option: Option, instead: Option, left: float, wait: float) -> bool:
         """Whether to feed it what it missed and take its draft `option`, which promises more than `instead`.
@@ -164,7 +168,8 @@ class ModelDrafter:
         usual = all(self._num_unfed(seq) <= _USUALLY_UNFED for seq in seqs)
         seconds = elapsed_s(lambda: drafts.extend(self.proposer.propose(seqs, [one.num_tokens for one in options])))
         if usual and (num_tokens := sum(map(len, drafts))):
-            self.seconds += _LEARNING * (seconds / num_tokens - self.seconds)
+            number = sum(len(draft) > 0 for draft in drafts) if self._in_one_pass else num_tokens
+            self.seconds += _LEARNING * (seconds / number - self.seconds)
         for seq, option in zip(seqs, options, strict=True):
             # Beside other sequences its context reads the prompt over several rounds without drafts. This decision covers them all.
             self._fed[seq.id] = len(seq.tokens)
@@ -211,7 +216,8 @@ class Planner:
     def __init__(self, costs: Costs, lookups: list[Proposer], models: list[tuple[DraftModel, Costs]], serves: bool = True) -> None:
         """models: each with the costs of its forwards."""
         self.costs = costs
-        self.hidden_layers = tuple(sorted({layer for lookup in lookups for layer in lookup.hidden_layers}))
+        proposers = [*lookups, *(model for model, _ in models)]
+        self.hidden_layers = tuple(sorted({layer for one in proposers for layer in one.hidden_layers}))
         self.levels = tuple(level for model, _ in models for level in model.levels) if serves else ()
         self.lookups = [LookupDrafter(proposer) for proposer in lookups]
         self.models = [ModelDrafter(proposer, costs) for proposer, costs in models]
@@ -298,15 +304,15 @@ class Planner:
         self._begun = (rows, now_s()) if timed else None
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Learn from the verdict, and tell the lookups."""
+        """Learn from the verdict, and tell the drafters."""
         if self._begun:
             rows, begin_s = self._begun
             self.costs.observe(rows, now_s() - begin_s)
             self._begun = None
         self._scored[seq.id] = seq.mark()
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
-        for lookup in self.lookups:
-            lookup.proposer.accept(seq, verdict, tuple([layers[layer] for layer in lookup.proposer.hidden_layers]))
+        for drafter in self._drafters if self._serves else self.lookups:
+            drafter.proposer.accept(seq, verdict, tuple([layers[layer] for layer in drafter.proposer.hidden_layers]))
         num_tokens, option = len(verdict.tokens), self._chosen.pop(seq.id, None)
         if self.models:
             by_lookup = seq.id not in self._left_to_models and option is not None and option.draft is not None
@@ -352,12 +358,13 @@ class Planner:
 def plan(target: Backend, lookups: list[Proposer], chains: list[DraftModel]) -> Planner:
     """Planners for a target and for each of its draft models, cheapest first: each may draft with those before it.
 
-    All draft in the target's tokens, so a model with another vocabulary drafts alone.
+    All draft in the target's tokens, so a model with another vocabulary drafts alone, and so does a head.
     """
     models: list[tuple[DraftModel, Costs]] = []
     for chain in chains:
         costs = find_costs(chain.context.backend)
         if isinstance(chain, ChainProposer):
-            chain.inner = Planner(costs, lookups, list(models), serves=False)
+            below = [(model, costs) for model, costs in models if not isinstance(model, HeadProposer)]
+            chain.inner = Planner(costs, lookups, below, serves=False)
         models.append((chain, costs))
     return Planner(find_costs(target), lookups, models)

@@ -1,0 +1,36 @@
+"""Trained heads: what people publish to draft for one target. A format is a row of `READERS`; its metadata say which it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from cpuspec.checkpoints.checkpoint import Checkpoint
+from cpuspec.checkpoints.heads.eagle import is_eagle1, is_eagle3, read_eagle1, read_eagle3
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm
+
+__all__ = ["READERS", "Head", "HeadFiles", "HeadNorm", "HeadReader", "find_reader"]
+
+
+class HeadReader(NamedTuple):
+    """How one layout is recognized, and read beside the target that it is for (CheckpointError where it does not fit)."""
+
+    name: str
+    recognizes: Callable[[HeadFiles], bool]
+    read: Callable[[HeadFiles, Checkpoint], Head]
+
+
+READERS = (
+    HeadReader("EAGLE-3", is_eagle3, read_eagle3),
+    HeadReader("EAGLE", is_eagle1, read_eagle1),
+)
+
+
+def find_reader(path: Path, mmap: bool = True) -> tuple[HeadReader, HeadFiles] | None:
+    """The reader of a head's directory or GGUF file, and its files; None for what is no head, such as a whole model.
+
+    Raises CheckpointError for a damaged file.
+    """
+    if path.is_dir() and not (path / "config.json").exists():
+        return None
+    files = HeadFiles.read(path, mmap)
+    return next(((reader, files) for reader in READERS if reader.recognizes(files)), None)

@@ -1,0 +1,176 @@
+"""EAGLE heads: a decoder layer or more over a token and the hidden state before it, the target's or, while it drafts, its own.
+
+EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) have the same weights; EAGLE-3 (2503.01840) reads three layers of the target and drafts
+the tokens that it needs most; P-EAGLE (2602.01469) is EAGLE-3 with rows of a mask token, for a draft in one pass. Names as in the
+original code (`midlayer`), in speculators (`layers.0`) and in llama.cpp's GGUF files.
+"""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+
+from cpuspec.checkpoints.checkpoint import Checkpoint
+from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.heads.head import I64, Head, HeadFiles, HeadNorm, shared, target_norm
+from cpuspec.checkpoints.huggingface import model_config
+from cpuspec.config import HeadConfig
+from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.formats import QuantTensor
+
+_LAYER = {theirs: ours for ours, (_, theirs) in FAMILIES["qwen3"].layer_names.items()}
+_FIRST_OF_3 = {**_LAYER, "input_layernorm.weight": "embed_norm", "hidden_norm.weight": "hidden_norm"}
+_OUTSIDE = {
+    "norm.weight": "norm",
+    "lm_head.weight": "output",
+    "embed_tokens.weight": "embed",
+}
+_DERIVED = re.compile(r".*rotary_emb\.inv_freq|t2d")  # computed from the configuration, or for training alone
+_MASK = "mask_hidden"
+
+
+def is_eagle1(files: HeadFiles) -> bool:
+    """Whether a directory has the layout of EAGLE-1: a Llama or Qwen2 of one layer, and a matrix `fc`."""
+    others = "speculators_model_type" in files.fields or "block_size" in files.fields or "hidden_norm.weight" in files.tensors
+    return not files.is_gguf and "fc.weight" in files.tensors and not others and not is_eagle3(files)
+
+
+def is_eagle3(files: HeadFiles) -> bool:
+    """Whether a directory has a layout of EAGLE-3 or P-EAGLE."""
+    if files.is_gguf:
+        return False
+    kind, name = files.fields.value("speculators_model_type"), re.compile(r"(.*\.)?(midlayer|layers\.0)\.hidden_norm\.weight")
+    return kind in ("eagle3", "peagle") or (kind is None and any(map(name.fullmatch, files.tensors)))
+
+
+def read_eagle1(files: HeadFiles, target: Checkpoint) -> Head:
+    """A head of EAGLE-1: token and final-normed hidden state go through `fc`; the layer has no first norm, the logits none."""
+    tensors: dict[str, QuantTensor] = {}
+    for name, tensor in files.tensors.items():
+        layer = re.fullmatch(r"layers\.(\d{1,4})\.(.+)", name, re.DOTALL)
+        if name in ("fc.weight", "fc.bias"):
+            tensors["fuse" if name == "fc.weight" else "fuse_bias"] = tensor
+        elif layer and layer[2] in _LAYER:
+            tensors[f"layers.{layer[1]}.{_LAYER[layer[2]]}"] = tensor
+        elif not _DERIVED.fullmatch(name):
+            tensors[_OUTSIDE.get(name, name)] = tensor
+    has_norm = "layers.0.attn_norm" in tensors
+    head = HeadConfig(input_norms=False, fuse_bias="fuse_bias" in tensors, first_norm=has_norm, final_norm="norm" in tensors)
+    model = _model(files, files.fields, tensors, head, target)
+    files.check("hidden size", model.config.hidden_size, target.config.hidden_size, target)
+    return Head("eagle", files.name, model, (target.config.num_layers - 1,), (target_norm(target),), tokenizer=files.tokenizer)
+
+
+def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
+    """A head of EAGLE-3 or P-EAGLE, in the original layout or that of speculators."""
+    fields = files.fields
+    is_parallel = _MASK in files.arrays or _MASK in files.tensors
+    nested = fields.object("eagle_config")
+    ids = fields.items("eagle_aux_hidden_state_layer_ids") or nested.items("eagle_aux_hidden_state_layer_ids")
+    count = target.config.num_layers
+    layers = files.layers(ids or [2, count // 2, count - 3], target)
+    tensors: dict[str, QuantTensor] = {}
+    norms: dict[str, str] = {}  # of features: canonical name to tensor
+    for file_name, tensor in files.tensors.items():
+        name = re.sub(r"^midlayer\.", "layers.0.", file_name.removeprefix("model."))
+        layer = re.fullmatch(r"layers\.(\d{1,4})\.(.+)", name, re.DOTALL)
+        names = _FIRST_OF_3 if layer and int(layer[1]) == 0 else _LAYER
+        if name == "fc.weight":
+            tensors["encode"] = tensor
+        elif name == "input_norm.weight" or re.fullmatch(r"fc_norm\.\d{1,4}\.weight", name):
+            norms[name] = file_name
+        elif layer and layer[2] in names:
+            part = names[layer[2]]
+            tensors[part if part.endswith(("embed_norm", "hidden_norm")) else f"layers.{layer[1]}.{part}"] = tensor
+        elif name != _MASK and not _DERIVED.fullmatch(name):
+            tensors[_OUTSIDE.get(name, name)] = tensor
+    config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
+    if "encode" not in tensors:
+        files.refuse("tensor fc.weight is missing")
+    size = tensors["encode"].shape[-1]
+    files.check(f"input, as numbers of {len(layers)} layers,", size, len(layers) * target.config.hidden_size, target)
+    output = tensors.get("output")
+    num_logits = output.shape[0] if output else target.config.vocab_size
+    offsets = files.arrays.get("d2t")
+    token_ids = files.token_ids(None if offsets is None else _absolute(offsets), num_logits, target)
+    head = HeadConfig(
+        "attention",
+        normed_residual=fields.boolean("norm_before_residual", False),
+        feature_size=size,
+        num_logits=num_logits,
+    )
+    model = _model(files, config, tensors, head, target)
+    eps, mask = model.config.norm_eps, None
+    feature_norms = _feature_norms(files, norms, size, len(layers), eps)
+    state_norm = HeadNorm(model.tensors["norm"].dequantize(), eps) if fields.boolean("norm_output", False) else None
+    if is_parallel:
+        mask = _mask(files, size)
+        mask_id = fields.integer("mask_token_id")
+        if not 0 <= mask_id < model.config.vocab_size:
+            fields.fail("mask_token_id", f"an id below {model.config.vocab_size}")
+    return Head(
+        "p-eagle" if is_parallel else "eagle3",
+        files.name,
+        model,
+        layers,
+        feature_norms,
+        state_norm,
+        token_ids,
+        mask_id=mask_id if is_parallel else -1,
+        mask_features=mask,
+        tokenizer=files.tokenizer,
+    )
+
+
+def _model(files: HeadFiles, fields: Fields, tensors: dict[str, QuantTensor], head: HeadConfig, target: Checkpoint) -> Checkpoint:
+    """The head as a model beside its target. Raises CheckpointError where a tensor or a size is not as it should be."""
+    defaults = {
+        "vocab_size": target.config.vocab_size,
+        "max_position_embeddings": target.config.context_length,
+        "tie_word_embeddings": False,
+    }
+    kind = fields.text("model_type", "llama")
+    family = FAMILIES.get(kind if kind in ("qwen2", "qwen3") else "llama", FAMILIES["llama"])
+    try:
+        config = replace(
+            model_config(fields.over({**family.hf_defaults, **defaults, "sliding_window": None}), family),
+            context_length=target.config.context_length,
+            tied_embeddings=False,
+            qkv_bias="layers.0.q_bias" in tensors,
+            o_bias="layers.0.o_bias" in tensors,
+            qk_norm="layers.0.q_norm" in tensors,
+            head=head,
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{files.path}: {error}") from error
+    files.check("vocabulary", config.vocab_size, target.config.vocab_size, target)
+    if config.hidden_size != target.config.hidden_size and not {"embed", "output"} <= tensors.keys():
+        what = "hidden size, without an embedding and an output matrix of its own,"
+        files.check(what, config.hidden_size, target.config.hidden_size, target)
+    return Checkpoint(files.path, files.name, config, shared(target, tensors), target.vocabulary)
+
+
+def _absolute(offsets: np.ndarray) -> I64:
+    """Ids of tokens of the target, of how far they are from the draft's."""
+    return offsets.astype(np.int64).reshape(-1) + np.arange(offsets.size)
+
+
+def _feature_norms(files: HeadFiles, norms: dict[str, str], size: int, count: int, eps: float) -> tuple[HeadNorm, ...]:
+    """`norm_before_fc`: one over all numbers; `fc_norm`: one for each layer's."""
+    flags = {"norm_before_fc": {"input_norm.weight"}, "fc_norm": {f"fc_norm.{i}.weight" for i in range(count)}}
+    wanted = {name for flag, names in flags.items() if files.fields.boolean(flag, False) for name in names}
+    if wanted != norms.keys():
+        odd = min(wanted ^ norms.keys())
+        files.refuse(f"tensor {odd} is {'there' if odd in norms else 'missing'}, and its configuration says otherwise")
+    found = [files.norm(norms[name], size, eps) for name in norms if name == "input_norm.weight"]
+    part = size // count
+    found += [files.norm(norms[name], part, eps, int(name.split(".")[1]) * part) for name in norms if name.startswith("fc_norm")]
+    return tuple(found)
+
+
+def _mask(files: HeadFiles, size: int) -> np.ndarray:
+    values = files.arrays[_MASK] if _MASK in files.arrays else files.tensors[_MASK].dequantize()
+    if values.size != size or not np.isfinite(values).all():
+        files.refuse(f"tensor {_MASK} has the shape {list(values.shape)}, wanted {size} finite numbers")
+    return values.astype(np.float32).reshape(1, size)

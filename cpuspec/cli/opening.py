@@ -1,0 +1,59 @@
+"""Opens what a command names: models, their drafts, an LLM. Fetches what is not there, and shows that it does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.download import resolve_model
+from cpuspec.cli import options
+from cpuspec.cli.console import FetchProgress, busy, note
+from cpuspec.config import SamplingDefaults, SpecConfig
+from cpuspec.engine.assemble import draft_models, model_and_spec
+
+if TYPE_CHECKING:
+    from cpuspec.engine.llm import LLM
+
+
+def open_model(model: str, mmap: bool = True) -> Checkpoint:
+    """The model of that name or path."""
+    return open_checkpoint(_fetched(options.checked_text(model, "MODEL")), mmap)
+
+
+def open_target(model: str) -> Checkpoint:
+    """The model of that name or path, or the target of that chain."""
+    return open_model(model_and_spec(options.checked_text(model, "MODEL"), None)[0])
+
+
+def open_with_drafts(model: str, draft: str | None, mmap: bool = True) -> tuple[Checkpoint, SpecConfig]:
+    """The target that a model's or chain's name stands for, and how to draft for it; draft models are fetched."""
+    target, spec = model_and_spec(options.checked_text(model, "MODEL"), draft)
+    checkpoint = open_model(target, mmap)
+    for name in draft_models(spec):
+        _fetched(name)
+    return checkpoint, spec
+
+
+@contextmanager
+def load_llm(model: str, draft: str | None, running: options.Running, max_sequences: int = 1) -> "Iterator[LLM]":
+    """An LLM with the drafts that the options name, closed in the end."""
+    checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap)
+    with busy(f"loading {model}"):
+        from cpuspec.engine.llm import LLM
+
+        llm = LLM(checkpoint, spec, running.backend, settings=running.settings, max_sequences=max_sequences)
+    with llm:
+        yield llm
+
+
+def sampling_defaults(llm: "LLM") -> SamplingDefaults:
+    """The model's, after a warning for each that its files have and that cannot be used."""
+    for remark in llm.sampling_defaults.ignored:
+        note(f"warning: {remark}")
+    return llm.sampling_defaults
+
+
+def _fetched(model: str) -> Path:
+    with FetchProgress(model) as progress:
+        return resolve_model(model, progress)

@@ -1,0 +1,50 @@
+"""Heads that are to draft for a target: whether they fit it, and in what formats their matrices are loaded."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
+from cpuspec.checkpoints.heads import Head, HeadFiles, HeadReader
+from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.formats import Format, get_format
+from cpuspec.speculation.drafters.vocab import same_tokens
+from cpuspec.tokenizer import Tokenizer, make_tokenizer
+
+# `EngineConfig.head_format`: what matrices of 16 bits or more are cast to.
+_FORMATS = {"int8": "q8_0", "int4": "int4_g32"}
+_MOST_BITS = 16
+
+
+def open_head(reader: HeadReader, files: HeadFiles, target: Checkpoint | None, tokenizer: Tokenizer) -> Head:
+    """Read a head for its target. tokenizer: the target's.
+
+    Raises ConfigError where the target is no checkpoint, CheckpointError for a head that is damaged or does not fit.
+    """
+    if target is None:
+        raise ConfigError(f"{files.path} shares weights with the model that it was trained for, and this target is no checkpoint")
+    head = reader.read(files, target)
+    if head.tokenizer:
+        own = make_tokenizer(replace(head.model, vocabulary=HfTokenizerFiles(files.path, head.tokenizer)))
+        if not same_tokens(tokenizer, own):
+            raise CheckpointError(
+                f"{files.path} cannot draft: its tokenizer gives other tokens than that of {target.name}; "
+                "use a head that was trained for this model"
+            )
+    return head
+
+
+def casts_of_head(head: Head, format_name: str, target: Checkpoint | None) -> Mapping[str, Format]:
+    """The format of each matrix that is cast at load, by name: the head's own ones of 16 bits or more, where the format fits."""
+    if format_name not in _FORMATS:
+        return {}
+    format, theirs = get_format(_FORMATS[format_name]), set(map(id, target.tensors.values())) if target else set()
+    return {
+        name: format
+        for name, tensor in head.model.tensors.items()
+        if len(tensor.shape) == 2
+        and name != "embed"
+        and id(tensor) not in theirs
+        and tensor.format.bits >= _MOST_BITS
+        and not tensor.shape[1] % format.block_size
+    }

@@ -1,0 +1,75 @@
+"""A draft while a head makes it: the choice of its tokens from rows of the head's logits."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cpuspec.checkpoints.heads import Head
+from cpuspec.errors import ConfigError
+from cpuspec.model.batch import F32
+from cpuspec.sampling import Row, distribution, processed, sample
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft
+
+
+@dataclass(slots=True)
+class HeadPath:
+    """The tokens that a head drafts for a sequence, one after the other, at most `limit`.
+
+    draws: whether tokens are drawn, and the rows declared; else each is the likeliest. min_confidence: the draft ends with the
+    first token of a row that gives no token this probability.
+    """
+
+    head: Head
+    seq: Sequence
+    limit: int
+    vocab_size: int  # of the target's rows
+    min_confidence: float = 0.0
+    draws: bool = False
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Row] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further token is wanted."""
+        return len(self.tokens) >= self.limit
+
+    def choose(self, logits: F32) -> None:
+        """Take the next token from a row [num_logits], as the request asks: its grammar, penalties and biases apply."""
+        seq, ids = self.seq, self.head.token_ids
+        draws = self.draws and not seq.params.greedy
+        if draws or not seq.params.keeps_order or seq.constraint:
+            legal = seq.legal(self.tokens)
+            if seq.constraint and legal is None:  # nothing may follow, or the end alone
+                self.limit = len(self.tokens)
+                return
+            row = self._over_vocabulary(logits)
+            try:
+                if draws:
+                    self.probs.append(distribution(row, seq.params, seq.history, self.tokens, legal))
+                    token = sample(self.probs[-1], seq.rng)
+                else:
+                    token = int(processed(row, seq.params, seq.history, self.tokens, legal).argmax())
+            except ConfigError:  # the request forbids every token that the head knows
+                self.limit = len(self.tokens)
+                return
+        else:
+            best = int(logits.argmax())
+            token = best if ids is None else int(ids[best])
+        self.tokens.append(token)
+        if self.min_confidence and 1 / np.exp(logits - logits.max()).sum() < self.min_confidence:
+            self.limit = len(self.tokens)
+
+    def draft(self, name: str) -> Draft:
+        """What was chosen."""
+        return Draft.chain(self.tokens, name, tuple(self.probs) if self.draws and not self.seq.params.greedy else None)
+
+    def _over_vocabulary(self, logits: F32) -> F32:
+        """A row of the head as a row [vocab_size] of the target's tokens."""
+        ids = self.head.token_ids
+        row = np.full(self.vocab_size, -np.inf, np.float32)
+        if ids is None:
+            row[: len(logits)] = logits
+        else:
+            row[ids] = logits
+        return row

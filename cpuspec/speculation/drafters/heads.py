@@ -1,0 +1,84 @@
+"""Drafting with a trained head: what all methods share. How rows become a draft is a `Rule`, one for each method.
+
+A head drafts for the target alone, whose hidden states it was trained on. It chooses tokens without a draw, as vLLM's drafters do,
+so that a seed keeps its answer; or it draws them and declares what from, which accepts more where the temperature is high.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.context import PromptChunk, first_come
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
+from cpuspec.speculation.drafters.head_path import HeadPath
+from cpuspec.speculation.drafters.parallel import draft_at_once
+from cpuspec.speculation.head_context import HeadContext
+from cpuspec.speculation.verify import Verdict
+
+Rule = Callable[[HeadContext, list[HeadPath], str], list[Draft]]
+
+# How heads draft chains, by `Head.method`, and which of them can draft trees.
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {"eagle": draft_chains, "eagle3": draft_chains, "mtp": draft_chains, "p-eagle": draft_at_once}
+)
+TREE_RULES: Mapping[str, Rule] = MappingProxyType({name: draft_trees for name, rule in RULES.items() if rule is draft_chains})
+
+_FED_WITH_A_DRAFT = 16  # the most rows that are fed together with a draft; more are read as a prompt is
+_ROWS_FOR_ONE = 8  # of a head are read in the time of one of its target, or less
+
+
+class HeadProposer:
+    """Drafts up to `num_tokens` tokens with a head. min_confidence, draws: as in `HeadPath`."""
+
+    def __init__(
+        self,
+        context: HeadContext,
+        rule: Rule,
+        vocab_size: int,
+        name: str,
+        num_tokens: int,
+        min_confidence: float = 0.0,
+        draws: bool = False,
+    ) -> None:
+        """vocab_size: of the target's rows of logits."""
+        self.name = name
+        self.hidden_layers = context.head.layers
+        self.levels = (self,)
+        self.context = context
+        self.num_tokens = num_tokens
+        self.in_one_pass = rule is draft_at_once  # whether a longer draft takes no more forwards
+        self._rule, self._vocab_size, self._min_confidence, self._draws = rule, vocab_size, min_confidence, draws
+
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Follow the sequence."""
+        self.context.begin(seq, num_cached)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """The head's drafts; empty ones for sequences whose prompt it has not read yet."""
+        context, most = self.context, min(self.num_tokens, self.context.backend.max_rows)
+        drafts = [Draft.chain([], self.name)] * len(seqs)
+        rooms = [context.capacity - len(seq.tokens) for seq in seqs]  # the last token drafted makes no row
+        limits = [min(limit, most, room) for limit, room in zip(limits, rooms, strict=True)]
+        able = [i for i, seq in enumerate(seqs) if limits[i] > 0 and context.can_draft(seq)]
+        unfed = [context.num_unfed(seqs[i]) for i in able]
+        num_rows = _ROWS_FOR_ONE * context.prompt_rows if context.num_sequences > 1 else sum(unfed)
+        granted = first_come([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
+        reading = [i for i, number, rows in zip(able, unfed, granted, strict=True) if _FED_WITH_A_DRAFT < number > rows]
+        chunks = [PromptChunk(seqs[i], rows) for i, rows in zip(able, granted, strict=True) if i in reading and rows]
+        if chunks:
+            context.score([], [], chunks)
+        drafting = [i for i in able if i not in reading]
+        paths = [HeadPath(context.head, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws) for i in drafting]
+        for i, draft in zip(drafting, self._rule(context, paths, self.name) if paths else [], strict=True):
+            drafts[i] = draft
+        return drafts
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Take the target's hidden states."""
+        self.context.learn(seq, hidden)
+
+    def end(self, seq: Sequence) -> None:
+        """Free the slot."""
+        self.context.end(seq)

@@ -1,0 +1,383 @@
+"""A head with its cache: what `Context` is to a model, for one that reads hidden states of the model that it drafts for.
+
+Row P of a slot is made of token P + 1 and of the verifier's hidden state of token P, and its logits are those of token P + 2. The
+hidden states come with the verdicts (`learn`). Tokens that have none yet get the head's own, and such rows are fed anew each time.
+A prefix that the verifier took from its cache has no hidden states: its rows are those that a finished sequence left, or none.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from cpuspec.backends import HeadBackend
+from cpuspec.checkpoints.heads import Head
+from cpuspec.config import EngineConfig
+from cpuspec.errors import CacheError, ConfigError
+from cpuspec.metrics import PrefixStats
+from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
+from cpuspec.sequence import Mark, Sequence, shared_prefix
+from cpuspec.speculation.context import PromptChunk
+from cpuspec.speculation.prefix_files import PrefixDirectory
+
+# Rows of a prompt are encoded as they come: the outputs of several layers would take more memory until the first draft.
+_ENCODED_AT_ONCE = 64
+
+
+class DraftedRows(NamedTuple):
+    """Rows behind those of the committed tokens.
+
+    tokens, hidden [n, C]: what each row is made of. parents: for each the row of these that it follows, -1 for the last one before
+    them; None for a chain. num_kept: drafted rows of the score before, a chain, that stay before these.
+    """
+
+    tokens: list[int]
+    hidden: F32
+    parents: list[int] | None = None
+    num_kept: int = 0
+
+
+class HeadRows(NamedTuple):
+    """Rows that were fed: logits [n, num_logits], and hidden states [n, C] that following rows may be made of."""
+
+    logits: F32
+    hidden: F32
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What a slot's cache holds of a string of tokens: rows of the verifier's hidden states, at rising positions.
+
+    num_rows: those, and rows of own hidden states behind them. The cache may hold more: drafted rows.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    num_rows: int = 0
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A sequence that the head drafts for.
+
+    known: hidden states [*, C] of the tokens from `first` on. raw: those of the following ones as they came, [*, feature_size].
+    agreed: a state of the sequence; every token of its slot was a token of it then.
+    """
+
+    seq: Sequence
+    first: int
+    known: F32
+    raw: list[F32] = field(default_factory=list)
+    slot: int = -1
+    agreed: Mark = field(default_factory=Mark)
+
+    @property
+    def end(self) -> int:
+        """The first token whose hidden state is not known."""
+        return self.first + len(self.known) + sum(map(len, self.raw))
+
+
+@dataclass(slots=True)
+class _Feed:
+    """Rows of a sequence that a score still has to run, and the asked rows of those that ran.
+
+    positions: of rows of committed tokens. hidden: of the first of these; the others get the head's own. asked: whether the output
+    of the last of them is wanted.
+    """
+
+    one: _Followed
+    positions: list[int]
+    hidden: F32
+    drafted: DraftedRows | None
+    asked: bool
+    state: F32 | None = None  # [1, C] the output of the last row that ran
+    rows: list[HeadRows] = field(default_factory=list)
+
+
+class _Block(NamedTuple):
+    """Rows of a feed that go in one forward. parents: as in `DraftedRows`, for all of them."""
+
+    tokens: list[int]
+    positions: list[int]
+    hidden: F32
+    parents: list[int]
+    num_asked: int  # of the rows, the last ones whose logits are wanted
+
+
+class HeadContext:
+    """One head and its cache. Not thread-safe: one caller at a time.
+
+    prompt_rows: rows of prompts that one score reads beside sequences that generate.
+    """
+
+    def __init__(
+        self, head: Head, backend: HeadBackend, num_slots: int, capacity: int, prompt_rows: int = EngineConfig.prompt_rows
+    ) -> None:
+        self.head = head
+        self.backend = backend
+        self.cache = backend.new_cache(num_slots, capacity)
+        self.capacity = capacity
+        self.prompt_rows = min(prompt_rows, backend.max_rows)
+        self.num_forwards = 0
+        self._layers = (backend.config.num_layers - 1,)  # whose output is a row's hidden state
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._free = list(range(num_slots))  # least recently used first
+        self._followed: dict[int, _Followed] = {}  # by sequence id
+        self._max_kept_bytes: int | None = None
+        self._num_rows = self._num_shared_rows = self._num_evictions = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences have a slot."""
+        return len(self._slots) - len(self._free)
+
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Follow a sequence. num_cached: as in `Proposer.begin`."""
+        nothing = np.empty((0, self.backend.config.hidden_size), np.float32)
+        self._followed[seq.id] = _Followed(seq, num_cached, nothing)
+
+    def learn(self, seq: Sequence, layers: tuple[F32, ...]) -> None:
+        """Take the verifier's hidden states up to the last accepted token's, as `Proposer.accept` has them."""
+        one, rows = self._followed[seq.id], np.concatenate(layers, axis=1)
+        start = len(seq.tokens) - 1 - len(rows)
+        if start != one.end:  # the verifier has computed some again
+            self._encode([one])
+            num_kept = start - one.first
+            if not 0 <= num_kept <= len(one.known):
+                num_kept, one.first = 0, start
+            one.known = one.known[:num_kept]
+        one.raw.append(rows)
+        if len(rows) >= _ENCODED_AT_ONCE:
+            self._encode([one])
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence; its rows stay for later ones that begin alike. One that never began is ignored."""
+        one = self._followed.pop(seq.id, None)
+        if one and one.slot >= 0:
+            self._free.append(one.slot)
+            self._tidy()
+
+    def can_draft(self, seq: Sequence) -> bool:
+        """Whether the row behind the last committed token can be made: not before the verifier's first verdict."""
+        one = self._followed.get(seq.id)
+        return one is not None and one.first < one.end and one.first < len(seq.tokens) - 1
+
+    def num_unfed(self, seq: Sequence) -> int:
+        """How many rows a score would feed before the last committed token's. Gives the sequence a slot.
+
+        Raises CacheError when no slot is free.
+        """
+        one = self._followed[seq.id]
+        if one.slot < 0:
+            self._acquire(one)
+        return len(self._unfed(one)) - 1
+
+    def score(
+        self, seqs: list[Sequence], drafted: list[DraftedRows | None], chunks: list[PromptChunk] | None = None
+    ) -> list[HeadRows]:
+        """For each sequence the row of its last committed token, unless `num_kept` rows stay behind it, and the drafted rows.
+
+        `chunks` are rows of prompts that are fed beside them. Raises CacheError for rows that exceed the capacity, and ConfigError
+        for more drafted rows than a forward takes.
+        """
+        self._encode([self._followed[seq.id] for seq in [*seqs, *(chunk.seq for chunk in chunks or ())]])
+        feeds = list(map(self._feed, seqs, drafted))
+        waiting = [feed for feed in feeds + [self._read(chunk) for chunk in chunks or ()] if feed.positions or feed.drafted]
+        while waiting:
+            waiting = self._forward(waiting)
+        return [feed.rows[0] if len(feed.rows) == 1 else _joined(feed.rows) for feed in feeds]
+
+    # What an LLM asks of the context of each level.
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values in memory."""
+        return self.cache.used_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of these, those that finished sequences have left."""
+        return sum(map(self.cache.slot_bytes, self._free))
+
+    def keep_prefixes(self, max_bytes: int | None, directory: PrefixDirectory | None = None) -> None:
+        """Decide how many bytes finished sequences may leave behind; None for no limit. They never go to the disk."""
+        self._max_kept_bytes = max_bytes
+
+    def prefix_stats(self, name: str) -> PrefixStats:
+        """The figures of what finished sequences have left; `name` says which head it is."""
+        counts = (self._num_rows, self._num_shared_rows, self.kept_bytes, self._max_kept_bytes, self._num_evictions)
+        return PrefixStats(name, *counts, 0, 0, 0, 0)
+
+    def forget_prefixes(self) -> None:
+        """Forget what finished sequences have left."""
+        for slot in self._free:
+            self._drop(slot)
+
+    def spill(self) -> None:
+        """Write nothing: a head reads a prompt again sooner than a disk."""
+
+    def _acquire(self, one: _Followed) -> None:
+        """Give a sequence the free slot that shares most rows with it, or copy those of a running sequence that shares more."""
+        if not self._free:
+            raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
+        tokens = one.seq.tokens
+        shared = [bisect_right(slot.positions, shared_prefix(slot.tokens, tokens) - 2) for slot in self._slots]
+        slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
+        if not shared[slot]:
+            slot = self._free[0]
+        self._free.remove(slot)
+        one.slot = slot
+        if shared[source] > shared[slot]:
+            self._slots[slot] = _Slot(self._slots[source].tokens[:], self._slots[source].positions[: shared[source]])
+            self.cache.copy(source, slot, shared[source])
+        one.agreed = Mark(shared_prefix(self._slots[slot].tokens, tokens), len(one.seq.rewinds))
+        self._num_rows += len(tokens) - 1
+        self._num_shared_rows += shared[source]
+
+    def _drop(self, slot: int) -> None:
+        self._slots[slot] = _Slot()
+        self.cache.drop(slot)
+
+    def _tidy(self) -> None:
+        """Bring what finished sequences have left under its limit: what was used longest ago goes first."""
+        for slot in list(self._free):
+            if self._max_kept_bytes is None or self.kept_bytes <= self._max_kept_bytes:
+                return
+            self._num_evictions += self.cache.slot_bytes(slot) > 0
+            self._drop(slot)
+
+    def _encode(self, ones: list[_Followed]) -> None:
+        """Make the hidden states of what came from the verifier, of all sequences at once."""
+        ones = [one for one in ones if one.raw]
+        if not ones:
+            return
+        sizes = [sum(map(len, one.raw)) for one in ones]
+        hidden, start = self.encoded(np.concatenate([rows for one in ones for rows in one.raw])), 0
+        for one, size in zip(ones, sizes, strict=True):
+            one.known, one.raw = np.concatenate([one.known, hidden[start : start + size]]), []
+            start += size
+
+    def encoded(self, features: F32) -> F32:
+        """The head's hidden states [T, C] of outputs of the verifier's layers, side by side [T, feature_size]."""
+        for norm in self.head.feature_norms:
+            features = norm.applied(features)
+        config = self.head.model.config.head
+        return self.backend.encode(features) if config and config.feature_size else features
+
+    def _unfed(self, one: _Followed) -> range:
+        """Truncate the slot to rows that the sequence shares; returns the positions of rows that it lacks.
+
+        The last row of the verifier's hidden states is always fed: what follows needs its output.
+        """
+        seq, slot = one.seq, self._slots[one.slot]
+        agreed = min(seq.unchanged(one.agreed), len(slot.tokens))
+        agreed += shared_prefix(slot.tokens[agreed:], seq.tokens[agreed:])
+        one.agreed = seq.mark()
+        kept = bisect_right(slot.positions, min(agreed, len(seq.tokens) - 1, one.end) - 2)
+        slot.tokens = seq.tokens[:]
+        del slot.positions[kept:]
+        slot.num_rows = kept
+        self.cache.truncate(one.slot, kept)
+        return range(max(slot.positions[-1] + 1 if kept else 0, one.first), len(seq.tokens) - 1)
+
+    def _feed(self, seq: Sequence, drafted: DraftedRows | None) -> _Feed:
+        one = self._followed[seq.id]
+        num_drafted = len(drafted.tokens) if drafted else 0
+        if num_drafted > self.backend.max_rows:
+            raise ConfigError(f"a forward takes {self.backend.max_rows} rows, and {num_drafted} were drafted at once")
+        if drafted and drafted.num_kept:
+            self.cache.truncate(one.slot, self._slots[one.slot].num_rows + drafted.num_kept)
+            return _Feed(one, [], one.known[:0], drafted, False)
+        unfed = self._unfed(one)
+        if unfed.stop + num_drafted > self.capacity:
+            raise CacheError(f"{unfed.stop + num_drafted} rows do not fit a context of {self.capacity}")
+        return _Feed(one, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], drafted, True)
+
+    def _read(self, chunk: PromptChunk) -> _Feed:
+        one = self._followed[chunk.seq.id]
+        unfed = self._unfed(one)
+        unfed = range(unfed.start, min(unfed.start + chunk.num_tokens, one.end))
+        return _Feed(one, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], None, False)
+
+    def _forward(self, feeds: list[_Feed]) -> list[_Feed]:
+        """Run as many rows as one forward takes; returns the feeds that have rows left."""
+        blocks: list[_Block] = []
+        room = self.backend.max_rows
+        for feed in feeds:
+            block = self._next_block(feed, room)
+            if block is None:
+                break
+            blocks.append(block)
+            room -= len(block.tokens)
+        starts = [0]
+        for block in blocks:
+            starts.append(starts[-1] + len(block.tokens))
+        is_tree = any(block.parents != list(range(-1, len(block.tokens) - 1)) for block in blocks)
+        parents = [p if p < 0 else p + start for block, start in zip(blocks, starts, strict=False) for p in block.parents]
+        asked = [row for block, end in zip(blocks, starts[1:], strict=True) for row in range(end - block.num_asked, end)]
+        batch = ForwardBatch(
+            [token for block in blocks for token in block.tokens],
+            [position for block in blocks for position in block.positions],
+            [feed.one.slot for feed in feeds[: len(blocks)]],
+            starts,
+            parents if is_tree else None,
+            asked,
+            self._layers,
+            np.concatenate([block.hidden for block in blocks]),
+        )
+        output = self.backend.forward(batch, self.cache)
+        self.num_forwards += 1
+        first = 0
+        for feed, block, end in zip(feeds, blocks, starts[1:], strict=False):
+            self._take(feed, block, output, first, end)
+            first += block.num_asked
+        return [feed for feed in feeds if feed.positions or feed.drafted]
+
+    def _next_block(self, feed: _Feed, room: int) -> _Block | None:
+        """The next rows of a feed that can go together; None where there is no room for them."""
+        tokens, seq_tokens, known = list[int](), feed.one.seq.tokens, len(feed.hidden)
+        positions, hidden = feed.positions[: min(known, room) if known else min(1, room)], feed.hidden[:room]
+        if positions and not known:
+            assert feed.state is not None, "a row of own hidden states follows another"
+            hidden = feed.state
+        tokens = [seq_tokens[position + 1] for position in positions]
+        parents = list(range(-1, len(positions) - 1))
+        is_last = len(positions) == len(feed.positions)
+        num_asked = int(is_last and feed.asked and bool(positions))
+        drafted = feed.drafted
+        if is_last and drafted and len(positions) + len(drafted.tokens) <= room:
+            behind, start = len(positions) - 1, len(seq_tokens) - 1 + drafted.num_kept
+            links = drafted.parents or range(-1, len(drafted.tokens) - 1)
+            depths: list[int] = []
+            for link in links:
+                depths.append(depths[link] + 1 if link >= 0 else 0)
+            tokens += drafted.tokens
+            positions = positions + [start + depth for depth in depths]
+            parents += [link + behind + 1 if link >= 0 else behind for link in links]
+            hidden = np.concatenate([hidden, drafted.hidden])
+            num_asked += len(drafted.tokens)
+        return _Block(tokens, positions, hidden, parents, num_asked) if tokens else None
+
+    def _take(self, feed: _Feed, block: _Block, output: ForwardOutput, first: int, end: int) -> None:
+        """Note what rows of a feed yielded. first: of its rows of logits; end: of its rows."""
+        one, slot = feed.one, self._slots[feed.one.slot]
+        num_fed, num_true = min(len(block.tokens), len(feed.positions)), min(len(block.tokens), len(feed.hidden))
+        slot.positions += feed.positions[:num_true]
+        slot.num_rows += num_fed
+        if num_fed < len(block.tokens):
+            feed.drafted = None
+        if num_true:  # the last of these may be fed again
+            last = feed.positions[num_true - 1]
+            one.known, one.first = one.known[last - one.first :], last
+        feed.hidden, feed.positions = feed.hidden[num_true:], feed.positions[num_fed:]
+        hidden = output.hidden[0]
+        if self.head.state_norm:
+            hidden = self.head.state_norm.applied(hidden)
+        feed.state = hidden[end - 1 : end]
+        if block.num_asked:
+            feed.rows.append(HeadRows(output.logits[first : first + block.num_asked], hidden[end - block.num_asked : end]))
+
+
+def _joined(parts: list[HeadRows]) -> HeadRows:
+    return HeadRows(np.concatenate([part.logits for part in parts]), np.concatenate([part.hidden for part in parts]))

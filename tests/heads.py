@@ -1,0 +1,243 @@
+"""Random heads as their makers publish them, and what they compute, written from the papers' formulas in float64."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from cpuspec.config import ModelConfig
+
+F64 = NDArray[np.float64]
+
+
+@dataclass
+class RandomHead:
+    """A head's files, and the arrays in them by name."""
+
+    path: Path
+    config: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]
+
+
+def write_head(path: Path, config: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> RandomHead:
+    """A directory of config.json and model.safetensors."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(dict(arrays), path / "model.safetensors")
+    return RandomHead(path, dict(config), dict(arrays))
+
+
+def llama_config(target: ModelConfig, **changes: Any) -> dict[str, Any]:
+    """The fields of a draft layer's configuration."""
+    return {
+        "model_type": "llama",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        **changes,
+    }
+
+
+def layer_arrays(rng: np.random.Generator, prefix: str, config: Mapping[str, Any], reads: int) -> dict[str, NDArray[Any]]:
+    """Matrices and norms of a Llama layer whose queries, keys and values read `reads` numbers."""
+    hidden, ff = config["hidden_size"], config["intermediate_size"]
+    dims = hidden // config["num_attention_heads"]
+    kv = config["num_key_value_heads"] * dims
+    shapes = {
+        "self_attn.q_proj": (hidden, reads),
+        "self_attn.k_proj": (kv, reads),
+        "self_attn.v_proj": (kv, reads),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ff, hidden),
+        "mlp.up_proj": (ff, hidden),
+        "mlp.down_proj": (hidden, ff),
+        "post_attention_layernorm": (hidden,),
+    }
+    return {f"{prefix}{name}.weight": random_array(rng, shape) for name, shape in shapes.items()}
+
+
+def random_array(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Of a size that keeps rows near one; vectors are norms, near one."""
+    values = 1 + 0.2 * rng.standard_normal(shape) if len(shape) == 1 else rng.standard_normal(shape) / np.sqrt(shape[-1])
+    return values.astype(np.float32)
+
+
+def make_eagle3(
+    path: Path,
+    target: ModelConfig,
+    layers: tuple[int, ...] = (1, 2, 3),
+    *,
+    layout: str = "original",
+    num_drafted: int = 96,
+    num_layers: int = 1,
+    own_embedding: bool = False,
+    own_output: bool = True,
+    norm_before_residual: bool = False,
+    norm_before_fc: bool = False,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    mask_id: int | None = None,
+    seed: int = 1,
+) -> RandomHead:
+    """An EAGLE-3 head, or a P-EAGLE one if it has a mask. layers: their inputs are read, counted as in the file."""
+    rng, hidden, size = np.random.default_rng(seed), target.hidden_size, len(layers) * target.hidden_size
+    config = llama_config(target, num_hidden_layers=num_layers)
+    first = "midlayer." if layout == "original" else "layers.0."
+    arrays: dict[str, NDArray[Any]] = {
+        "fc.weight": random_array(rng, (hidden, size)),
+        f"{first}input_layernorm.weight": random_array(rng, (hidden,)),
+        f"{first}hidden_norm.weight": random_array(rng, (hidden,)),
+        "norm.weight": random_array(rng, (hidden,)),
+        **layer_arrays(rng, first, config, 2 * hidden),
+    }
+    for i in range(1, num_layers):
+        arrays |= layer_arrays(rng, f"layers.{i}.", config, hidden)
+        arrays[f"layers.{i}.input_layernorm.weight"] = random_array(rng, (hidden,))
+    if own_embedding:
+        arrays["embed_tokens.weight"] = random_array(rng, (target.vocab_size, hidden)) * np.float32(8)
+    if own_output:
+        ids = np.sort(rng.permutation(target.vocab_size)[:num_drafted])
+        arrays["lm_head.weight"] = 3 * random_array(rng, (num_drafted, hidden))
+        arrays["d2t"] = (ids - np.arange(num_drafted)).astype(np.int64)
+        arrays["t2d"] = np.isin(np.arange(target.vocab_size), ids)
+    flags = {
+        "norm_before_residual": norm_before_residual,
+        "norm_before_fc": norm_before_fc,
+        "fc_norm": fc_norm,
+        "norm_output": norm_output,
+    }
+    if norm_before_fc:
+        arrays["input_norm.weight"] = random_array(rng, (size,))
+    if fc_norm:
+        arrays |= {f"fc_norm.{i}.weight": random_array(rng, (hidden,)) for i in range(len(layers))}
+    if mask_id is not None:
+        arrays["mask_hidden"] = rng.standard_normal((1, 1, size)).astype(np.float32)
+    if layout == "original":
+        whole = {
+            **config,
+            **{k: v for k, v in flags.items() if v},
+            "draft_vocab_size": num_drafted,
+            "architectures": ["LlamaForCausalLMEagle3"],
+        }
+        whole["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+        return write_head(path, whole, arrays)
+    kind = "eagle3" if mask_id is None else "peagle"
+    whole = {
+        "architectures": ["Eagle3Speculator" if mask_id is None else "PEagleSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "target"}},
+        "transformer_layer_config": config,
+        "draft_vocab_size": num_drafted,
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        **flags,
+    }
+    return write_head(path, whole if mask_id is None else {**whole, "mask_token_id": mask_id}, arrays)
+
+
+def make_eagle1(path: Path, target: ModelConfig, *, bias: bool = True, seed: int = 2) -> RandomHead:
+    """An EAGLE-1 head."""
+    rng, hidden = np.random.default_rng(seed), target.hidden_size
+    config = llama_config(target, architectures=["LlamaForCausalLM"], bias=bias)
+    arrays = {
+        "embed_tokens.weight": random_array(rng, (target.vocab_size, hidden)) * np.float32(8),
+        "fc.weight": random_array(rng, (hidden, 2 * hidden)),
+        **layer_arrays(rng, "layers.0.", config, hidden),
+    }
+    if bias:
+        arrays["fc.bias"] = (0.1 * rng.standard_normal(hidden)).astype(np.float32)
+    return write_head(path, config, arrays)
+
+
+# --------------------------------------------------------------------------------------------------------------- what they compute
+
+
+def rms(x: F64, weight: NDArray[Any], eps: float) -> F64:
+    """The RMS norm."""
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+class Reference:
+    """Layers of a Llama over rows that all see the rows before them."""
+
+    def __init__(self, head: RandomHead, config: Mapping[str, Any]) -> None:
+        self.arrays = {name: array.astype(np.float64) for name, array in head.arrays.items()}
+        self.config, self.eps = config, config["rms_norm_eps"]
+
+    def attention(self, prefix: str, x: F64, positions: NDArray[Any]) -> F64:
+        """Causal attention with rotary positions."""
+        c = self.config
+        dims, queries = c["hidden_size"] // c["num_attention_heads"], c["num_attention_heads"] // c["num_key_value_heads"]
+        q, k, v = (
+            (x @ self.arrays[f"{prefix}self_attn.{part}_proj.weight"].T).reshape(len(x), -1, dims) for part in ("q", "k", "v")
+        )
+        angles = positions[:, None] * c["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+        def turned(y: F64) -> F64:
+            a, b = np.split(y, 2, axis=-1)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+        q, k = turned(q), turned(k).repeat(queries, axis=1)
+        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(dims)
+        scores[:, ~np.tri(len(x), dtype=bool)] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = np.einsum("hts,shd->thd", weights, v.repeat(queries, axis=1)).reshape(len(x), -1)
+        return mixed @ self.arrays[f"{prefix}self_attn.o_proj.weight"].T
+
+    def mlp(self, prefix: str, x: F64) -> F64:
+        """SwiGLU behind its norm."""
+        x = rms(x, self.arrays[f"{prefix}post_attention_layernorm.weight"], self.eps)
+        gate, up, down = (self.arrays[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        gated = x @ gate.T
+        return (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+
+
+def eagle3_encoded(head: RandomHead, features: F64) -> F64:
+    """g of the rows' outputs of the target's layers, side by side."""
+    one = Reference(head, head.config.get("transformer_layer_config", head.config))
+    if "input_norm.weight" in one.arrays:
+        features = rms(features, one.arrays["input_norm.weight"], one.eps)
+    count = sum(name.startswith("fc_norm.") for name in one.arrays)
+    if count:
+        parts = np.split(features, count, axis=-1)
+        features = np.concatenate([rms(part, one.arrays[f"fc_norm.{i}.weight"], one.eps) for i, part in enumerate(parts)], axis=-1)
+    return features @ one.arrays["fc.weight"].T
+
+
+def eagle3_rows(head: RandomHead, embedded: F64, g: F64, positions: NDArray[Any], output: NDArray[Any]) -> tuple[F64, F64]:
+    """Logits and hidden states of rows of an EAGLE-3 head. output: the target's matrix, for a head that has none."""
+    one = Reference(head, head.config.get("transformer_layer_config", head.config))
+    first = "midlayer." if "midlayer.hidden_norm.weight" in one.arrays else "layers.0."
+    normed = rms(g, one.arrays[f"{first}hidden_norm.weight"], one.eps)
+    x = np.concatenate([rms(embedded, one.arrays[f"{first}input_layernorm.weight"], one.eps), normed], axis=-1)
+    h = (normed if head.config.get("norm_before_residual") else g) + one.attention(first, x, positions)
+    h = h + one.mlp(first, h)
+    for i in range(1, one.config["num_hidden_layers"]):
+        prefix = f"layers.{i}."
+        h = h + one.attention(prefix, rms(h, one.arrays[f"{prefix}input_layernorm.weight"], one.eps), positions)
+        h = h + one.mlp(prefix, h)
+    final = rms(h, one.arrays["norm.weight"], one.eps)
+    logits = final @ one.arrays.get("lm_head.weight", np.asarray(output, np.float64)).T
+    return logits, final if head.config.get("norm_output") else h
+
+
+def eagle1_rows(head: RandomHead, embedded: F64, h: F64, positions: NDArray[Any], output: NDArray[Any]) -> tuple[F64, F64]:
+    """Logits and hidden states of rows of an EAGLE-1 head. h: the target's, behind its final norm. output: the target's matrix."""
+    one = Reference(head, head.config)
+    x = np.concatenate([embedded, h], axis=-1) @ one.arrays["fc.weight"].T + one.arrays.get("fc.bias", 0)
+    x = x + one.attention("layers.0.", x, positions)
+    x = x + one.mlp("layers.0.", x)
+    return x @ np.asarray(output, np.float64).T, x

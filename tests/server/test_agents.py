@@ -1,0 +1,227 @@
+"""What agents send and how they read, over two turns of a conversation with tools: Codex, Claude Code, others that speak chat."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from cpuspec.engine.engine import Output
+from cpuspec.server import replies
+from cpuspec.server.model import Answers
+from tests.server.agents import (
+    CALLS,
+    CHAT_AGENTS,
+    RESULTS,
+    SAID,
+    SCRIPT,
+    SYSTEM,
+    THOUGHT,
+    chat_body,
+    chat_history,
+    claude_body,
+    claude_history,
+    codex_body,
+    codex_history,
+    read_chat,
+    read_claude,
+    read_codex,
+)
+from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.test_tools import TEMPLATE
+from tools.make_tiny_model import make_tiny_hf
+
+USED: list[dict[str, Any]] = [
+    {"type": "tool_use", "id": "toolu_1", "name": "shell", "input": {}},
+    {"type": "tool_use", "id": "toolu_2", "name": "mcp__docs__find", "input": {}},
+]
+# One system message, first; then user and assistant by turns, as Gemma's and Mistral's templates want it.
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('a late system message') }}{% endif %}"
+    "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=16384)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(lambda: load(directory), max_new_tokens=40) as found:
+        yield found
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's answers have SCRIPT for their text, in pieces that keep to nothing."""
+    whole = Answers.outputs
+
+    async def outputs(self: Answers) -> AsyncIterator[tuple[int, Output]]:
+        rest = SCRIPT
+        async for number, output in whole(self):
+            said, rest = (rest, "") if output.finish_reason else (rest[:7], rest[7:])
+            yield number, replace(output, text=said, finish_reason="stop" if output.finish_reason else None)
+
+    monkeypatch.setattr(Answers, "outputs", outputs)
+
+
+def stream(running: Running, path: str, body: dict[str, Any]) -> list[str]:
+    with running.client() as client, client.stream("POST", path, json=body) as reply:
+        assert reply.status_code == 200, reply.read()
+        return [line for line in reply.iter_lines() if line]
+
+
+def prompt_of(running: Running) -> str:
+    """The text of the last request's prompt."""
+    assert running.server.loaded is not None
+    return running.server.loaded.llm.tokenizer.decode(running.server.loaded.slots[0].tokens, skip_special=False)
+
+
+def assert_in_order(text: str, *wanted: str) -> None:
+    at = 0
+    for one in wanted:
+        at = text.find(one, at) + 1
+        assert at, f"{one!r} is missing, or in another place, in {text}"
+
+
+def test_codex_over_two_turns(running: Running, scripted: None) -> None:
+    body = codex_body([])
+    items, _ = read_codex(stream(running, "/v1/responses", body))
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
+    reasoning, message, first, second = items
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": THOUGHT}]
+    assert message["content"][0]["text"].strip() == SAID
+    assert (first["name"], json.loads(first["arguments"])) == CALLS[0]
+    # A tool of a namespace is called by both names.
+    assert (second["namespace"], second["name"], json.loads(second["arguments"])) == ("mcp__docs", "find", CALLS[1][1])
+    assert first["call_id"] != second["call_id"]
+
+    _, response = read_codex(stream(running, "/v1/responses", codex_body(codex_history(items))))
+    prompt = prompt_of(running)
+    assert_in_order(prompt, SYSTEM, "Ask before", "# AGENTS.md\nKeep to tabs.\n<environment_context>", "my notes?", SAID)
+    calls = ("<tool_call>shell", "<tool_call>mcp__docs__find", RESULTS[0], RESULTS[1])
+    others = ("<tool_call>apply_patch", "*** Begin Patch", "patched", "<tool_call>local_shell", '["ls", "-a"]', "notes.txt")
+    assert_in_order(prompt, *calls, *others, "And in short?")
+    assert "mcp__docs__find" in prompt.split(SYSTEM)[0], "the model is told of the namespace's tools"
+    usage = response["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] > usage["input_tokens"] / 2
+
+
+def test_claude_code_over_two_turns(running: Running, scripted: None) -> None:
+    blocks, end = read_claude(stream(running, "/v1/messages?beta=true", claude_body([], 0)))
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert (blocks[0]["thinking"], blocks[1]["text"].strip()) == (THOUGHT, SAID)
+    assert [(block["name"], block["input"]) for block in blocks[2:]] == CALLS
+    assert end["delta"]["stop_reason"] == "tool_use"
+
+    body = claude_body(claude_history(blocks), 1)
+    _, end = read_claude(stream(running, "/v1/messages?beta=true", body))
+    prompt = prompt_of(running)
+    assert_in_order(prompt, "You are an agent.\n\n" + SYSTEM.strip(), "Today is a Sunday", "my notes?", SAID, "<tool_call>shell")
+    assert_in_order(prompt, RESULTS[0], f"{RESULTS[1]}\nmcp__docs__read", "A file changed.", "Found it.", "a note\nAnd in short?")
+    assert "billing-header" not in prompt
+    assert "tokens left" not in prompt
+    usage = end["usage"]
+    assert usage["cache_read_input_tokens"] > usage["input_tokens"]
+    with running.client() as client:
+        counted = {name: body[name] for name in ("model", "messages", "system", "tools", "thinking", "context_management")}
+        reply = client.post("/v1/messages/count_tokens?beta=true", json=counted)
+    assert reply.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+@pytest.mark.parametrize("agent", CHAT_AGENTS)
+def test_agents_that_speak_chat_over_two_turns(running: Running, scripted: None, agent: str) -> None:
+    message, reason, _ = read_chat(stream(running, "/v1/chat/completions", chat_body(agent, [])))
+    assert (message["reasoning_content"], message["content"].strip(), reason) == (THOUGHT, SAID, "tool_calls")
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert [(one["name"], json.loads(one["arguments"])) for one in functions] == CALLS
+
+    _, _, usage = read_chat(stream(running, "/v1/chat/completions", chat_body(agent, chat_history(message))))
+    assert_in_order(prompt_of(running), SYSTEM, "# Now\nWhat is in my notes?", SAID, "<tool_call>shell", *RESULTS, "And in short?")
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+
+
+def test_the_official_clients_accumulate_the_same(running: Running, scripted: None) -> None:
+    ours = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    asked: Any = codex_body([])
+    extra = {name: asked.pop(name) for name in ("client_metadata", "tools")}
+    asked.pop("stream")
+    with ours.responses.stream(**asked, extra_body=extra) as responses:
+        response = responses.get_final_response()
+    whole = ours.responses.create(**asked, extra_body=extra)
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item.type for item in response.output] == [item.type for item in whole.output] == kinds
+    for said in (response, whole):
+        called: Any = said.output[3]
+        assert (called.namespace, called.name, json.loads(called.arguments)) == ("mcp__docs", "find", CALLS[1][1])
+
+    theirs = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+    asked = claude_body([], 0)
+    asked.pop("stream")
+    asked["extra_body"] = {"temperature": asked.pop("temperature")}
+    with theirs.beta.messages.stream(**asked, betas=["context-management-2025-06-27"]) as messages:
+        message: Any = messages.get_final_message()
+    assert [(block.name, block.input) for block in message.content[2:]] == CALLS
+    assert message.stop_reason == "tool_use"
+
+    asked = chat_body("roo", [])
+    asked.pop("stream")
+    with ours.chat.completions.stream(**asked) as chunks:
+        completion: Any = chunks.get_final_completion()
+    calls = [call.function for call in completion.choices[0].message.tool_calls]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
+    assert completion.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sign"),
+    [
+        ("/v1/responses", codex_body([]), '"type":"keepalive"'),  # Codex counts no comments
+        ("/v1/messages", claude_body([], 0), "event: ping"),
+        ("/v1/chat/completions", chat_body("roo", []), ": keep-alive"),
+    ],
+)
+def test_a_stream_that_is_silent_shows_that_it_lives(
+    running: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], sign: str
+) -> None:
+    whole, seen = Answers.outputs, threading.Event()
+
+    async def outputs(self: Answers) -> AsyncIterator[tuple[int, Output]]:
+        while not seen.is_set():  # the prompt is long
+            await asyncio.sleep(0.01)
+        async for number, output in whole(self):
+            yield number, replace(output, finish_reason="stop" if output.finish_reason else None)
+
+    monkeypatch.setattr(Answers, "outputs", outputs)
+    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.01)
+    lines = []
+    with running.client() as client, client.stream("POST", path, json=body) as reply:
+        for line in reply.iter_lines():
+            if sign in line:
+                seen.set()
+            lines += [line] if line else []
+    assert seen.is_set()
+    {"responses": read_codex, "messages": read_claude, "completions": read_chat}[path.rpartition("/")[2]](lines)
+
+
+def test_conversations_are_put_into_turns_for_templates_that_want_them(tmp_path: Any) -> None:
+    directory = make_tiny_hf(tmp_path / "hf", context_length=16384)
+    (directory / "chat_template.jinja").write_text(STRICT)
+    with serving(lambda: load(directory), max_new_tokens=2) as strict:
+        stream(strict, "/v1/responses", codex_body([]))
+        assert_in_order(
+            prompt_of(strict), "[system] You help", "\n\nAsk before", "[user] # AGENTS.md", "\n\nWhat is in my notes?\n"
+        )
+        read_claude(stream(strict, "/v1/messages", claude_body(claude_history(USED), 0)))
+        assert_in_order(
+            prompt_of(strict), "[system] You are", "[user] <system", RESULTS[0], "A file changed.", "[assistant] Found it."
+        )
+        with strict.client() as client:
+            reply = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}] * 2, "max_tokens": 1})
+            assert reply.status_code == 200, reply.text
+            assert prompt_of(strict).startswith("[user] a\n\na\n")
