@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.grids import Grid, unpacked
+from cpuspec.checkpoints.grids import Grid, make_groups, part_of, unpacked
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
@@ -29,6 +29,7 @@ class Gptq:
     """The settings of a file by GPTQ. Raises CheckpointError for a kind that is not supported."""
 
     parts: tuple[str, ...] = _PARTS
+    unused: tuple[str, ...] = ()
 
     def __init__(self, config: Fields) -> None:
         self._bits, self._group = config.integer("bits"), config.integer("group_size", -1)
@@ -51,7 +52,7 @@ class Gptq:
 
     def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
         """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
-        qweight, scales = _part(what, parts, "qweight").array("I32", 2), _part(what, parts, "scales").numbers()
+        qweight, scales = part_of(what, parts, "qweight").array("I32", 2), part_of(what, parts, "scales").numbers()
         bits = self._bits
         index = parts["g_idx"].array("I32", 1) if "g_idx" in parts else None
         if index is not None and self._mixed:
@@ -62,10 +63,10 @@ class Gptq:
             raise CheckpointError(
                 f"{what}: qweight {list(qweight.shape)} of {bits} bits{of} are no whole matrix; the file is damaged"
             )
-        group, order = _groups(what, index, inputs, self._group, len(scales))
+        group, order = make_groups(what, index, inputs, self._group, len(scales))
         if scales.shape != (-(-inputs // group), outputs):
             raise CheckpointError(f"{what}: scales are {list(scales.shape)}, wanted {[-(-inputs // group), outputs]}")
-        qzeros = _part(what, parts, "qzeros").array("I32", 2)
+        qzeros = part_of(what, parts, "qzeros").array("I32", 2)
         if qzeros.shape != (len(scales), -(-outputs * bits // 32)):
             raise CheckpointError(f"{what}: qzeros are {list(qzeros.shape)}, wanted {[len(scales), -(-outputs * bits // 32)]}")
         return Grid(
@@ -90,6 +91,7 @@ class Awq:
     """The settings of a file by AWQ. Raises CheckpointError for a kind that is not supported."""
 
     parts: tuple[str, ...] = _PARTS
+    unused: tuple[str, ...] = ()
 
     def __init__(self, config: Fields) -> None:
         self._group = config.integer("group_size", config.integer("q_group_size", 128))
@@ -107,7 +109,7 @@ class Awq:
 
     def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
         """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
-        qweight, scales = _part(what, parts, "qweight").array("I32", 2), _part(what, parts, "scales").numbers()
+        qweight, scales = part_of(what, parts, "qweight").array("I32", 2), part_of(what, parts, "scales").numbers()
         inputs, outputs = len(qweight), 8 * qweight.shape[1]
         group = inputs if self._group == -1 else self._group
         groups = -(-inputs // group)
@@ -138,25 +140,3 @@ def _awq_codes(words: I32) -> U8:
     for output, shift in enumerate(_AWQ_SHIFTS):
         codes[:, :, output] = words >> shift & 15
     return codes.reshape(len(words), -1)
-
-
-def _groups(what: str, index: I32 | None, inputs: int, size: int, count: int) -> tuple[int, I32 | None]:
-    """Inputs of a group, and the order that makes neighbours of them, None where they are.
-
-    index: the group of each input. size: inputs of a group by the configuration, -1 for all.
-    """
-    size = inputs if size == -1 else size
-    if index is None or np.array_equal(index, np.arange(inputs) // size):
-        return size, None
-    if index.min() < 0 or index.max() >= count:
-        raise CheckpointError(f"{what}: g_idx names the groups {index.min()} to {index.max()} of {count}; the file is damaged")
-    order = np.argsort(index, kind="stable").astype(np.int32)
-    if not np.array_equal(index[order], np.arange(inputs) // size):
-        raise CheckpointError(f"{what}: g_idx makes groups of different sizes, wanted {size} inputs in each")
-    return size, order
-
-
-def _part(what: str, parts: Mapping[str, StoredTensor], name: str) -> StoredTensor:
-    if name not in parts:
-        raise CheckpointError(f"{what} has {', '.join(parts)} and no {name}; the file is incomplete")
-    return parts[name]

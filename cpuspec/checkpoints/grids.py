@@ -4,13 +4,15 @@ A grid is a matrix [N, K] of codes in groups of inputs, value = scale * (code - 
 points in tensors and orders of its own; its reader makes rows of bits of them, and this module makes the blocks of a format.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.checkpoints.safetensors import StoredTensor
+from cpuspec.errors import CheckpointError
 from cpuspec.formats import Format, QuantTensor, get_format, lowbit
 from cpuspec.formats.format import F32, I32, U8
 
@@ -44,9 +46,9 @@ class Grid:
         choices = []
         if in_halves and self.bits == 4:
             choices += [f"int4_g{size}" + ("" if symmetric else "_asym") for size in (128, 64, 32)]
-        if in_halves and self.bits < 4:
+        if in_halves and self.bits in (2, 3):
             choices += [f"int{self.bits}_g{size}_asym" for size in (64, 32)]
-        if symmetric or self.bits <= 4:  # codes less their zero points are signed bytes
+        if symmetric or self.bits < 8:  # codes less their zero points are signed bytes
             choices += ["int8_g128", *["q8_0"] * in_halves, "int8_g32"]
         format = best_format(choices, self.shape[1], self.group)
         return assembled(format, self.shape, lambda some: self._blocks(format, some), self.order)
@@ -109,9 +111,33 @@ def unpacked(packed: U8, bits: int, count: int) -> U8:
     """The first `count` codes of rows of bits [n, bytes], U8 [n, count]."""
     if bits == 8:
         return packed[:, :count]
-    if bits == 3:
-        parts = np.unpackbits(packed, axis=1, count=3 * count, bitorder="little").reshape(len(packed), count, 3)
-        return np.bitwise_or.reduce(parts << np.arange(3, dtype=np.uint8), axis=2)
+    if bits not in (2, 4):
+        parts = np.unpackbits(packed, axis=1, count=bits * count, bitorder="little").reshape(len(packed), count, bits)
+        return np.bitwise_or.reduce(parts << np.arange(bits, dtype=np.uint8), axis=2)
     mask = np.uint8((1 << bits) - 1)
     codes = np.stack([packed >> np.uint8(shift) & mask for shift in range(0, 8, bits)], axis=2)
     return codes.reshape(len(packed), -1)[:, :count]
+
+
+def make_groups(what: str, index: NDArray[np.integer] | None, inputs: int, size: int, count: int) -> tuple[int, I32 | None]:
+    """Inputs of a group, and the order that makes neighbours of them, None where they are.
+
+    index: the group of each input. size: inputs of a group by the configuration, -1 for all.
+    Raises CheckpointError for groups of other sizes.
+    """
+    size = inputs if size == -1 else size
+    if index is None or np.array_equal(index, np.arange(inputs) // size):
+        return size, None
+    if index.min() < 0 or index.max() >= count:
+        raise CheckpointError(f"{what}: g_idx names the groups {index.min()} to {index.max()} of {count}; the file is damaged")
+    order = np.argsort(index, kind="stable").astype(np.int32)
+    if not np.array_equal(index[order], np.arange(inputs) // size):
+        raise CheckpointError(f"{what}: g_idx makes groups of different sizes, wanted {size} inputs in each")
+    return size, order
+
+
+def part_of(what: str, parts: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+    """A tensor of a layer. Raises CheckpointError if there is none."""
+    if name not in parts:
+        raise CheckpointError(f"{what} has {', '.join(parts)} and no {name}; the file is incomplete")
+    return parts[name]

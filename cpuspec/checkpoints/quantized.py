@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from cpuspec.checkpoints import gptq
+from cpuspec.checkpoints import bitsandbytes, compressed, gptq
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
@@ -23,6 +23,7 @@ class Method(Protocol):
 
     kind: str  # for people
     parts: tuple[str, ...]  # the ends of the names of its tensors
+    unused: tuple[str, ...]  # the ends of the names of tensors that no forward here needs, as scales of a cache
 
     def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
         """Whether a layer with these tensors is quantized."""
@@ -37,7 +38,16 @@ class Method(Protocol):
 
 
 # By `quant_method`. A method raises CheckpointError for settings that are not supported.
-METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType({"gptq": gptq.Gptq, "awq": gptq.Awq})
+METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
+    {
+        "gptq": gptq.Gptq,
+        "awq": gptq.Awq,
+        "compressed-tensors": compressed.CompressedTensors,
+        "fp8": compressed.Fp8,
+        "fbgemm_fp8": compressed.Fp8,
+        "bitsandbytes": bitsandbytes.BitsAndBytes,
+    }
+)
 
 # Where older versions of the packages wrote their settings instead of config.json.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -48,8 +58,9 @@ def read_method(directory: Path, config: Fields) -> Method | None:
 
     Raises CheckpointError for a method or a setting that is not supported.
     """
-    quantization, name = config.object("quantization_config"), ""
-    if "quantization_config" not in config:
+    key = next((key for key in ("quantization_config", "compression_config") if key in config), "")
+    quantization, name = config.object(key), ""
+    if not key:
         files = [directory / file_name for file_name in _OWN_FILES if (directory / file_name).exists()]
         if not files:
             return None
@@ -68,6 +79,8 @@ def read_quantized(directory: Path, method: Method, stored: Mapping[str, StoredT
     tensors: dict[str, QuantTensor] = {}
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
+        if name.endswith(tuple(f".{part}" for part in method.unused)):
+            continue
         part = next((part for part in method.parts if name.endswith(f".{part}")), None)
         if part is None:
             tensors[name] = tensor.floats()

@@ -32,6 +32,24 @@ def _awq(**settings: Any) -> tuple[dict[str, Any], Quantize]:
     return config, quantizers.awq(**settings)
 
 
+def _compressed(format: str, quantize: Quantize, **weights: Any) -> tuple[dict[str, Any], Quantize]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, **weights}}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups, "ignore": ["lm_head"]}, quantize
+
+
+def _packed(**settings: Any) -> tuple[dict[str, Any], Quantize]:
+    return _compressed("pack-quantized", quantizers.compressed(**settings), num_bits=settings.get("bits", 4))
+
+
+def _fp8(scales_of: str, name: str) -> tuple[dict[str, Any], Quantize]:
+    blocks = {"weight_block_size": [128, 128]} if scales_of == "block" else {}
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", **blocks}, quantizers.fp8(scales_of, name)
+
+
+def _bitsandbytes(**settings: Any) -> tuple[dict[str, Any], Quantize]:
+    return {"quant_method": "bitsandbytes", "load_in_8bit": settings.get("kind") == "int8"}, quantizers.bitsandbytes(**settings)
+
+
 # How a model is written, and the format that its matrices become.
 KINDS: dict[str, tuple[tuple[dict[str, Any], Quantize], str]] = {
     "gptq": (_gptq(), "int4_g128_asym"),
@@ -52,6 +70,27 @@ KINDS: dict[str, tuple[tuple[dict[str, Any], Quantize], str]] = {
     "awq g64": (_awq(group=64), "int4_g64_asym"),
     "awq of whole rows": (_awq(group=-1), "int4_g128_asym"),
     "awq without zero points": (_awq(with_zeros=False), "int4_g128"),
+    "compressed-tensors int4": (_packed(), "int4_g128"),
+    "compressed-tensors int4 asymmetric": (_packed(symmetric=False, group=32), "int4_g32_asym"),
+    "compressed-tensors int4 of whole rows": (_packed(group=-1), "int4_g128"),
+    "compressed-tensors int4 act-order": (_packed(act_order=True, group=64), "int4_g64"),
+    "compressed-tensors int4 under scales below f16": (_packed(tiny=True), "int8_g128"),
+    "compressed-tensors int3": (_packed(bits=3, group=64), "int3_g64_asym"),
+    "compressed-tensors 6 bits": (_packed(bits=6, symmetric=False), "int8_g128"),
+    "compressed-tensors 8 bits packed": (_packed(bits=8), "int8_g128"),
+    "compressed-tensors int8": (_compressed("int-quantized", quantizers.int8(), num_bits=8), "int8_g128"),
+    "compressed-tensors int8 in groups": (_compressed("int-quantized", quantizers.int8(8), num_bits=8), "int8_g32"),
+    "compressed-tensors fp8 of matrices": (_compressed("float-quantized", quantizers.fp8("matrix")), "fp8_g128"),
+    "compressed-tensors fp8 of rows": (_compressed("float-quantized", quantizers.fp8("row")), "fp8_g128"),
+    "compressed-tensors mxfp4": (_compressed("mxfp4-pack-quantized", quantizers.fp4(nv=False)), "mxfp4"),
+    "compressed-tensors nvfp4": (_compressed("nvfp4-pack-quantized", quantizers.fp4(nv=True)), "f32"),
+    "fp8 of blocks": (_fp8("block", "weight_scale_inv"), "fp8_g128"),
+    "fp8 of rows": (_fp8("row", "weight_scale"), "fp8_g128"),
+    "bitsandbytes nf4": (_bitsandbytes(), "nf4_g64"),
+    "bitsandbytes nf4 nested": (_bitsandbytes(nested=True), "nf4_g64"),
+    "bitsandbytes fp4": (_bitsandbytes(kind="fp4", block=128), "fp4_g64"),
+    "bitsandbytes nf4 of odd blocks": (_bitsandbytes(block=32), "f32"),
+    "bitsandbytes int8": (_bitsandbytes(kind="int8"), "int8_g128"),
 }  # fmt: skip
 
 
@@ -76,11 +115,16 @@ def test_every_kind_keeps_its_values_in_its_format(tmp_path: Path, kind: str) ->
     assert {t.format.name for name, t in checkpoint.tensors.items() if name.startswith("layers") and t.data.ndim == 2} == {format}
     assert {checkpoint.tensors[name].format.name for name in ("embed", "output", "norm")} == {"f16"}
     assert checkpoint.quantization.partition(",")[0].lower() == config["quant_method"]
+    assert (checkpoint.tensors["layers.0.q"].order is not None) == ("act-order" in kind or kind == "gptq g16")
+
+
+ON_BACKENDS = ["gptq", "gptq act-order", "gptq 3 bits version 2 act-order", "gptq g16", "awq", "compressed-tensors int8"]
+ON_BACKENDS += ["fp8 of blocks", "bitsandbytes nf4 nested", "bitsandbytes fp4"]
 
 
 # Backends whose products are of the file's codes, with settings under which only sums are rounded.
 @every_backend(["numba", "torch", "onnxruntime", "openvino"])
-@pytest.mark.parametrize("kind", ["gptq", "gptq act-order", "gptq 3 bits version 2 act-order", "gptq g16", "awq"])
+@pytest.mark.parametrize("kind", ON_BACKENDS)
 def test_every_backend_computes_what_the_values_mean(tmp_path: Path, kind: str, name: str) -> None:
     (config, quantize), _ = KINDS[kind]
     checkpoint = opened(write(tmp_path / "model", config, quantize))
