@@ -1,5 +1,7 @@
 """Quantized Hugging Face directories mean what they say on every backend, and what is damaged or unknown is a clear error."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
-from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.config import EngineConfig
+from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
 from tests.backends.models import every_backend, forward
 from tests.checkpoints import quantizers
@@ -158,3 +161,179 @@ def test_a_row_does_not_depend_on_its_batch_after_act_order(tmp_path: Path) -> N
     alone = np.concatenate([forward(backend, cache, {0: [token]}).logits for token in TOKENS])
     assert np.array_equal(together, alone)
     backend.close()
+
+
+def test_layers_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
+    for method, kind in (("gptq", "gptq"), ("compressed", "compressed-tensors fp8 of rows"), ("fp8", "fp8 of blocks")):
+        (config, quantize), format = KINDS[kind]
+        checkpoint = opened(write(tmp_path / method, config, quantize, skip=("o", "down")))
+        formats = {part: checkpoint.tensors[f"layers.0.{part}"].format.name for part in ("q", "o", "gate", "down")}
+        assert formats == {"q": format, "o": "f16", "gate": format, "down": "f16"}
+
+
+def test_layers_of_one_file_may_have_different_bits(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: the bits of a layer are seen from its tensors."""
+    kinds = iter([2, 3, 4, 8, 4, 2, 3])
+
+    def quantize(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[dict[str, Any], np.ndarray]:
+        return quantizers.gptq(bits=next(kinds), group=64, version=2)(rng, shape)
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "gptq_v2", "dynamic": {"+:.*": {"bits": 8}}}
+    checkpoint = opened(write(tmp_path / "model", config, quantize))
+    names = {t.format.name for name, t in checkpoint.tensors.items() if name.startswith("layers.0") and t.data.ndim == 2}
+    assert names == {"int2_g64_asym", "int3_g64_asym", "int4_g64_asym", "f32"}
+
+
+@pytest.mark.parametrize(("file_name", "kind"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+def test_settings_of_older_files_are_read_where_their_packages_wrote_them(tmp_path: Path, file_name: str, kind: str) -> None:
+    (config, quantize), format = KINDS[kind]
+    written = write(tmp_path / "model", config, quantize)
+    settings = json.loads((written.directory / "config.json").read_text())
+    own = settings.pop("quantization_config")
+    del own["quant_method"]
+    (written.directory / "config.json").write_text(json.dumps(settings))
+    (written.directory / file_name).write_text(json.dumps(own))
+    assert opened(written).tensors["layers.0.q"].format.name == format
+
+
+def test_scales_of_the_cache_and_of_activations_are_not_needed(tmp_path: Path) -> None:
+    (config, quantize), _ = KINDS["compressed-tensors fp8 of rows"]
+    written = write(tmp_path / "model", config, quantize)
+    path = written.directory / "model.safetensors"
+    header = read(path)
+    header["model.layers.0.self_attn.k_scale"] = ("F32", [1], np.ones(1, np.float32).tobytes())
+    write_again(path, header)
+    opened(written)
+
+
+def read(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """The tensors of a file as (type, shape, bytes)."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, blob = json.loads(content[8 : 8 + length]), content[8 + length :]
+    return {name: (one["dtype"], one["shape"], blob[slice(*one["data_offsets"])]) for name, one in header.items()}
+
+
+def write_again(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    """The inverse of `read`."""
+    header, blob = {}, b""
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(blob), len(blob) + len(data)]}
+        blob += data
+    text = json.dumps(header).encode()
+    path.unlink()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + blob)
+
+
+Q, UP_BIAS = "model.layers.0.self_attn.q_proj.", "model.layers.0.mlp.up_proj.bias"  # 256 x 256, and 512
+NAN = np.array([np.nan], np.float32).tobytes()
+
+
+def _with(tensors: dict[str, Any], name: str, dtype: str, shape: list[int], data: bytes) -> None:
+    tensors[Q + name] = (dtype, shape, data)
+
+
+def _changed_index(tensors: dict[str, Any], value: int) -> None:
+    dtype, shape, data = tensors[Q + "g_idx"]
+    _with(tensors, "g_idx", dtype, shape, np.array([value], np.int32).tobytes() + data[4:])
+
+
+def _with_nan(tensors: dict[str, Any], name: str) -> None:
+    dtype, shape, data = tensors[Q + name]
+    nan = NAN if dtype == "F32" else NAN[2:] if dtype == "BF16" else np.array([np.nan], np.float16).tobytes()
+    _with(tensors, name, dtype, shape, nan + data[len(nan) :])
+
+
+def _state(tensors: dict[str, Any], **changes: object) -> None:
+    name = "weight.quant_state.bitsandbytes__nf4"
+    data = json.dumps(json.loads(tensors[Q + name][2]) | changes).encode()
+    _with(tensors, name, "U8", [len(data)], data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("gptq", lambda t: t.pop(Q + "qzeros"), r"q_proj has .*qweight, .* and no qzeros"),
+        ("gptq", lambda t: t.pop(Q + "scales"), r"and no scales"),
+        ("gptq", lambda t: t.pop(Q + "qweight"), r"I32 weights are not supported|F16 .* are not supported|belongs to a feature"),
+        ("gptq", lambda t: _changed_index(t, 2), r"g_idx names the groups 0 to 2 of 2"),
+        ("gptq", lambda t: _changed_index(t, -1), r"g_idx names the groups -1 to 1 of 2"),
+        ("gptq", lambda t: _changed_index(t, 1), r"g_idx makes groups of different sizes, wanted 128"),
+        ("gptq", lambda t: _with(t, "g_idx", "I32", [255], bytes(1020)), r"of 4 bits and g_idx of 255 are no whole matrix"),
+        ("gptq", lambda t: _with(t, "scales", "F16", [3, 256], bytes(1536)), r"scales are \[3, 256\], wanted \[2, 256\]"),
+        ("gptq", lambda t: _with(t, "qzeros", "I32", [2, 31], bytes(248)), r"qzeros are \[2, 31\], wanted \[2, 32\]"),
+        ("gptq", lambda t: _with(t, "qweight", "F32", [32, 256], bytes(32768)), r"is F32 \[32, 256\], wanted I32 of 2 dimensions"),
+        ("gptq", lambda t: _with(t, "weight", "F16", [256, 256], bytes(131072)), r"is there twice, plain and quantized"),
+        ("gptq", lambda t: _with_nan(t, "scales"), r"q_proj.scales has numbers that are not finite"),
+        ("gptq", lambda t: t.update({UP_BIAS: ("F16", [512], b"\1" * 1024)}), r"belongs to a feature"),
+        ("awq", lambda t: _with(t, "qzeros", "I32", [1, 32], bytes(128)), r"qzeros are \[1, 32\], wanted \[2, 32\]"),
+        ("awq", lambda t: _with(t, "scales", "F16", [2, 128], bytes(512)), r"scales are \[2, 128\], wanted \[2, 256\]"),
+        ("compressed-tensors int4", lambda t: t.pop(Q + "weight_scale"), r"and no weight_scale"),
+        ("compressed-tensors int4", lambda t: _with(t, "weight_shape", "I64", [2], bytes(16)), r"is no matrix \[0, 0\]"),
+        ("compressed-tensors int4", lambda t: _with_nan(t, "weight_scale"), r"not finite"),
+        ("compressed-tensors int4", lambda t: _with(t, "weight_scale", "F32", [256, 3], bytes(3072)), r"wanted \[256, groups"),
+        ("compressed-tensors int4 asymmetric", lambda t: _with(t, "weight_zero_point", "I32", [1, 1], bytes(4)), r"it packed"),
+        ("compressed-tensors mxfp4", lambda t: _with(t, "weight_scale", "U8", [256, 8], b"\xff" * 2048), r"not finite"),
+        ("compressed-tensors mxfp4", lambda t: _with(t, "weight_scale", "U8", [256, 7], bytes(1792)), r"wanted one for 32 inputs"),
+        ("compressed-tensors nvfp4", lambda t: _with(t, "weight_global_scale", "F32", [1], bytes(4)), r"fit no nvfp4 matrix"),
+        ("fp8 of blocks", lambda t: _with(t, "weight_scale_inv", "F32", [3, 2], bytes(24)), r"or for each block of 128 x 128"),
+        ("fp8 of blocks", lambda t: _with(t, "weight", "F8_E4M3", [256, 256], b"\x7f" * 65536), r"weights that are not finite"),
+        ("fp8 of blocks", lambda t: t.pop(Q + "weight_scale_inv"), r"and no weight_scale"),
+        ("bitsandbytes nf4", lambda t: t.pop(Q + "weight.quant_state.bitsandbytes__nf4"), r"save the model again"),
+        ("bitsandbytes nf4", lambda t: _state(t, shape=[256, 255]), r"shape is \[256, 255\], wanted the 65536 weights"),
+        ("bitsandbytes nf4", lambda t: _state(t, blocksize=0), r"blocksize is 0"),
+        ("bitsandbytes nf4", lambda t: _state(t, blocksize=32), r"1024 blocks have scales, wanted 2048"),
+        ("bitsandbytes nf4", lambda t: _with(t, "weight.quant_map", "F32", [16], bytes(64)), r"quant_map is not that of nf4"),
+        ("bitsandbytes nf4", lambda t: _with_nan(t, "weight.absmax"), r"not finite"),
+        ("bitsandbytes int8", lambda t: _with(t, "SCB", "F32", [255], bytes(1020)), r"SCB has 255 numbers for 256 rows"),
+        ("bitsandbytes int8", lambda t: _with(t, "weight_format", "U8", [1], b"\1"), r"not that of rows"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_belong_together_are_a_clear_error(
+    tmp_path: Path, kind: str, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    (config, quantize), _ = KINDS[kind]
+    written = write(tmp_path / "model", config, quantize)
+    path = written.directory / "model.safetensors"
+    tensors = read(path)
+    change(tensors)
+    write_again(path, tensors)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(written.directory)
+    assert str(written.directory) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gptq", {"quant_method": "exl2"}, r"'exl2' are not supported by this version, which reads gptq, awq, compressed-tensors"),
+        (
+            "gptq",
+            {"quant_method": "torchao"},
+            r"'torchao' are not supported .*; use a GGUF file of the model, or its plain weights",
+        ),
+        ("gptq", {"quant_method": None}, r"'an unnamed method' are not supported"),
+        ("gptq", {"bits": 5}, r"bits is 5, wanted 2, 3, 4 or 8"),
+        ("gptq", {"bits": 2}, r"of 2 bits and g_idx of 512 are no whole matrix"),
+        ("gptq", {"group_size": 0}, r"group_size is 0"),
+        ("gptq", {"group_size": 64}, r"scales are \[2, 256\], wanted \[4, 256\]|g_idx makes groups"),
+        ("gptq", {"checkpoint_format": "marlin"}, r"'marlin', wanted gptq or gptq_v2; save the model again"),
+        ("awq", {"bits": 8}, r"bits is 8, wanted 4"),
+        ("awq", {"version": "gemv"}, r"'gemv', wanted gemm; quantize the model again"),
+        ("awq", {"group_size": 64}, r"scales are \[4, 256\], wanted \[8, 256\]"),
+        ("compressed-tensors int4", {"format": "marlin-24"}, r"format is 'marlin-24', wanted one of dense"),
+        ("compressed-tensors int4", {"config_groups": {}}, r"is no matrix \[256, 512\] of \[\] bits"),
+        ("compressed-tensors int4", {"config_groups": {"g": 1}}, r"wanted an object"),
+        ("fp8 of blocks", {"weight_block_size": [128]}, r"two numbers, rows and inputs of a block"),
+        ("fp8 of blocks", {"weight_block_size": [64, 64]}, r"or for each block of 64 x 64"),
+        ("fp8 of blocks", {"fmt": "e5m2"}, r"'e5m2', wanted e4m3"),
+    ],
+)
+def test_settings_that_are_wrong_or_not_supported_are_a_clear_error(
+    tmp_path: Path, kind: str, changes: dict[str, object], message: str
+) -> None:
+    (config, quantize), _ = KINDS[kind]
+    written = write(tmp_path / "model", config | changes, quantize)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(written.directory)
+    assert str(written.directory) in str(caught.value)
