@@ -167,7 +167,7 @@ def int8(groups: int = 1) -> Quantize:
 
     def quantize(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Tensors, np.ndarray]:
         codes = rng.integers(-128, 128, shape).astype(np.int8)
-        scales = (0.001 + 0.01 * rng.random((shape[0], groups))).astype(np.float32)
+        scales = (0.0001 + 0.0002 * rng.random((shape[0], groups))).astype(np.float32)
         return {"weight": codes, "weight_scale": scales}, np.repeat(scales, shape[1] // groups, axis=1) * codes
 
     return quantize
