@@ -123,6 +123,7 @@ class HeadConfig:
     branches are added to the normed h. first_norm: with "matrix", whether the first layer's attention has an RMS norm before it.
     final_norm: whether logits have one before them.
     feature_size: numbers of the target's layers, side by side, that `encode` makes one h of; 0 where h comes as it is.
+    injects: whether every layer's keys and values are made of h, too (DFlash, arXiv 2602.06036; `model.transformer.inject`).
     num_logits: tokens that the head can draft, rows of its output matrix; None for the whole vocabulary.
     """
 
@@ -134,6 +135,7 @@ class HeadConfig:
     final_norm: bool = True
     feature_size: int = 0
     num_logits: int | None = None
+    injects: bool = False
 
     def __post_init__(self) -> None:
         if self.fuses not in ("matrix", "attention", "none"):
@@ -388,7 +390,7 @@ class SamplingParams:
     max_draft_tokens: most tokens drafted in a round for this request, 0 = none; None = as the model was loaded.
     json_schema (kept as JSON text), regex, choices, grammar: one of them at most; every token is then chosen among those that can
     still lead to a text of it. The answer ends where nothing can follow, or where the text is whole and the model chooses its end
-    token; max_tokens and stop may cut it off before.
+    token; max_tokens and stop may cut it off before. free_reasoning and grammar_trigger leave parts of the answer free.
     """
 
     temperature: float = _setting(
@@ -417,6 +419,12 @@ class SamplingParams:
         None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
     )
     max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
+    draft: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "Drafts for this request, of lookups and of models that are loaded; by default as the model was loaded.",
+        "SPEC",
+    )
     json_schema: str | Mapping[str, Any] | None = _setting(
         None, _SCHEMA, "The answer is JSON of this schema, written on one line.", "FILE"
     )
@@ -425,11 +433,22 @@ class SamplingParams:
     grammar: str | None = _setting(
         None, _optional(_TEXT), "The answer is a text of this grammar: Lark as llguidance takes it, or llama.cpp's GBNF.", "FILE"
     )
+    free_reasoning: bool = _setting(
+        False, _BOOLEAN, "A grammar begins behind the reasoning where there is any, from <think> to </think>."
+    )
+    grammar_trigger: str | None = _setting(
+        None,
+        _optional(_TEXT),
+        "A grammar holds behind this token only, until its text is whole, each time that the answer has the token.",
+        "TOKEN",
+    )
 
     def __post_init__(self) -> None:
         _read_settings(self)
         if self.has_grammar:
             self._check_grammar()
+        elif self.grammar_trigger is not None:
+            raise ConfigError("grammar_trigger says where a grammar begins; give json_schema, regex, choices or grammar, too")
 
     def _check_grammar(self) -> None:
         given = [name for name in ("json_schema", "regex", "choices", "grammar") if getattr(self, name) not in (None, ())]
@@ -751,22 +770,30 @@ class SpecConfig:
 
     @staticmethod
     def parse(text: str) -> "SpecConfig":
-        """Read the text of `--draft`, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`.
+        """Read the text of `--draft`, as `ngram`, `ngram@8`, `suffix,self:mxfp4@4` or `small-model@6:0.4+ngram`, or vLLM's JSON.
 
         Names are checked where drafters are known (`cpuspec.engine.assemble`). Raises ConfigError on bad grammar.
         """
+        if text.lstrip().startswith("{"):
+            try:
+                return SpecConfig.read(json.loads(text))
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"a speculative config is a JSON object; {text[:80]!r} is none: {error}") from None
         return SpecConfig() if text.strip() in ("", "none") else SpecConfig.read(_NEXT_LEVEL.split(text))
 
     @staticmethod
     def read(levels: object) -> "SpecConfig":
         """The same from a list, as TOML and JSON have it: each level a text, or a table with the fields of `LevelSpec`.
 
-        In a table a drafter may contain any character. A SpecConfig is returned as it is. Raises ConfigError.
+        In a table a drafter may contain any character. A SpecConfig is returned as it is. A mapping is read as vLLM's speculative
+        config, as {"method": "eagle3", "model": "path", "num_speculative_tokens": 3}. Raises ConfigError.
         """
         if isinstance(levels, SpecConfig):
             return levels
         if isinstance(levels, str):
             return SpecConfig.parse(levels)
+        if isinstance(levels, Mapping) and not levels.keys() & {"drafter"}:
+            return SpecConfig((_read_vllm(levels),))
         if not isinstance(levels, list | tuple):
             raise ConfigError(f"draft levels are a text or a list, got {levels!r}")
         return SpecConfig(tuple(_read_level(level) for level in levels))
@@ -776,6 +803,28 @@ class SpecConfig:
 
 
 AUTO = SpecConfig((LevelSpec("auto"),))  # drafts where that pays: the default of everything that takes a spec
+
+
+# Methods of vLLM's speculative config that name no model, with our drafters; those that end with mtp are the target's own layer.
+_VLLM_DRAFTERS: Mapping[str, str] = {"ngram": "ngram", "suffix": "suffix"}
+_VLLM_KEYS = ("method", "model", "num_speculative_tokens", "parallel_drafting", "draft_tensor_parallel_size")
+
+
+def _read_vllm(values: Mapping[Any, Any]) -> LevelSpec:
+    """The level of vLLM's speculative config: a head's files say what method it has, so other methods need a model alone."""
+    unknown = [key for key in values if key not in _VLLM_KEYS]
+    if unknown or values.get("draft_tensor_parallel_size", 1) != 1 or not isinstance(values.get("parallel_drafting", True), bool):
+        raise ConfigError(
+            f"cannot read {_shown(dict(values))} as a speculative config; wanted method, model and num_speculative_tokens, "
+            "and at most parallel_drafting beside them"
+        )
+    method, model, number = (values.get(key) for key in ("method", "model", "num_speculative_tokens"))
+    if method is not None and not isinstance(method, str):
+        raise ConfigError(f"the method of a speculative config is a text, got {_shown(method)}")
+    drafter = "mtp" if method and (method == "mtp" or method.endswith("_mtp")) else _VLLM_DRAFTERS.get(method or "", model)
+    if not isinstance(drafter, str):
+        raise ConfigError(f"a speculative config with the method {_shown(method)} names a model, got {_shown(model)}")
+    return LevelSpec(drafter, number)
 
 
 def _read_level(level: object) -> LevelSpec:

@@ -1,19 +1,25 @@
 """Grammars that answers keep to: JSON schemas, regular expressions, choices, and Lark or GBNF text, compiled by `llguidance`.
 
-A grammar comes from strangers, so its text, its size and the work of a step have limits, and nothing here reads a file or an
-address. Where a text is forced, llguidance allows only the tokens that the tokenizer itself makes of it, so that they are known
-without a forward (its docs/fast_forward.md); elsewhere it allows every token that some text of the grammar goes on with.
+A grammar comes from strangers, so its text, its size and the work of a step have limits, a process that can be killed compiles it
+first, and nothing here reads a file or an address. Where a text is forced, llguidance allows only the tokens that the tokenizer
+itself makes of it, so that they are known without a forward (its docs/fast_forward.md); elsewhere it allows every token that some
+text of the grammar goes on with.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from cpuspec.config import SamplingParams
-from cpuspec.errors import ConfigError, in_one_line
+from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.sampling import Legal
-from cpuspec.sequence import shared_prefix
+from cpuspec.sequence import Constraint, shared_prefix
 from cpuspec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,8 +27,13 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 16  # of a grammar's text
 _MOST_GBNF_BYTES, _MOST_GBNF_RULES = 1 << 14, 256  # llguidance translates GBNF in Python, in a time of their product
-_MOST_COMPILED = 16  # grammars that are kept for further requests
+_MOST_TRIAL_S, _MOST_TRIAL_BYTES = 2, 1 << 30  # seconds of a processor, bytes of memory
+_MOST_WAIT_S = 60  # for these on a loaded machine
+_MOST_TRIED = 256  # grammars whose trial is remembered
+_MOST_COMPILED = 32  # grammars that are kept for further requests
 _MOST_LEGAL = 64  # masks of a request that are kept: those of a round's draft
+_REASONING = ("<think>", "</think>")
+_LOOKED_BACK = 8  # tokens of a prompt's end in which the template opens reasoning
 _MOST_ENCODED = 1 << 10  # bytes of a forced text that are encoded; it may have 250,000, at each step anew
 _LONGEST_ERROR = 300
 _LIMITS = {
@@ -51,8 +62,8 @@ class Grammars:
         self._vocabulary: _Vocabulary | None = None
         self._compiled: dict[_Key, LLMatcher] = {}  # the latest last
 
-    def constraint(self, params: SamplingParams) -> "GrammarConstraint | None":
-        """What a request's grammar allows; None for a request without one.
+    def constraint(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Constraint | None:
+        """What a request's grammar allows; None for a request without one. prompt: token ids, whose end may open reasoning.
 
         Raises ConfigError for a grammar that cannot be compiled, exceeds the limits, or allows no text, and without llguidance.
         """
@@ -70,7 +81,27 @@ class Grammars:
         self._compiled[key] = matcher
         for oldest in list(self._compiled)[:-_MOST_COMPILED]:
             self._compiled.pop(oldest, None)
-        return GrammarConstraint(matcher, self._vocabulary)
+        found = GrammarConstraint(matcher, self._vocabulary)
+        if params.grammar_trigger is not None:
+            return self._behind_trigger(found, params.grammar_trigger, self._vocabulary.size)
+        return self._behind_reasoning(found, prompt, self._vocabulary) if params.free_reasoning else found
+
+    def _behind_trigger(self, grammar: "GrammarConstraint", trigger: str, vocab_size: int) -> Constraint:
+        token = self._tokenizer.token_id(trigger)
+        if token is None:
+            raise ConfigError(f"grammar_trigger {trigger[:40]!r} is no control token of this vocabulary")
+        return BehindTrigger(grammar, token, vocab_size)
+
+    def _behind_reasoning(self, grammar: "GrammarConstraint", prompt: Sequence[int], vocabulary: "_Vocabulary") -> Constraint:
+        opens, closes = map(self._tokenizer.token_id, _REASONING)
+        if closes is None:
+            return grammar
+        for token in reversed(prompt[-_LOOKED_BACK:]):
+            if token == closes:
+                return grammar
+            if token == opens:
+                return BehindReasoning(grammar, closes, vocabulary)
+        return grammar if opens is None else BehindReasoning(grammar, closes, vocabulary, opens)
 
 
 class GrammarConstraint:
@@ -103,6 +134,12 @@ class GrammarConstraint:
         """The tokens that follow the path in every text of the grammar, as far as they are known; empty where there is a choice."""
         return self._matcher.compute_ff_tokens() if self._follow(path) else []
 
+    def is_behind(self, path: Sequence[int]) -> bool:
+        """Whether the path is or begins with a text of the grammar that nothing can follow."""
+        if self._follow(path):
+            return self.legal(path) is None and self.accepts(path)
+        return self.accepts(self._path.copy())
+
     def _find_legal(self, path: Sequence[int]) -> Legal | None:
         if not self._follow(path):
             return None
@@ -123,6 +160,78 @@ class GrammarConstraint:
         new = wanted[shared:]
         self._path = wanted[: shared + (self._matcher.try_consume_tokens(new) if new else 0)]
         return len(self._path) == len(wanted) and not self._matcher.is_error()
+
+
+class BehindReasoning:
+    """A grammar that begins behind the token that closes the reasoning; any token but an end may be in that.
+
+    opens: the token that opens reasoning if the answer begins with it; None where the prompt has opened it.
+    """
+
+    def __init__(self, grammar: GrammarConstraint, closes: int, vocabulary: "_Vocabulary", opens: int | None = None) -> None:
+        self._grammar = grammar
+        self._closes = closes
+        self._opens = opens
+        self._free = np.ones(vocabulary.size, np.bool_)
+        self._free[vocabulary.ends] = False
+
+    def legal(self, path: Sequence[int]) -> Legal | None:
+        """See `Constraint`."""
+        rest = self._rest(path)
+        if rest is None:
+            return self._free
+        legal = self._grammar.legal(rest)
+        if self._opens is None or path:
+            return legal
+        legal = np.zeros_like(self._free) if legal is None else legal.copy()
+        legal[self._opens] = True
+        return legal
+
+    def accepts(self, path: Sequence[int]) -> bool:
+        """See `Constraint`."""
+        rest = self._rest(path)
+        return rest is not None and self._grammar.accepts(rest)
+
+    def forced(self, path: Sequence[int]) -> list[int]:
+        """See `Constraint`."""
+        rest = self._rest(path)
+        return self._grammar.forced(rest) if rest is not None and (path or self._opens is None) else []
+
+    def _rest(self, path: Sequence[int]) -> Sequence[int] | None:
+        """The path behind the reasoning; None within it."""
+        if self._opens is not None and (not path or path[0] != self._opens):
+            return path
+        return path[path.index(self._closes) + 1 :] if self._closes in path else None
+
+
+class BehindTrigger:
+    """A grammar that begins behind each trigger token and holds until its text is whole. Elsewhere any token is legal."""
+
+    def __init__(self, grammar: GrammarConstraint, trigger: int, vocab_size: int) -> None:
+        self._grammar = grammar
+        self._trigger = trigger
+        self._free = np.ones(vocab_size, np.bool_)
+
+    def legal(self, path: Sequence[int]) -> Legal | None:
+        """See `Constraint`."""
+        rest = self._rest(path)
+        return self._free if rest is None else self._grammar.legal(rest)
+
+    def accepts(self, path: Sequence[int]) -> bool:
+        """See `Constraint`."""
+        return self._rest(path) is None
+
+    def forced(self, path: Sequence[int]) -> list[int]:
+        """See `Constraint`."""
+        rest = self._rest(path)
+        return [] if rest is None else self._grammar.forced(rest)
+
+    def _rest(self, path: Sequence[int]) -> Sequence[int] | None:
+        """The path behind the last trigger; None where there is none, or the text behind it is whole."""
+        if self._trigger not in path:
+            return None
+        rest = path[len(path) - list(reversed(path)).index(self._trigger) :]
+        return None if self._grammar.is_behind(rest) else rest
 
 
 class _Vocabulary:
@@ -190,12 +299,37 @@ def _compile(key: _Key, vocabulary: _Vocabulary) -> "LLMatcher":
             source = llguidance.grammar_from("lark" if key.kind == "grammar" else "regex", text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} cannot be read: {in_one_line(str(error))[:_LONGEST_ERROR]}") from None
+    if not _ends(source):
+        raise ConfigError(f"{name} takes too much time or memory to compile; simplify it")
     matcher = llguidance.LLMatcher(vocabulary.library, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
     if matcher.is_error():
         problem = matcher.get_error().partition("\n<backtrace>")[0]  # of a panic
         problem = problem.replace("panic: missing special token prefix", "it names special tokens")
         raise ConfigError(f"{name} cannot be compiled: {in_one_line(problem)[:_LONGEST_ERROR]}")
     return matcher
+
+
+@lru_cache(_MOST_TRIED)
+def _ends(source: str) -> bool:
+    """Whether a process of its own compiles the grammar within the limits. Raises CpuspecError if there is no such process."""
+    given = {
+        "source": source,
+        "limits": _LIMITS,
+        "seconds": _MOST_TRIAL_S,
+        "bytes": _MOST_TRIAL_BYTES,
+        "directory": str(Path(_library().__file__).parents[1]),
+    }
+    command = [sys.executable, "-I", str(Path(__file__).with_name("grammar_trial.py"))]
+    try:
+        done = subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, timeout=_MOST_WAIT_S, check=False)
+    except subprocess.TimeoutExpired:  # of a machine that has no time, so that this is not remembered
+        raise ConfigError(f"a grammar was not compiled within {_MOST_WAIT_S} seconds; simplify it, or try again later") from None
+    except OSError as error:
+        raise CpuspecError(f"the process that tries grammars out cannot be started: {error}") from error
+    if done.returncode > 0:
+        problem = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise CpuspecError(f"the process that tries grammars out failed: {in_one_line(problem)[:_LONGEST_ERROR]}")
+    return done.returncode == 0
 
 
 def _as_lark(text: str) -> str:

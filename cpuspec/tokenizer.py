@@ -69,6 +69,9 @@ _PRE = {
     "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
+# A name for each kind of pre-tokenizer that a GGUF file may name.
+PRE_TOKENIZERS = tuple({pre: name for name, pre in reversed(_PRE.items())}.values())
+
 # Control tokens that end a turn or a text, under the names that model families gave them (llama.cpp collects the same).
 _END_NAMES = frozenset(
     (

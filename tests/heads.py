@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from cpuspec.config import ModelConfig
+from tools.make_tiny_model import _gguf_name, _gguf_writer, random_weights, tiny_config
 
 F64 = NDArray[np.float64]
 
@@ -146,6 +147,85 @@ def make_eagle3(
     return write_head(path, whole if mask_id is None else {**whole, "mask_token_id": mask_id}, arrays)
 
 
+def add_mtp(directory: Path, seed: int = 3) -> dict[str, NDArray[Any]]:
+    """Make MiMo's checkpoint of a tiny Qwen2 in a directory; returns the arrays of its layer for multi-token prediction."""
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1, "attention_bias": True}
+    rng, hidden = np.random.default_rng(seed), config["hidden_size"]
+    arrays = layer_arrays(rng, "", config, hidden)
+    dims = hidden // config["num_attention_heads"]
+    for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
+        arrays[f"self_attn.{part}_proj.bias"] = (0.2 * rng.standard_normal(config[heads] * dims)).astype(np.float32)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm"):
+        arrays[f"{name}.weight"] = random_array(rng, (hidden,))
+    arrays["input_proj.weight"] = random_array(rng, (hidden, 2 * hidden))
+    whole = load_file(directory / "model.safetensors")
+    write_head(directory, config, {**whole, **{f"model.mtp_layers.0.{name}": array for name, array in arrays.items()}})
+    return arrays
+
+
+def make_nextn(path: Path, **shape: Any) -> Path:
+    """A tiny Qwen2 as GGUF whose last block is one for multi-token prediction."""
+    config = tiny_config("qwen2", **shape)
+    hidden, last, weights = config.hidden_size, config.num_layers - 1, random_weights(config)
+    writer = _gguf_writer(path, config)
+    writer.add_uint32("qwen2.nextn_predict_layers", 1)
+    for name, values in weights.items():
+        writer.add_tensor(_gguf_name(name, config), values)
+    rng = np.random.default_rng(6)
+    for name, dims in (("eh_proj", (hidden, 2 * hidden)), ("enorm", (hidden,)), ("hnorm", (hidden,))):
+        writer.add_tensor(f"blk.{last}.nextn.{name}.weight", random_array(rng, dims))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def as_gguf(head: RandomHead, path: Path) -> Path:
+    """An EAGLE-3 head as llama.cpp's converter writes it."""
+    import gguf
+
+    c, writer = head.config, gguf.GGUFWriter(path, "eagle3")
+    writer.add_block_count(1)
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(c["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_rope_freq_base(c["rope_theta"])
+    writer.add_array("eagle3.target_layers", c["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    names = {
+        "fc.weight": "fc.weight",
+        "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
+        "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+        "midlayer.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+        "midlayer.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+        "midlayer.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+        "midlayer.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+        "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+        "midlayer.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+        "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+        "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+        "norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    for name, array in head.arrays.items():
+        if name == "d2t":
+            writer.add_tensor("d2t", array + np.arange(len(array)))
+        elif name != "t2d":
+            written = array
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                heads = c["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+                written = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+            writer.add_tensor(names[name], written)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def make_eagle1(path: Path, target: ModelConfig, *, bias: bool = True, seed: int = 2) -> RandomHead:
     """An EAGLE-1 head."""
     rng, hidden = np.random.default_rng(seed), target.hidden_size
@@ -175,12 +255,20 @@ class Reference:
         self.arrays = {name: array.astype(np.float64) for name, array in head.arrays.items()}
         self.config, self.eps = config, config["rms_norm_eps"]
 
+    def linear(self, name: str, x: F64) -> F64:
+        """A matrix and its bias."""
+        return x @ self.arrays[f"{name}.weight"].T + self.arrays.get(f"{name}.bias", 0)
+
     def attention(self, prefix: str, x: F64, positions: NDArray[Any]) -> F64:
         """Causal attention with rotary positions."""
         c = self.config
         dims, queries = c["hidden_size"] // c["num_attention_heads"], c["num_attention_heads"] // c["num_key_value_heads"]
         q, k, v = (
-            (x @ self.arrays[f"{prefix}self_attn.{part}_proj.weight"].T).reshape(len(x), -1, dims) for part in ("q", "k", "v")
+            (
+                x @ self.arrays[f"{prefix}self_attn.{part}_proj.weight"].T
+                + self.arrays.get(f"{prefix}self_attn.{part}_proj.bias", 0)
+            ).reshape(len(x), -1, dims)
+            for part in ("q", "k", "v")
         )
         angles = positions[:, None] * c["rope_theta"] ** (-np.arange(0, dims, 2) / dims)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
@@ -241,3 +329,55 @@ def eagle1_rows(head: RandomHead, embedded: F64, h: F64, positions: NDArray[Any]
     x = x + one.attention("layers.0.", x, positions)
     x = x + one.mlp("layers.0.", x)
     return x @ np.asarray(output, np.float64).T, x
+
+
+def mtp_rows(
+    arrays: Mapping[str, NDArray[Any]],
+    config: Mapping[str, Any],
+    embedded: F64,
+    h: F64,
+    positions: NDArray[Any],
+    output: NDArray[Any],
+) -> tuple[F64, F64]:
+    """Logits and normed hidden states of rows of MiMo's layer for multi-token prediction. arrays: without the layer's prefix."""
+    one = Reference(RandomHead(Path(), dict(config), dict(arrays)), config)
+    a, eps = one.arrays, one.eps
+    joined = [rms(h, a["hidden_layernorm.weight"], eps), rms(embedded, a["token_layernorm.weight"], eps)]
+    x = np.concatenate(joined, axis=-1) @ a["input_proj.weight"].T
+    x = x + one.attention("", rms(x, a["input_layernorm.weight"], eps), positions)
+    x = x + one.mlp("", x)
+    final = rms(x, a["final_layernorm.weight"], eps)
+    return final @ np.asarray(output, np.float64).T, final
+
+
+# ------------------------------------------------------------------------------------------------------ heads that are always right
+
+
+def make_oracle1(path: Path, target: ModelConfig, embed: NDArray[Any], norm: NDArray[Any]) -> RandomHead:
+    """An EAGLE-1 head of a target without branches, whose next token depends on the last alone: its feature is that token's own."""
+    made = make_eagle1(path, target, bias=False)
+    hidden = target.hidden_size
+    made.arrays["embed_tokens.weight"] = embed.astype(np.float32)
+    made.arrays["fc.weight"] = np.concatenate([np.diag(norm), np.zeros((hidden, hidden))], axis=1).astype(np.float32)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        made.arrays[f"layers.0.{name}.weight"][:] = 0
+    return write_head(path, made.config, made.arrays)
+
+
+def make_oracle3(path: Path, target: ModelConfig, output: NDArray[Any], norm: NDArray[Any], layers: tuple[int, ...]) -> RandomHead:
+    """An EAGLE-3 head of such a target: attention so sharp that a row sees its own token brings that token's embedding."""
+    made = make_eagle3(path, target, layers)
+    hidden, arrays = target.hidden_size, dict(made.arrays)
+    own, other = np.eye(hidden), np.zeros((hidden, hidden))
+    arrays["fc.weight"] = np.zeros_like(arrays["fc.weight"])
+    for part, scale in (("q", 30.0), ("k", 30.0), ("v", 1.0)):
+        arrays[f"midlayer.self_attn.{part}_proj.weight"] = np.concatenate([scale * own, other], axis=1).astype(np.float32)
+    arrays["midlayer.self_attn.o_proj.weight"] = own.astype(np.float32)
+    arrays["midlayer.mlp.down_proj.weight"] = np.zeros_like(arrays["midlayer.mlp.down_proj.weight"])
+    arrays["midlayer.input_layernorm.weight"] = np.ones(hidden, np.float32)
+    arrays["norm.weight"] = norm.astype(np.float32)
+    ids = np.arange(1, target.vocab_size)  # all but one, to see that ids are translated
+    arrays["lm_head.weight"], arrays["d2t"] = output[ids].astype(np.float32), np.ones(len(ids), np.int64)
+    del arrays["t2d"]
+    config = {**made.config, "num_attention_heads": 1, "num_key_value_heads": 1, "draft_vocab_size": len(ids)}
+    return write_head(path, config, arrays)

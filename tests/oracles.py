@@ -386,6 +386,9 @@ class PieceTokenizer:
     def is_special(self, token_id: int) -> bool:
         return not isinstance(self.pieces[token_id], bytes)
 
+    def token_id(self, text: str) -> int | None:
+        return self.pieces.index(text) if text in self.pieces else None
+
     def token_bytes(self, token_id: int) -> bytes:
         piece = self.pieces[token_id]
         return piece if isinstance(piece, bytes) else b""

@@ -82,3 +82,34 @@ def test_what_cannot_be_measured_is_said_in_a_line(model: str, text: str, tmp_pa
     ):
         result = run(*arguments)
         assert (result.exit_code, message in result.output) == (code, True), result.output
+
+
+def test_a_task_is_answered_judged_and_priced(model: str, tmp_path: Path) -> None:
+    data, out = tmp_path / "gsm8k.jsonl", tmp_path / "out.jsonl"
+    lines = [{"question": f"What is {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(1, 5)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    options = ("-m", model, "--max-tokens", "8", "--limit", "3", "--draft", "none", *NUMPY)
+    report = shown("task", "gsm8k", str(data), *options, "--shots", "1", "--out", str(out), "--price-per-hour", "0.1")
+    assert (report["num_problems"], report["num_passed"], report["pass@1"]) == (3, 0, 0.0)
+    assert report["cost"]["num_answers"] == 3
+    assert report["price"]["per_million_tokens"] > 0
+    assert report["price"]["per_accepted_answer"] is None
+    written = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [one["passed"] for one in written] == [False] * 3
+    assert "exact match: 0.0%" in run("task", "gsm8k", str(data), *options, "--chat").stdout
+
+
+def test_programs_are_run_only_where_that_was_said(model: str, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "def f():\n", "entry_point": "f", "test": "def check(f): f()"}) + "\n", "utf-8")
+    refused = run("task", "humaneval", str(data), "-m", model, *NUMPY)
+    assert refused.exit_code == 2
+    assert "--allow-code-execution" in refused.output
+    for arguments, message in (
+        (("mmlu", str(data), "-m", model), "wanted one of"),
+        (("gsm8k", str(data), "-m", model, "--samples", "2"), "--temperature"),
+        (("gsm8k", str(data), "-m", model), "'question'"),
+    ):
+        result = run("task", *arguments, *NUMPY)
+        assert result.exit_code in (1, 2)
+        assert message in result.output

@@ -129,6 +129,61 @@ def test_names_of_properties_are_forced_as_a_whole() -> None:
     assert text_of(constraint(json_schema=SCHEMA).forced([])) == b'{"name": "'
 
 
+MARKED = [*PIECES, "<think>", "</think>", "<call>"]
+THINK, CLOSE, CALL = range(len(PIECES), len(MARKED))
+
+
+def marked(prompt: list[int], **settings: Any) -> Any:
+    found = Grammars(PieceTokenizer(MARKED, [END])).constraint(SamplingParams(**settings), prompt)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def answers(one: Any, path: list[int]) -> tuple[Any, bool, list[int]]:
+    legal = one.legal(path)
+    return None if legal is None else np.flatnonzero(legal).tolist(), one.accepts(path), one.forced(path)
+
+
+@every_grammar
+def test_a_grammar_begins_behind_the_reasoning(settings: dict[str, Any], pattern: str) -> None:
+    """Every path, in any order, is answered as the rest behind the reasoning is by the grammar alone."""
+    plain, text = marked([], **settings), walk(constraint(**settings), 1) or []
+    paths = [text[:n] for n in range(len(text) + 1)]
+    opened, own = marked([5, THINK, 10], **settings, free_reasoning=True), marked([5], **settings, free_reasoning=True)
+    all_but_end = [token for token in range(len(MARKED)) if token != END]
+    for number in np.random.default_rng(2).permutation(len(paths)).tolist():
+        rest = paths[number]
+        for thought in ([], [7, 8], [7, THINK, 8]):
+            assert answers(opened, thought) == (all_but_end, False, [])
+            assert answers(opened, [*thought, CLOSE, *rest]) == answers(plain, rest)
+            assert answers(own, [THINK, *thought]) == (all_but_end, False, [])
+            assert answers(own, [THINK, *thought, CLOSE, *rest]) == answers(plain, rest)
+        if rest:
+            assert answers(own, rest) == answers(plain, rest)
+    legal, accepts, _ = answers(plain, [])
+    assert answers(own, []) == (sorted([*legal, THINK]), accepts, [])
+    for prompt in ([], [THINK, 10, CLOSE, 10], [THINK, *range(20)]):
+        is_own = CLOSE not in prompt
+        assert (THINK in answers(marked(prompt, **settings, free_reasoning=True), [])[0]) == is_own
+
+
+@every_grammar
+def test_a_grammar_holds_behind_its_trigger_until_its_text_is_whole(settings: dict[str, Any], pattern: str) -> None:
+    plain, one = marked([], **settings), marked([], **settings, grammar_trigger="<call>")
+    walks = [walk(constraint(**settings), seed) for seed in range(9)]
+    whole = [text for text in walks if text and plain.legal(text) is None]
+    assert whole
+    free = (list(range(len(MARKED))), True, [])
+    for path in [[], [7, END], *([CALL, *text, *rest] for text in whole for rest in ([], [7, 8], text))]:
+        assert answers(one, path) == free
+        for text in whole[:3]:
+            for n in range(len(text)):
+                legal, _, forced = answers(plain, text[:n])
+                assert answers(one, [*path, CALL, *text[:n]]) == (legal, False, forced)
+    with pytest.raises(ConfigError, match="no control token"):
+        marked([], **settings, grammar_trigger="<tool>")
+
+
 def test_special_tokens_are_never_legal_and_cannot_be_named() -> None:
     legal = constraint(regex=r"(?s).*").legal([])
     assert legal is not None
@@ -198,6 +253,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "deep GBNF": {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
     "many rules of GBNF": {"grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(1000))},
     "doubled terminals": {"grammar": "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(40)) + 'A40: "x"'},
+    "many patterns at once": {"json_schema": {"allOf": [{"type": "string", "pattern": f"[a-z]{{{n},}}"} for n in range(60)]}},
     "an import": {"grammar": "%import .secret.KEY\nstart: KEY"},
     "half a character": {"regex": "\ud800"},
 }
@@ -205,7 +261,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", HOSTILE.values(), ids=HOSTILE)
 def test_a_grammar_that_cannot_be_used_is_a_clear_error(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"(schema|expression|grammar) (cannot be|allows no|has \d+ bytes)") as caught:
+    with pytest.raises(
+        ConfigError, match=r"(schema|expression|grammar) (cannot be|allows no|has \d+ bytes|takes too much)"
+    ) as caught:
         constraint(**settings)
     assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)
@@ -248,6 +306,7 @@ def test_a_grammar_without_a_near_end_allows_something_or_ends(settings: dict[st
         ({"json_schema": {"a": {1}}}, "json_schema must be"),
         ({"regex": 3}, "regex must be"),
         ({"choices": [""]}, "choices must be"),
+        ({"grammar_trigger": "<tool_call>"}, "give json_schema, regex, choices or grammar"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(settings: dict[str, Any], message: str) -> None:

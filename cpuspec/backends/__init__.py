@@ -65,6 +65,10 @@ class HeadBackend(Backend, Protocol):
         """Hidden states [T, C] of any number of rows [T, feature_size], where the head has a `feature_size`."""
         ...
 
+    def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Append keys and values of the batch's hidden states to the cache, where the head `injects`; its tokens do not matter."""
+        ...
+
 
 def check_backend(name: str, engine: EngineConfig | None = None) -> None:
     """Raise BackendError unless `name` is an installed backend that has these settings: before gigabytes are loaded for it."""

@@ -55,6 +55,8 @@ class GraphBackend:
     shared_bytes = 0
 
     def __init__(self, config: ModelConfig, engine: EngineConfig, stored: Format | None = None) -> None:
+        if config.head and config.head.injects:
+            raise BackendError(f"{self.name} cannot put a head's hidden states into its cache; use numba, numpy or torch")
         self.config = config
         self.max_rows = engine.max_rows
         self.threads = engine.threads or usable_cores()
@@ -102,6 +104,10 @@ class GraphBackend:
         """A head's hidden states of its target's layers."""
         assert self._encoder is not None, "asked of heads that have the matrix"
         return features @ self._encoder.T
+
+    def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Never asked: heads that inject are refused."""
+        raise BackendError(f"{self.name} injects no hidden states")
 
     def close(self) -> None:
         """Release the weights and the threads."""

@@ -48,7 +48,7 @@ from cpuspec.kernels.team import Team
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, query_scale
+from cpuspec.model.transformer import Layer, decode, encode_features, inject, query_scale
 from cpuspec.topology import read_topology
 
 _SMALL = 768  # hidden size under which a model is small
@@ -120,14 +120,20 @@ class NumbaBackend:
         self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
         self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format.name)
         decode(c, self._writer)
+        self._first = dict(self._writer.first)  # rooms that are written before a forward
+        self._num_positions = 0  # whose cosines and sines are known
         self._programs: list[program.Program] = []
         self._program = self._new_program(self._writer.operations)
-        self._provide_rotations(255)
         self._encoded: F32 | None = None
         if c.head and c.head.feature_size:
             written = len(self._writer.operations)
             self._encoded = encode_features(self._writer).numbers
             self._encoder = self._new_program(self._writer.operations[written:])
+        if c.head and c.head.injects:
+            written = len(self._writer.operations)
+            inject(c, self._writer)
+            self._injector = self._new_program(self._writer.operations[written:])
+        self._provide_rotations(255)
         self._team: Team = share._team if share else Team(self.threads)
         self._owns_team = share is None
 
@@ -184,8 +190,7 @@ class NumbaBackend:
         num_rows, logit_rows = len(lists.tokens), lists.logit_rows
         if lists.parents:
             self._provide_paths(num_rows)
-        if (last := max(lists.positions)) >= self._num_positions:
-            self._provide_rotations(last)
+        self._provide_rotations(max(lists.positions))
         if not self._writer.embeds:
             self._write_first_rows(batch)
         num_logits = num_rows if logit_rows is None else len(logit_rows)
@@ -195,12 +200,7 @@ class NumbaBackend:
         kept = None
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
-        lengths, addresses, head_bytes = [], [], 0
-        for slot in lists.slots:
-            storage: _Storage = cache.storage(slot)
-            lengths.append(cache.lengths[slot])
-            addresses.append(storage.address)
-            head_bytes = storage.head_bytes
+        lengths, addresses, head_bytes = _places(lists.slots, cache)
         self._program.enter(
             lists.tokens,
             lists.positions,
@@ -212,6 +212,7 @@ class NumbaBackend:
             head_bytes,
             kept,
             logits,
+            batch.both_ways,
         )
         self._run(self._program)
         cache.advance(batch)
@@ -233,6 +234,30 @@ class NumbaBackend:
                 hidden[start : start + len(rows)] = self._encoded[: len(rows), : hidden.shape[1]]
         return hidden
 
+    def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Append keys and values of hidden states."""
+        with self._team.lock:
+            batch.check(self.config, cache, self.max_rows, injects=True)
+            lists = batch.lists
+            self._provide_rotations(max(lists.positions))
+            room = self._writer.rooms["hidden"]
+            room[: len(lists.tokens), : self.config.hidden_size] = self._normed(batch.hidden, "hidden_norm")
+            lengths, addresses, head_bytes = _places(lists.slots, cache)
+            self._injector.enter(
+                lists.tokens,
+                lists.positions,
+                [],
+                [0],
+                lists.q_start,
+                lengths,
+                addresses,
+                head_bytes,
+                None,
+                self._room_for_logits(1),
+            )
+            self._run(self._injector)
+            cache.advance(batch)
+
     def close(self) -> None:
         """End the threads, if they are this backend's own."""
         if self._owns_team:
@@ -241,7 +266,7 @@ class NumbaBackend:
     def _write_first_rows(self, batch: ForwardBatch) -> None:
         """Write the rows that the program begins with: embedded tokens, and hidden states where the model takes them."""
         rows, given = self._embed.rows(batch.tokens) * np.float32(self.config.embedding_scale), batch.hidden
-        for name, norms in self._writer.first.items():
+        for name, norms in self._first.items():
             parts = {"embed": (rows,), "hidden": (given,), "join": (rows, given)}[name]
             values = np.concatenate([self._normed(part, norm) for part, norm in zip(parts, norms, strict=True)], axis=1)
             room = self._writer.rooms[name]
@@ -287,10 +312,19 @@ class NumbaBackend:
 
     def _provide_rotations(self, last: int) -> None:
         """Cosines and sines of positions up to `last`, in tables that grow by doubling."""
+        if last < self._num_positions:
+            return
         self._num_positions = 2 * last
         self._rotations = [rope_table(rope, self.config.head_dim, np.arange(2 * last)) for rope in self._writer.ropes]
         for n, (cosines, sines) in enumerate(self._rotations):
-            self._program.state["rotations"][n] = _at(cosines), _at(sines)
+            for one in self._programs:
+                one.state["rotations"][n] = _at(cosines), _at(sines)
+
+
+def _places(slots: list[int], cache: KVCache) -> tuple[list[int], list[int], int]:
+    """Of each slot the tokens that it holds and its address, and the bytes of one head in one of them."""
+    storages: list[_Storage] = [cache.storage(slot) for slot in slots]
+    return [cache.lengths[slot] for slot in slots], [storage.address for storage in storages], storages[0].head_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,27 +398,39 @@ class _Writer:
     def rotate(self, layer: Layer, q: _Rows, k: _Rows) -> tuple[_Rows, _Rows]:
         return q, k
 
-    def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows) -> _Rows:
+    def append(self, layer: Layer, k: _Rows, v: _Rows) -> None:
+        self._rotate(layer, None, k, v)
+
+    def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows, v: _Rows) -> None:
+        """Rotate queries, if there are any, and keys, and append keys and values."""
         c = self._config
-        out = self._rows("attention", c.num_heads * c.head_dim)
         if layer.rope is not None and layer.rope not in self.ropes:
             self.ropes.append(layer.rope)
-        shape = {"heads": c.num_heads, "kv_heads": c.num_kv_heads, "dims": c.head_dim, "layer": layer.index}
-        rotate = {
-            "queries": _at(q.numbers), "q_stride": q.numbers.strides[0], "q_norm": _at(self._vectors.get(layer.weight("q_norm"))),
+        operands = {
+            "heads": c.num_heads if q else 0, "kv_heads": c.num_kv_heads, "dims": c.head_dim, "layer": layer.index,
             "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(self._vectors.get(layer.weight("k_norm"))),
             "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": c.norm_eps, "scale": query_scale(c),
             "rotation": layout.NO_ROTATION if layer.rope is None else self.ropes.index(layer.rope),
             "append": attention.append_kernel(self._kv_format),
         }  # fmt: skip
+        if q:
+            operands |= {"queries": _at(q.numbers), "q_stride": q.numbers.strides[0]}
+            operands["q_norm"] = _at(self._vectors.get(layer.weight("q_norm")))
+        self.operations.append(("rotate", operands))
+
+    def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows) -> _Rows:
+        c = self._config
+        self._rotate(layer, q, k, v)
+        out = self._rows("attention", c.num_heads * c.head_dim)
         attend = {
+            "heads": c.num_heads, "kv_heads": c.num_kv_heads, "dims": c.head_dim, "layer": layer.index,
             "queries": _at(q.numbers), "stride": q.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
             "kernel": attention.attend_kernel(self._kv_format, layer.window is not None, c.attention_softcap > 0),
             "partials_at": attention.partials_offset(self._kv_format, c.head_dim),
             "partial_bytes": attention.partial_bytes(self._kv_format, c.head_dim),
             "window": layer.window or 0, "cap": c.attention_softcap,
         }  # fmt: skip
-        self.operations += [("rotate", shape | rotate), ("attend", shape | attend)]
+        self.operations.append(("attend", attend))
         return _Rows(out)
 
     def gate(self, gate: _Rows, up: _Rows) -> _Rows:

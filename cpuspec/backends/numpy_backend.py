@@ -20,24 +20,28 @@ from cpuspec.formats.kv import get_kv_format, rounded
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, query_scale
+from cpuspec.model.transformer import Layer, decode, encode_features, inject, query_scale
 
 Array = NDArray[np.floating]
 
 
 @dataclass(frozen=True)
-class _Storage:
+class Storage:
+    """Decoded keys and values of a slot."""
+
     keys: Array  # [L, S, G, D]
     values: Array  # [L, S, G, D]
 
 
 @dataclass(frozen=True)
-class _Model:
+class Model:
+    """What a forward computes with. weights: every tensor but the embedding, and an `output` matrix, by name."""
+
     config: ModelConfig
     dtype: np.dtype
     kv_format: Format
     embedding: QuantTensor
-    weights: LoadedWeights[Array]
+    weights: Mapping[str, Array]
     rounded_inputs: frozenset[str]  # matrices whose inputs are rounded to int8
 
 
@@ -53,7 +57,8 @@ class NumpyBackend:
     name = "numpy"
     row_invariant = False
     survives_fork = False  # the threads of a BLAS do not
-    _model: _Model
+    _model: Model
+    _weights: LoadedWeights[Array]
 
     def __init__(
         self,
@@ -74,9 +79,10 @@ class NumpyBackend:
         def load(tensors: Mapping[str, WeightTensor]) -> dict[str, Array]:
             return {name: tensor.dequantize().astype(made, copy=False) for name, tensor in tensors.items()}
 
-        weights = LoadedWeights(tensors, load, share._model.weights if share and share._model.dtype == made else None)
+        weights = LoadedWeights(tensors, load, share._weights if share and share._model.dtype == made else None)
+        self._weights = weights
         self.weight_bytes, self.shared_bytes = weights.num_bytes, weights.shared_bytes
-        self._model = _Model(
+        self._model = Model(
             self.config,
             made,
             get_kv_format(engine.kv_format),
@@ -91,15 +97,15 @@ class NumpyBackend:
         shape = (c.num_layers, capacity, c.num_kv_heads, c.head_dim)
         per_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * dtype.itemsize
 
-        def new_storage() -> _Storage:
-            return _Storage(np.zeros(shape, dtype), np.zeros(shape, dtype))
+        def new_storage() -> Storage:
+            return Storage(np.zeros(shape, dtype), np.zeros(shape, dtype))
 
         return KVCache(num_slots, capacity, new_storage, _copy_rows, _copy_prefix, per_token)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         """Run the rows, append their keys and values to the cache, and return logits and asked hidden states."""
         batch.check(self.config, cache, self.max_rows)
-        forward = _Forward(self._model, batch, cache)
+        forward = Forward(self._model, batch, cache)
         logits = decode(self.config, forward)
         cache.advance(batch)
         return ForwardOutput(logits.astype(np.float32, copy=False), tuple(forward.kept[i] for i in batch.hidden_layers))
@@ -107,16 +113,22 @@ class NumpyBackend:
     def encode(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """A head's hidden states of its target's layers."""
         nothing = ForwardBatch([], [], [], [0])
-        return encode_features(_Forward(self._model, nothing, self.new_cache(1, 1), features)).astype(np.float32, copy=False)
+        return encode_features(Forward(self._model, nothing, self.new_cache(1, 1), features)).astype(np.float32, copy=False)
+
+    def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Append keys and values of hidden states."""
+        batch.check(self.config, cache, self.max_rows, injects=True)
+        inject(self.config, Forward(self._model, batch, cache))
+        cache.advance(batch)
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-class _Forward:
+class Forward:
     """The operations of one forward, each as it is defined (`Operations` in `model.transformer`)."""
 
-    def __init__(self, model: _Model, batch: ForwardBatch, cache: KVCache, features: NDArray[np.float32] | None = None) -> None:
+    def __init__(self, model: Model, batch: ForwardBatch, cache: KVCache, features: NDArray[np.float32] | None = None) -> None:
         self.kept: dict[int, NDArray[np.float32]] = {}
         self._features = features
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
@@ -127,43 +139,43 @@ class _Forward:
 
     def hidden(self, norm: str | None) -> Array:
         assert self._batch.hidden is not None, "`ForwardBatch.check` has seen to it"
-        return self._norm(self._batch.hidden.astype(self._model.dtype), norm)
+        return self.norm(self._batch.hidden.astype(self._model.dtype), norm)
 
     def join(self, x: Array, norms: tuple[str, str] | None) -> Array:
         of_x, of_hidden = norms or (None, None)
-        return np.concatenate([self._norm(x, of_x), self.hidden(of_hidden)], axis=1)
+        return np.concatenate([self.norm(x, of_x), self.hidden(of_hidden)], axis=1)
 
     def features(self) -> Array:
         assert self._features is not None, "given to `encode`"
         return self._features.astype(self._model.dtype)
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
-        normed = self._norm(x, norm)
-        return tuple(self._linear(normed, name) for name in names)
+        normed = self.norm(x, norm)
+        return tuple(self.linear(normed, name) for name in names)
 
     def rotate(self, layer: Layer, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries [T, H, D] and keys [T, G, D]. Pairs (i, i + D/2) turn by the row's position (arXiv 2104.09864)."""
-        heads = [x.reshape(len(x), -1, self._config.head_dim) for x in (q, k)]
+        return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
+
+    def _rotated(self, layer: Layer, x: Array, norm: str) -> Array:
+        heads = x.reshape(len(x), -1, self._config.head_dim)
         if self._config.qk_norm:
-            heads = [self._norm(x, layer.weight(name)) for x, name in zip(heads, ("q_norm", "k_norm"), strict=True)]
-        if layer.rope is not None:
-            if layer.rope not in self._rotations:
-                cos, sin = rope_table(layer.rope, self._config.head_dim, self._batch.positions)
-                self._rotations[layer.rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
-            cos, sin = self._rotations[layer.rope]
-            heads = [_turned(x, cos, sin) for x in heads]
-        return heads[0], heads[1]
+            heads = self.norm(heads, layer.weight(norm))
+        if layer.rope is None:
+            return heads
+        if layer.rope not in self._rotations:
+            cos, sin = rope_table(layer.rope, self._config.head_dim, self._batch.positions)
+            self._rotations[layer.rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
+        return _turned(heads, *self._rotations[layer.rope])
 
     def attention(self, layer: Layer, q: Array, k: Array, v: Array) -> Array:
         """Scores are q k^T times the query scale, under the softcap if the model has one."""
         c, batch = self._config, self._batch
-        v = v.reshape(len(v), -1, c.head_dim)
+        self._append(layer, k, v)
         out = np.empty((len(q), c.num_heads * c.head_dim), self._model.dtype)
         for b, slot in enumerate(batch.slots):
             rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), self._cache.lengths[slot]
             storage, end = self._cache.storage(slot), prefix + rows.stop - rows.start
-            for held, new in ((storage.keys, k), (storage.values, v)):
-                held[layer.index, prefix:end] = rounded(self._model.kv_format, new[rows].astype(np.float32, copy=False))
             keys = storage.keys[layer.index, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
             values = storage.values[layer.index, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)
             scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(query_scale(c))  # [H, T, S]
@@ -174,6 +186,17 @@ class _Forward:
             out[rows] = np.matmul(weights, values.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(-1, out.shape[1])
         return out
 
+    def append(self, layer: Layer, k: Array, v: Array) -> None:
+        self._append(layer, self._rotated(layer, k, "k_norm"), v)
+
+    def _append(self, layer: Layer, k: Array, v: Array) -> None:
+        v, batch = v.reshape(len(v), -1, self._config.head_dim), self._batch
+        for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
+            storage, prefix = self._cache.storage(slot), self._cache.lengths[slot]
+            for held, new in ((storage.keys, k), (storage.values, v)):
+                given = new[start:end].astype(np.float32, copy=False)
+                held[layer.index, prefix : prefix + end - start] = rounded(self._model.kv_format, given)
+
     def gate(self, gate: Array, up: Array) -> Array:
         if self._config.activation == "silu":
             return gate / (1 + np.exp(-gate)) * up
@@ -181,7 +204,7 @@ class _Forward:
         return self._number(0.5) * gate * (1 + np.tanh(inner)) * up
 
     def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
-        return x + self._norm(self._linear(branch, name), norm)
+        return x + self.norm(self.linear(branch, name), norm)
 
     def keep(self, layer: Layer, x: Array) -> None:
         if layer.index in self._batch.hidden_layers:
@@ -189,19 +212,19 @@ class _Forward:
 
     def logits(self, x: Array, name: str, norm: str | None) -> Array:
         rows = x if self._batch.logit_rows is None else x[self._batch.logit_rows]
-        return self._softcapped(self._linear(self._norm(rows, norm), name), self._config.logit_softcap)
+        return self._softcapped(self.linear(self.norm(rows, norm), name), self._config.logit_softcap)
 
     def _number(self, value: float) -> Array:
         return np.asarray(value, self._model.dtype)
 
-    def _norm(self, x: Array, name: str | None) -> Array:
+    def norm(self, x: Array, name: str | None) -> Array:
         """RMS norm over the last axis (arXiv 1910.07467)."""
         if name is None:
             return x
         scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(self._config.norm_eps))
         return x * scale * self._model.weights[name]
 
-    def _linear(self, x: Array, name: str) -> Array:
+    def linear(self, x: Array, name: str) -> Array:
         y = (_in_int8(x) if name in self._model.rounded_inputs else x) @ self._model.weights[name].T
         bias = self._model.weights.get(name + "_bias")
         return y if bias is None else y + bias
@@ -210,12 +233,12 @@ class _Forward:
         return np.tanh(x / self._number(cap)) * self._number(cap) if cap else x
 
 
-def _copy_rows(storage: _Storage, rows: I32, first: int) -> None:
+def _copy_rows(storage: Storage, rows: I32, first: int) -> None:
     for kind in (storage.keys, storage.values):
         kind[:, first : first + len(rows)] = kind[:, rows]
 
 
-def _copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
+def _copy_prefix(source: Storage, storage: Storage, length: int) -> None:
     storage.keys[:, :length] = source.keys[:, :length]
     storage.values[:, :length] = source.values[:, :length]
 

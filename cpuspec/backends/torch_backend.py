@@ -33,7 +33,7 @@ from cpuspec.kernels.encode import recode
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, layers_of, query_scale
+from cpuspec.model.transformer import Layer, decode, encode_features, inject, layers_of, query_scale
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
@@ -165,6 +165,15 @@ class TorchBackend:
         given: dict[Hashable, Tensor] = {"features": torch.from_numpy(features).to(self.device)}
         return encode_features(_Forward(self.config, self._matrices, self._vectors, nothing, given)).cpu().numpy()
 
+    @torch.inference_mode()
+    def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Append keys and values of hidden states."""
+        batch.check(self.config, cache, self.max_rows, injects=True)
+        step = self._step(batch, cache, for_recording=False)
+        given = {name: tensor.to(self.device) for name, tensor in step.tensors.items()}
+        inject(self.config, _Forward(self.config, self._matrices, self._vectors, step, given))
+        cache.advance(batch)
+
     def close(self) -> None:
         """Nothing to release: torch keeps memory that nobody holds for its own reuse."""
 
@@ -243,17 +252,24 @@ class _Forward:
 
     def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, H, D] and keys [T, G, D]."""
-        q, k = (x.unflatten(1, (-1, self._config.head_dim)) for x in (q, k))
+        return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
+
+    def _rotated(self, layer: Layer, x: Tensor, norm: str) -> Tensor:
+        heads = x.unflatten(1, (-1, self._config.head_dim))
         if self._config.qk_norm:
-            q, k = self._norm(q, layer.weight("q_norm")), self._norm(k, layer.weight("k_norm"))
-        if layer.rope is not None:
-            cos, sin = self._tensors["cos", layer.rope], self._tensors["sin", layer.rope]
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        return q, k
+            heads = self._norm(heads, layer.weight(norm))
+        if layer.rope is None:
+            return heads
+        return _rotate(heads, self._tensors["cos", layer.rope], self._tensors["sin", layer.rope])
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, v = q * query_scale(self._config), v.unflatten(1, (-1, self._config.head_dim))
         return torch.cat([self._attend(layer, b, q[p.rows], k[p.rows], v[p.rows]) for b, p in enumerate(self._step.parts)])
+
+    def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
+        k, v = self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim))
+        for b, part in enumerate(self._step.parts):
+            part.storage.append(layer.index, self._tensors["at", b], k[part.rows], v[part.rows])
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         silu = self._config.activation == "silu"

@@ -54,15 +54,15 @@ def _tensor(array: NDArray[Any]) -> Tensor:
 
 
 def _scales(found: Scales) -> Scales:
-    """The factors as tensors: in bf16 those in f32 that bf16 holds exactly, as powers of two."""
+    """The factors as tensors. Most of those in f32 have few bits, which bf16 holds exactly; others are kept in f32."""
     tensors = [None if each is None else _tensor(each) for each in found]
-    return Scales(*(each if each is None or each.dtype != torch.float32 else _in_bf16(each) for each in tensors))
+    return Scales(*(each if each is None or each.dtype != torch.float32 else _short(each) for each in tensors))
 
 
-def _in_bf16(numbers: Tensor) -> Tensor:
-    """The numbers in bf16, or as they are where that would round them."""
+def _short(numbers: Tensor) -> Tensor:
+    """In bf16 if that holds every number exactly."""
     rounded = numbers.to(torch.bfloat16)
-    return rounded if torch.equal(rounded.to(torch.float32), numbers) else numbers
+    return rounded if torch.equal(rounded.to(torch.float32).nan_to_num(), numbers.nan_to_num()) else numbers
 
 
 class Codes:

@@ -3,26 +3,32 @@
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
-from cpuspec.batch.lines import CHAT, Line, answer_line, error_line
-from cpuspec.config import SamplingParams
+from cpuspec.batch.lines import CHAT, COMPLETIONS, Line, answer_line, error_line
+from cpuspec.config import SamplingParams, ServerConfig
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM, answer_params
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.metrics import epoch_s
+from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, message_of, reason_of, said
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, timings, usage
-from cpuspec.server.parsing import AnswerParser
+from cpuspec.server.model import ServedModel, Wanted, shown_tokens
+from cpuspec.server.parsing import ToolFormat, tool_format
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
 _MOST_LOGPROBS = 20
 _LINES_AHEAD = 16  # for each sequence that runs: answers that may wait for one before them
-_REASONING = ("<think>", "</think>")
 _SAMPLING = {one.name for one in fields(SamplingParams)} - {"logprobs", "max_draft_tokens"}
 # Fields that change no answer here. One model answers the whole batch, whatever a line calls it.
 _IGNORED = {
     *("model", "user", "metadata", "stream_options", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-    *("safety_identifier", "parallel_tool_calls", "modalities", "verbosity", "prediction", "tool_choice"),
+    *("safety_identifier", "parallel_tool_calls", "modalities", "verbosity"),
+}
+# Fields that make the prompt.
+_OF_PROMPTS = {
+    COMPLETIONS: ("prompt",),
+    CHAT: ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "prediction"),
 }
 # Fields that are refused unless they have the value that changes nothing.
 _REFUSED: Mapping[str, Any] = {
@@ -36,7 +42,8 @@ _REFUSED: Mapping[str, Any] = {
 
 
 def answer_lines(llm: LLM, lines: Iterator[Line], given: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-    """Yield the answer of each line, in order; as many run at once as the LLM has room for. It must have no other callers.
+    """Yield the answer of each line, in order; as many run at once as the LLM has room for. Several threads may do
+    this with one LLM, and share its batch; a step that fails ends the answers of all of them.
 
     given: fields of SamplingParams for lines that do not have them; the model's own recommendations come after these. Few lines are
     read ahead. A line that cannot be run has an error for an answer. Raises what `LLM.step` raises.
@@ -86,18 +93,21 @@ class _Job:
         self._requests: list[int] = []
         try:
             self._url, body = line.request()
-            self._prompt = _prompt_ids(llm, self._url, body)
             params = _params(llm, self._url, body, given)
-            llm.check(self._prompt, params)
+            self._prompt = _chat_prompt(llm, body) if self._url == CHAT else None
+            if self._prompt:
+                wanted = self._prompt.wanted(params, prediction=_prediction(llm, body))
+            else:
+                prompt = _prompt_ids(llm, body)
+                wanted = [Wanted(prompt, one) for one in answer_params(params)]
+            llm.check(wanted[0].prompt, wanted[0].params)
         except CpuspecError as error:
             self._error = error
             return
-        tokenizer = llm.tokenizer
-        found = [tokenizer.token_id(text) for text in _REASONING] if self._url == CHAT else []
-        shown = frozenset(token for token in found if token is not None)
-        for one in answer_params(params):
+        shown = shown_tokens(llm.tokenizer) if self._prompt else frozenset()
+        for one in wanted:
             self._answers.append(_Answer())
-            self._requests.append(llm.submit(self._prompt, one, self._answers[-1].take, shown))
+            self._requests.append(llm.submit(one.prompt, one.params, self._answers[-1].take, shown, prediction=one.prediction))
 
     @property
     def num_left(self) -> int:
@@ -122,49 +132,32 @@ class _Job:
         if any(last.finish_reason == "aborted" for last in lasts):
             raise CpuspecError("an answer was broken off, because another caller of this LLM was interrupted; ask again")
         stats = [last.stats for last in lasts if last.stats is not None]
-        is_chat, number = self._url == CHAT, self._line.number
-        choice = self._chat_choice if is_chat else self._text_choice
+        is_chat, number = self._prompt is not None, self._line.number
         body = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{number}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": epoch_s(),
             "model": self._llm.name,
-            "choices": [choice(index, answer) for index, answer in enumerate(self._answers)],
+            "choices": [self._choice(index, answer) for index, answer in enumerate(self._answers)],
             "usage": usage(stats),
         }
         return answer_line(self._line, 200, body | ({"timings": timings(stats[0])} if len(stats) == 1 else {}))
 
-    def _chat_choice(self, index: int, answer: _Answer) -> dict[str, Any]:
-        tokenizer = self._llm.tokenizer
-        thinking = tokenizer.decode(self._prompt[-8:], skip_special=False).rstrip().endswith(_REASONING[0])
-        parser = AnswerParser(thinking=thinking, calls=None)
-        said = {"reasoning": "", "content": ""}
-        for piece in [*parser.push("".join(answer.texts)), *parser.finish()]:
-            said[piece.kind] += piece.text
-        message = {"role": "assistant", "content": said["content"], "refusal": None}
-        if said["reasoning"]:
-            message["reasoning_content"] = said["reasoning"]
+    def _choice(self, index: int, answer: _Answer) -> dict[str, Any]:
+        assert answer.last is not None, "a finished answer has a last output"
+        tokenizer, text = self._llm.tokenizer, "".join(answer.texts)
+        if self._prompt is None:
+            logprobs = completion_logprobs(tokenizer, answer.logprobs, 0) if answer.logprobs else None
+            return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.last.finish_reason}
+        found = said(self._prompt, text)
         logprobs = chat_logprobs(tokenizer, answer.logprobs) if answer.logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _reason(answer)}
-
-    def _text_choice(self, index: int, answer: _Answer) -> dict[str, Any]:
-        logprobs = completion_logprobs(self._llm.tokenizer, answer.logprobs, 0) if answer.logprobs else None
-        return {"index": index, "text": "".join(answer.texts), "logprobs": logprobs, "finish_reason": _reason(answer)}
+        reason = reason_of(answer.last, bool(found.calls))
+        return {"index": index, "message": message_of(found), "logprobs": logprobs, "finish_reason": reason}
 
 
-def _reason(answer: _Answer) -> str | None:
-    return answer.last.finish_reason if answer.last else None
-
-
-def _prompt_ids(llm: LLM, url: str, body: Mapping[str, Any]) -> list[int]:
-    """Token ids of a body's prompt or conversation. Raises ConfigError or TokenizerError."""
-    tokenizer = llm.tokenizer
-    if url == CHAT:
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise ConfigError("messages must be a list of objects with role and content")
-        return tokenizer.encode_chat([_message(message) for message in messages], variables=_variables(body))
-    prompt = body.get("prompt")
+def _prompt_ids(llm: LLM, body: Mapping[str, Any]) -> list[int]:
+    """Token ids of a body's prompt. Raises ConfigError or TokenizerError."""
+    tokenizer, prompt = llm.tokenizer, body.get("prompt")
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
         return ids if ids or tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -173,45 +166,86 @@ def _prompt_ids(llm: LLM, url: str, body: Mapping[str, Any]) -> list[int]:
     raise ConfigError("prompt must be a text or a list of token ids; a batch has a line for each prompt")
 
 
-def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    variables = body.get("chat_template_kwargs") or {}
+@dataclass(frozen=True)
+class _ChatModel:
+    """An LLM as `chat_prompt` takes it, without a server."""
+
+    llm: LLM
+    name: str
+    tool_format: ToolFormat
+    template_takes_tools: bool
+    config: ServerConfig = field(default_factory=lambda: ServerConfig(drop_changing_lines=False))
+
+    def check_text(self, num_chars: int) -> None:
+        """Nothing: a long text delays nobody but its owner."""
+
+
+def _chat_prompt(llm: LLM, body: Mapping[str, Any]) -> ChatPrompt:
+    """The prompt of a body's conversation. Raises ConfigError, RequestError or TokenizerError."""
+    messages, tools = _objects(body, "messages"), _objects(body, "tools")
+    if not messages:
+        raise ConfigError("messages must be a list of objects with role and content")
+    variables, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
     if not isinstance(variables, dict):
         raise ConfigError("chat_template_kwargs must be an object")
-    return variables
+    if effort is not None:
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
+    template = llm.tokenizer.chat_template
+    model = _ChatModel(llm, llm.name, tool_format(template), "tools" in (template or ""))
+    return chat_prompt(cast(ServedModel, model), messages, tools, body.get("tool_choice"), variables)
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """A message with its content as one text."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ConfigError("each of messages must be an object with role and content")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(text, str) for text in texts):
-            raise ConfigError("content has a part that is no text; this model takes texts only")
-        content = "\n".join(map(str, texts))
-    if not isinstance(content, str):
-        raise ConfigError("content must be a text or a list of texts; tool calls are answered by `cpuspec serve` only")
-    role = {"developer": "system"}.get(message["role"], message["role"])
-    return {"role": role, "content": content}
+def _objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """A field that is a list of objects; empty if it is not there."""
+    found = body.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ConfigError(f"{name} must be a list of objects")
+    return found
+
+
+def _prediction(llm: LLM, body: Mapping[str, Any]) -> list[int]:
+    """Token ids of OpenAI's predicted output, which a body's answer may repeat."""
+    given = body.get("prediction")
+    if given is None:
+        return []
+    if not isinstance(given, dict) or given.get("type") != "content":
+        raise ConfigError('prediction must be an object with type "content" and content')
+    text = content_text(given.get("content"), "prediction")
+    return llm.tokenizer.encode(text, add_special=False)[: llm.context_length]
+
+
+def _response_format(asked: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema that OpenAI's response_format names, taken out of a chat's body, as fields of SamplingParams."""
+    given = asked.pop("response_format", None)
+    kind = given.get("type") if isinstance(given, dict) else None
+    if given is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    holder = given.get("json_schema") if kind == "json_schema" else None
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if not isinstance(schema, dict):
+        raise ConfigError("response_format must have type text, json_object, or json_schema with json_schema.schema, an object")
+    return {"json_schema": schema}
 
 
 def _params(llm: LLM, url: str, body: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
     """The params that a body asks for. Raises ConfigError, also for fields that would change the answer and cannot be honoured."""
     asked = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
-    for name in ("prompt", "messages", "chat_template_kwargs"):
+    for name in _OF_PROMPTS[url]:
         asked.pop(name, None)
+    keeps_to = _response_format(asked) if url == CHAT else {}
     for name, neutral in _REFUSED.items():
         if (value := asked.pop(name, neutral)) != neutral:
             raise ConfigError(f"{name} is not supported in a batch; got {in_one_line(repr(value))}")
     if "max_completion_tokens" in asked:
         asked["max_tokens"] = asked.pop("max_completion_tokens")
-    changes = dict(given) | _logprobs(url, asked) | _drafts(asked)
+    changes = dict(given) | _logprobs(url, asked) | _drafts(asked) | keeps_to
     if unknown := sorted(asked.keys() - _SAMPLING):
         raise ConfigError(f"there is no field {in_one_line(unknown[0])!r}; wanted some of {', '.join(sorted(_SAMPLING))}")
     if asked.get("top_k") == -1:
         asked["top_k"] = 0  # vLLM's spelling of "off"
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "choices"):
         if isinstance(asked.get(name), list):
             asked[name] = tuple(asked[name])
     if isinstance(asked.get("stop"), str):

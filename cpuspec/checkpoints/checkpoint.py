@@ -1,7 +1,7 @@
 """The result of every reader: a checked model, its tensors under canonical names, and the place of its vocabulary."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -50,7 +50,9 @@ class Checkpoint:
     k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}; of heads also encode,
     fuse, fuse_bias, embed_norm and hidden_norm. Weights are [out, in] with q and k rows in rotate-half order; norms and biases are
     vectors of f32, f16 or bf16.
-    sampling: how its files say that it should be sampled.
+    sampling: how its files say that it should be sampled. mask_id: a token that it was trained to fill rows of, for drafts in one
+    pass; None for none.
+    prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
     quantization: what its files say of how its weights were made, for people; "" where they say nothing.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
@@ -61,6 +63,8 @@ class Checkpoint:
     tensors: Mapping[str, QuantTensor]
     vocabulary: GgufVocabulary | HfTokenizerFiles
     sampling: SamplingDefaults = NO_DEFAULTS
+    mask_id: int | None = None
+    prediction_layers: Mapping[str, QuantTensor] = field(default_factory=dict)
     quantization: str = ""
 
     def __post_init__(self) -> None:
@@ -122,6 +126,8 @@ def _of_head(config: ModelConfig, head: HeadConfig, shapes: dict[str, tuple[int,
         shapes |= {f"layers.0.{part}": (shapes[f"layers.0.{part}"][0], 2 * hidden) for part in ("q", "k", "v")}
     if head.fuses == "attention" or not head.first_norm:
         shapes.pop("layers.0.attn_norm", None)
+    if head.injects:
+        shapes["hidden_norm"] = (hidden,)
     if head.feature_size:
         shapes["encode"] = (hidden, head.feature_size)
     return shapes

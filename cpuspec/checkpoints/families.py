@@ -46,7 +46,8 @@ _GEMMA_NAMES = {
 class Family:
     """One architecture.
 
-    hf_class: the class in config.json; hf_wrapper: one around it whose `text_config` describes this family, "" for none.
+    hf_class: the class in config.json; hf_wrapper: one around it whose `text_config` describes this family, "" for none; hf_alike:
+    classes that compute the same, and have layers for multi-token prediction behind those of the model.
     flags: arguments of ModelConfig that all models of the family share.
     layer_names: as GLOBAL_NAMES, for the parts of a layer.
     pairs_neighbours: GGUF files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head.
@@ -58,6 +59,7 @@ class Family:
     hf_class: str
     gguf_architecture: str = ""
     hf_wrapper: str = ""
+    hf_alike: tuple[str, ...] = ()
     flags: Mapping[str, Any] = field(default_factory=dict)
     hf_defaults: Mapping[str, object] = field(default_factory=dict)
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +95,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 "qwen2",
                 "Qwen2ForCausalLM",
+                hf_alike=("MiMoForCausalLM",),
                 hf_defaults={"sliding_window": 4096, "max_window_layers": 28},
             ),
             Family(

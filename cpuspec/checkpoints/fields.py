@@ -143,6 +143,10 @@ class Fields:
         """The same fields, with other defaults."""
         return Fields(self.what, self._values, self._prefix, defaults)
 
+    def under(self, prefix: str) -> "Fields":
+        """Those whose names begin with `prefix`, by what follows."""
+        return Fields(self.what, self._values, prefix)
+
     def object(self, key: str) -> "Fields":
         """A nested object; absent is empty."""
         value = self.value(key)

@@ -16,6 +16,7 @@ from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.config import ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
+from cpuspec.formats.nvfp import NVFP4, with_scale
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -42,7 +43,6 @@ _UNSUPPORTED = (
     ("residual_scale", (0.0, 1.0), "scaled residuals"),
     ("embedding_scale", (0.0, 1.0), "scaled embeddings"),
     ("pooling_type", (0,), "pooled embeddings instead of tokens"),
-    ("nextn_predict_layers", (0,), "multi-token prediction layers"),
     ("rope.dimension_sections", (), "multimodal rotary sections"),
     ("rope.scaling.yarn_ext_factor", (1.0, -1.0), "a yarn extrapolation factor of its own"),
     ("rope.scaling.yarn_attn_factor", (1.0,), "a yarn attention factor of its own"),
@@ -65,8 +65,8 @@ def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
     if architecture not in known:
         raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(known)}")
     family = known[architecture]
-    tensors = _canonical_names(file, family)
     settings = Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults)
+    tensors, predicting = _canonical_names(file, family, _num_layers(settings))
     try:
         config = _read_config(settings, family, tensors, file.tensors.get(_ROPE_FACTORS))
     except ConfigError as error:
@@ -75,21 +75,34 @@ def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
     name = fields.text("general.name", "")
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
-    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file))
-    return replace(checkpoint, tensors=_unpermute(config, checkpoint.tensors)) if family.pairs_neighbours else checkpoint
+    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file), None, predicting)
+    return replace(checkpoint, tensors=unpermuted(config, checkpoint.tensors)) if family.pairs_neighbours else checkpoint
 
 
-def _canonical_names(file: GgufFile, family: Family) -> dict[str, QuantTensor]:
-    """The file's tensors under canonical names. Raises CheckpointError on a tensor that this reader would not use."""
+def _num_layers(fields: Fields) -> int:
+    """Layers of the model itself: those for multi-token prediction are counted with them, and come last."""
+    predicting = fields.integer("nextn_predict_layers", 0)
+    if not 0 <= predicting < max(fields.integer("block_count"), 1):
+        fields.fail("nextn_predict_layers", "a number from 0 to less than block_count")
+    return fields.integer("block_count") - predicting
+
+
+def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[dict[str, QuantTensor], dict[str, QuantTensor]]:
+    """The file's tensors under canonical names, and those of layers for multi-token prediction under their own.
+
+    Raises CheckpointError on a tensor that this reader would not use.
+    """
     canonical = {theirs: ours for ours, (theirs, _) in GLOBAL_NAMES.items()}
     parts = {theirs: ours for ours, (theirs, _) in family.layer_names.items()}
-    tensors = {}
+    tensors, predicting, has_predicting = {}, {}, file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers")
     if file.arrays:
         raise CheckpointError(f"{file.path}: tensor {min(file.arrays)!r} holds integers, which no model of these families has")
-    for name, tensor in file.tensors.items():
+    for name, tensor in _scaled(file).items():
         layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
         if name in canonical:
             tensors[canonical[name]] = tensor
+        elif has_predicting and layer and int(layer[1]) >= num_layers:
+            predicting[name] = tensor
         elif layer and layer[2] in parts:
             tensors[f"layers.{layer[1]}.{parts[layer[2]]}"] = tensor
         elif name != _ROPE_FACTORS:
@@ -99,7 +112,32 @@ def _canonical_names(file: GgufFile, family: Family) -> dict[str, QuantTensor]:
             elif "attn_qkv" in name:
                 feature = "fused q, k and v, which are not supported"
             raise CheckpointError(f"{file.path}: tensor {name!r} belongs to {feature}; the model would be wrong without it")
-    return tensors
+    return tensors, predicting
+
+
+def _scaled(file: GgufFile) -> dict[str, QuantTensor]:
+    """The file's tensors, each with the scale that a tensor `<name>.scale` beside `<name>.weight` has for the whole of it.
+
+    `<name>.input_scale` is left out: it is for processors that round inputs to four bits. Raises CheckpointError on a scale of
+    anything but nvfp4, and on one that is no positive number.
+    """
+    found = dict(file.tensors)
+    for name, tensor in file.tensors.items():
+        stem, _, kind = name.rpartition(".")
+        weight = file.tensors.get(f"{stem}.weight")
+        if weight is None or kind not in ("scale", "input_scale"):
+            continue
+        del found[name]
+        if kind == "input_scale":
+            continue
+        scale = tensor.dequantize()
+        if scale.size != 1 or not 0 < float(scale.flat[0]) < np.inf:
+            raise CheckpointError(f"{file.path}: tensor {name!r} is {scale.ravel()[:4].tolist()}, wanted one positive number")
+        if weight.format is NVFP4:
+            found[f"{stem}.weight"] = with_scale(weight, scale.flat[0])
+        elif scale.flat[0] != 1:
+            raise CheckpointError(f"{file.path}: tensor {name!r} scales one of {weight.format.name}; wanted nvfp4: convert again")
+    return found
 
 
 def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
@@ -108,7 +146,7 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         value = fields.value(key)
         if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
             fields.fail(key, f"it absent: {feature} is not supported")
-    context_length, num_layers = fields.integer("context_length"), fields.integer("block_count")
+    context_length, num_layers = fields.integer("context_length"), _num_layers(fields)
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
     if num_heads < 1:
@@ -135,7 +173,7 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         context_length=context_length,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_base=fields.number("rope.freq_base", 10000.0),
-        rope_scaling=_read_rope_scaling(fields, context_length, head_dim, factors),
+        rope_scaling=rope_scaling(fields, context_length, head_dim, factors),
         qkv_bias="layers.0.q_bias" in tensors,
         o_bias="layers.0.o_bias" in tensors,
         tied_embeddings="output" not in tensors,
@@ -166,7 +204,7 @@ def _slides(fields: Fields, num_layers: int, context_length: int) -> tuple[bool,
     return each_layer(num_layers, lambda i: bool(window and pattern is not None and (period == 0 or (i + 1) % period)))
 
 
-def _read_rope_scaling(fields: Fields, context_length: int, head_dim: int, factors: QuantTensor | None) -> RopeScaling | None:
+def rope_scaling(fields: Fields, context_length: int, head_dim: int, factors: QuantTensor | None) -> RopeScaling | None:
     """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported."""
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     # Files older than the type key mean linear scaling.
@@ -202,7 +240,7 @@ def _read_rope_scaling(fields: Fields, context_length: int, head_dim: int, facto
     fields.fail("rope.scaling.type", "none, linear or yarn")
 
 
-def _unpermute(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
+def unpermuted(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
     """q and k rows (and biases) of llama files, which pair neighbours for rotation, in rotate-half order."""
     result = dict(tensors)
     for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):

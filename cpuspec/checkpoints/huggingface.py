@@ -42,7 +42,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     wanted = tensor_shapes(config)
     canonical = {theirs: ours for ours, (_, theirs) in GLOBAL_NAMES.items()}
     parts = {theirs: ours for ours, (_, theirs) in family.layer_names.items()}
-    tensors = {}
+    tensors, predicting = {}, {}
     for file_name, tensor in _read_tensors(directory, method, mmap).items():
         # In a model of several parts the language model has a prefix, at one of two places.
         name = (
@@ -51,6 +51,9 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
             else file_name
         )
         layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
+        if name.startswith(("model.mtp_layers.", "model.mtp.", "mtp.")) or (layer and int(layer[1]) >= config.num_layers):
+            predicting[name] = _with_offset(tensor, family.norm_offset) if len(tensor.shape) == 1 and "norm" in name else tensor
+            continue
         ours = canonical.get(name, "")
         if layer and layer[2] in parts:
             ours = f"layers.{layer[1]}.{parts[layer[2]]}"
@@ -73,15 +76,19 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
     where = directory.resolve()
     name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
+    _check_prediction_layers(directory, predicting, config.num_layers)
+    mask_id = _read_mask_id(directory, config)
     quantization = method.kind if method else ""
-    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory), quantization)
+    return Checkpoint(directory, name, config, tensors, vocabulary, _read_sampling(directory), mask_id, predicting, quantization)
 
 
 def read_config(directory: Path) -> ModelConfig:
     """Shapes and flags of a directory's config.json. Raises CheckpointError on anything damaged or not supported."""
     path = directory / "config.json"
     fields = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
-    classes = {name: family for family in FAMILIES.values() for name in (family.hf_class, family.hf_wrapper) if name}
+    classes = {
+        name: family for family in FAMILIES.values() for name in (family.hf_class, family.hf_wrapper, *family.hf_alike) if name
+    }
     names = fields.items("architectures")
     if len(names) != 1 or str(names[0]) not in classes:
         fields.fail("architectures", f"one of {', '.join(classes)}")
@@ -92,6 +99,27 @@ def read_config(directory: Path) -> ModelConfig:
         return model_config(fields.over(family.hf_defaults), family)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read_mask_id(directory: Path, config: ModelConfig) -> int | None:
+    """The mask token of a model trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it."""
+    fields = Fields(str(directory / "config.json"), read_json_object(directory / "config.json", _MAX_CONFIG_BYTES))
+    key = next((key for key in ("pard_token", "ptd_token_id") if key in fields), None)
+    if key is None:
+        return None
+    if not 0 <= (mask_id := fields.integer(key)) < config.vocab_size:
+        fields.fail(key, f"an id below {config.vocab_size}")
+    return mask_id
+
+
+def _check_prediction_layers(directory: Path, tensors: dict[str, QuantTensor], num_layers: int) -> None:
+    """Raise CheckpointError for layers behind the model's that config.json does not say are for multi-token prediction."""
+    path = directory / "config.json"
+    told = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES)).integer("num_nextn_predict_layers", 0)
+    for name in tensors:
+        number = re.match(r"model\.layers\.([0-9]+)\.", name)
+        if number and int(number[1]) >= num_layers + told:
+            raise CheckpointError(f"{directory}: tensor {name!r} belongs to layer {number[1]}, and the model has {num_layers}")
 
 
 def _read_sampling(directory: Path) -> SamplingDefaults:

@@ -13,12 +13,13 @@ import typer
 
 from cpuspec import __version__
 from cpuspec.backends import BACKENDS, make_backend
+from cpuspec.batch.run import run_batch
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.download import fetch, find_fetched, find_model, resolve_model
 from cpuspec.checkpoints.hub import HubModel, revision_of
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import INTERRUPTED, options
-from cpuspec.cli.batch import describe_batch
+from cpuspec.cli.batch import describe_batch, run_on_cluster
 from cpuspec.cli.bench import OUTPUTS, describe_bench
 from cpuspec.cli.certificate import describe_certificate, show_certificate
 from cpuspec.cli.console import (
@@ -37,7 +38,8 @@ from cpuspec.cli.console import (
     show_log,
     size,
 )
-from cpuspec.cli.evaluation import HOW, eval_app
+from cpuspec.cli.eval_tasks import HOW
+from cpuspec.cli.evaluation import eval_app
 from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.opening import load_llm, open_model, open_target, open_with_drafts, sampling_defaults
 from cpuspec.cli.parity import (
@@ -50,6 +52,7 @@ from cpuspec.cli.parity import (
     shared_questions,
     show_parity,
 )
+from cpuspec.cli.quantize import imatrix, quantize
 from cpuspec.cli.reports import (
     describe_model,
     found_models,
@@ -218,7 +221,7 @@ def generate(
 @app.command()
 @exit_codes()
 @options.takes_running("context_length", "mmap", *HOW)
-@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "ignore_eos", "logprobs"))
+@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs"))
 def chat(
     *,
     model: options.ModelOption = DEFAULT_RECIPE,
@@ -256,13 +259,14 @@ def chat(
 )
 def serve(
     models: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="MODEL",
-            help=f"{options.MODEL_HELP} Of several, the first is loaded at the start, others when they are first asked for.",
+            help=f"{options.MODEL_HELP} By default {DEFAULT_RECIPE}. Of several, the first is loaded at the start, others when "
+            "they are first asked for.",
             autocompletion=options.complete_model,
         ),
-    ],
+    ] = None,
     *,
     draft: options.DraftOption = None,
     api_key_file: Annotated[
@@ -282,6 +286,7 @@ def serve(
     """
     from cpuspec.cli.serve import check_directory, prefix_directory, read_keys, run_server
 
+    models = models or [DEFAULT_RECIPE]
     keys = read_keys(api_key_file)
     check_directory(serving.slot_save_path)
     directory = prefix_directory(running.settings.prefix_cache_dir)
@@ -458,8 +463,18 @@ def bench_serve(
 
 @app.command()
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", "max_rows", "prompt_rows", "mmap", *HOW)
-@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "logprobs"))
+@options.takes_running(
+    "max_sequences",
+    "context_length",
+    "max_rows",
+    "prompt_rows",
+    "prefix_cache_gb",
+    "prefix_cache_dir",
+    "prefix_disk_gb",
+    "mmap",
+    *HOW,
+)
+@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def batch(
     source: Annotated[
         Path,
@@ -476,6 +491,23 @@ def batch(
     *,
     model: options.ModelOption = DEFAULT_RECIPE,
     draft: options.DraftOption = None,
+    over_ray: Annotated[
+        bool, typer.Option("--ray", help="Answer with workers on the machines of a Ray cluster (extra cpuspec[ray]).")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="ADDRESS",
+            help="The cluster of --ray, as auto or HOST:6379; by default RAY_ADDRESS, else a cluster of this machine alone.",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", metavar="N", min=1, help="Of --ray, with --threads each; by default as many as the cluster has room for."
+        ),
+    ] = None,
     as_json: options.JsonOption = False,
     sampling: dict[str, Any],
     running: options.Running,
@@ -486,18 +518,22 @@ def batch(
     """
     if not source.is_file():
         raise typer.BadParameter(f"{source} is no file; give one with a request in each line")
-    from cpuspec.batch.answer import answer_lines
-    from cpuspec.batch.run import run_batch
-    from cpuspec.engine.llm import LLM
+    if not over_ray and (address or workers):
+        raise typer.BadParameter("--address and --workers go with --ray")
+    with StepProgress(tenths=True) as progress:
+        on_progress = partial(progress, "batch")
+        if over_ray:
+            summary = run_on_cluster(source, out, model, draft, running, sampling, address, workers, on_progress)
+        else:
+            from cpuspec.batch.answer import answer_lines
+            from cpuspec.engine.llm import LLM
 
-    checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap)
-    with busy(f"loading {model}"):
-        llm = LLM(checkpoint, spec, running.backend, settings=running.settings)
-    with llm, StepProgress(tenths=True) as progress:
-        sampling_defaults(llm)
-        summary = run_batch(
-            source, out, lambda lines: answer_lines(llm, lines, sampling), lambda done, total: progress("batch", done, total)
-        )
+            checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap)
+            with busy(f"loading {model}"):
+                llm = LLM(checkpoint, spec, running.backend, settings=running.settings)
+            with llm:
+                sampling_defaults(llm)
+                summary = run_batch(source, out, lambda lines: answer_lines(llm, lines, sampling), on_progress)
     if as_json:
         emit_json(summary.as_dict())
     note(describe_batch(summary))
@@ -824,6 +860,10 @@ def export(
         num_bytes = export_onnx(checkpoint, out, running.settings.activations, running.settings.kv_format)
     note(f"wrote {size(num_bytes)}")
     emit(f"{out}\n")
+
+
+app.command()(quantize)
+app.command()(imatrix)
 
 
 @app.command()

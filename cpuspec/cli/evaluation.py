@@ -12,6 +12,7 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, StepProgress, busy, exit_codes, print_facts, print_report
+from cpuspec.cli.eval_tasks import HOW, harness, task
 from cpuspec.cli.machine import describe_run
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.reports import totals
@@ -21,9 +22,9 @@ from cpuspec.evaluate.prompts import read_text
 from cpuspec.evaluate.quality import TOP_K
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
-HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # how a backend computes
-
 eval_app = typer.Typer(no_args_is_help=True, help="Measure how good a model is: texts, tasks, formats, and what answers cost.")
+for command in (task, harness):
+    eval_app.command()(command)
 
 ChunksOption = Annotated[
     int | None, typer.Option("--chunks", metavar="N", min=1, help="Windows at most, from the beginning; by default all.")

@@ -60,13 +60,15 @@ DraftOption = Annotated[
     str | None,
     typer.Option(
         "--draft",
+        "--speculative-config",
         metavar="SPEC",
         callback=known_draft,
         help="How to draft tokens: auto, the default, where that pays; none; or levels separated by commas, the cheapest "
         "first, after auto to be chosen from, as auto,self:mxfp4: a look-up in the text "
         f"({', '.join(LOOKUPS)}, or FILE.py:CLASS), the model's own weights (self, skip, as self:mxfp4 and skip:4), another model, "
-        "or text:MODEL, one with another vocabulary by its text. NAME@8 drafts at most 8 tokens a round. Drafts keep the "
-        "distribution of sampled answers, and with numba every greedy answer.",
+        "text:MODEL, one with another vocabulary by its text, a trained head's directory or GGUF file (HEAD, tree:HEAD, "
+        "draw:HEAD), or mtp, the model's own head. vLLM's JSON is read, too. NAME@8 drafts at most 8 tokens a round. Drafts keep "
+        "the distribution of sampled answers, and with numba every greedy answer.",
     ),
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
@@ -160,7 +162,7 @@ def _read_serving(given: dict[str, Any]) -> ServerConfig:
         return ServerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
-def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens")) -> Callable[[Command], Command]:
+def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens", "draft")) -> Callable[[Command], Command]:
     """Give a command options for the fields of SamplingParams; it gets those that were given as `sampling: dict[str, Any]`."""
     names = [one.name for one in fields(SamplingParams) if one.name not in without]
     return _takes("sampling", _options(SamplingParams, names, "Sampling", max_tokens=max_tokens), _read_sampling)

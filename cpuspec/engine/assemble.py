@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import find_model, resolve_model
-from cpuspec.checkpoints.heads import Head, find_reader
+from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
 from cpuspec.checkpoints.recipes import ChainRecipe, find_named
 from cpuspec.config import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
 from cpuspec.engine.heads import casts_of_head, open_head
@@ -25,6 +25,7 @@ from cpuspec.formats.kv import get_kv_format
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_another
 from cpuspec.speculation.context import Context
+from cpuspec.speculation.drafters import masks
 from cpuspec.speculation.drafters.heads import RULES, TREE_RULES, HeadProposer
 from cpuspec.speculation.drafters.ngram import make_ngram
 from cpuspec.speculation.drafters.suffix import make_suffix
@@ -73,8 +74,12 @@ OWN_WEIGHTS: Mapping[str, Callable[[Checkpoint, str], Weights]] = {"self": _cast
 BY_TEXT = "text"
 MODELS = (*OWN_WEIGHTS, BY_TEXT, *HEAD_STYLES)
 
+# The target's own layer for multi-token prediction.
+MTP = "mtp"
+
 _PLANNED = AUTO.levels[0].name
 _PLANNED_LOOKUP = LevelSpec("suffix:tree", 24, 0.05)  # where the spec of a planner names no lookup
+_LONGEST_CHOICE = 200  # characters of a spec that a request names
 _MOST_TOKENS_FOR_ONE = 4  # a text takes at most this factor of tokens more in another vocabulary
 _BACKEND = re.compile(rf"(?P<backend>(?:{'|'.join(BACKENDS)})(?::{BACKEND_SETTINGS})?):(?P<drafter>.+)")
 
@@ -94,6 +99,8 @@ def _read(part: LevelSpec) -> _Drafter:
     found = _BACKEND.fullmatch(part.drafter)
     backend, drafter = (found["backend"], found["drafter"]) if found else ("", part.drafter)
     name, _, argument = drafter.partition(":")
+    if drafter == MTP or (name in HEAD_STYLES and argument == MTP):
+        return _Drafter(name, MTP, backend, False, "", part.drafter)
     if name in LOOKUPS or (name not in (*MODELS, *BACKENDS) and is_import_path(drafter)):
         return _Drafter(name if name in LOOKUPS else "", argument, backend, True, "", part.drafter)
     model = argument if name in (BY_TEXT, *HEAD_STYLES) else "" if name in OWN_WEIGHTS else drafter
@@ -181,7 +188,8 @@ class Verifier:
 class OpenedModel:
     """A draft model that fits its verifier. Its weights are not loaded yet.
 
-    translation: from its vocabulary to the verifier's; None where they are the same.
+    translation: from its vocabulary to the verifier's; None where they are the same. draws: whether a model that drafts in one
+    pass draws its tokens.
     """
 
     name: str
@@ -194,6 +202,12 @@ class OpenedModel:
     verifier: Verifier
     translation: SharedTokens | None
     by_text: bool
+    draws: bool = False
+
+    @property
+    def mask_id(self) -> int | None:
+        """The token whose rows it fills where it drafts in one pass; None where it drafts token by token."""
+        return None if self.translation else self.weights[0].mask_id
 
     @property
     def as_verifier(self) -> Verifier:
@@ -246,10 +260,12 @@ def open_spec(spec: SpecConfig, target: Target) -> OpenedSpec:
         if heads and models and not is_planned:
             raise ConfigError(f"{heads[0]} drafts for the target alone; write it last, or join it to another drafter with +")
         models.insert(0, opened)
-        if not is_planned and isinstance(opened[0], OpenedModel):  # all models that a planner chooses from draft for the target
+        if is_planned:  # all models that a planner chooses from draft for the target
+            continue
+        if isinstance(opened[0], OpenedModel) and opened[0].mask_id is None:
             verifier = opened[0].as_verifier
-        elif not is_planned and len(levels) > len(models):
-            raise ConfigError(f"{heads[0]} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
+        elif len(levels) > len(models):
+            raise ConfigError(f"{level.drafter} verifies no drafts of others; join them with +, as in {levels[0]}+{level}")
     lookups = [level for level in levels if _read(level).is_lookup] or [_PLANNED_LOOKUP] * is_planned
     return OpenedSpec(is_planned, [_open_level(level, target, verifier, DEFAULT_NUM_TOKENS) for level in lookups], models)
 
@@ -268,23 +284,25 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
         named, _ = read_backend(drafter.backend, settings)
         backend, settings = read_backend(drafter.backend, settings if named == backend else settings_on(named, settings))
         check_backend(backend, settings)
-    if drafter.name in OWN_WEIGHTS:
+    if drafter.name in (*OWN_WEIGHTS, MTP) or drafter.argument == MTP:
         if target.checkpoint is None:
             raise ConfigError(
                 f"{part.drafter} drafts with the target's own weights, and this target is no checkpoint; name a model"
             )
+        if drafter.argument == MTP:
+            return _opened_head(own_mtp(target.checkpoint), part, drafter, target, backend, settings, verifier, num_tokens)
         weights, tokenizer = OWN_WEIGHTS[drafter.name](target.checkpoint, drafter.argument), target.tokenizer
     else:
         path = resolve_model(drafter.model)
         if found := find_reader(path, settings.mmap):
             head = open_head(*found, target.checkpoint, target.tokenizer)
-            num_tokens, shown = part.num_tokens or head.num_tokens, drafter.shown
-            casts = casts_of_head(head, settings.head_format, target.checkpoint)
-            return OpenedHead(shown, num_tokens, part.min_confidence, head, casts, backend, settings, verifier, drafter.name)
-        if drafter.name in HEAD_STYLES:
-            raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
+            return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
         checkpoint = open_checkpoint(path, settings.mmap)
+        if drafter.name in HEAD_STYLES and (drafter.name == "tree" or checkpoint.mask_id is None):
+            raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
         weights, tokenizer = (checkpoint, {}), make_tokenizer(checkpoint)
+        if checkpoint.mask_id is not None:
+            num_tokens = max(num_tokens, masks.DEFAULT_NUM_TOKENS)
     by_text, translation = drafter.name == BY_TEXT, None
     if by_text or not same_tokens(verifier.tokenizer, tokenizer):
         translation = SharedTokens.find(verifier.tokenizer, verifier.num_rows, tokenizer, part.drafter)
@@ -299,7 +317,26 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
         verifier,
         translation,
         by_text,
+        drafter.name == "draw",
     )
+
+
+def _opened_head(
+    head: Head,
+    part: LevelSpec,
+    drafter: _Drafter,
+    target: Target,
+    backend: str,
+    settings: EngineConfig,
+    verifier: Verifier,
+    num_tokens: int,
+) -> OpenedHead:
+    if drafter.name == "tree" and head.method not in TREE_RULES:
+        raise ConfigError(f"{drafter.shown} drafts in one pass, and makes no trees; leave out tree:")
+    style, casts = drafter.name if drafter.name in HEAD_STYLES else "", casts_of_head(head, settings.head_format, target.checkpoint)
+    # A planner may ask a head for more tokens than it drafts by default, unless one pass makes so many.
+    number = part.num_tokens or (max(num_tokens, head.num_tokens) if head.method in TREE_RULES else head.num_tokens)
+    return OpenedHead(drafter.shown, number, part.min_confidence, head, casts, backend, settings, verifier, style)
 
 
 # ------------------------------------------------------------------------------------------------------------- phase 2: building
@@ -318,6 +355,54 @@ def build(opened: OpenedSpec, target: Backend) -> Proposer:
     for level in opened.models:
         proposer = stack(level, proposer)
     return proposer
+
+
+def build_chosen(name: str, usual: Proposer, opened: OpenedSpec, vocab_size: int) -> Proposer:
+    """The drafters of a spec that a request names: lookups, and models that `usual` has loaded, which it shares.
+
+    opened: what `usual` was built from. vocab_size: of the target. Raises ConfigError for whatever else the spec names.
+    """
+    loaded = _loaded(usual, opened, vocab_size)
+    spec = SpecConfig.parse(name[:_LONGEST_CHOICE])
+    seen: list[str] = []
+
+    def drafter(part: LevelSpec, inner: Proposer) -> Proposer:
+        if _read(part).is_lookup and _read(part).name:
+            return LOOKUPS[part.name](part)
+        if part.drafter not in loaded or part.drafter in seen:
+            known = ", ".join(map(repr, (*LOOKUPS, *loaded)))
+            raise ConfigError(f"a request drafts with {known}, each model once, others are for --draft; got {part.drafter[:40]!r}")
+        seen.append(part.drafter)
+        context = loaded[part.drafter]
+        return ChainProposer(inner, context, part.drafter, part.num_tokens or DEFAULT_NUM_TOKENS, part.min_confidence)
+
+    lookups: list[Proposer] = []
+    proposer: Proposer | None = None
+    for level in spec.levels:
+        if proposer is not None and _read(level).is_lookup:
+            raise ConfigError(
+                f"{level.drafter} has no model to verify what was drafted before; put it first, or join the two with +"
+            )
+        if _read(level).is_lookup:
+            parts = [drafter(part, NullProposer()) for part in (level, *level.then)]
+            lookups.append(_combined(parts, one_after_another, "+"))
+            continue
+        inner = proposer or (_combined(lookups, first_hit, ",") if lookups else NullProposer())
+        parts = [drafter(level, inner), *(drafter(part, NullProposer()) for part in level.then)]
+        proposer = _combined(parts, one_after_another, "+")
+    return proposer or (_combined(lookups, first_hit, ",") if lookups else NullProposer())
+
+
+def _loaded(usual: Proposer, opened: OpenedSpec, vocab_size: int) -> dict[str, Context]:
+    """Models that may draft for the target alone, by name: those between which and the target all have its vocabulary."""
+    models = [one for level in opened.models for one in level if isinstance(one, OpenedModel)]
+    same = {
+        one.name
+        for number, one in enumerate(models)
+        if all(above.translation is None for above in ([one] if opened.is_planned else models[number:]))
+    }
+    chains = [level for level in usual.levels if isinstance(level, ChainProposer) and level.name in same]
+    return {one.name: one.context for one in chains if one.context.vocab_size == vocab_size}
 
 
 def _build_level(target: Backend, level: OpenedLevel, inner: Proposer) -> Proposer:
@@ -349,6 +434,8 @@ def _load_model(model: OpenedModel, target: Backend, inner: Proposer) -> DraftMo
     num_rows = None if model.translation else model.verifier.num_rows
     possible = model.translation.drafted if model.translation and not model.by_text else None
     context = Context(backend, model.settings.max_sequences, capacity, num_rows, possible, model.settings.prompt_rows)
+    if (mask_id := model.mask_id) is not None:
+        return masks.MaskProposer(context, mask_id, model.name, model.num_tokens, model.min_confidence, model.draws)
     chain = ChainProposer(inner, context, model.name, model.num_tokens, model.min_confidence)
     return TranslatedProposer(chain, model.translation, model.by_text) if model.translation else chain
 

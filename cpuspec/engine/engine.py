@@ -1,7 +1,7 @@
 """Requests to outputs, one step at a time: admit, read prompts, speculate, end the requests that are complete.
 
-The engine never learns how drafts are made or how a backend computes. Any thread may call `prepare`; everything else is for one
-thread at a time, and several threads share an engine through `cpuspec.engine.shared`.
+The engine never learns how drafts are made or how a backend computes. Any thread may call `check` and `prepare`; all else is for
+one thread at a time, and several threads share an engine through `cpuspec.engine.shared`.
 """
 
 import itertools
@@ -85,7 +85,8 @@ class Engine:
         return bool(self._requests or self._ready)
 
     def add_request(self, prompt: abc.Sequence[int], params: SamplingParams) -> int:
-        """Queue a prompt of token ids; returns the request's id. Raises ConfigError as `prepare` does."""
+        """Queue a prompt of token ids; returns the request's id. Raises ConfigError as `check` does."""
+        self.check(prompt, params)
         request = self.prepare(prompt, params)
         self.add(request)
         return request.seq.id
@@ -98,14 +99,13 @@ class Engine:
         shows_progress: bool = False,
         prediction: abc.Sequence[int] = (),
     ) -> Request:
-        """Check a prompt of token ids and make a request of it, without touching the engine: any thread may call it at any time.
+        """Make a request of token ids that `check` has passed, without touching the engine: any thread may call it at any time.
 
         shown: special tokens whose names are part of the answer's text, as those that begin a tool call. shows_progress: steps
         that read on in the prompt return outputs with `num_read_tokens`. prediction: token ids that the answer may repeat; lookups
-        draft from them. Raises ConfigError as `check` does.
+        draft from them.
         """
-        self.check(prompt, params)
-        seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params), prediction)
+        seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params, prompt), prediction)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(shown=shown), params.stop)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
@@ -117,7 +117,7 @@ class Engine:
     def check(self, prompt: abc.Sequence[int], params: SamplingParams) -> None:
         """Raise ConfigError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no room in the context.
 
-        And for a grammar that cannot be compiled; one that was not seen lately takes up to a second of the calling thread.
+        And for a grammar that cannot be compiled; one that was not seen lately takes up to some seconds of the calling thread.
         """
         vocab_size = self._context.backend.config.vocab_size
         if not len(prompt):
@@ -134,7 +134,7 @@ class Engine:
                 raise ConfigError(f"{name} ids must be in [0, {vocab_size}), got {min(ids)} to {max(ids)}")
         if sum(bias == float("-inf") for bias in params.logit_bias.values()) == vocab_size:
             raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
-        self._grammars.constraint(params)
+        self._grammars.constraint(params, prompt)
 
     def add(self, request: Request) -> None:
         """Queue a prepared request."""

@@ -5,6 +5,7 @@ from collections import abc
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
@@ -15,7 +16,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.recipes import recipe_of
 from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig, read_backend
-from cpuspec.engine.assemble import Target, build, check_spec, model_and_spec, open_spec
+from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
@@ -23,17 +24,19 @@ from cpuspec.errors import CacheError, ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelCounters, LevelMemory, PrefixStats, RequestStats
 from cpuspec.sampling import TokenLogprobs
+from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
 from cpuspec.speculation.prefix_files import PrefixDirectory
-from cpuspec.speculation.proposer import LevelContext, Proposer
+from cpuspec.speculation.proposer import LevelContext
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Message = dict[str, str]
 Conversation = str | Seq[Message]
 Prompt = str | Seq[int]
 Params = SamplingParams | Seq[SamplingParams] | None
+Spec = str | SpecConfig | Mapping[str, Any] | None
 _Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 
 
@@ -65,7 +68,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | Checkpoint,
-        spec: str | SpecConfig | None = None,
+        spec: Spec = None,
         backend: str = "numba",
         threads: int | None = None,
         *,
@@ -76,7 +79,8 @@ class LLM:
 
         model: a recipe's or chain's name, a hub name as owner/name:QUANT, a GGUF file, a Hugging Face directory, or an opened
             Checkpoint.
-        spec: how to draft, a text such as "ngram" or a SpecConfig, None for the chain's own or "auto"; no answer depends on it.
+        spec: how to draft, a text such as "ngram", a SpecConfig, or vLLM's speculative config as a dict; None for the chain's own
+            or "auto". No answer depends on it.
         backend: its name, with settings of its own if need be, as "torch:cuda,dtype=bf16".
         threads: None = every usable core.
         settings, changes: an EngineConfig, and fields that replace its own, as in `LLM(model, context_length=4096)`.
@@ -102,7 +106,7 @@ class LLM:
         self.name = checkpoint.name
         target = make_backend(backend, checkpoint, settings)
         try:
-            self._start(target, tokenizer, spec, settings, build(opened, target), _sampling(checkpoint))
+            self._start(target, tokenizer, spec, settings, opened, _sampling(checkpoint))
         except BaseException:
             target.close()
             raise
@@ -112,7 +116,7 @@ class LLM:
         cls,
         backend: Backend,
         tokenizer: Tokenizer,
-        spec: str | SpecConfig | None = None,
+        spec: Spec = None,
         settings: EngineConfig | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> "LLM":
@@ -125,7 +129,7 @@ class LLM:
         context_length = _capacity(backend.config, settings)
         opened = open_spec(spec, Target(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
         llm.name = checkpoint.name if checkpoint else backend.name
-        llm._start(backend, tokenizer, spec, settings, build(opened, backend), _sampling(checkpoint))
+        llm._start(backend, tokenizer, spec, settings, opened, _sampling(checkpoint))
         return llm
 
     def _start(
@@ -134,9 +138,10 @@ class LLM:
         tokenizer: Tokenizer,
         spec: SpecConfig,
         settings: EngineConfig,
-        proposer: Proposer,
+        opened: OpenedSpec,
         sampling: SamplingDefaults,
     ) -> None:
+        proposer = build(opened, backend)
         self.tokenizer = tokenizer
         self.config = backend.config
         self.spec = spec
@@ -150,9 +155,10 @@ class LLM:
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = Context(backend, settings.max_sequences, self.context_length, prompt_rows=settings.prompt_rows)
         _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
-        self._guard = GuardedProposer(proposer, self._context) if settings.plain_on_draft_error else None
-        proposer = self._guard or proposer
-        self._engine = Engine(self._context, proposer, tokenizer)
+        self._choose = partial(build_chosen, usual=proposer, opened=opened, vocab_size=self._context.vocab_size)
+        chosen = ChosenDrafts(proposer, self._choose)
+        self._guard = GuardedProposer(chosen, self._context) if settings.plain_on_draft_error else None
+        self._engine = Engine(self._context, self._guard or chosen, tokenizer)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
         # Dropped without `close`, or still running as the process exits: no step may outlive what it computes with.
@@ -229,10 +235,12 @@ class LLM:
     ) -> int:
         """Queue token ids for a program that has an event loop, and one thread that calls `step`; returns the request's id.
 
+        prompt, params: `check` must have passed them, once for all answers.
+
         receiver: is called with each output by the thread that runs the step; it must neither wait nor raise. shown: special
         tokens whose names are part of the text. shows_progress: outputs without tokens tell how much of the prompt has been read.
         prediction: token ids that the answer may repeat, as a file that it edits does: the drafters `ngram` and `suffix` copy from
-        them, and no answer depends on them. Raises ConfigError as `check` does.
+        them, and no answer depends on them. Raises ConfigError for a closed LLM.
         """
         return self._shared.submit(prompt, params, receiver, shown, shows_progress, prediction)
 
@@ -248,8 +256,13 @@ class LLM:
         return self._shared.step()
 
     def check(self, prompt: Seq[int], params: SamplingParams) -> None:
-        """Raise ConfigError for a prompt or params that this model cannot run, and for a closed LLM."""
+        """Raise ConfigError for a prompt or params that this model cannot run, and for a closed LLM.
+
+        A grammar that was not seen lately is compiled, which may take seconds. Any thread may call this at any time.
+        """
         self._shared.check_open()
+        if params.draft is not None:
+            self._choose(params.draft)
         self._engine.check(prompt, params)
 
     @property
@@ -343,6 +356,8 @@ class LLM:
         request_ids: list[int] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
+                self.check(prompt, one)
+            for prompt, one in zip(prompts, params, strict=True):
                 request_ids += [self._shared.submit(prompt, answer) for answer in answer_params(one)]
             outputs = [list(self._shared.outputs(request_id)) for request_id in request_ids]
         finally:
@@ -352,6 +367,7 @@ class LLM:
         return [_completion(parts, index) for parts, index in zip(outputs, indices, strict=True)]
 
     def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Output]:
+        self.check(prompt, params)
         request_id = self._shared.submit(prompt, params)
         try:
             for output in self._shared.outputs(request_id):
@@ -435,12 +451,12 @@ def _sampling(checkpoint: Checkpoint | None) -> SamplingDefaults:
     return checkpoint.sampling.over(recipe.sampling) if recipe else checkpoint.sampling
 
 
-def _read_spec(spec: str | SpecConfig | None) -> SpecConfig:
+def _read_spec(spec: Spec) -> SpecConfig:
     if spec is None:
         return AUTO
-    if not isinstance(spec, str | SpecConfig):
+    if not isinstance(spec, str | SpecConfig | Mapping):
         raise ConfigError(f"spec is a text such as 'ngram' or 'auto,self:mxfp4', a SpecConfig, or None; got {spec!r}")
-    return SpecConfig.parse(spec) if isinstance(spec, str) else spec
+    return SpecConfig.read(spec)
 
 
 def _capacity(config: ModelConfig, settings: EngineConfig) -> int:

@@ -54,7 +54,7 @@ class SharedEngine:
         shows_progress: bool = False,
         prediction: abc.Sequence[int] = (),
     ) -> int:
-        """Queue a prompt; returns the request's id. Raises ConfigError for one that cannot run, or if the engine is closed.
+        """Queue a prompt that `Engine.check` has passed; returns the request's id. Raises ConfigError if the engine is closed.
 
         receiver: what the thread that runs a step calls with each output; None for an inbox that `outputs` reads.
         shown, shows_progress, prediction: as `Engine.prepare` has them.

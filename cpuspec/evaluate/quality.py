@@ -14,6 +14,7 @@ from cpuspec.backends import Backend
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, I32, ForwardBatch
 from cpuspec.sampling import argmax
+from cpuspec.sequence import shared_prefix
 
 F64 = NDArray[np.float64]
 
@@ -131,23 +132,41 @@ def compare(
     return meter.quality(difference)
 
 
+class Scorer:
+    """Logits of texts, one after the other. What a text's beginning shares with the last text is not computed again."""
+
+    def __init__(self, backend: Backend, capacity: int) -> None:
+        """capacity: tokens of the longest text."""
+        self._backend = backend
+        self._cache = backend.new_cache(1, capacity)
+        self._held: list[int] = []  # tokens whose keys and values the cache holds
+
+    def logits(self, tokens: Sequence[int], first: int = 0, chunk: int | None = None) -> Iterator[F32]:
+        """Logits [rows, V] of a text from its row `first` on, up to `chunk` rows at a time."""
+        chunk = chunk or self._backend.max_rows
+        shared = min(shared_prefix(self._held, list(tokens)), first)
+        begin = self._cache.truncate(0, shared)
+        self._held = list(tokens[:begin])
+        for start in range(begin, len(tokens), chunk):
+            rows = np.asarray(tokens[start : start + chunk], np.int32)
+            logits = self._backend.forward(
+                ForwardBatch(
+                    tokens=rows,
+                    positions=np.arange(start, start + len(rows), dtype=np.int32),
+                    slots=np.zeros(1, np.int32),
+                    q_start=np.array([0, len(rows)], np.int32),
+                    logit_rows=None if start >= first else np.arange(first - start, len(rows), dtype=np.int32),
+                ),
+                self._cache,
+            ).logits
+            self._held += rows.tolist()
+            if len(logits):
+                yield logits
+
+
 def logits_of(backend: Backend, tokens: Sequence[int], chunk: int, first: int = 0) -> Iterator[F32]:
     """Logits [rows, V] of a text fed to an empty cache, up to `chunk` rows at a time, from the row `first` on."""
-    cache = backend.new_cache(1, len(tokens))
-    for start in range(0, len(tokens), chunk):
-        rows = np.asarray(tokens[start : start + chunk], np.int32)
-        logits = backend.forward(
-            ForwardBatch(
-                tokens=rows,
-                positions=np.arange(start, start + len(rows), dtype=np.int32),
-                slots=np.zeros(1, np.int32),
-                q_start=np.array([0, len(rows)], np.int32),
-                logit_rows=None if start >= first else np.arange(first - start, len(rows), dtype=np.int32),
-            ),
-            cache,
-        ).logits
-        if len(logits):
-            yield logits
+    return Scorer(backend, len(tokens)).logits(tokens, first, chunk)
 
 
 def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:

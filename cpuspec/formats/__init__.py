@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cpuspec.errors import FormatError
-from cpuspec.formats import float_codes, floats, int4, int8, kquants, legacy, lowbit, mx, nonlinear
+from cpuspec.formats import float_codes, floats, grids, int4, int8, kquants, legacy, lowbit, mx, nonlinear, nvfp, ternary
 from cpuspec.formats.format import Format
 from cpuspec.formats.tensor import Cast, QuantTensor
 
@@ -35,7 +35,10 @@ FORMATS = table_of(
         *legacy.FORMATS,
         *kquants.FORMATS,
         mx.MXFP4,
+        *nvfp.FORMATS,
         *nonlinear.FORMATS,
+        *grids.FORMATS,
+        *ternary.FORMATS,
         *int4.FORMATS,
         *lowbit.FORMATS,
         *int8.FORMATS,

@@ -46,18 +46,18 @@ def encode_q6_k(values: F32) -> Parts:
 
 
 def parts_q2_k(fields: NDArray) -> Parts:
-    """Sixteen 4-bit scales (low halves) and minima (high halves), and codes 0..3, two bits each (`_pairs`)."""
-    return {"codes": _pairs(fields["codes"]), "s": fields["scales"] & 0x0F, "z": fields["scales"] >> 4}
+    """Sixteen 4-bit scales (low halves) and minima (high halves), and codes 0..3, two bits each (`pairs`)."""
+    return {"codes": pairs(fields["codes"]), "s": fields["scales"] & 0x0F, "z": fields["scales"] >> 4}
 
 
 def fields_q2_k(parts: Parts) -> Parts:
     """The field that holds the low two bits of codes."""
-    return {"codes": _packed_pairs(parts["codes"] & 3)}
+    return {"codes": packed_pairs(parts["codes"] & 3)}
 
 
 def parts_q3_k(fields: NDArray) -> Parts:
     """Sixteen signed 6-bit scales, and codes 0..7: bit s of byte i of `high` is the third bit of value 32 s + i."""
-    codes = _pairs(fields["codes"]) | _top_bits(fields) << 2
+    codes = pairs(fields["codes"]) | _top_bits(fields) << 2
     return {"codes": codes, "s": unpack_signed_scales(fields["scales"])}
 
 
@@ -101,13 +101,13 @@ def parts_q6_k(fields: NDArray) -> Parts:
     Each half of 128 values: 64 bytes of low nibbles (values 0..63 low, 64..127 high) and 32 bytes of four two-bit tops each.
     """
     low = fields["low"].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 0x0F
-    return {"codes": low.reshape(-1, SUPERBLOCK) | _pairs(fields["high"]) << 4}
+    return {"codes": low.reshape(-1, SUPERBLOCK) | pairs(fields["high"]) << 4}
 
 
 def fields_q6_k(parts: Parts) -> Parts:
     """The fields that hold codes 0..63."""
     low = (parts["codes"] & 0x0F).reshape(-1, 2, 2, 64)
-    return {"low": (low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128), "high": _packed_pairs(parts["codes"] >> 4)}
+    return {"low": (low[:, :, 0] | low[:, :, 1] << 4).reshape(-1, 128), "high": packed_pairs(parts["codes"] >> 4)}
 
 
 def unpack_scales(packed: NDArray) -> tuple[NDArray, NDArray]:
@@ -149,13 +149,13 @@ def pack_signed_scales(scales: NDArray) -> NDArray:
     return np.concatenate([low, np.bitwise_or.reduce(tops, axis=1)], axis=1)
 
 
-def _pairs(packed: NDArray) -> NDArray:
+def pairs(packed: NDArray) -> NDArray:
     """Two-bit codes, U8 [n, 256]: byte i of each half of 32 bytes holds values i, 32 + i, 64 + i and 96 + i of its 128."""
     return (packed.reshape(-1, 2, 1, 32) >> _PAIRS & 3).reshape(-1, SUPERBLOCK)
 
 
-def _packed_pairs(codes: NDArray) -> NDArray:
-    """The reverse of `_pairs`."""
+def packed_pairs(codes: NDArray) -> NDArray:
+    """The reverse of `pairs`."""
     return np.bitwise_or.reduce(codes.reshape(-1, 2, 4, 32) << _PAIRS, axis=2).reshape(-1, 64)
 
 

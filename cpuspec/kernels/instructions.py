@@ -49,7 +49,7 @@ class Products:
     @property
     def in_nibbles(self) -> bool:
         """Whether codes are multiplied four bits at a time."""
-        return self.bits > 6 and not self.in_words and not self.vnni
+        return self.bits > 7 and not self.in_words and not self.vnni
 
     @property
     def shifted(self) -> bool:
@@ -68,8 +68,8 @@ class Products:
             yield [(v, 4 * v) for v in own], 256 if self.order == "int16" else 1
             if self.order == "int16":
                 yield [(v, LOW_BYTES + 4 * v) for v in own], 1
-        else:  # of four bits eight sums of two products fit 16 bits, of five four, of six two
-            fit = min(share, {5: 4, 6: 2}.get(self.bits, 8))
+        else:  # of four bits eight sums of two products fit 16 bits, of five four, of six two, of seven one
+            fit = min(share, {5: 4, 6: 2, 7: 1}.get(self.bits, 8))
             for first_vector, factor in ((0, 1), (8, 16)) if self.in_nibbles else ((0, 1),):
                 for first in own[::fit]:
                     yield [(first_vector + v, 4 * v) for v in range(first, first + fit)], factor

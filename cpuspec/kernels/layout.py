@@ -80,7 +80,7 @@ STATE = _record(
 )
 
 # What `Program.enter` notes of a forward begins with this. `logits` and `kept` are addresses of the numpy objects, not of numbers.
-CALL = _words("num_rows", "num_logit_rows", "num_parents", "num_sequences", "head_bytes", "logits", "kept")
+CALL = _words("num_rows", "num_logit_rows", "num_parents", "num_sequences", "both_ways", "head_bytes", "logits", "kept")
 
 # One matrix of a "linear" operation. bias and residual are added where they are not 0.
 TENSOR = _words("kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride")

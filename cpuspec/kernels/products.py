@@ -52,13 +52,13 @@ def sum_of_weights(group: Group) -> Value:
     weights: Value | None = None
     for scale, vectors in _halves(group):
         total = ones.like(-group.zero * 4 * len(vectors))
-        if group.bits > 6 and dot_isa() == "avx2":  # as they are multiplied (`instructions`)
-            low, high = ([codes.shifted(shift) & 0x0F0F0F0F for codes in vectors] for shift in (0, -4))
-            total = dot_bytes(total, _sum_of_bytes(low), ones) + (dot_bytes(ones.like(0), _sum_of_bytes(high), ones) << 4)
+        if group.bits == 8 and dot_isa() == "avx2":  # in halves, as they are multiplied (`instructions`)
+            low, high = (_sum_of_bytes([codes.shifted(shift) & 0x0F0F0F0F for codes in vectors]) for shift in (0, -4))
+            total = dot_bytes(total, low, ones) + (dot_bytes(ones.like(0), high, ones) << 4)
         else:
-            fits = len(vectors) * (2**group.bits - 1) < 256  # as bytes, the sum of all vectors does not overflow
-            for vector in [_sum_of_bytes(vectors)] if fits else vectors:
-                total = dot_bytes(total, vector, ones)
+            fit = max(1, 255 // (2**group.bits - 1))  # as bytes, the sum of so many does not overflow
+            for first in range(0, len(vectors), fit):
+                total = dot_bytes(total, _sum_of_bytes(vectors[first : first + fit]), ones)
         number = total.sitofp(F32X16)
         weights = number * scale if weights is None else fma(number, scale, weights)
     assert weights is not None, "a group has a scale"

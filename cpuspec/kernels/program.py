@@ -47,8 +47,9 @@ def enter(state, numbers):
     parents = starts + 8 * (call.num_sequences + 1)
     state.tokens, state.positions, state.logit_rows = int64s_at(tokens), int64s_at(positions), int64s_at(logit_rows)
     place_rows(
-        state, int64s_at(starts), int64s_at(lengths), int64s_at(storages), int64s_at(parents), call.num_sequences, call.num_parents
-    )
+        state, int64s_at(starts), int64s_at(lengths), int64s_at(storages), int64s_at(parents), call.num_sequences,
+        call.num_parents, call.both_ways,
+    )  # fmt: skip
     return plan_attention(state)
 
 
@@ -69,7 +70,7 @@ class Program:
 
     def enter(
         self, tokens: list[int], positions: list[int], parents: list[int], logit_rows: Sequence[int], q_start: list[int],
-        lengths: list[int], storages: list[int], head_bytes: int, kept: _Array | None, logits: _Array,
+        lengths: list[int], storages: list[int], head_bytes: int, kept: _Array | None, logits: _Array, both_ways: bool = False,
     ) -> None:  # fmt: skip
         """Note what the next run is about, where its rows go in the cache and what they attend to.
 
@@ -78,7 +79,8 @@ class Program:
         its rows are kept, None for no layer; logits f32 [logit rows, stride]. The arrays must stay until the run is over.
         """
         numbers: list[int | c_int64] = [  # first layout.CALL; a slice of ctypes takes both types
-            len(tokens), len(logit_rows), len(parents), len(lengths), head_bytes, id(logits), 0 if kept is None else id(kept),
+            len(tokens), len(logit_rows), len(parents), len(lengths), both_ways, head_bytes, id(logits),
+            0 if kept is None else id(kept),
             *tokens, *positions, *logit_rows, *lengths, *storages, *q_start, *parents,
         ]  # fmt: skip
         if len(numbers) > len(self._numbers):

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+
 from cpuspec.formats import FORMATS, Format, lowbit, nonlinear
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, Value, lookup_bytes, lookup_f32, vector_of
@@ -22,6 +24,11 @@ class Group:
     zero: int = 0  # zero point of the codes
     minima: tuple[Value, ...] = ()  # added to every weight of the group, or of each half of it
 
+
+# Scales that a group has, where it is not one.
+NUM_SCALES: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys(("q2_k", "q3_k", "q6_k", "nvfp4", "nvfp4_global", "iq2_xs", "iq2_s"), 2)
+)
 
 Reader = Callable[[Value, Value, Value], Group]  # (address of a panel, its groups, one of them) -> Group
 
@@ -72,6 +79,13 @@ def _signed_6_bits(scales: Value, group: Value) -> list[Value]:
     return found
 
 
+def _half_of_ue4m3(address: Value) -> Value:
+    """Half of sixteen numbers of E4M3 without sign, exactly; zero for 0x7F. As f16 they are the 2^-8th part."""
+    byte = address.load(vector_of(I8)).zext(vector_of(I16))
+    number = ((byte & 0x7F) << 7).bits(vector_of(F16)).fpext(F32X16) * 128.0
+    return byte.equals(0x7F).select(number.like(0.0), number)
+
+
 def _in_lanes(shift: Value) -> Value:
     return shift.trunc(I32).splat()
 
@@ -107,11 +121,10 @@ def _int8(size: int) -> Reader:
     return read
 
 
-def _looked_up(levels: Sequence[int], codes: list[Value], scales: list[Value]) -> Group:
+def _looked_up(levels: Sequence[float], codes: list[Value], scales: list[Value]) -> Group:
     """A group whose codes are places in a table of whole numbers, which get the least zero point that makes them unsigned."""
-    zeros = (32, 128) if len(scales) == 2 else (16, 32, 128)
-    zero = next(zero for zero in zeros if max(map(abs, levels)) < zero)
-    table = [zero + level for level in levels] + [0] * (16 - len(levels))
+    zero = next(zero for zero in (16, 32, 64, 128)[len(scales) - 1 :] if max(map(abs, levels)) < zero)
+    table = [zero + int(level) for level in levels] + [0] * (16 - len(levels))
     return Group(zero.bit_length(), [lookup_bytes(table, c) for c in codes], scales, zero)
 
 
@@ -132,6 +145,48 @@ def _iq4_xs(at: Value, groups: Value, group: Value) -> Group:
     top = ((scales + 64).u16_codes() >> _in_lanes(group * 2) & 3) << 4
     scale = (scales + 96).f16() * ((low | top) - 32).sitofp(F32X16)
     return _looked_up(nonlinear.LEVELS, _nibbles(at + group * 256), [scale])
+
+
+def _nvfp4(tensor_scale: bool) -> Reader:
+    """nvfp4: planes codes, scales, (the tensor's scale), which is one for 64 inputs."""
+
+    def read(at: Value, groups: Value, group: Value) -> Group:
+        here = at + groups * 256 + group * 32
+        scales = [_half_of_ue4m3(here + 16 * half) for half in range(2)]
+        if tensor_scale:
+            whole = (at + groups * 288 + (group >> 1) * 64).f32()
+            scales = [whole * scale for scale in scales]
+        return _looked_up(E2M1_DOUBLED, _nibbles(at + group * 256), scales)
+
+    return read
+
+
+def _grids(row: Format) -> Reader:
+    """iq2 and iq3: planes codes (two bits and signs, or nibbles), scales of four bits, d. A panel is a superblock."""
+    assert row.affine is not None, "a format of codes"
+    assert row.affine.levels is not None, "codes with levels"
+    levels, code_bytes = row.affine.levels, 64 * row.code_bits
+    unit = float(row.to_parts(np.zeros(1, row.layout))["s"][0, 0])  # of a scale of zero, which is one of them
+    halves = NUM_SCALES.get(row.name, 1)
+
+    def read(at: Value, groups: Value, group: Value) -> Group:
+        if row.code_bits == 3:
+            codes = _both(_two_bits(at + group * 128, 0), _bit(at + groups * 128 + group * 64, 2))
+        else:
+            codes = _nibbles(at + group * 256)
+        scales = at + groups * code_bytes
+        number = group * halves  # of the first scale of the group
+        word = (scales + (number >> 3) * 64).i32()
+        d = (scales + halves * 64).f16() * unit
+        found = [word >> _in_lanes(((number & 7) + half) * 4) & 15 for half in range(halves)]
+        return _looked_up(levels, codes, [d * (four_bits * 2 + 1).sitofp(F32X16) for four_bits in found])
+
+    return read
+
+
+def _ternary(at: Value, groups: Value, group: Value) -> Group:
+    """Planes codes, d. Eight times the codes have the zero point of q4_0."""
+    return Group(5, _two_bits(at + group * 128, 3), [_superblock(at + groups * 128, group) * (1 / 8)], 8)
 
 
 def _int4(size: int, asymmetric: bool) -> Reader:
@@ -260,6 +315,9 @@ _KINDS: Mapping[str, Callable[[Format], Reader]] = MappingProxyType(
         "levels": lambda row: _mxfp4,
         "iq4_nl": lambda row: _iq4_nl,
         "iq4_xs": lambda row: _iq4_xs,
+        "nvfp4": lambda row: _nvfp4("d" in (row.layout.names or ())),
+        "grids": _grids,
+        "ternary": lambda row: _ternary,
         "groups": lambda row: _int4(row.block_size, asymmetric="z" in (row.layout.names or ())),
         "few_bits": lambda row: _lowbit(row.code_bits, row.block_size),
         "superblocks": lambda row: _k(64 * row.code_bits, top_bit=row.code_bits == 5),
@@ -286,8 +344,7 @@ _FLOAT_CODES: Mapping[str, Callable[[Format], FloatCodes]] = MappingProxyType(
 FLOAT_CODES: Mapping[str, FloatCodes] = MappingProxyType(
     {name: _FLOAT_CODES[row.reader](row) for name, row in FORMATS.items() if row.reader in _FLOAT_CODES}
 )
-# Scales that a group has, where it is not one.
-NUM_SCALES: Mapping[str, int] = MappingProxyType({"q2_k": 2, "q3_k": 2, "q6_k": 2})
+
 
 if unread := FORMATS.keys() - READERS.keys() - NUMBERS.keys() - FLOAT_CODES.keys() - {PAIRED}:
     raise AssertionError(

@@ -56,11 +56,12 @@ class ForwardBatch:
         logit_rows: list[int] | I32 | None = None,
         hidden_layers: tuple[int, ...] = (),
         hidden: F32 | None = None,
+        both_ways: bool = False,
     ) -> None:
         """As the properties below. Raises BackendError for other arrays.
 
         hidden_layers: layers whose outputs a proposer asked for. hidden: [T, C] hidden states that the rows begin with, where the
-        model takes them (`ModelConfig.takes_hidden`).
+        model takes them (`ModelConfig.takes_hidden`). both_ways: whether a row sees the rows behind it in its sequence, too.
         """
         fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
         if not _LISTED.issuperset(map(type, fields)):
@@ -68,6 +69,7 @@ class ForwardBatch:
         self.lists = Lists(*fields)
         self.hidden_layers = hidden_layers
         self.hidden = hidden
+        self.both_ways = both_ways
 
     @cached_property
     def tokens(self) -> I32:
@@ -99,8 +101,11 @@ class ForwardBatch:
         """Rows to project to logits; None = all."""
         return None if self.lists.logit_rows is None else np.array(self.lists.logit_rows, np.int32)
 
-    def check(self, config: ModelConfig, cache: Slots, max_rows: int) -> None:
-        """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to."""
+    def check(self, config: ModelConfig, cache: Slots, max_rows: int, injects: bool = False) -> None:
+        """Raise BackendError or CacheError unless every index is in range: compiled code reads what it is told to.
+
+        injects: whether hidden states are to be injected (`model.transformer.inject`).
+        """
         lists = self.lists
         tokens, positions, slots, starts = lists.tokens, lists.positions, lists.slots, lists.q_start
         parents, logit_rows = lists.parents, lists.logit_rows
@@ -130,9 +135,12 @@ class ForwardBatch:
             raise _out_of_range("positions", positions, MAX_POSITIONS)
         if logit_rows and (min(logit_rows) < 0 or max(logit_rows) >= num_rows):
             raise _out_of_range("logit_rows", logit_rows, num_rows)
-        if self.hidden is not None and not config.takes_hidden:
+        takes_hidden = injects or config.takes_hidden
+        if self.hidden is not None and not takes_hidden:
             raise BackendError("this model takes no hidden states")
-        if config.takes_hidden:
+        if self.both_ways and parents is not None:
+            raise BackendError("rows of a tree see their ancestors; rows that see each other have no parents")
+        if takes_hidden:
             wanted, given = (num_rows, config.hidden_size), self.hidden
             if given is None or given.dtype != np.float32 or given.shape != wanted:
                 got = None if given is None else f"{given.dtype} {given.shape}"
@@ -174,10 +182,11 @@ class ForwardOutput:
 def visible(batch: ForwardBatch, sequence: int, prefix: int, window: int | None = None) -> NDArray[np.bool_]:
     """Which cache indices each row of a sequence attends to, [rows, prefix + rows].
 
-    A row's path is the prefix, its ancestors and the row itself. It sees the last `window` tokens of its path, None for all.
+    A row's path is the prefix, its ancestors and the row itself, or all rows where these see both ways. It sees the last `window`
+    tokens of its path, None for all.
     """
     start, end = batch.q_start[sequence], batch.q_start[sequence + 1]
-    own = np.tri(end - start, dtype=np.bool_)
+    own = np.ones((end - start, end - start), np.bool_) if batch.both_ways else np.tri(end - start, dtype=np.bool_)
     if batch.parents is not None:
         own = np.eye(end - start, dtype=np.bool_)
         for row, parent in enumerate(batch.parents[start:end] - start):

@@ -77,6 +77,14 @@ class Operations(Protocol[V]):
         ...
 
 
+class Injection(Operations[V], Protocol[V]):
+    """And what `inject` needs besides."""
+
+    def append(self, layer: Layer, k: V, v: V) -> None:
+        """Append keys, rotated as by `rotate`, and values to the cache."""
+        ...
+
+
 def layers_of(config: ModelConfig) -> list[Layer]:
     """The layers of a model, first to last."""
     ropes = {"global": Rope(config.rope_base, config.rope_scaling), "local": Rope(config.local_rope_base), "none": None}
@@ -113,6 +121,14 @@ def decode(config: ModelConfig, ops: Operations[V]) -> V:
         x = ops.add(x, ops.gate(gate, up), weight("down"), _norm_after(config, weight("mlp_post_norm")))
         ops.keep(layer, x)
     return ops.logits(x, "output", "norm" if head is None or head.final_norm else None)
+
+
+def inject(config: ModelConfig, ops: Injection[V]) -> None:
+    """Rows of hidden states alone: every layer's keys and values are made of the normed ones, and nothing else is computed."""
+    x = ops.hidden("hidden_norm")
+    for layer in layers_of(config):
+        k, v = ops.linears(x, (layer.weight("k"), layer.weight("v")), None)
+        ops.append(layer, k, v)
 
 
 def encode_features(ops: Operations[V]) -> V:

@@ -34,7 +34,7 @@ def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:
     found = {}
     for name, tensor in checkpoint.tensors.items():
         if len(tensor.shape) == 2 and name not in ("embed", "output"):
-            with _naming(name):
+            with naming(name):
                 format.row_bytes(tensor.shape[1])
             found[name] = format
     output = checkpoint.tensors["embed" if checkpoint.config.tied_embeddings else "output"]
@@ -60,7 +60,7 @@ def cast_checkpoint(
     with ThreadPoolExecutor(threads or usable_cores()) as pool:
         jobs = {name: pool.submit(cast, tensors[name], to) for name, to in wanted.items()}
         for name, job in jobs.items():
-            with _naming(name):
+            with naming(name):
                 tensors[name] = job.result()
             done += tensors[name].num_values
             on_progress(done, total)
@@ -68,7 +68,8 @@ def cast_checkpoint(
 
 
 @contextmanager
-def _naming(tensor: str) -> Iterator[None]:
+def naming(tensor: str) -> Iterator[None]:
+    """Name the tensor in a FormatError."""
     try:
         yield
     except FormatError as error:

@@ -12,6 +12,7 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.server import completions, infill, messages, native, page, responses
+from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
 from cpuspec.server.gate import Gate, context_of
 from cpuspec.server.model import ServedModel
@@ -36,13 +38,19 @@ def make_app(server: Server) -> FastAPI:
     app = FastAPI(
         title="cpuspec", version=__version__, docs_url=None, redoc_url=None
     )  # their pages would load scripts from elsewhere
-    app.state.server = server
     app.include_router(native.router)
     app.include_router(completions.router)
     app.include_router(messages.router)
     app.include_router(responses.router)
     app.include_router(infill.router)
     app.include_router(page.router)
+    guard(app, server)
+    return app
+
+
+def guard(app: Starlette, server: Server) -> None:
+    """Put the gate of a server before an application, and give its errors the protocols' shapes."""
+    app.state.server = server
     app.add_exception_handler(CpuspecError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -57,7 +65,6 @@ def make_app(server: Server) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    return app
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -135,7 +142,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
     # A daemon: a server that is told to end does not wait until its model is loaded.
     loaded = asyncio.create_task(beside(load))
     serving = asyncio.create_task(web.serve(sockets=[listener]))
-    ending = asyncio.create_task(told_to_end.wait())
+    ending, closing = asyncio.create_task(told_to_end.wait()), asyncio.create_task(close_silent(web))
     try:
         while not web.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -154,6 +161,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
         await _drain(server, web)
     finally:
         ending.cancel()
+        closing.cancel()
         loaded.cancel()
         web.should_exit = True
         await serving

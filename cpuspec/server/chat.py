@@ -6,18 +6,20 @@ Chat completions, Anthropic's messages and OpenAI's responses are three spelling
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.changing_lines import without_changing_lines
+from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
 from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel, Wanted
 from cpuspec.server.parsing import AnswerParser
 from cpuspec.server.parsing.calls import tool_instructions
+from cpuspec.server.structured import call_grammar
 from cpuspec.server.turns import in_turns
 
 _ROLES = {"developer": "system"}  # a name that templates do not know yet
@@ -26,13 +28,18 @@ _KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message tha
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation, ready to be answered. prefix: what the answer begins with, because a tool call was demanded."""
+    """A conversation, ready to be answered.
+
+    thinking: the prompt has opened the reasoning. prefix: what the answer begins with, as a demanded tool call. keeps_to: fields of
+    SamplingParams that restrict the answer.
+    """
 
     model: ServedModel
     ids: list[int]
-    thinking: bool  # the prompt has opened the reasoning
+    thinking: bool
     tool_names: frozenset[str]
     prefix: str
+    keeps_to: Mapping[str, Any] = field(default_factory=dict)
 
     def parser(self) -> AnswerParser:
         """The parser of one answer."""
@@ -40,7 +47,11 @@ class ChatPrompt:
         return AnswerParser(thinking=self.thinking, calls=calls)
 
     def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[Wanted]:
-        """The answers to compute. prediction: token ids that they may repeat."""
+        """The answers to compute. prediction: token ids that they may repeat.
+
+        Raises ConfigError for params that a grammar excludes.
+        """
+        params = replace(params, **self.keeps_to)
         return [Wanted(self.ids, one, shows_progress, prediction) for one in answer_params(params)]
 
     def call_id(self) -> str:
@@ -55,13 +66,16 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: Any = None,
     variables: Mapping[str, Any] | None = None,
+    answer_format: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
-    """Encode a conversation in OpenAI's spelling. variables: of the chat template. Takes a while for long ones.
+    """Encode a conversation in OpenAI's spelling. Takes a while for long ones.
 
-    Raises RequestError for what is no conversation, TokenizerError for what the template refuses.
+    variables: of the chat template. answer_format: fields of SamplingParams that restrict an answer without tool calls. Raises
+    RequestError for what is no conversation, TokenizerError for what the template refuses.
     """
     if not model.llm.tokenizer.chat_template:
         raise RequestError(f"{model.name} has no chat template; use /v1/completions, or an instruct model", "model")
+    strict = _strict_names(tools)
     tools, named = _chosen_tools(tools, tool_choice)
     if model.config.drop_changing_lines:
         messages = without_changing_lines(messages)
@@ -82,12 +96,26 @@ def chat_prompt(
             raise
         ids = tokenizer.encode_chat(turns, variables=given)
     thinking = tokenizer.decode(ids[-8:], skip_special=False).rstrip().endswith("<think>")
-    prefix = ""
+    reasons = "think>" in (tokenizer.chat_template or "")  # some templates have the closing mark only
+    closed = "\n</think>\n\n" if thinking else ""
+    form, prefix, keeps_to = model.tool_format, "", dict(answer_format or {})
     if tools and (named or tool_choice == "required"):
-        row = model.tool_format
-        prefix = ("\n</think>\n\n" if thinking else "") + row.begins + (row.begins_named(named) if named else "")
+        prefix = closed + form.begins + (named + form.arguments if named else "")
+        keeps_to = {"grammar": call_grammar(form, tools, strict, None if named else "", demanded=True)}
+    elif tools and keeps_to:
+        if "json_schema" not in keeps_to:
+            raise RequestError("an answer that may call tools keeps to a JSON schema only; leave out tools or the grammar", "tools")
+        content = keeps_to["json_schema"]
+        keeps_to = {"grammar": call_grammar(form, tools, strict, form.begins, content), "free_reasoning": reasons}
+    elif tools and strict and tokenizer.token_id(form.mark) is not None:
+        keeps_to = {"grammar": call_grammar(form, tools, strict, form.opens), "grammar_trigger": form.mark}
+    elif keeps_to:
+        keeps_to["free_reasoning"] = reasons
+    if "free_reasoning" in keeps_to and tokenizer.token_id("</think>") is None:
+        prefix = closed  # nothing could tell where the grammar begins
+    if prefix:
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
-    return ChatPrompt(model, ids, thinking, frozenset(tool["function"]["name"] for tool in tools), prefix)
+    return ChatPrompt(model, ids, thinking, frozenset(tool["function"]["name"] for tool in tools), prefix, keeps_to)
 
 
 def _num_chars(value: Any) -> int:
@@ -121,6 +149,12 @@ def _chosen_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[list
             "tool_choice",
         )
     return chosen, str(name)
+
+
+def _strict_names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The functions whose arguments must keep to their schemas."""
+    functions = [tool.get("function") for tool in tools]
+    return {str(one.get("name")) for one in functions if isinstance(one, Mapping) and one.get("strict") is True}
 
 
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,3 +276,22 @@ def said(prompt: ChatPrompt, text: str) -> Said:
                 last = found.calls[-1]
                 found.calls = (*found.calls[:-1], replace(last, arguments=last.arguments + piece.text))
     return found
+
+
+def message_of(found: Said) -> dict[str, Any]:
+    """An answer as OpenAI's message."""
+    message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
+    if found.reasoning:
+        message["reasoning_content"] = found.reasoning
+    if found.calls:
+        message["content"] = found.content or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in found.calls
+        ]
+    return message
+
+
+def reason_of(output: Output, has_calls: bool) -> str:
+    """OpenAI's reason why an answer has ended, from its last output."""
+    return "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason or "stop"

@@ -9,10 +9,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec.config import SamplingParams
-from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
 from cpuspec.metrics import epoch_s
-from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, said
+from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, message_of, reason_of, said
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import (
     chat_logprobs,
@@ -28,7 +27,7 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, Wanted, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
-from cpuspec.server.schema import ChatBody, CompletionBody, Prediction, SamplingBody, sampling_params
+from cpuspec.server.schema import ChatBody, CompletionBody, Prediction, SamplingBody, grammar_of, sampling_params
 from cpuspec.server.server import server_of
 
 router = APIRouter()
@@ -41,18 +40,17 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     model = await model_of(request, body.model)
-    if body.response_format and body.response_format.type != "text":
-        raise RequestError(f"response_format {body.response_format.type[:40]!r} is not supported; wanted text", "response_format")
     params = chat_params(model, body)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"} | variables
-    work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables)
+    keeps_to = grammar_of(body)
+    work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables, keeps_to)
     prompt = await model.in_worker(work)
     check_number(model, params.n)
     predicted = await model.in_worker(partial(_predicted, model, body.prediction))
     wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
-    answers = Answers(model, context.client, context.id, wanted)
+    answers = await model.answers(context.client, context.id, wanted)
     head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server_of(request).shown_name(model)}
     if body.stream:
         return EventStream(_chat_events(body, prompt, answers, head, context.figures), answers, request, context.id)
@@ -95,21 +93,12 @@ async def _chat(body: ChatBody, prompt: ChatPrompt, answers: Answers, head: dict
     tokenizer, choices = prompt.model.llm.tokenizer, []
     for index, output in enumerate(outputs):
         found = said(prompt, output.text)
-        message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
-        if found.reasoning:
-            message["reasoning_content"] = found.reasoning
-        if found.calls:
-            message["content"] = found.content or None
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in found.calls
-            ]
         choices.append(
             {
                 "index": index,
-                "message": message,
+                "message": message_of(found),
                 "logprobs": chat_logprobs(tokenizer, output.logprobs) if body.logprobs else None,
-                "finish_reason": _reason(output, bool(found.calls)),
+                "finish_reason": reason_of(output, bool(found.calls)),
             }
         )
     stats = stats_of(outputs)
@@ -165,7 +154,7 @@ async def _chat_events(
                 yield chunk(index, delta_of(index, piece))
             lasts.append(output)
             told = {"timings": timings(output.stats)} if output.stats and len(parsers) == 1 else {}
-            yield chunk(index, {}, reason=_reason(output, parser.num_calls > 0), **told)
+            yield chunk(index, {}, reason=reason_of(output, parser.num_calls > 0), **told)
     stats = stats_of(lasts)
     figures |= log_figures(stats)
     if _wants_usage(body):
@@ -175,10 +164,6 @@ async def _chat_events(
 
 def _wants_usage(body: SamplingBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
-
-
-def _reason(output: Output, has_calls: bool) -> str:
-    return "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason or "stop"
 
 
 @router.post("/v1/completions")
@@ -192,9 +177,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         raise RequestError("echo with logprobs is not supported: a prompt's tokens get no log-probabilities", "echo")
     if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
         raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
-    own = {"max_tokens": 16} if body.max_tokens is None else {}  # OpenAI's default
+    own: dict[str, Any] = {"max_tokens": 16} if body.max_tokens is None else {}  # OpenAI's default
     num_top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
-    params = sampling_params(model, body, logprobs=num_top, **own)
+    params = sampling_params(model, body, logprobs=num_top, **own, **grammar_of(body))
     if body.suffix:
         assert isinstance(body.prompt, str), "checked above"
         check_number(model, params.n)
@@ -205,7 +190,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         prompts = await model.in_worker(partial(_prompts, model, body.prompt))
     wanted = [Wanted(prompt, one) for prompt in prompts for one in answer_params(params)]
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
-    answers = Answers(model, context.client, context.id, wanted)
+    answers = await model.answers(context.client, context.id, wanted)
     head = {
         "id": f"cmpl-{context.id}",
         "object": "text_completion",

@@ -41,6 +41,8 @@ class InfillBody(BaseModel):
     min_p: float | None = None
     seed: int | None = None
     stop: list[str] = []
+    grammar: str = ""
+    json_schema: dict[str, Any] | None = None
     stream: bool = False
     t_max_predict_ms: float = 0  # 0: no limit
 
@@ -50,7 +52,8 @@ async def infill(body: InfillBody, request: Request) -> Response:
     """Fill the gap. n_predict 0 reads the prompt only, so that the next request finds it in the cache."""
     context = context_of(request)
     model = await model_of(request, body.model)
-    given: dict[str, Any] = body.model_dump(include={"temperature", "top_k", "top_p", "min_p"})
+    given: dict[str, Any] = body.model_dump(include={"temperature", "top_k", "top_p", "min_p", "json_schema"})
+    given["grammar"] = body.grammar or None
     given["seed"] = None if body.seed is None or body.seed < 0 else body.seed  # llama.cpp draws one for -1
     given["stop"] = tuple(text for text in body.stop if text)
     if body.n_predict >= 0:  # and -1 is no limit
@@ -58,7 +61,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
     params = fill_params(model, model.params({name: value for name, value in given.items() if value is not None}))
     others = [(one.filename, one.text) for one in body.input_extra]
     prompt = await model.in_worker(partial(fill_prompt, model, body.input_prefix + body.prompt, body.input_suffix, others))
-    answers = Answers(model, context.client, context.id, [Wanted(prompt, params)])
+    answers = await model.answers(context.client, context.id, [Wanted(prompt, params)])
     name = server_of(request).shown_name(model)
     if body.stream:
         return EventStream(_events(body, answers, name, context.figures), answers, request, context.id)

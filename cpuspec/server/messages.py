@@ -25,6 +25,7 @@ from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
 from cpuspec.server.schema import Body
 from cpuspec.server.server import server_of
+from cpuspec.server.structured import answer_format
 
 router = APIRouter()
 
@@ -36,7 +37,8 @@ class CountBody(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None  # ignored without a format
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # output_config.format, as the beta called it
     # Refused where they ask for something.
     compaction: Any = None
     thread: Any = None
@@ -82,7 +84,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     }
     params: SamplingParams = model.params({name: value for name, value in given.items() if value is not None})
     prompt = await model.in_worker(partial(_prompt, model, body))
-    answers = Answers(model, context.client, context.id, prompt.wanted(params))
+    answers = await model.answers(context.client, context.id, prompt.wanted(params))
     head: dict[str, Any] = {
         "id": f"msg_{context.id}",
         "type": "message",
@@ -122,8 +124,6 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     for name, why in _REFUSED.items():
         if getattr(body, name):
             raise RequestError(f"{name} is not supported: {why}", name)
-    if (body.output_config or {}).get("format") is not None:
-        raise RequestError("output_config.format is not supported; leave it out", "output_config")
     listed: list[dict[str, Any]] = []
     blocks = [{"type": "text", "text": body.system}] if isinstance(body.system, str) else body.system or []
     texts = [_block_text(block, "system") for block in blocks]
@@ -137,7 +137,9 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     if body.tools and not tools:
         raise RequestError(f"tools.0 is of type {str(body.tools[0]['type'])[:40]!r}, which this server cannot run", "tools")
     variables = {"enable_thinking": body.thinking.get("type") != "disabled"} if body.thinking else {}
-    return chat_prompt(model, listed, tools, _tool_choice(body.tool_choice), variables)
+    asked = (body.output_config or {}).get("format") or body.output_format
+    keeps_to = answer_format(asked, "output_config.format")
+    return chat_prompt(model, listed, tools, _tool_choice(body.tool_choice), variables, keeps_to)
 
 
 def _block_text(block: Mapping[str, Any], where: str) -> str:
@@ -200,8 +202,8 @@ def _is_foreign(tool: Mapping[str, Any]) -> bool:
 def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise RequestError(f"tools.{number} is of type {str(tool['type'])[:40]!r}, which this server cannot run", "tools")
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
-    return {"type": "function", "function": function}
+    names = {"name": "name", "description": "description", "parameters": "input_schema", "strict": "strict"}
+    return {"type": "function", "function": {ours: tool.get(theirs) for ours, theirs in names.items()}}
 
 
 def _tool_choice(choice: Mapping[str, Any] | None) -> Any:

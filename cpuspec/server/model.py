@@ -17,9 +17,10 @@ from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, TimeUpError
-from cpuspec.server.observe import AnswerMeter, Metrics
+from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import ToolFormat, tool_format
 from cpuspec.server.runner import Runner
+from cpuspec.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
@@ -75,6 +76,8 @@ class ServedModel:
     """An LLM with everything that serving it needs. Made in the event loop; `close` ends its thread and frees it."""
 
     def __init__(self, name: str, llm: LLM, config: ServerConfig) -> None:
+        from cpuspec.server.observe import Metrics  # here: a batch uses this module, and may have no prometheus_client
+
         self.name = name
         self.llm = llm
         self.config = config
@@ -86,10 +89,12 @@ class ServedModel:
         self.runner = Runner(llm, asyncio.get_running_loop())
         # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
+        self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # of its own: a grammar may take seconds to be refused
+        self._num_compiling = 0
         tokenizer = llm.tokenizer
         self.tool_format: ToolFormat = tool_format(tokenizer.chat_template)
         self.template_takes_tools = "tools" in (tokenizer.chat_template or "")
-        self.shown = frozenset(found for text in _SHOWN if (found := tokenizer.token_id(text)) is not None)
+        self.shown = shown_tokens(tokenizer)
         self.fill = _fill_tokens(llm)
 
     @property
@@ -106,6 +111,33 @@ class ServedModel:
     async def in_worker(self, function: Callable[[], _T]) -> _T:
         """What the function returns, run beside the event loop: for tokenization and templates, which may take a while."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, function)
+
+    async def answers(self, client: str, request_id: str, wanted: Sequence[Wanted]) -> "Answers":
+        """The answers to one request, all or none; its grammar is compiled beside the event loop.
+
+        Raises RequestError or ConfigError for what the model cannot run, BusyError where the queue is full.
+        """
+        each = {id(one.prompt): one for one in wanted}.values()  # the answers to one prompt differ in nothing that is checked
+        for one in each:
+            self.check_prompt(one.prompt)
+        self.admission.check(len(wanted))
+        for one in each:
+            check = partial(self.llm.check, one.prompt, one.params)
+            if one.params.has_grammar:
+                await self._compile(check)
+            else:
+                check()
+        return Answers(self, client, request_id, wanted)
+
+    async def _compile(self, check: Callable[[], None]) -> None:
+        """Check a request with a grammar beside the event loop. As many may wait for that as for their answers."""
+        if self._num_compiling >= self.admission.max_running + self.admission.max_waiting:
+            raise BusyError(f"{self._num_compiling} requests wait for their grammars to be compiled; try again later")
+        self._num_compiling += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._compiler, check)
+        finally:
+            self._num_compiling -= 1
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
         """The params of a request with these fields, the model's own recommendations for others.
@@ -163,6 +195,7 @@ class ServedModel:
         """End the engine's thread when its step is done, and release the model."""
         self.runner.close()
         self._workers.shutdown(cancel_futures=True)
+        self._compiler.shutdown(cancel_futures=True)
         self.llm.close()
 
     def _state(self) -> tuple[int, int, float]:
@@ -173,13 +206,10 @@ class ServedModel:
 class Answers:
     """The answers to one request, from their places in the queue to their last tokens. `close` must be called at last.
 
-    All or none are taken in: raises BusyError where the queue is full, ConfigError for what the model cannot run.
+    `ServedModel.answers` makes them of what `LLM.check` has passed. Raises BusyError where the queue is full.
     """
 
     def __init__(self, model: ServedModel, client: str, request_id: str, wanted: Sequence[Wanted]) -> None:
-        for one in wanted:
-            model.check_prompt(one.prompt)
-            model.llm.check(one.prompt, one.params)
         self.wanted = wanted
         self.meters = [AnswerMeter(len(one.prompt)) for one in wanted]
         self._model = model
@@ -201,7 +231,7 @@ class Answers:
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """Yield each answer's number and output as they come; what came while the reader was slow is one output.
 
-        Raises TimeUpError when the time is up, EngineFailedError if the engine ended an answer.
+        Raises TimeUpError when the time is up, EngineFailedError if the engine ended an answer, RequestError if its grammar did.
         """
         num_left = len(self.wanted)
         while num_left:
@@ -217,6 +247,8 @@ class Answers:
                 if waiting:
                     self._outputs[number] = []
                     output = _merged(waiting)
+                    if output.error:
+                        raise RequestError(output.error)
                     if output.finish_reason == "aborted":
                         raise EngineFailedError("the engine failed while it computed this answer; try again")
                     num_left -= output.finish_reason is not None
@@ -278,6 +310,11 @@ async def gather(answers: Answers) -> list[Output]:
     async for number, output in answers.outputs():
         parts[number].append(output)
     return [_merged(outputs) for outputs in parts]
+
+
+def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Special tokens that are part of an answer's text."""
+    return frozenset(found for text in _SHOWN if (found := tokenizer.token_id(text)) is not None)
 
 
 def _merged(outputs: list[Output]) -> Output:

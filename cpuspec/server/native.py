@@ -15,7 +15,7 @@ from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.figures import token_text
 from cpuspec.server.gate import model_of
-from cpuspec.server.observe import metrics_text
+from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.schema import Body
 from cpuspec.server.server import Server, server_of
@@ -219,5 +219,5 @@ async def metrics(request: Request) -> Response:
     models = list(server_of(request).models.values())
     for one in models:
         await one.ask_prefixes()
-    text = metrics_text([one.metrics for one in models])
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = metrics_text(family for one in models for family in one.metrics.registry.collect())
+    return Response(text, media_type=METRICS_TYPE)

@@ -6,7 +6,7 @@ Sources of names and buckets: vLLM's v1/metrics/loggers.py. `level` is the draft
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -15,7 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cpuspec.metrics import LevelCounters, PrefixStats, now_s
+from cpuspec.server.meter import AnswerMeter
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOG = logging.getLogger("cpuspec.server")
 
 _TTFT = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -23,27 +25,6 @@ _GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _RECENT = 1024  # requests that the percentiles are of
-
-
-class AnswerMeter:
-    """The times of one answer, for `Metrics`. Its clock starts when it is made, before the answer waits for its turn."""
-
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_new_tokens = 0
-        self.arrival_s = now_s()
-        self.start_s: float | None = None
-        self.first_s: float | None = None
-        self.last_s: float | None = None
-
-    def start(self) -> None:
-        """The answer's turn has come."""
-        self.start_s = now_s()
-
-    @property
-    def running_s(self) -> float:
-        """How long ago its turn came."""
-        return 0.0 if self.start_s is None else now_s() - self.start_s
 
 
 class Metrics:
@@ -216,10 +197,10 @@ class Metrics:
         yield length
 
 
-def metrics_text(models: Sequence[Metrics]) -> bytes:
+def metrics_text(found: Iterable[Metric]) -> bytes:
     """The metrics of several models in Prometheus' text format, which names each metric once."""
     families: dict[str, Metric] = {}
-    for family in (family for one in models for family in one.registry.collect()):
+    for family in found:
         families.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples.extend(family.samples)
     return generate_latest(_Families(list(families.values())))
 

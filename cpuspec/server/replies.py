@@ -56,6 +56,11 @@ def event(value: Any, name: str | None = None) -> str:
     return f"event: {name}\ndata: {json_text(value)}\n\n" if name else f"data: {json_text(value)}\n\n"
 
 
+def error_event(path: str, error: RequestError, request_id: str) -> str:
+    """An event that says what went wrong in a stream that has begun."""
+    return event(error_body(path, error, request_id), "error" if path.startswith("/v1/messages") else None)
+
+
 def _comment() -> str:
     return ": keep-alive\n\n"
 
@@ -126,11 +131,10 @@ async def _with_errors(events: AsyncGenerator[str], path: str, request_id: str) 
         async for one in events:
             yield one
     except CpuspecError as error:
-        yield event(error_body(path, as_request_error(error), request_id), "error" if path.startswith("/v1/messages") else None)
+        yield error_event(path, as_request_error(error), request_id)
     except Exception:
         _LOG.exception("request %s failed", request_id)
-        failed = EngineFailedError("the server failed; its log says why")
-        yield event(error_body(path, failed, request_id), "error" if path.startswith("/v1/messages") else None)
+        yield error_event(path, EngineFailedError("the server failed; its log says why"), request_id)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T], answers: Answers) -> _T | Response:

@@ -22,13 +22,14 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, as_request_error, event, json_response, unless_gone
-from cpuspec.server.schema import Body
+from cpuspec.server.schema import UnusedBody
 from cpuspec.server.server import server_of
+from cpuspec.server.structured import answer_format
 
 router = APIRouter()
 
 
-class ResponsesBody(Body):
+class ResponsesBody(UnusedBody):
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
@@ -46,7 +47,7 @@ class ResponsesBody(Body):
     previous_response_id: str | None = None
     prompt: Any = None
     top_logprobs: int | None = None
-    # Ignored.
+    # Ignored, besides those of `UnusedBody`.
     access_programs: Any = None
     background_options: Any = None
     client_metadata: Any = None
@@ -54,18 +55,8 @@ class ResponsesBody(Body):
     image: Any = None
     include: Any = None
     max_tool_calls: Any = None
-    metadata: Any = None
-    moderation: Any = None
-    parallel_tool_calls: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
     stream_options: Any = None
     truncation: Any = None
-    user: Any = None
 
 
 _REFUSED = {
@@ -86,13 +77,11 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     for name, why in _REFUSED.items():
         if asked[name]:
             raise RequestError(f"{name} is not supported: {why}", name)
-    if ((body.text or {}).get("format") or {"type": "text"}).get("type") != "text":
-        raise RequestError("text.format is not supported; wanted text", "text")
     given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
     params = model.params({name: value for name, value in given.items() if value is not None})
     tools, owners = _functions(body.tools or ())
     prompt = await model.in_worker(partial(_prompt, model, body, tools))
-    answers = Answers(model, context.client, context.id, prompt.wanted(params))
+    answers = await model.answers(context.client, context.id, prompt.wanted(params))
     head = {
         "id": f"resp_{context.id}",
         "object": "response",
@@ -109,7 +98,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_p": params.top_p,
@@ -168,7 +157,8 @@ def _prompt(model: ServedModel, body: ResponsesBody, tools: Sequence[Mapping[str
                 raise RequestError(f"{where} is of type {str(kind)[:40]!r}, which this model cannot read", "input")
     effort = (body.reasoning or {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return chat_prompt(model, listed, tools, body.tool_choice, variables)
+    keeps_to = answer_format((body.text or {}).get("format"), "text.format")
+    return chat_prompt(model, listed, tools, body.tool_choice, variables, keeps_to)
 
 
 def _called(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +200,10 @@ def _full_name(namespace: Any, name: Any) -> Any:
 
 
 def _tool(tool: Mapping[str, Any], name: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **{key: tool.get(key) for key in ("description", "parameters")}}}
+    return {
+        "type": "function",
+        "function": {"name": name, **{key: tool.get(key) for key in ("description", "parameters", "strict")}},
+    }
 
 
 def _usage(prompt: ChatPrompt, stats: RequestStats, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -37,6 +37,11 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name="cpuspec-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def submit(
         self,
         prompt: list[int],

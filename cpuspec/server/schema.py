@@ -9,9 +9,9 @@ from typing import Any, Literal, Optional
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from cpuspec.config import SamplingParams, SpecConfig
-from cpuspec.errors import ConfigError
 from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel
+from cpuspec.server.structured import ANY_OBJECT, answer_format
 
 
 class Body(BaseModel):
@@ -36,19 +36,48 @@ class CpuspecOptions(Body):
 
 # The scalar fields, under their own names; the others are spelled differently in requests.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
-_OWN_SPELLING = ("logprobs", "max_draft_tokens")
+_OWN_SPELLING = ("logprobs", "max_draft_tokens", "free_reasoning")
 _FIELDS: dict[str, Any] = {
     name: (Optional[one.type], Field(None, description=one.metadata["help"]))  # noqa: UP045 - the type is a value here
     for name, one in _SCALARS.items()
     if name not in _OWN_SPELLING
 }
+_GRAMMARS = {  # fields of SamplingParams by the names that requests have for them
+    **{name: name for name in ("json_schema", "regex", "choices", "grammar")},
+    **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choices", "guided_grammar": "grammar"},
+    "structured_outputs.json": "json_schema",
+    "structured_outputs.regex": "regex",
+    "structured_outputs.choice": "choices",
+    "structured_outputs.grammar": "grammar",
+}
 _Sampling: Any = create_model("Sampling", __base__=Body, **_FIELDS)
+
+
+class StructuredOutputs(Body):
+    """vLLM's: one of these."""
+
+    schema_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class SamplingBody(_Sampling):
     """What chat and plain completions share."""
 
     model: str | None = None
+    # One of these at most, under the names of SamplingParams, llama-server, and vLLM now and before 0.12.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choices: list[str] | None = None
+    grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, float] | None = None
@@ -56,6 +85,7 @@ class SamplingBody(_Sampling):
     stream_options: StreamOptions | None = None
     speculation: Speculation | None = None
     # Ignored.
+    guided_decoding_backend: Any = None
     user: Any = None
 
 
@@ -67,32 +97,15 @@ class CompletionBody(SamplingBody):
     best_of: int | None = None
 
 
-class JsonFormat(Body):
-    type: str = "text"
-    json_schema: Any = None
-
-
 class Prediction(Body):
     type: Literal["content"]
     content: str | list[dict[str, Any]]
 
 
-class ChatBody(SamplingBody):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: JsonFormat | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    prediction: Prediction | None = None
-    return_progress: bool | None = None  # llama-server's name
-    cpuspec: CpuspecOptions | None = None
-    # Ignored.
+class UnusedBody(Body):
+    """Fields of OpenAI's chat completions and responses that change no answer here."""
+
     metadata: Any = None
-    modalities: Any = None
     moderation: Any = None
     parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
@@ -101,6 +114,23 @@ class ChatBody(SamplingBody):
     safety_identifier: Any = None
     service_tier: Any = None
     store: Any = None
+    user: Any = None
+
+
+class ChatBody(SamplingBody, UnusedBody):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
+    return_progress: bool | None = None  # llama-server's name
+    cpuspec: CpuspecOptions | None = None
+    # Ignored.
+    modalities: Any = None
     verbosity: Any = None
 
 
@@ -110,10 +140,29 @@ def sampling_params(model: ServedModel, body: SamplingBody, **own: Any) -> Sampl
     given |= {"stop": body.stop, "stop_token_ids": body.stop_token_ids, "logit_bias": _biases(body.logit_bias), **own}
     if given["top_k"] == -1:
         given["top_k"] = 0  # vLLM's spelling of "off"
-    given["max_draft_tokens"] = _max_draft_tokens(model, body.speculation)
+    given |= _drafts(model, body.speculation)
     if isinstance(given["stop"], list):
         given["stop"] = tuple(text for text in given["stop"] if text)
     return model.params({name: value for name, value in given.items() if value is not None})
+
+
+def grammar_of(body: SamplingBody) -> dict[str, Any]:
+    """What a body restricts its answers to, as fields of SamplingParams. Raises RequestError for more than one grammar."""
+    found = {"response_format": answer_format(body.response_format, "response_format")}
+    given = body.model_dump(include={*_GRAMMARS, "structured_outputs"}, by_alias=True)
+    outputs: dict[str, Any] = given.pop("structured_outputs") or {}
+    if outputs.pop("json_object", None):
+        found["structured_outputs.json_object"] = {"json_schema": ANY_OBJECT}
+    given |= {f"structured_outputs.{name}": value for name, value in outputs.items()}
+    for name, value in given.items():
+        if value == []:
+            raise RequestError(f"{name} has no choice; give some", name)
+        if value not in (None, ""):
+            found[name] = {_GRAMMARS[name]: value}
+    asked = [name for name, fields in found.items() if fields]
+    if len(asked) > 1:
+        raise RequestError(f"an answer keeps to one grammar; got {' and '.join(asked)}", asked[0])
+    return found[asked[0]] if asked else {}
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
@@ -123,20 +172,12 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
         raise RequestError("logit_bias maps token ids to numbers", "logit_bias") from None
 
 
-def _max_draft_tokens(model: ServedModel, given: Speculation | None) -> int | None:
-    """How many tokens may be drafted; None: as the model was loaded."""
+def _drafts(model: ServedModel, given: Speculation | None) -> dict[str, Any]:
+    """What a body says of drafts, as fields of SamplingParams. Raises ConfigError for a spec that cannot be read."""
     if given is None:
-        return None
-    loaded = str(model.llm.spec)
-    try:
-        wanted = given.draft if given.draft == "auto" else str(SpecConfig.parse(given.draft))
-    except ConfigError as error:
-        raise RequestError(str(error), "speculation") from None
+        return {}
+    wanted = given.draft if given.draft == "auto" else str(SpecConfig.parse(given.draft))
     if wanted == "none":
-        return 0
-    if wanted not in ("auto", loaded):
-        raise RequestError(
-            f"this server drafts with {loaded!r}; speculation.draft is auto (that), none, or {loaded!r}, got {given.draft!r}",
-            "speculation",
-        )
-    return given.max_draft_tokens
+        return {"max_draft_tokens": 0}
+    chosen = None if wanted in ("auto", str(model.llm.spec)) else wanted
+    return {"draft": chosen, "max_draft_tokens": given.max_draft_tokens}

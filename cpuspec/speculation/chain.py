@@ -7,14 +7,14 @@ runs the same `speculate()` as the engine, on the sequences themselves, and rewi
 from cpuspec.model.batch import F32
 from cpuspec.sampling import Row, confidence
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import Context, PromptChunk, first_come
+from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Proposer
+from cpuspec.speculation.reading import Reading
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.speculation.verify import Verdict
 
 DEFAULT_NUM_TOKENS = 4
-_FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; more are read as a prompt is
 
 
 class ChainProposer:
@@ -24,9 +24,6 @@ class ChainProposer:
     min_confidence: a draft ends with the first token before which the model gives no token this probability (at temperature 1).
     That looks at the row and never at the token drawn from it, as exactness demands; after DISCO (arXiv 2405.04304). Inner may
     have run on from there, and how far is nothing that a seed knows: such a pass draws from numbers of its own.
-
-    The model reads a prompt from the first round after the first token on: `Context.prompt_rows` rows a round beside other
-    sequences, as many as a forward takes where a sequence is alone. Until the prompt is read, drafts are empty.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class ChainProposer:
         self.levels = (*inner.levels, self)
         self.num_tokens = num_tokens
         self.min_confidence = min_confidence
-        self._begun: set[int] = set()  # sequences that have a slot
+        self._reading = Reading(context)
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Do nothing yet: by the first draft another sequence may have read what both begin with."""
@@ -52,10 +49,17 @@ class ChainProposer:
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The tokens that the pair generates for each sequence. All advance together; those that have enough drop out."""
         paths = [
-            _Path(seq, min(limit, self.num_tokens, self._room(seq)), self.min_confidence)
+            _Path(seq, min(limit, self.num_tokens, self._reading.room(seq)), self.min_confidence)
             for seq, limit in zip(seqs, limits, strict=True)
         ]
-        drafting, chunks = self._share_rows([path for path in paths if path.num_missing > 0])
+        wanted = [path for path in paths if path.num_missing > 0]
+        ready, chunks = self._reading.share_rows([path.seq for path in wanted], self.inner.begin)
+        drafting = []
+        for path, is_ready in zip(wanted, ready, strict=True):
+            if is_ready:
+                drafting.append(path)
+            else:
+                path.give_up()
         while drafting or chunks:
             # A round yields up to one token more than inner drafted.
             limits = [path.num_missing - 1 for path in drafting]
@@ -73,46 +77,8 @@ class ChainProposer:
 
     def end(self, seq: Sequence) -> None:
         """Free the slot, also where `inner` raises."""
-        self.context.release(seq)
-        self._begun.discard(seq.id)
+        self._reading.end(seq)
         self.inner.end(seq)
-
-    def _share_rows(self, paths: "list[_Path]") -> "tuple[list[_Path], list[PromptChunk]]":
-        """The paths whose sequences can draft now, and the parts of prompts that are read beside them."""
-        for path in paths:
-            if path.seq.id not in self._begun:
-                self._begun.add(path.seq.id)
-                self.inner.begin(path.seq, self.context.acquire(path.seq))
-        unfed = [self.context.num_unfed(path.seq) for path in paths]
-        num_rows = self.context.prompt_rows if self.context.num_sequences > 1 else self.context.backend.max_rows
-        granted = first_come([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
-        drafting, chunks = [], []
-        for path, number, rows in zip(paths, unfed, granted, strict=True):
-            is_read = rows == number or number <= _FED_WITH_A_DRAFT
-            if is_read if path.seq.params.greedy else self._is_due(path.seq):
-                drafting.append(path)
-                continue
-            path.give_up()
-            if rows:
-                chunks.append(PromptChunk(path.seq, rows))
-        return drafting, chunks
-
-    def _is_due(self, seq: Sequence) -> bool:
-        """Whether a request that draws is drafted for by now.
-
-        A draft takes numbers from the request's generator, so when the first one comes must not depend on other requests or on the
-        cache: by its own length alone, as if each of its tokens had given a forward to read the prompt.
-        """
-        return seq.num_output_tokens >= seq.num_prompt_tokens // self.context.backend.max_rows
-
-    def _room(self, seq: Sequence) -> int:
-        """How many tokens the context can draft: none behind the grammar's end, or a token that the model has no row for."""
-        if seq.constraint and seq.legal() is None:
-            return 0
-        num_known = self.context.backend.config.vocab_size
-        if num_known < self.context.vocab_size and max(seq.tokens) >= num_known:
-            return 0
-        return self.context.capacity - len(seq.tokens) + 1  # the last token drafted is never fed
 
 
 class _Path:

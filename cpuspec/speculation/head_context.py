@@ -7,6 +7,7 @@ A prefix that the verifier took from its cache has no hidden states: its rows ar
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from cpuspec.errors import CacheError, ConfigError
 from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Mark, Sequence, shared_prefix
-from cpuspec.speculation.context import PromptChunk
+from cpuspec.speculation.context import PromptChunk, first_come
 from cpuspec.speculation.prefix_files import PrefixDirectory
 
 # Rows of a prompt are encoded as they come: the outputs of several layers would take more memory until the first draft.
@@ -121,6 +122,8 @@ class HeadContext:
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.num_forwards = 0
         self._layers = (backend.config.num_layers - 1,)  # whose output is a row's hidden state
+        self._injects = bool(backend.config.head and backend.config.head.injects)
+        self._both_ways = bool(head.block and head.block.both_ways)
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # least recently used first
         self._followed: dict[int, _Followed] = {}  # by sequence id
@@ -163,6 +166,10 @@ class HeadContext:
         one = self._followed.get(seq.id)
         return one is not None and one.first < one.end and one.first < len(seq.tokens) - 1
 
+    def unknown(self, seq: Sequence) -> list[int]:
+        """The tokens of a sequence without a hidden state: the last committed one, behind those that a drafter before it chose."""
+        return seq.tokens[self._followed[seq.id].end :]
+
     def num_unfed(self, seq: Sequence) -> int:
         """How many rows a score would feed before the last committed token's. Gives the sequence a slot.
 
@@ -184,6 +191,9 @@ class HeadContext:
         self._encode([self._followed[seq.id] for seq in [*seqs, *(chunk.seq for chunk in chunks or ())]])
         feeds = list(map(self._feed, seqs, drafted))
         waiting = [feed for feed in feeds + [self._read(chunk) for chunk in chunks or ()] if feed.positions or feed.drafted]
+        if self._injects:
+            self._inject(waiting)
+            waiting = [feed for feed in waiting if feed.drafted]
         while waiting:
             waiting = self._forward(waiting)
         return [feed.rows[0] if len(feed.rows) == 1 else _joined(feed.rows) for feed in feeds]
@@ -300,6 +310,23 @@ class HeadContext:
         unfed = range(unfed.start, min(unfed.start + chunk.num_tokens, one.end))
         return _Feed(one, list(unfed), one.known[unfed.start - one.first : unfed.stop - one.first], None, False)
 
+    def _inject(self, feeds: list[_Feed]) -> None:
+        """Put the verifier's hidden states into the cache, as many at once as a forward takes."""
+        for feed in feeds:
+            del feed.positions[len(feed.hidden) :]
+        waiting = [feed for feed in feeds if feed.positions]
+        while waiting:
+            sizes = first_come([len(feed.positions) for feed in waiting], self.backend.max_rows)
+            now = [(feed, size) for feed, size in zip(waiting, sizes, strict=True) if size]
+            positions = [position for feed, size in now for position in feed.positions[:size]]
+            starts = list(accumulate((size for _, size in now), initial=0))
+            hidden = np.concatenate([feed.hidden[:size] for feed, size in now])
+            slots = [feed.one.slot for feed, _ in now]
+            self.backend.inject(ForwardBatch([0] * len(positions), positions, slots, starts, hidden=hidden), self.cache)
+            for feed, size in now:
+                self._note(feed, size, size)
+            waiting = [feed for feed in waiting if feed.positions]
+
     def _forward(self, feeds: list[_Feed]) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds that have rows left."""
         blocks: list[_Block] = []
@@ -324,7 +351,8 @@ class HeadContext:
             parents if is_tree else None,
             asked,
             self._layers,
-            np.concatenate([block.hidden for block in blocks]),
+            np.concatenate([block.hidden for block in blocks]) if self.backend.config.takes_hidden else None,
+            self._both_ways,
         )
         output = self.backend.forward(batch, self.cache)
         self.num_forwards += 1
@@ -348,6 +376,8 @@ class HeadContext:
         drafted = feed.drafted
         if is_last and drafted and len(positions) + len(drafted.tokens) <= room:
             behind, start = len(positions) - 1, len(seq_tokens) - 1 + drafted.num_kept
+            if self._injects:
+                start = feed.one.end
             links = drafted.parents or range(-1, len(drafted.tokens) - 1)
             depths: list[int] = []
             for link in links:
@@ -361,22 +391,26 @@ class HeadContext:
 
     def _take(self, feed: _Feed, block: _Block, output: ForwardOutput, first: int, end: int) -> None:
         """Note what rows of a feed yielded. first: of its rows of logits; end: of its rows."""
-        one, slot = feed.one, self._slots[feed.one.slot]
         num_fed, num_true = min(len(block.tokens), len(feed.positions)), min(len(block.tokens), len(feed.hidden))
-        slot.positions += feed.positions[:num_true]
-        slot.num_rows += num_fed
         if num_fed < len(block.tokens):
             feed.drafted = None
-        if num_true:  # the last of these may be fed again
-            last = feed.positions[num_true - 1]
-            one.known, one.first = one.known[last - one.first :], last
-        feed.hidden, feed.positions = feed.hidden[num_true:], feed.positions[num_fed:]
+        self._note(feed, num_fed, num_true)
         hidden = output.hidden[0]
         if self.head.state_norm:
             hidden = self.head.state_norm.applied(hidden)
         feed.state = hidden[end - 1 : end]
         if block.num_asked:
             feed.rows.append(HeadRows(output.logits[first : first + block.num_asked], hidden[end - block.num_asked : end]))
+
+    def _note(self, feed: _Feed, num_fed: int, num_true: int) -> None:
+        """Note that rows of a feed are in the cache, of which `num_true` had the verifier's hidden states."""
+        one, slot = feed.one, self._slots[feed.one.slot]
+        slot.positions += feed.positions[:num_true]
+        slot.num_rows += num_fed
+        if num_true:  # the last of these may be fed again
+            last = feed.positions[num_true - 1]
+            one.known, one.first = one.known[last - one.first :], last
+        feed.hidden, feed.positions = feed.hidden[num_true:], feed.positions[num_fed:]
 
 
 def _joined(parts: list[HeadRows]) -> HeadRows:

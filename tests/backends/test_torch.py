@@ -40,7 +40,7 @@ def _logits(backend, tokens: Sequence[int] = TOKENS, chunk: int = 64) -> np.ndar
 def _matrix(name: str) -> QuantTensor:
     """Values of many magnitudes."""
     values = (
-        np.random.default_rng(0).standard_normal((37, 768), np.float32) * np.geomspace(1e-4, 1e3, 37, dtype=np.float32)[:, None]
+        np.random.default_rng(0).standard_normal((37, 768), np.float32) * np.geomspace(1e-4, 1e2, 37, dtype=np.float32)[:, None]
     )
     return QuantTensor.encode(get_format(name), values)
 
@@ -77,6 +77,14 @@ def test_codes_take_the_bits_of_the_format_and_those_that_fill_a_byte(name: str)
         "q5_k": 3,
         "q6_k": 2,
         "mxfp4": 0.25,
+        "nvfp4": 0.5,
+        "nvfp4_global": 0.25,
+        "tq1_0": 0.375,
+        "iq2_xxs": 2.5,
+        "iq2_xs": 2.75,
+        "iq2_s": 2.5,
+        "iq3_xxs": 1.5,
+        "iq3_s": 1.125,
         "int3_g32_asym": 1,
         "int3_g64_asym": 1,
     }

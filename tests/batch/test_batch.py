@@ -1,6 +1,8 @@
 """A batch answers every line in order, wherever an earlier run was cut, and a bad line is nobody else's trouble."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from cpuspec.batch.run import Summary, run_batch
 from cpuspec.cli.app import app
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.files import try_lock
-from tests.server.running import load, tiny_model
+from tests.processes import ROOT
+from tests.server.running import load, serving, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,64 @@ def test_several_answers_and_logprobs(llm: LLM) -> None:
     assert body(found)["usage"]["completion_tokens"] == 24
 
 
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"], "additionalProperties": False}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+
+
+def test_a_line_with_a_schema_is_answered_in_json_as_the_llm_does(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    talk = [{"role": "user", "content": "where?"}]
+    named = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    lines = [{"response_format": named}, {"json_schema": CITY}, {"regex": "[ab]{3}"}, {"choices": ["yes", "no"]}]
+    found = [
+        body(one)["choices"][0]["message"]["content"]
+        for one in answers(llm, *({"messages": talk, **one} for one in lines), max_tokens=40)
+    ]
+    assert json.loads(found[0])["city"] in ("Rome", "Oslo")
+    assert found[0] == found[1] == llm.chat(talk, json_schema=CITY, max_tokens=40).text
+    assert (len(found[2]), set(found[2]) <= {"a", "b"}, found[3] in ("yes", "no")) == (3, True, True)
+    anything = answers(llm, {"messages": talk, "response_format": {"type": "json_object"}}, max_tokens=3)
+    assert body(anything[0])["choices"][0]["message"]["content"].startswith("{")
+
+
+def test_a_line_with_tools_is_answered_as_the_server_does(path: Path, llm: LLM) -> None:
+    called = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    talk = [
+        {"role": "user", "content": "how is the weather in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "snow"},
+    ]
+    asked = {"messages": talk, "tools": [WEATHER], "max_tokens": 20, "temperature": 0}
+    demanded = asked | {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    found = [body(one)["choices"][0] for one in answers(llm, asked, demanded)]
+    with serving(lambda: load(path)) as running, running.client() as client:
+        wanted = [client.post("/v1/chat/completions", json=one).json()["choices"][0] for one in (asked, demanded)]
+    for one in (*found, *wanted):
+        for call in one["message"].get("tool_calls", ()):
+            call.pop("id")
+    assert found == wanted
+    without, with_tools = (body(one)["usage"]["prompt_tokens"] for one in answers(llm, asked | {"tools": []}, asked))
+    assert with_tools > without
+
+
+def test_a_prediction_is_drafted_and_changes_no_answer(llm: LLM) -> None:
+    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40, "ignore_eos": True}
+    (plain,) = answers(llm, asked)
+    text = body(plain)["choices"][0]["message"]["content"]
+    (found,) = answers(llm, asked | {"prediction": {"type": "content", "content": text}})
+    assert body(found)["choices"] == body(plain)["choices"]
+    counts = [body(one)["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for one in (plain, found)]
+    assert counts[1] > counts[0]
+
+
+def test_a_batch_needs_none_of_the_servers_libraries() -> None:
+    blocked = ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "h11", "ray")
+    code = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\nimport cpuspec.batch.answer, cpuspec.batch.run"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run([sys.executable, "-c", f"{code}, cpuspec.server.app"], check=True, cwd=ROOT, capture_output=True)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -96,6 +157,13 @@ def test_several_answers_and_logprobs(llm: LLM) -> None:
         {"prompt": "a", "stream": True},
         {"prompt": "a", "tools": [{"type": "function"}]},
         {"prompt": "a", "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema"}},
+        {"messages": [{"role": "user", "content": "a"}], "response_format": 3},
+        {"messages": [{"role": "user", "content": "a"}], "regex": "("},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]},
+        {"messages": [{"role": "user", "content": "a"}], "tools": "all"},
+        {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
+        {"messages": [{"role": "user", "content": "a"}], "prediction": "b"},
         {"prompt": "a", "logit_bias": {"x": 1}},
         {"prompt": "a", "logprobs": 99},
         {"prompt": "a", "speculation": {"draft": "something"}},
@@ -105,7 +173,7 @@ def test_several_answers_and_logprobs(llm: LLM) -> None:
         {"prompt": "word " * 40_000},
         {"messages": []},
         {"messages": ["a"]},
-        {"messages": [{"role": "user"}]},
+        {"messages": [{"content": "a"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user", "content": "a"}], "logprobs": 3},
         {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 3},

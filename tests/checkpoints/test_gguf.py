@@ -63,6 +63,49 @@ def test_every_tensor_type_has_the_values_that_the_gguf_package_reads(tmp_path, 
         assert np.array_equal(tensors[ours].dequantize(), oracle[theirs])
 
 
+def _written(path, tensors):
+    """A copy of the tiny model in nvfp4 with more tensors."""
+    source = gguf.GGUFReader(make_tiny_gguf(path.with_name("source.gguf"), "qwen2", weight_format="nvfp4"))
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for key, field in source.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            kind, *items = field.types
+            writer.add_key_value(key, field.contents(), kind, items[0] if items else None)
+    for tensor in source.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, values in tensors.items():
+        writer.add_tensor(name, np.array(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_scale_of_a_whole_tensor_multiplies_its_values(tmp_path):
+    scale = np.float32(0.0123)
+    path = _written(tmp_path / "m.gguf", {"blk.0.attn_q.scale": [scale], "blk.0.attn_q.input_scale": [3.0]})
+    tensors, plain = open_checkpoint(path).tensors, open_checkpoint(tmp_path / "source.gguf").tensors
+    assert tensors.keys() == plain.keys()
+    assert tensors["layers.0.q"].format.name == "nvfp4_global"
+    assert np.allclose(tensors["layers.0.q"].dequantize(), scale * plain["layers.0.q"].dequantize(), rtol=3e-7, atol=0)
+    assert np.array_equal(tensors["layers.0.k"].data, plain["layers.0.k"].data)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"blk.0.attn_q.scale": [1.0, 2.0]}, "wanted one positive number"),
+        ({"blk.0.attn_q.scale": [np.nan]}, "wanted one positive number"),
+        ({"blk.0.attn_norm.scale": [2.0]}, "scales one of f32; wanted nvfp4"),
+        ({"blk.0.attn_z.scale": [2.0]}, "belongs to a feature this version does not compute"),
+    ],
+)
+def test_a_scale_that_would_be_lost_is_refused(tmp_path, tensors, message):
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(_written(tmp_path / "m.gguf", tensors))
+
+
 @pytest.mark.parametrize("format", ["q4_0", "q6_k", "bf16"])
 def test_llama_rows_are_unpermuted_without_touching_their_bytes(tmp_path, format):
     config = tiny_config("llama", qkv_bias=True)

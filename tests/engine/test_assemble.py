@@ -1,5 +1,6 @@
 """Draft specs: what can be written, what it becomes, and what is refused before a model is loaded."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cpuspec.engine.assemble import LOOKUPS, OWN_WEIGHTS, Target, build, check_s
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
+from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.combine import Combined
 from cpuspec.speculation.drafters.ngram import NgramProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
@@ -101,6 +103,40 @@ def test_tables_hold_what_a_text_cannot() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "levels"),
+    [
+        ({"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}, (LevelSpec("a/b", 3),)),
+        ({"model": "a/b", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}, (LevelSpec("a/b", 3),)),
+        ({"method": "peagle", "model": "a,b@c", "parallel_drafting": True}, (LevelSpec("a,b@c"),)),
+        ({"method": "ngram", "num_speculative_tokens": 5}, (LevelSpec("ngram", 5),)),
+        ({"method": "mimo_mtp", "num_speculative_tokens": 1}, (LevelSpec("mtp", 1),)),
+        ({"method": "mtp", "model": "the target"}, (LevelSpec("mtp"),)),
+    ],
+)
+def test_a_speculative_config_of_vllm_is_a_spec(config: dict[str, Any], levels: tuple[LevelSpec, ...]) -> None:
+    assert SpecConfig.read(config).levels == levels
+    assert SpecConfig.parse(json.dumps(config)).levels == levels
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        '{"method": "eagle3"}',
+        '{"method": 3, "model": "a"}',
+        '{"model": "a", "num_speculative_tokens": 0}',
+        '{"model": "a", "prompt_lookup_max": 4}',
+        '{"model": "a", "draft_tensor_parallel_size": 2}',
+        "{" * 100_000,
+    ],
+)
+def test_what_is_no_speculative_config_is_a_clear_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"speculative config|drafts 1 to 255"):
+        SpecConfig.parse(text)
+
+
+@pytest.mark.parametrize(
     "value",
     [
         None,
@@ -185,7 +221,9 @@ def test_auto_stands_first_and_joins_no_models(text: str, message: str) -> None:
 def test_models_verify_what_stands_before_them(models: Path) -> None:
     target = open_checkpoint(models / "target.gguf")
     with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1") as llm:
-        skip = llm._engine._proposer
+        chosen = llm._engine._proposer
+        assert isinstance(chosen, ChosenDrafts)
+        skip = chosen.usual
         assert isinstance(skip, ChainProposer)
         joined = skip.inner
         assert isinstance(joined, Combined)

@@ -81,6 +81,24 @@ def test_greedy_answers_are_the_same_with_and_without_drafts(spec: str, files: d
     assert sum(answer.finish_reason == "stop" for answer in answers) >= 3
 
 
+@pytest.mark.parametrize("spec", ["ngram:tree", "ngram,skip:1@2,self:mxfp4@4", "text:{other}@6", "auto"])
+def test_drafts_change_nothing_where_a_part_of_the_answer_is_free(spec: str, files: dict[str, str], plain: LLM) -> None:
+    trigger = plain.tokenizer.token_id("<|im_start|>")
+    assert trigger is not None
+    for bias, seed in ((3, 1), (6, 2)):
+        params = SamplingParams(
+            max_tokens=80,
+            regex="the (cat|dog) (sat|ran)[.]",
+            grammar_trigger="<|im_start|>",
+            logit_bias={trigger: bias},
+            temperature=0,
+            seed=seed,
+        )
+        (wanted,) = plain.generate(PROMPT, params, max_draft_tokens=0)
+        with LLM(files["gguf"], spec.format(**files), settings=EngineConfig(keep_packed=False)) as llm:
+            assert llm.generate(PROMPT, params)[0].token_ids == wanted.token_ids
+
+
 @every_setting
 @pytest.mark.parametrize("temperature", [0, 1.3])
 @pytest.mark.parametrize("vocabulary", ["gguf", "hf"])

@@ -21,8 +21,17 @@ ERROR_BUDGETS = {
     "q5_k": 0.039,
     "q6_k": 0.019,
     "mxfp4": 0.12,
+    "nvfp4": 0.095,
+    "nvfp4_global": 0.095,
     "iq4_nl": 0.079,
     "iq4_xs": 0.082,
+    "iq2_xxs": 0.36,
+    "iq2_xs": 0.31,
+    "iq2_s": 0.26,
+    "iq3_xxs": 0.195,
+    "iq3_s": 0.165,
+    "tq1_0": 0.85,
+    "tq2_0": 0.85,
     "int4_g32": 0.095,
     "int4_g64": 0.105,
     "int4_g128": 0.115,
@@ -42,9 +51,10 @@ ERROR_BUDGETS = {
 }
 IN_GGUF = [name for name in FORMATS if name.upper() in gguf.GGMLQuantizationType.__members__]
 # The gguf package encodes these; the others it only decodes.
-ENCODED_BY_GGUF = [name for name in IN_GGUF if not name.endswith("_k") and not name.startswith("iq")]
+ENCODED_BY_GGUF = [name for name in IN_GGUF if not name.endswith("_k") and not name.startswith(("iq", "nvfp"))]
 # The others' largest value is bound by their f16 scale.
 RANGE_OF_F32 = ("f32", "bf16", "mxfp4", "int8_g32", "int8_g128", "fp8_g32", "fp8_g128", "nf4_g64", "fp4_g64")
+RANGE_OF_E4M3 = ("nvfp4", "nvfp4_global")  # of their scales
 
 
 def every_format(names=FORMATS):
@@ -124,9 +134,10 @@ def test_no_value_moves_further_than_the_range_of_its_block_allows(format):
     error = np.abs(format.decode(format.encode(values)) - values).reshape(-1, format.block_size)
     blocks = values.reshape(-1, format.block_size)
     span = np.maximum(blocks.max(axis=1), 0) - np.minimum(blocks.min(axis=1), 0)
-    code_bits = 7 if format.block_size == 1 else int(format.bits)
+    code_bits = 7 if format.block_size == 1 else format.code_bits
     # The scales of mxfp4 are powers of two: a peak just below the next one is cut from 8 steps to 6.
-    share = 1 / 4 if format.name == "mxfp4" else 1.5 / 2 ** (code_bits - 1)
+    # A value shares its point of a grid, and the number of minuses, with others.
+    share = 1 / 4 if format.name == "mxfp4" else (3 if format.reader == "grids" else 1.5) / 2 ** (code_bits - 1)
     if format.name.startswith("fp8"):  # whose three bits of mantissa count at the largest magnitude
         share = 1 / 24
     assert (error.max(axis=1) <= share * span).all()
@@ -176,12 +187,19 @@ def test_block_formats_refuse_values_that_are_not_finite(format, value):
         format.encode(values)
 
 
-@every_format([name for name in FORMATS if name not in RANGE_OF_F32])
+@every_format([name for name in FORMATS if name not in (*RANGE_OF_F32, *RANGE_OF_E4M3)])
 def test_a_finite_value_never_becomes_infinite_silently(format):
     values = weights(9)
     values[5, 300] = 1e38
     with pytest.raises(FormatError, match="f16 is exceeded"):
         format.encode(values)
+
+
+@every_format(RANGE_OF_E4M3)
+def test_a_value_beyond_eight_bit_scales_is_refused(format):
+    assert np.array_equal(format.decode(format.encode(np.full(64, -2688.0, np.float32))), np.full(64, -2688.0))
+    with pytest.raises(FormatError, match="nvfp4 cannot hold 2700: it ends at 2688"):
+        format.encode(np.full(64, 2700.0, np.float32))
 
 
 @every_format(["f32", "f16", "bf16"])
@@ -194,7 +212,7 @@ def test_float_formats_keep_infinities_and_nans(format):
 
 
 @pytest.mark.filterwarnings("error")
-@every_format()
+@every_format([name for name in FORMATS if name != "nvfp4"])  # every byte is a finite scale
 def test_scales_that_are_not_finite_decode_to_what_they_say_without_a_warning(format):
     values = format.decode(np.full(format.block_bytes, 0xFF, np.uint8))
     assert not np.isfinite(values).all()

@@ -16,6 +16,8 @@ Q4_0 = FORMATS["q4_0"]
 def test_taking_blocks_apart_and_joining_them_gives_the_bytes_of_the_file(name: str) -> None:
     row = FORMATS[name]
     data = np.random.default_rng(0).integers(0, 256, (5, row.row_bytes(768)), np.uint8)
+    if name == "tq1_0":  # 13 bytes of 256 are second ways to write five digits
+        data = row.join(row.split(data))
     parts = row.split(data)
     assert parts["codes"].shape == (5, 768)
     assert np.array_equal(row.join(parts), data)

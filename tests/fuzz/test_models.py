@@ -41,9 +41,17 @@ def generate(checkpoint: Checkpoint, backend: str = "numpy") -> list[int]:
 
 
 @cache
-def gguf_sample(architecture: str) -> tuple[bytes, list[tuple[int, int]]]:
+def gguf_sample(architecture: str, weight_format: str = "q4_0") -> tuple[bytes, list[tuple[int, int]]]:
+    wide = {} if weight_format == "q4_0" else {"hidden_size": 256, "intermediate_size": 256}  # of whole superblocks
     with tempfile.TemporaryDirectory() as directory:
-        path = make_tiny_gguf(Path(directory) / "m.gguf", architecture, vocab_size=260, **SMALL)
+        path = make_tiny_gguf(
+            Path(directory) / "m.gguf",
+            architecture,
+            weight_format=weight_format,
+            embed_format="q4_0",
+            vocab_size=260,
+            **(SMALL | wide),
+        )
         content = path.read_bytes()
     named = structural_fields(content)
     fields = [(position, size) for name, position, size in named if size and name.startswith(OFTEN)]
@@ -51,7 +59,8 @@ def gguf_sample(architecture: str) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def damaged_gguf(rng: random.Random, directory: Path) -> Path:
-    content, fields = gguf_sample(rng.choice(("qwen2", "qwen3", "llama")))
+    names = ("q4_0", "q4_0", "q4_0", "iq4_xs", "iq3_xxs", "iq2_s", "tq1_0", "nvfp4")
+    content, fields = gguf_sample(rng.choice(("qwen2", "qwen3", "llama")), rng.choice(names))
     if rng.random() < 0.5:  # of the header, which is a small part of the file
         end = fields[-1][0]
         content = mutate_bytes(content[:end], rng, fields) + content[end:]

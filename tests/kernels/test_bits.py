@@ -31,7 +31,9 @@ def _codes(name: str) -> QuantTensor:
     in_features = PANEL + 3 * format.block_size if format.block_size < PANEL else 2 * PANEL
     rng = np.random.default_rng(1)
     parts = format.split(rng.integers(0, 256, (OUT_FEATURES, format.row_bytes(in_features)), np.uint8))
-    parts["codes"][0] = (1 << format.code_bits) - 1
+    levels = format.affine.levels if format.affine else None
+    if format.reader != "grids":
+        parts["codes"][0] = ((1 << format.code_bits) if levels is None else len(levels)) - 1
     for part in {"d", "base"} & set(format.layout.names or ()):
         parts[part] = (0.01 * rng.standard_normal(parts[part].shape)).astype("<f2")
     if "e" in parts:

@@ -178,6 +178,16 @@ def test_the_official_clients_accumulate_the_same(running: Running, scripted: No
     assert completion.usage.total_tokens > 0
 
 
+def test_agents_find_the_server_and_its_models(running: Running) -> None:
+    with running.client() as client:
+        for path in ("/", "/health", "/ready"):  # Claude Code looks first whether somebody answers
+            reply = client.head(path)
+            assert (reply.status_code, reply.content) == (200, b"")
+        assert client.get("/v1/models").json()["models"][0]["slug"] == "tiny"  # as Codex reads them
+    theirs = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+    assert [one.id for one in theirs.models.list(limit=1000)] == ["tiny"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "sign"),
     [

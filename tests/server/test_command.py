@@ -7,6 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import app as module
 from cpuspec.cli.app import app
 from cpuspec.cli.serve import read_keys
@@ -56,6 +57,18 @@ def test_limits_that_cannot_be_are_wrong_usage(options: tuple[str, ...], wanted:
     result = run("no-model", *options)
     assert result.exit_code == 2
     assert wanted in result.stderr
+
+
+def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def open_with_drafts(model: str, *rest: Any) -> Any:
+        asked.append(model)
+        raise typer.BadParameter("it is not opened")
+
+    monkeypatch.setattr(module, "open_with_drafts", open_with_drafts)
+    assert "it is not opened" in run().stderr
+    assert asked == [DEFAULT_RECIPE]
 
 
 def test_every_setting_of_the_server_is_an_option() -> None:

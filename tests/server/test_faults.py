@@ -6,7 +6,9 @@ import re
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.server import gate
+from cpuspec.server import connections, gate
 from cpuspec.server.app import listen
 from tests.processes import started, wait_for
 from tests.server.running import PATIENCE_S, SMALL, Running, load, serving, tiny_model
@@ -84,6 +86,101 @@ def test_clients_that_vanish_from_the_queue_leave_it(running: Running) -> None:
     running.eventually(lambda: is_idle(running))
 
 
+def test_a_client_that_vanishes_while_its_prompt_is_read_ends_it(path: Path) -> None:
+    llm = load(path)
+    whole = llm._backend.forward
+
+    def forward(batch: Any, cache: Any) -> Any:
+        threading.Event().wait(0.02)  # the prompt takes 10 seconds
+        return whole(batch, cache)
+
+    llm._backend.forward = forward  # type: ignore[method-assign]
+    body = {"prompt": [5 + number % 200 for number in range(16_000)], "stream": True, "max_tokens": 1}
+    with serving(lambda: llm) as running:
+        with running.client() as client, client.stream("POST", "/v1/completions", json=body) as reply:
+            assert reply.status_code == 200
+            running.eventually(lambda: running.server.num_unfinished == 1)
+        running.eventually(lambda: is_idle(running))
+        assert (ended(running, "aborted"), ended(running, "length"), ended(running, "stop")) == (1, 0, 0)
+
+
+def test_five_hundred_clients_at_once_are_answered_or_put_off(running: Running) -> None:
+    """Most of them get status 429; no connection is left without an answer, and the server goes on."""
+    content = json.dumps(SHORT).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n"
+    )
+    address = httpx.URL(running.url)
+    with ExitStack() as stack:
+        flood = [
+            stack.enter_context(socket.create_connection((address.host, address.port), timeout=PATIENCE_S)) for _ in range(500)
+        ]
+        for connection in flood:
+            connection.sendall(head.encode() + b"connection: close\r\n\r\n" + content)
+        statuses = Counter(_all_of(connection)[9:12] for connection in flood)
+    assert set(statuses) <= {b"200", b"429", b"503"}
+    assert statuses[b"200"] >= 1
+    assert sum(statuses.values()) == 500
+    running.eventually(lambda: is_idle(running))
+    assert answers(running)
+
+
+def _all_of(connection: socket.socket) -> bytes:
+    found = b""
+    while data := connection.recv(1 << 16):
+        found += data
+    return found
+
+
+def test_requests_that_come_one_behind_the_other_are_answered_in_order(running: Running) -> None:
+    """HTTP/1.1 pipelining: the next request is on its way before the answer to the last one is."""
+    address, requests = httpx.URL(running.url), b""
+    for number in range(1, 4):
+        content = json.dumps(SHORT | {"max_tokens": number}).encode()
+        last = b"connection: close\r\n" if number == 3 else b""
+        requests += b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" + last
+        requests += f"content-length: {len(content)}\r\n\r\n".encode() + content
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(requests)
+        replies = _all_of(connection)
+    assert re.findall(rb'"completion_tokens":(\d+)', replies) == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_only_stops_sending_is_gone(running: Running, stream: bool) -> None:
+    """A connection that is closed on the client's side alone is that of a client that leaves; nothing runs on for it."""
+    content, address = json.dumps(ENDLESS | {"stream": stream}).encode(), httpx.URL(running.url)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode() + content)
+        running.eventually(lambda: running.server.num_unfinished == 1)
+        connection.shutdown(socket.SHUT_WR)
+        running.eventually(lambda: is_idle(running))
+
+
+def test_clients_that_send_slowly_hold_up_nobody(running: Running) -> None:
+    address = httpx.URL(running.url)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 4000\r\n"
+    with ExitStack() as stack:
+        for number in range(50):  # half of them stop within their headers, the others within the body
+            connection = stack.enter_context(socket.create_connection((address.host, address.port)))
+            connection.sendall(head if number % 2 else head + b"\r\n{")
+        assert answers(running)
+    running.eventually(lambda: is_idle(running))
+
+
+def test_a_connection_without_a_request_is_closed_and_an_answer_is_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 0.2)
+    with serving(lambda: load(path)) as running, running.client() as client:
+        address = httpx.URL(running.url)
+        with client.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "max_tokens": 2000}) as reply:
+            for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: loc"):
+                with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
+                    connection.sendall(sent)
+                    assert _all_of(connection) == b""
+            assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
+
+
 def test_a_flood_is_refused_with_the_time_to_come_back(running: Running) -> None:
     with running.client() as client:
         with client.stream("POST", "/v1/completions", json=ENDLESS | {"n": 4, "stream": True}):
@@ -129,6 +226,7 @@ def test_a_reader_that_is_slow_delays_nobody_and_loses_nothing(running: Running,
         (b'{"prompt": [999999]}', JSON, 400),
         (b'{"prompt": "a"}', {"content-type": "text/plain"}, 400),
         (b"x" * 100_001, JSON, 413),
+        (b"x" * 10_000_000, JSON, 413),
     ],
 )
 def test_garbage_is_refused_and_the_server_goes_on(running: Running, content: bytes, headers: dict[str, str], status: int) -> None:

@@ -135,18 +135,20 @@ def test_requests_at_once_get_the_answers_that_each_gets_alone(client: openai.Op
 
 def test_speculation_is_the_requests_choice_and_changes_no_answer(client: openai.OpenAI, llm: LLM) -> None:
     drafted = {}
-    for draft, most in (("auto", None), ("ngram", 2), ("none", None), ("auto", 0)):
+    for draft, most in (("auto", None), ("ngram", 2), ("suffix:tree@3", None), ("none", None), ("auto", 0)):
         extra = {"ignore_eos": True, "speculation": {"draft": draft, "max_draft_tokens": most}}
         repeat = [{"role": "user", "content": "one two three " * 20}]
         answer = client.chat.completions.create(messages=repeat, max_tokens=40, extra_body=extra, **GREEDY)  # type: ignore[call-overload]
         drafted[draft, most] = answer.timings["draft_n"], answer.choices[0].message.content
     assert drafted["none", None][0] == drafted["auto", 0][0] == 0
     assert drafted["auto", None][0] > 0
+    assert drafted["suffix:tree@3", None][0] > 0
     assert len({text for _, text in drafted.values()}) == 1
-    with pytest.raises(openai.BadRequestError, match="this server drafts with 'ngram'"):
-        client.chat.completions.create(  # type: ignore[call-overload]
-            messages=MESSAGES, extra_body={"speculation": {"draft": "suffix"}}, **GREEDY
-        )
+    for draft in ("self:mxfp4", "os:path", "ngram,"):
+        with pytest.raises(openai.BadRequestError, match=r"a request drafts with 'ngram', 'suffix'|cannot read ''"):
+            client.chat.completions.create(  # type: ignore[call-overload]
+                messages=MESSAGES, extra_body={"speculation": {"draft": draft}}, **GREEDY
+            )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_speculation_is_the_requests_choice_and_changes_no_answer(client: openai
         ({"logit_bias": {"cat": 1}}, 400, "token ids"),
         ({"logit_bias": {"999999": 1}}, 400, "logit_bias ids"),
         ({"functions": []}, 400, "Unrecognized request argument supplied: functions"),
-        ({"response_format": {"type": "json_object"}}, 400, "not supported"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format.type is text, json_object or json_schema"),
         ({"tools": [{"type": "web_search"}]}, 400, "is no function"),
         ({"tool_choice": "required"}, 400, "there are no tools"),
         ({"messages": [{"role": "user", "content": "7" * 40000}]}, 400, "the prompt has"),

@@ -1,9 +1,11 @@
 """The page at `/`: its files and headers, what the stream tells it, and the page itself in a browser where there is one."""
 
+import asyncio
 import json
 import re
+import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 
 import cpuspec
 from cpuspec import SamplingParams
-from cpuspec.server import page
+from cpuspec.engine.engine import Output
+from cpuspec.server import page, replies
+from cpuspec.server.model import Answers
 from tests.server.browser import CHROMIUM, Browser, browsing
 from tests.server.running import Running, load, serving, tiny_model
 
@@ -105,7 +109,15 @@ def test_a_token_a_chunk_carries_its_own_logprobs(running: Running) -> None:
     assert [len(one["content"]) for one in told] == [1] * 30
 
 
-def test_a_stream_tells_how_much_of_the_prompt_has_been_read_if_asked(running: Running) -> None:
+def test_a_stream_tells_how_much_of_the_prompt_has_been_read_if_asked(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert running.server.loaded is not None
+    whole = running.server.loaded.llm._backend.forward
+
+    def forward(batch: Any, cache: Any) -> Any:
+        threading.Event().wait(0.05)  # what comes faster than it is sent is one output
+        return whole(batch, cache)
+
+    monkeypatch.setattr(running.server.loaded.llm._backend, "forward", forward)
     messages = [{"role": "user", "content": "one two three four five six seven eight nine ten " * 40}]
     options = {"messages": messages, "max_tokens": 2, "return_progress": True}
     found = chunks(running, **options)
@@ -177,6 +189,25 @@ def test_a_message_is_sent_answered_tinted_and_kept(browser: Browser, running: R
     assert browser.value("document.querySelector('.assistant .body').textContent") == shown, "a reload loses nothing"
     assert browser.troubles == []
     assert all(one.startswith(f"{running.url}/") for one in browser.asked), browser.asked
+
+
+@in_a_browser
+def test_signs_of_life_disturb_no_answer(browser: Browser, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Answers.outputs
+
+    async def outputs(self: Answers) -> AsyncIterator[tuple[int, Output]]:
+        await asyncio.sleep(0.5)  # the prompt is long
+        async for one in whole(self):
+            yield one
+
+    monkeypatch.setattr(Answers, "outputs", outputs)
+    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.05)
+    opened(browser, running, {"settings": {"max_tokens": "5"}})
+    browser.type("hello")
+    browser.press("Enter")
+    browser.until(DONE)
+    assert conversation(browser)["messages"][1]["runs"]
+    assert browser.troubles == []
 
 
 @in_a_browser

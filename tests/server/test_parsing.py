@@ -161,7 +161,7 @@ def test_a_parser_that_looked_at_pieces_alone_would_be_caught() -> None:
 
 @pytest.mark.parametrize("row", TOOL_FORMATS.values(), ids=lambda row: row.name)
 def test_a_demanded_call_is_begun_in_the_format_itself(row: object) -> None:
-    text = row.begins + row.begins_named("f") + '{"a": 1}}'  # type: ignore[attr-defined]
+    text = row.begins + "f" + row.arguments + '{"a": 1}}'  # type: ignore[attr-defined]
     pieces = parse(AnswerParser(calls=row.parser(NAMES)), [text])  # type: ignore[attr-defined]
     assert plain(pieces) == [("call", "f"), ("arguments", '{"a": 1}')]
     assert json.loads(pieces[1].text) == {"a": 1}

@@ -1,17 +1,48 @@
 """Trained heads: read as published, equal to their formulas on every backend, and drafts of theirs change no answer."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cpuspec import LLM
 from cpuspec.backends import make_backend
-from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.heads import Head, find_reader
-from cpuspec.config import EngineConfig
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
+from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters import head_path
+from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
+from cpuspec.speculation.drafters.head_path import HeadPath
+from cpuspec.speculation.drafters.heads import HeadProposer, Rule
+from cpuspec.speculation.drafters.parallel import draft_at_once
+from cpuspec.speculation.head_context import DraftedRows, HeadRows
 from tests.backends.models import every_backend, tiny
-from tests.heads import RandomHead, eagle1_rows, eagle3_encoded, eagle3_rows, make_eagle1, make_eagle3
+from tests.heads import (
+    RandomHead,
+    add_mtp,
+    as_gguf,
+    eagle1_rows,
+    eagle3_encoded,
+    eagle3_rows,
+    make_eagle1,
+    make_eagle3,
+    make_nextn,
+    make_oracle1,
+    make_oracle3,
+    mtp_rows,
+    write_head,
+)
+from tests.speculation.exact import SOURCE, distance, rational_row
+from tools.make_tiny_model import make_tiny_hf
 
 SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False)
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
@@ -89,3 +120,370 @@ def test_an_eagle1_head_computes_its_formulas(target: Checkpoint, tmp_path: Path
     logits, states = rows_of(make_backend(name, head.model, SETTINGS), head, tokens.tolist(), hidden)
     assert np.abs(logits - wanted_logits).max() < 1e-4 * np.abs(wanted_logits).max()
     assert np.abs(states - wanted_hidden).max() < 1e-4 * np.abs(wanted_hidden).max()
+
+
+@every_backend(("numba", "numpy", "torch"))
+def test_a_layer_for_multi_token_prediction_computes_its_formulas(tmp_path: Path, name: str) -> None:
+    directory = make_tiny_hf(tmp_path / "mimo", context_length=128, tied=False, **SMALL)
+    arrays = add_mtp(directory)
+    target = open_checkpoint(directory)
+    head, c = own_mtp(target), target.config
+    assert (head.layers, head.feature_norms) == ((3,), ())
+    rng = np.random.default_rng(4)
+    tokens, hidden = rng.integers(0, c.vocab_size, 11), rng.standard_normal((11, c.hidden_size))
+    config = {
+        "hidden_size": c.hidden_size,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_base,
+    }
+    embedded = target.tensors["embed"].rows(tokens).astype(np.float64)
+    wanted_logits, wanted_hidden = mtp_rows(arrays, config, embedded, hidden, np.arange(11), output_of(target))
+    logits, states = rows_of(make_backend(name, head.model, SETTINGS), head, tokens.tolist(), hidden)
+    assert np.abs(logits - wanted_logits).max() < 1e-4 * np.abs(wanted_logits).max()
+    assert np.abs(states - wanted_hidden).max() < 1e-4 * np.abs(wanted_hidden).max()
+
+
+def test_a_target_drafts_with_its_own_layer_and_answers_the_same(tmp_path: Path) -> None:
+    directory = make_tiny_hf(tmp_path / "mimo", context_length=128, **SMALL)
+    with pytest.raises(CheckpointError, match="has no layers for multi-token prediction"):
+        LLM(directory, "mtp", settings=SETTINGS)
+    add_mtp(directory)
+    with LLM(directory, "none", settings=SETTINGS) as llm:
+        wanted = [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)]
+    for spec in ("mtp", "tree:mtp@6", "ngram@2+mtp", "numpy:mtp"):
+        with LLM(directory, spec, settings=SETTINGS) as llm:
+            assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == wanted
+            assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20
+
+
+def test_a_gguf_targets_last_blocks_are_its_own_head(tmp_path: Path) -> None:
+    path = make_nextn(tmp_path / "nextn.gguf", context_length=128, **SMALL)
+    target = open_checkpoint(path)
+    head = own_mtp(target)
+    assert (target.config.num_layers, head.layers) == (3, (2,))
+    assert head.model.tensors["norm"] is target.tensors["norm"]  # it has none of its own
+    assert [norm.weight.tolist() for norm in head.feature_norms] == [target.tensors["norm"].dequantize().tolist()]
+    with LLM(path, "none", settings=SETTINGS) as plain, LLM(path, "mtp", settings=SETTINGS) as llm:
+        assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == [
+            one.token_ids for one in plain.generate(PROMPTS, PARAMS)
+        ]
+        assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20
+
+
+def test_auto_measures_a_head_and_chooses_it_where_it_is_right(target: Checkpoint, tmp_path: Path) -> None:
+    target, oracles = silent_target(target), tmp_path
+    made = make_oracle1(oracles / "one", target.config, target.tensors["embed"].dequantize(), target.tensors["norm"].dequantize())
+    with llm_over(target, "none") as plain, llm_over(target, f"auto,{made.path}") as llm:
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [
+            one.token_ids for one in plain.generate(PROMPTS, params)
+        ]
+        drafters = {one.name: one for one in llm.explain()}
+        assert drafters["one"].cost_of_drafting > 0
+        assert drafters["one"].acceptance is not None
+
+
+def test_a_gguf_head_is_the_head_that_it_was_made_of(target: Checkpoint, tmp_path: Path) -> None:
+    made = make_eagle3(tmp_path / "head", target.config)
+    ours, theirs = opened(made, target), opened(RandomHead(as_gguf(made, tmp_path / "head.gguf"), {}, {}), target)
+    assert theirs.layers == ours.layers
+    assert np.array_equal(theirs.token_ids, ours.token_ids)
+    assert theirs.model.tensors.keys() == ours.model.tensors.keys()
+    for name, tensor in ours.model.tensors.items():
+        assert np.array_equal(tensor.dequantize(), theirs.model.tensors[name].dequantize()), name
+    assert replace(theirs.model.config, norm_eps=1e-5) == ours.model.config
+
+
+# ------------------------------------------------------------------------------------------------------------------------- drafts
+
+SPECS = ("EAGLE3", "tree:EAGLE3@8", "draw:EAGLE3", "EAGLE1", "tree:EAGLE1@5", "PEAGLE", "ngram@2+EAGLE3@2", "EAGLE3@2+ngram@3")
+POINT_MASSES = [spec for spec in SPECS if not spec.startswith("draw:")]
+
+
+@pytest.fixture(scope="module")
+def heads(target: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RandomHead]:
+    directory, config = tmp_path_factory.mktemp("heads"), target.config
+    return {
+        "EAGLE3": make_eagle3(directory / "eagle3", config),
+        "EAGLE1": make_eagle1(directory / "eagle1", config),
+        "PEAGLE": make_eagle3(directory / "peagle", config, layout="speculators", num_layers=2, mask_id=300),
+    }
+
+
+def with_paths(spec: str, heads: dict[str, RandomHead]) -> str:
+    for name, head in heads.items():
+        spec = spec.replace(name, str(head.path))
+    return spec
+
+
+PROMPTS = [[7, 8, 9], [5, 6, 7, 8, 9, 10] * 6, [11, 5, 6, 7, 5, 6]]
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=5)
+
+
+def llm_over(target: Checkpoint, spec: str, backend: str = "numba", **settings: object) -> LLM:
+    return LLM(target, spec, backend, settings=replace(SETTINGS, head_format="file", prompt_rows=4, **settings))  # type: ignore[arg-type]
+
+
+@every_backend(("numba", "numpy", "torch"))
+def test_a_head_changes_no_answer(target: Checkpoint, heads: dict[str, RandomHead], name: str) -> None:
+    params = [PARAMS, SAMPLED, replace(PARAMS, frequency_penalty=0.7)]
+    with llm_over(target, "none", name) as plain:
+        wanted = [plain.generate(PROMPTS, one) for one in params]
+    for spec in SPECS:
+        with llm_over(target, with_paths(spec, heads), name) as llm:
+            for one, answers in zip(params, wanted, strict=True):
+                if one.greedy or spec in POINT_MASSES:
+                    got = [answer.token_ids for answer in llm.generate(PROMPTS, one)]
+                    assert got == [answer.token_ids for answer in answers], spec
+            assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20, spec
+
+
+class Recorded:
+    """A head's proposer that notes its drafts, and the tokens that they followed."""
+
+    def __init__(self, proposer: HeadProposer) -> None:
+        self.drafts: list[tuple[list[int], Draft]] = []
+        self._propose = proposer.propose
+        proposer.propose = self.propose  # type: ignore[method-assign]
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        found = self._propose(seqs, limits)
+        self.drafts += [(seq.tokens[:], draft) for seq, draft in zip(seqs, found, strict=True)]
+        return found
+
+
+def recorded(llm: LLM) -> Recorded:
+    (level,) = llm._drafts
+    assert isinstance(level, HeadProposer)
+    return Recorded(level)
+
+
+def states_of(target: Checkpoint, tokens: list[int], layers: tuple[int, ...]) -> np.ndarray:
+    """The target's outputs of these layers, side by side, of all tokens, from scratch."""
+    backend = make_backend("numpy", target, SETTINGS)
+    batch = ForwardBatch(tokens, list(range(len(tokens))), [0], [0, len(tokens)], None, [0], layers)
+    return np.concatenate(backend.forward(batch, backend.new_cache(1, 64)).hidden, axis=1).astype(np.float64)
+
+
+def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:
+    """A chain by the formulas alone: every row is computed again for each token."""
+    features, positions = states_of(target, tokens[:-1], head.layers), np.arange(len(tokens) + number)
+    for norm in head.feature_norms if head.method == "eagle" else ():
+        features = norm.applied(features.astype(np.float32)).astype(np.float64)
+    state = features if head.method == "eagle" else eagle3_encoded(made, features)
+    embed, drafted = head.model.tensors["embed"], list[int]()
+    rows = eagle1_rows if head.method == "eagle" else eagle3_rows
+    ids = head.token_ids if head.token_ids is not None else np.arange(target.config.vocab_size)
+    if head.method == "p-eagle":
+        assert head.mask_features is not None
+        masks = eagle3_encoded(made, head.mask_features.astype(np.float64)).repeat(number - 1, axis=0)
+        string = [*tokens[1:], *[head.mask_id] * (number - 1)]
+        embedded, states = embed.rows(string).astype(np.float64), np.concatenate([state, masks])
+        logits, _ = rows(made, embedded, states, positions[: len(string)], output_of(target))
+        return ids[logits[len(tokens) - 2 :].argmax(-1)].tolist()
+    while len(drafted) < number:
+        embedded = embed.rows([*tokens[1:], *drafted]).astype(np.float64)
+        logits, hidden = rows(made, embedded, state, positions[: len(embedded)], output_of(target))
+        drafted.append(int(ids[logits[-1].argmax()]))
+        state = np.concatenate([state, hidden[-1:]])
+    return drafted
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE1", "PEAGLE"])
+def test_a_draft_is_what_the_formulas_say(target: Checkpoint, heads: dict[str, RandomHead], kind: str) -> None:
+    made = heads[kind]
+    with llm_over(target, f"{made.path}@3", "numpy") as llm:
+        notes = recorded(llm)
+        llm.generate(PROMPTS, PARAMS)
+        llm.generate([[12, 5, 6]], PARAMS)
+        drafts = [(tokens, draft.tokens.tolist()) for tokens, draft in notes.drafts if len(draft) == 3]
+    assert len(drafts) > 40
+    for tokens, drafted in drafts[::5]:
+        assert drafted == naive_draft(target, made, opened(made, target), tokens, 3)
+
+
+def test_the_likeliest_chain_of_a_tree_is_in_it(target: Checkpoint, heads: dict[str, RandomHead]) -> None:
+    made = heads["EAGLE3"]
+    with llm_over(target, f"tree:{made.path}@12", "numpy") as llm:
+        notes = recorded(llm)
+        llm.generate(PROMPTS, PARAMS)
+    drafts = [(tokens, draft) for tokens, draft in notes.drafts if len(draft) == 12]
+    assert any(not draft.is_chain for _, draft in drafts)
+    for tokens, draft in drafts[::7]:
+        chain, node = [], -1
+        while children := [i for i, parent in enumerate(draft.parents.tolist()) if parent == node]:
+            node = children[0]
+            chain.append(int(draft.tokens[node]))
+            assert draft.confidence is not None
+            assert draft.confidence[node] == max(draft.confidence[children])
+        assert chain == naive_draft(target, made, opened(made, target), tokens, len(chain))
+
+
+@pytest.mark.parametrize("spec", ["EAGLE3", "tree:EAGLE3@8", "EAGLE1", "PEAGLE"])
+def test_a_draft_does_not_depend_on_its_batch(target: Checkpoint, heads: dict[str, RandomHead], spec: str) -> None:
+    together, alone = [], []
+    for prompts, drafts in ((PROMPTS, together), (PROMPTS[1:2], alone)):
+        with llm_over(target, with_paths(spec, heads)) as llm:
+            notes = recorded(llm)
+            llm.generate(prompts, PARAMS)
+            drafts += [(tokens, draft.tokens.tolist()) for tokens, draft in notes.drafts if tokens[:2] == PROMPTS[1][:2]]
+    of_tokens = {tuple(tokens): drafted for tokens, drafted in alone}
+    compared = [drafted == of_tokens[tuple(tokens)] for tokens, drafted in together if drafted and tuple(tokens) in of_tokens]
+    assert len(compared) > 10
+    assert all(compared)
+
+
+def silent_target(target: Checkpoint) -> Checkpoint:
+    """The target without branches: its next token depends on the last alone."""
+    silent = {name: t for name, t in target.tensors.items() if name.endswith((".o", ".down"))}
+    zeros = {name: QuantTensor.encode(get_format("f32"), np.zeros(t.shape)) for name, t in silent.items()}
+    return replace(target, tensors={**target.tensors, **zeros})
+
+
+@pytest.mark.parametrize("spec", ["EAGLE3@4", "tree:EAGLE3@4", "draw:EAGLE3@4", "EAGLE1@4", "tree:EAGLE1@4"])
+def test_an_oracle_is_always_accepted(target: Checkpoint, tmp_path: Path, spec: str) -> None:
+    target = silent_target(target)
+    embed, norm = target.tensors["embed"].dequantize(), target.tensors["norm"].dequantize()
+    oracles = {
+        "EAGLE3": make_oracle3(tmp_path / "three", target.config, output_of(target), norm, (1, 2, 3)),
+        "EAGLE1": make_oracle1(tmp_path / "one", target.config, embed, norm),
+    }
+    with llm_over(target, with_paths(spec, oracles), "numpy") as llm:
+        llm.generate(PROMPTS, PARAMS)
+        (level,) = llm.levels.values()
+    if spec.startswith("tree:"):  # a tree spends its tokens on alternatives, too
+        assert level.num_accepted_tokens_per_pos[0] == level.num_drafts
+    else:
+        assert level.num_accepted_tokens == level.num_draft_tokens > 30
+
+
+# ----------------------------------------------------------------------------------------------------- the distribution, enumerated
+
+
+class ExactHeadContext:
+    """A head whose rows are fractions: those of a chain depend on what was drafted, those of one pass on how far ahead they are."""
+
+    capacity = prompt_rows = 99
+    num_sequences = 1
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self.head = SimpleNamespace(token_ids=None, layers=(), mask_id=0, mask_features=np.zeros((1, 1)))
+        self.backend = SimpleNamespace(max_rows=99)
+        self._drafted: list[int] = []
+
+    def begin(self, seq: Sequence, num_cached: int) -> None: ...
+
+    def learn(self, seq: Sequence, hidden: object) -> None: ...
+
+    def end(self, seq: Sequence) -> None: ...
+
+    def can_draft(self, seq: Sequence) -> bool:
+        return True
+
+    def num_unfed(self, seq: Sequence) -> int:
+        return 0
+
+    def encoded(self, features: np.ndarray) -> np.ndarray:
+        return features
+
+    def score(self, seqs: list[Sequence], drafted: list[DraftedRows | None], chunks: object = None) -> list[HeadRows]:
+        (seq,), (rows,) = seqs, drafted
+        paths = [tuple(seq.output)]
+        if rows and rows.parents is None and rows.num_kept:
+            self._drafted = [*self._drafted[: rows.num_kept - 1], *rows.tokens]
+            paths = [(*seq.output, *self._drafted)]
+        elif rows and rows.parents is None:  # one pass
+            paths += [(*seq.output, *[self.vocab + ahead] * (ahead + 1)) for ahead in range(len(rows.tokens))]
+        elif rows and rows.parents is not None:
+            ways: list[tuple[int, ...]] = []
+            for token, parent in zip(rows.tokens, rows.parents, strict=True):
+                ways.append((*(ways[parent] if parent >= 0 else ()), token))
+            paths += [(*seq.output, *way) for way in ways]
+        else:
+            self._drafted = []
+        logits = np.stack([rational_row(SOURCE, self.vocab, path) for path in paths])
+        return [HeadRows(logits, np.zeros((len(paths), 1), np.float32))]
+
+
+@pytest.mark.parametrize(
+    ("rule", "draws"), [(draft_chains, True), (draft_chains, False), (draft_at_once, True), (draft_trees, False)]
+)
+@pytest.mark.parametrize(("vocab", "limit", "length"), [(3, 2, 3), (2, 3, 4)])
+def test_output_is_distributed_as_the_target_alone(
+    exact_rows: None, monkeypatch: pytest.MonkeyPatch, rule: Rule, draws: bool, vocab: int, limit: int, length: int
+) -> None:
+    monkeypatch.setattr(head_path, "distribution", lambda row, *_: row)
+    context: Any = ExactHeadContext(vocab)
+    assert distance(HeadProposer(context, rule, vocab, "head", 4, draws=draws), vocab, limit, length) == 0
+
+
+def test_the_enumeration_catches_rows_that_were_not_drawn_from(exact_rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_path, "distribution", lambda row, *_: row)
+    monkeypatch.setattr(
+        HeadPath, "draft", lambda path, name: Draft.chain(path.tokens, name, tuple(row[::-1] for row in path.probs))
+    )
+    context: Any = ExactHeadContext(3)
+    assert distance(HeadProposer(context, draft_chains, 3, "head", 4, draws=True), 3, 2, 3) > 0
+
+
+# --------------------------------------------------------------------------------------------------------------- what does not fit
+
+
+def test_a_head_of_another_model_is_refused_with_what_was_got_and_wanted(
+    target: Checkpoint, heads: dict[str, RandomHead], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def refused(config: Mapping[str, Any], arrays: Mapping[str, np.ndarray], message: str, to: Checkpoint = target) -> None:
+        made = write_head(tmp_path / "damaged", config, arrays)
+        with pytest.raises(CheckpointError, match=message):
+            opened(made, to)
+
+    three, one = heads["EAGLE3"], heads["EAGLE1"]
+    a, c = three.arrays, three.config
+    other = tiny(tmp_path_factory, weight_format="f32", **{**SMALL, "hidden_size": 96})
+    refused(c, a, r"numbers of 3 layers, is 192, and that of .* is 288", other)
+    refused(one.config, one.arrays, r"hidden size.*, is 64, and that of .* is 96", other)
+    smaller = tiny(tmp_path_factory, weight_format="f32", **{**SMALL, "vocab_size": 310})
+    refused(c, a, r"wanted different ones below the target's 310|vocabulary is 320, and that of .* is 310", smaller)
+    shallow = tiny(tmp_path_factory, weight_format="f32", **{**SMALL, "num_layers": 2})
+    refused(c, a, r"inputs of layers \[1, 2, 3\], and .* has layers 1 to 2", shallow)
+    refused(c, {**a, "d2t": np.full_like(a["d2t"], 1 << 40)}, "d2t gives ids from")
+    refused(c, {**a, "d2t": a["d2t"][:-1]}, r"d2t has the shape \[95\], and its output matrix 96 rows")
+    refused(c, {name: array for name, array in a.items() if name != "d2t"}, "without a list of their ids")
+    refused(c, {name: array for name, array in a.items() if name != "fc.weight"}, r"fc\.weight is missing")
+    refused(c, {**a, "norm.weight": a["norm.weight"][:-1]}, r"norm has the shape \[63\], wanted \[64\]")
+    refused(c, {**a, "midlayer.experts": a["fc.weight"]}, "has no place")
+    refused({**c, "norm_before_fc": True}, a, "input_norm.weight is missing")
+    refused({**c, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, "a"]}}, a, "inputs of layers")
+    refused({**c, "rope_theta": -1.0}, a, "rope_base")
+    parallel = heads["PEAGLE"]
+    refused({**parallel.config, "mask_token_id": 320}, parallel.arrays, "mask_token_id is 320, wanted an id below 320")
+    refused(parallel.config, {**parallel.arrays, "mask_hidden": np.zeros((1, 1, 5), np.float32)}, "mask_hidden has the shape")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ngram,EAGLE3", r"verifies no drafts of others; join them with \+"),
+        ("EAGLE3,self:q4_0", "drafts for the target alone"),
+        ("tree:TARGET", "drafts with a head that was trained for the target"),
+        ("tree:PEAGLE", "drafts in one pass, and makes no trees"),
+    ],
+)
+def test_specs_that_a_head_cannot_do_are_refused(target: Checkpoint, heads: dict[str, RandomHead], spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        llm_over(target, with_paths(spec, heads).replace("TARGET", str(target.path)))
+
+
+def test_matrices_are_cast_at_load(target: Checkpoint, heads: dict[str, RandomHead]) -> None:
+    sizes = {}
+    for format in ("int8", "int4", "file"):
+        settings = replace(SETTINGS, head_format=format)
+        with LLM(target, str(heads["EAGLE3"].path), settings=settings) as llm:
+            memory = llm.memory()[0]
+            sizes[format] = memory.weight_bytes - memory.shared_bytes
+            llm.generate(PROMPTS, PARAMS)
+    assert sizes["int4"] < 0.7 * sizes["int8"] < 0.4 * sizes["file"]

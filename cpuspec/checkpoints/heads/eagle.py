@@ -1,32 +1,26 @@
 """EAGLE heads: a decoder layer or more over a token and the hidden state before it, the target's or, while it drafts, its own.
 
-EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) have the same weights; EAGLE-3 (2503.01840) reads three layers of the target and drafts
-the tokens that it needs most; P-EAGLE (2602.01469) is EAGLE-3 with rows of a mask token, for a draft in one pass. Names as in the
-original code (`midlayer`), in speculators (`layers.0`) and in llama.cpp's GGUF files.
+EAGLE-1 and -2 (arXiv 2401.15077, 2406.16858) have the same weights; EAGLE-3 (2503.01840) reads three layers of the target and
+drafts the tokens that it needs most; P-EAGLE (2602.01469) is EAGLE-3 with rows of a mask token, for a draft in one pass. Names are
+those of the original code (`midlayer`) or of speculators (`layers.0`).
 """
 
 import re
-from dataclasses import replace
 
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.families import FAMILIES
-from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.heads.head import I64, Head, HeadFiles, HeadNorm, shared, target_norm
-from cpuspec.checkpoints.huggingface import model_config
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, absolute_ids, target_norm
+from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
-from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
-_LAYER = {theirs: ours for ours, (_, theirs) in FAMILIES["qwen3"].layer_names.items()}
-_FIRST_OF_3 = {**_LAYER, "input_layernorm.weight": "embed_norm", "hidden_norm.weight": "hidden_norm"}
-_OUTSIDE = {
-    "norm.weight": "norm",
-    "lm_head.weight": "output",
-    "embed_tokens.weight": "embed",
+_NAMES_OF_1 = {"fc.weight": "fuse", "fc.bias": "fuse_bias"}
+_NAMES_OF_3 = {
+    "fc.weight": "encode",
+    "layers.0.input_layernorm.weight": "embed_norm",
+    "layers.0.hidden_norm.weight": "hidden_norm",
 }
-_DERIVED = re.compile(r".*rotary_emb\.inv_freq|t2d")  # computed from the configuration, or for training alone
 _MASK = "mask_hidden"
 
 
@@ -46,18 +40,10 @@ def is_eagle3(files: HeadFiles) -> bool:
 
 def read_eagle1(files: HeadFiles, target: Checkpoint) -> Head:
     """A head of EAGLE-1: token and final-normed hidden state go through `fc`; the layer has no first norm, the logits none."""
-    tensors: dict[str, QuantTensor] = {}
-    for name, tensor in files.tensors.items():
-        layer = re.fullmatch(r"layers\.(\d{1,4})\.(.+)", name, re.DOTALL)
-        if name in ("fc.weight", "fc.bias"):
-            tensors["fuse" if name == "fc.weight" else "fuse_bias"] = tensor
-        elif layer and layer[2] in _LAYER:
-            tensors[f"layers.{layer[1]}.{_LAYER[layer[2]]}"] = tensor
-        elif not _DERIVED.fullmatch(name):
-            tensors[_OUTSIDE.get(name, name)] = tensor
+    tensors = {canonical_name(name, _NAMES_OF_1): tensor for name, tensor in files.tensors.items() if not DERIVED.fullmatch(name)}
     has_norm = "layers.0.attn_norm" in tensors
     head = HeadConfig(input_norms=False, fuse_bias="fuse_bias" in tensors, first_norm=has_norm, final_norm="norm" in tensors)
-    model = _model(files, files.fields, tensors, head, target)
+    model = head_model(files, files.fields, tensors, head, target)
     files.check("hidden size", model.config.hidden_size, target.config.hidden_size, target)
     return Head("eagle", files.name, model, (target.config.num_layers - 1,), (target_norm(target),), tokenizer=files.tokenizer)
 
@@ -74,17 +60,10 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     norms: dict[str, str] = {}  # of features: canonical name to tensor
     for file_name, tensor in files.tensors.items():
         name = re.sub(r"^midlayer\.", "layers.0.", file_name.removeprefix("model."))
-        layer = re.fullmatch(r"layers\.(\d{1,4})\.(.+)", name, re.DOTALL)
-        names = _FIRST_OF_3 if layer and int(layer[1]) == 0 else _LAYER
-        if name == "fc.weight":
-            tensors["encode"] = tensor
-        elif name == "input_norm.weight" or re.fullmatch(r"fc_norm\.\d{1,4}\.weight", name):
+        if name == "input_norm.weight" or re.fullmatch(r"fc_norm\.\d{1,4}\.weight", name):
             norms[name] = file_name
-        elif layer and layer[2] in names:
-            part = names[layer[2]]
-            tensors[part if part.endswith(("embed_norm", "hidden_norm")) else f"layers.{layer[1]}.{part}"] = tensor
-        elif name != _MASK and not _DERIVED.fullmatch(name):
-            tensors[_OUTSIDE.get(name, name)] = tensor
+        elif name != _MASK and not DERIVED.fullmatch(name):
+            tensors[canonical_name(name, _NAMES_OF_3)] = tensor
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
     if "encode" not in tensors:
         files.refuse("tensor fc.weight is missing")
@@ -93,14 +72,14 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     output = tensors.get("output")
     num_logits = output.shape[0] if output else target.config.vocab_size
     offsets = files.arrays.get("d2t")
-    token_ids = files.token_ids(None if offsets is None else _absolute(offsets), num_logits, target)
+    token_ids = files.token_ids(None if offsets is None else absolute_ids(offsets), num_logits, target)
     head = HeadConfig(
         "attention",
         normed_residual=fields.boolean("norm_before_residual", False),
         feature_size=size,
         num_logits=num_logits,
     )
-    model = _model(files, config, tensors, head, target)
+    model = head_model(files, config, tensors, head, target)
     eps, mask = model.config.norm_eps, None
     feature_norms = _feature_norms(files, norms, size, len(layers), eps)
     state_norm = HeadNorm(model.tensors["norm"].dequantize(), eps) if fields.boolean("norm_output", False) else None
@@ -117,43 +96,11 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
         feature_norms,
         state_norm,
         token_ids,
+        files.num_tokens,
         mask_id=mask_id if is_parallel else -1,
         mask_features=mask,
         tokenizer=files.tokenizer,
     )
-
-
-def _model(files: HeadFiles, fields: Fields, tensors: dict[str, QuantTensor], head: HeadConfig, target: Checkpoint) -> Checkpoint:
-    """The head as a model beside its target. Raises CheckpointError where a tensor or a size is not as it should be."""
-    defaults = {
-        "vocab_size": target.config.vocab_size,
-        "max_position_embeddings": target.config.context_length,
-        "tie_word_embeddings": False,
-    }
-    kind = fields.text("model_type", "llama")
-    family = FAMILIES.get(kind if kind in ("qwen2", "qwen3") else "llama", FAMILIES["llama"])
-    try:
-        config = replace(
-            model_config(fields.over({**family.hf_defaults, **defaults, "sliding_window": None}), family),
-            context_length=target.config.context_length,
-            tied_embeddings=False,
-            qkv_bias="layers.0.q_bias" in tensors,
-            o_bias="layers.0.o_bias" in tensors,
-            qk_norm="layers.0.q_norm" in tensors,
-            head=head,
-        )
-    except ConfigError as error:
-        raise CheckpointError(f"{files.path}: {error}") from error
-    files.check("vocabulary", config.vocab_size, target.config.vocab_size, target)
-    if config.hidden_size != target.config.hidden_size and not {"embed", "output"} <= tensors.keys():
-        what = "hidden size, without an embedding and an output matrix of its own,"
-        files.check(what, config.hidden_size, target.config.hidden_size, target)
-    return Checkpoint(files.path, files.name, config, shared(target, tensors), target.vocabulary)
-
-
-def _absolute(offsets: np.ndarray) -> I64:
-    """Ids of tokens of the target, of how far they are from the draft's."""
-    return offsets.astype(np.int64).reshape(-1) + np.arange(offsets.size)
 
 
 def _feature_norms(files: HeadFiles, norms: dict[str, str], size: int, count: int, eps: float) -> tuple[HeadNorm, ...]:

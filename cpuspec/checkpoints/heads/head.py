@@ -19,6 +19,7 @@ from cpuspec.formats.tensor import F32
 I64 = NDArray[np.int64]
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MOST_TOKENS = 32  # that a draft has by default, whatever a file says
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,37 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, eq=False)
+class Markov:
+    """A bias of each token's logits by the token before it, of low rank: w2 w1[before] (DSpark, arXiv 2607.05147).
+
+    w1 [V, r]: of the target's tokens. w2 [num_logits, r]: of those that the head drafts.
+    gate [r, C + r], gate_bias [r]: of a factor of w1[before], sigmoid(gate [state; w1[before]] + gate_bias); None for no factor.
+    """
+
+    w1: QuantTensor
+    w2: QuantTensor
+    gate: F32 | None = None
+    gate_bias: F32 | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """How a head drafts a block of rows in one forward, each row a token: the last committed one, and then the mask.
+
+    size: rows that it was trained for. num_skipped: of these, first ones that draft nothing. both_ways: whether each row sees all.
+    confidence [C], or [C + r] where the Markov head's w1[before] belongs to it, and confidence_bias: of the logit of the chance
+    that a row's token is accepted, from its normed state; None for none.
+    """
+
+    size: int
+    num_skipped: int = 0
+    both_ways: bool = True
+    markov: Markov | None = None
+    confidence: F32 | None = None
+    confidence_bias: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
 class Head:
     """A trained head that fits its target: a model that reads the target's hidden states, and how it is to be run.
 
@@ -51,7 +83,7 @@ class Head:
     token_ids: [num_logits] the target's id of each token that the head drafts; None where the ids are the same.
     num_tokens: that it drafts in a round where the spec names no number.
     mask_id, mask_features: token and features [1, feature_size] of rows whose own are not known yet, in a head that drafts in one
-    pass; -1 and None in others.
+    pass; -1 and None in others. block: how it drafts a block, None for others.
     tokenizer: the tokenizer's file that lies beside the head; None for none.
     """
 
@@ -65,6 +97,7 @@ class Head:
     num_tokens: int = 4
     mask_id: int = -1
     mask_features: F32 | None = None
+    block: Block | None = None
     tokenizer: Path | None = None
 
 
@@ -103,6 +136,13 @@ class HeadFiles:
         """The tokenizer that lies beside the head."""
         found = self.path / "tokenizer.json"
         return found if not self.is_gguf and found.exists() else None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the head was made to draft, as speculators says; else Head's default."""
+        methods = self.fields.object("speculators_config").items("proposal_methods") if not self.is_gguf else []
+        number = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
+        return number if type(number) is int and 1 <= number <= _MOST_TOKENS else Head.num_tokens
 
     def check(self, what: str, got: object, wanted: object, target: Checkpoint) -> None:
         """Raise CheckpointError unless a fact of the head agrees with its target's."""
@@ -144,6 +184,11 @@ class HeadFiles:
                 f"wanted different ones below the target's {vocab_size}"
             )
         return ids
+
+
+def absolute_ids(offsets: NDArray[Any]) -> I64:
+    """Ids of tokens of the target, of how far they are from the draft's (`d2t` in safetensors)."""
+    return offsets.astype(np.int64).reshape(-1) + np.arange(offsets.size)
 
 
 def target_norm(target: Checkpoint) -> HeadNorm:

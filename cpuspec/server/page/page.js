@@ -370,7 +370,8 @@ async function* events(stream) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
-      const data = part.replace(/^data: /, "");
+      if (!part.startsWith("data: ")) continue; // a sign that the server lives
+      const data = part.slice(6);
       if (data !== "[DONE]") yield JSON.parse(data);
     }
   }

@@ -2,7 +2,7 @@
 
 from cpuspec.engine.text import overlap
 from cpuspec.server.parsing.calls import CallParser
-from cpuspec.server.parsing.pieces import Piece, joined
+from cpuspec.server.parsing.pieces import Piece, decided, joined
 
 _SPACE = " \t\r\n"
 _OPENS, _CLOSES = "<think>", "</think>"
@@ -28,10 +28,7 @@ class AnswerParser:
     def push(self, text: str) -> list[Piece]:
         """What is certain with this text."""
         self._pending += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return joined(pieces)
+        return joined(decided(self._step))
 
     def finish(self) -> list[Piece]:
         """The rest, at the end of the answer."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from cpuspec.engine.text import overlap
 from cpuspec.server.parsing.call_reader import CallReader, ValueEnd
-from cpuspec.server.parsing.pieces import Piece
+from cpuspec.server.parsing.pieces import Piece, decided
 
 _SPACE = " \t\r\n"
 
@@ -52,10 +52,7 @@ class MarkedCalls:
     def push(self, text: str) -> list[Piece]:
         """See `CallParser`."""
         self._pending += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
+        return decided(self._step)
 
     def finish(self) -> list[Piece]:
         """See `CallParser`. A call that broke off before its name was known is content."""
@@ -195,10 +192,7 @@ class BareCalls:
     def push(self, text: str) -> list[Piece]:
         """See `CallParser`."""
         self._pending += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
+        return decided(self._step)
 
     def finish(self) -> list[Piece]:
         """See `CallParser`. A call that broke off before its name was known is content."""
@@ -271,15 +265,23 @@ class BareCalls:
 class ToolFormat:
     """How a model writes calls.
 
-    parser: makes the parser of one answer, given the names of the functions. begins: the text that begins a call of any function,
-    and `begins_named` goes on from there to one function's arguments; for requests that demand a call. id_chars: of a call's id.
+    parser: makes the parser of one answer, given the names of the functions. mark: what a call begins with, "" where it is bare
+    JSON; many vocabularies have a token for it. opens, arguments, closes: the text before the function's name, between the name and
+    its arguments, and the least that ends a call behind them. id_chars: of a call's id.
     """
 
     name: str
     parser: Callable[[Set[str]], CallParser]
-    begins: str
-    begins_named: Callable[[str], str]
+    mark: str
+    opens: str
+    arguments: str
+    closes: str = "}"
     id_chars: int = 24
+
+    @property
+    def begins(self) -> str:
+        """The text that begins a call, up to the function's name."""
+        return self.mark + self.opens
 
 
 _FENCES = ("```json", "```xml", "```tool_call", "```tool_code", "```")
@@ -291,27 +293,31 @@ TOOL_FORMATS = {
             "hermes",
             # Small models, as Qwen2.5-Coder, often forget the mark or write a fence instead.
             lambda names: BareCalls(names, _FENCES, MarkedCalls("<tool_call>", "</tool_call>")),
-            '<tool_call>\n{"name": "',
-            lambda name: f'{name}", "arguments": ',
+            "<tool_call>",
+            '\n{"name": "',
+            '", "arguments": ',
         ),
         ToolFormat(
             "mistral",
             lambda names: MarkedCalls("[TOOL_CALLS]", "]", named=True),
-            '[TOOL_CALLS][{"name": "',
-            lambda name: f'{name}", "arguments": ',
+            "[TOOL_CALLS]",
+            '[{"name": "',
+            '", "arguments": ',
             id_chars=9,  # its template refuses others
         ),
         ToolFormat(
             "llama3",
             lambda names: BareCalls(names, ("<|python_tag|>", *_FENCES)),
+            "",
             '{"name": "',
-            lambda name: f'{name}", "parameters": ',
+            '", "parameters": ',
         ),
         ToolFormat(
             "json",
             lambda names: BareCalls(names, _FENCES),
+            "",
             '{"name": "',
-            lambda name: f'{name}", "parameters": ',
+            '", "parameters": ',
         ),
     )
 }

@@ -1,6 +1,6 @@
 """What a parser hands out."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 
@@ -15,6 +15,14 @@ class Piece:
     kind: str
     text: str
     call: int = 0
+
+
+def decided(step: Callable[[list[Piece]], bool]) -> list[Piece]:
+    """All pieces that a parser can hand out now. step: adds some of them to a list, and returns whether there may be more."""
+    pieces: list[Piece] = []
+    while step(pieces):
+        pass
+    return pieces
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

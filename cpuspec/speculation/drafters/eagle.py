@@ -105,11 +105,11 @@ class _Tree:
         return sorted(sorted(sure, key=lambda node: -self.nodes[node].likely)[: self.path.limit])
 
     def _add_children(self, parent: int, logits: F32) -> None:
-        number = min(_CHILDREN, len(logits))
+        logits, number = np.asarray(logits, np.float64), min(_CHILDREN, len(logits))
         best = np.argpartition(logits, -number)[-number:]
         best = best[np.argsort(-logits[best], kind="stable")]
         weights = np.exp(logits[best] - logits[best[0]]) / np.exp(logits - logits[best[0]]).sum()
         depth, likely = (self.nodes[parent].depth + 1, self.nodes[parent].likely) if parent >= 0 else (1, 1.0)
-        ids = self.path.head.token_ids
+        ids = self.path.token_ids
         for one, weight in zip(best.tolist(), weights.tolist(), strict=True):
             self.nodes.append(_Node(one if ids is None else int(ids[one]), parent, depth, weight, likely * weight))

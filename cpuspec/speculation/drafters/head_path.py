@@ -1,10 +1,10 @@
-"""A draft while a head makes it: the choice of its tokens from rows of the head's logits."""
+"""A draft while a head, or a model in one pass, makes it: the choice of its tokens from rows of logits."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from cpuspec.checkpoints.heads import Head
+from cpuspec.checkpoints.heads.head import I64
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
 from cpuspec.sampling import Row, distribution, processed, sample
@@ -16,11 +16,11 @@ from cpuspec.speculation.draft import Draft
 class HeadPath:
     """The tokens that a head drafts for a sequence, one after the other, at most `limit`.
 
-    draws: whether tokens are drawn, and the rows declared; else each is the likeliest. min_confidence: the draft ends with the
-    first token of a row that gives no token this probability.
+    token_ids: the target's id of each number of a row, None for the same. draws: whether tokens are drawn, and the rows declared;
+    else each is the likeliest. min_confidence: the draft ends with the first token of a row that gives no token this probability.
     """
 
-    head: Head
+    token_ids: I64 | None
     seq: Sequence
     limit: int
     vocab_size: int  # of the target's rows
@@ -36,7 +36,7 @@ class HeadPath:
 
     def choose(self, logits: F32) -> None:
         """Take the next token from a row [num_logits], as the request asks: its grammar, penalties and biases apply."""
-        seq, ids = self.seq, self.head.token_ids
+        seq, ids = self.seq, self.token_ids
         draws = self.draws and not seq.params.greedy
         if draws or not seq.params.keeps_order or seq.constraint:
             legal = seq.legal(self.tokens)
@@ -66,7 +66,9 @@ class HeadPath:
 
     def _over_vocabulary(self, logits: F32) -> F32:
         """A row of the head as a row [vocab_size] of the target's tokens."""
-        ids = self.head.token_ids
+        ids = self.token_ids
+        if ids is None and len(logits) == self.vocab_size:
+            return logits
         row = np.full(self.vocab_size, -np.inf, np.float32)
         if ids is None:
             row[: len(logits)] = logits

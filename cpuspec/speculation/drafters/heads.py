@@ -11,6 +11,7 @@ from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import PromptChunk, first_come
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.blocks import draft_blocks
 from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.drafters.parallel import draft_at_once
@@ -21,7 +22,7 @@ Rule = Callable[[HeadContext, list[HeadPath], str], list[Draft]]
 
 # How heads draft chains, by `Head.method`, and which of them can draft trees.
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {"eagle": draft_chains, "eagle3": draft_chains, "mtp": draft_chains, "p-eagle": draft_at_once}
+    {"eagle": draft_chains, "eagle3": draft_chains, "mtp": draft_chains, "p-eagle": draft_at_once, "block": draft_blocks}
 )
 TREE_RULES: Mapping[str, Rule] = MappingProxyType({name: draft_trees for name, rule in RULES.items() if rule is draft_chains})
 
@@ -48,7 +49,7 @@ class HeadProposer:
         self.levels = (self,)
         self.context = context
         self.num_tokens = num_tokens
-        self.in_one_pass = rule is draft_at_once  # whether a longer draft takes no more forwards
+        self.in_one_pass = rule in (draft_at_once, draft_blocks)  # whether a longer draft takes no more forwards
         self._rule, self._vocab_size, self._min_confidence, self._draws = rule, vocab_size, min_confidence, draws
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
@@ -70,7 +71,10 @@ class HeadProposer:
         if chunks:
             context.score([], [], chunks)
         drafting = [i for i in able if i not in reading]
-        paths = [HeadPath(context.head, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws) for i in drafting]
+        paths = [
+            HeadPath(context.head.token_ids, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws)
+            for i in drafting
+        ]
         for i, draft in zip(drafting, self._rule(context, paths, self.name) if paths else [], strict=True):
             drafts[i] = draft
         return drafts

@@ -6,6 +6,7 @@ first be fed the tokens that it missed: it is asked where drafts save more than 
 did much of earlier requests, once waiting for them has cost as much as feeding it, as in the ski-rental problem.
 """
 
+from collections import abc
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.constrained import legal_part
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.heads import HeadProposer
+from cpuspec.speculation.drafters.masks import MaskProposer
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.planner.acceptance import Estimate
 from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, choose
@@ -25,7 +27,7 @@ from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TR
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
-DraftModel = ChainProposer | TranslatedProposer | HeadProposer
+DraftModel = ChainProposer | TranslatedProposer | HeadProposer | MaskProposer
 
 _PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
 _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's time tells the time of a token where no more than this was fed first
@@ -125,7 +127,7 @@ class ModelDrafter:
     def __init__(self, proposer: DraftModel, costs: Costs) -> None:
         """costs: of its forwards."""
         self.proposer = proposer
-        self._in_one_pass = isinstance(proposer, HeadProposer) and proposer.in_one_pass
+        self._in_one_pass = isinstance(proposer, HeadProposer | MaskProposer) and proposer.in_one_pass
         self.drafted = Drafted()
         self.acceptance = Estimate(_FIRST_MODEL_ACCEPTANCE)
         self.seconds = costs.forward_s(1)
@@ -213,7 +215,9 @@ class Planner:
 
     name = "auto"
 
-    def __init__(self, costs: Costs, lookups: list[Proposer], models: list[tuple[DraftModel, Costs]], serves: bool = True) -> None:
+    def __init__(
+        self, costs: Costs, lookups: list[Proposer], models: abc.Sequence[tuple[DraftModel, Costs]], serves: bool = True
+    ) -> None:
         """models: each with the costs of its forwards."""
         self.costs = costs
         proposers = [*lookups, *(model for model, _ in models)]
@@ -364,7 +368,9 @@ def plan(target: Backend, lookups: list[Proposer], chains: list[DraftModel]) -> 
     for chain in chains:
         costs = find_costs(chain.context.backend)
         if isinstance(chain, ChainProposer):
-            below = [(model, costs) for model, costs in models if not isinstance(model, HeadProposer)]
+            below: list[tuple[DraftModel, Costs]] = [
+                (model, costs) for model, costs in models if not isinstance(model, HeadProposer)
+            ]
             chain.inner = Planner(costs, lookups, below, serves=False)
         models.append((chain, costs))
     return Planner(find_costs(target), lookups, models)

@@ -1,0 +1,136 @@
+"""DFlash and DSpark heads (arXiv 2602.06036, 2607.05147): layers that fill a block of masks, over injected states of the target.
+
+Layouts: z-lab's (`dflash_config`), DeepSpec's (its keys at the top), speculators' (`transformer_layer_config`).
+"""
+
+import re
+
+from cpuspec.checkpoints.checkpoint import Checkpoint
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.heads.head import Block, Head, HeadFiles, HeadNorm, Markov, absolute_ids
+from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
+from cpuspec.config import HeadConfig
+from cpuspec.formats import QuantTensor
+from cpuspec.formats.tensor import F32
+
+_NAMES = {"fc.weight": "encode", "hidden_norm.weight": "hidden_norm"}
+_KINDS = ("dflash", "dspark")
+_CLASSES = re.compile(r"[A-Za-z0-9]*(DFlash|DSpark)(Model|DraftModel|Speculator)")
+# What changes the computation and is not computed here, with the value at which it changes nothing.
+_UNSUPPORTED = {"use_swa": False, "attention_value_scale": 1, "output_multiplier": 1, "sliding_window_non_causal": False}
+
+
+def is_block_head(files: HeadFiles) -> bool:
+    """Whether a directory has a layout of DFlash or DSpark."""
+    if files.is_gguf:
+        return False
+    kind, classes = files.fields.value("speculators_model_type"), files.fields.value("architectures")
+    named = isinstance(classes, list) and any(isinstance(one, str) and _CLASSES.fullmatch(one) for one in classes)
+    return kind in _KINDS or (kind is None and named)
+
+
+def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
+    """A head of DFlash or DSpark. Raises CheckpointError for one that does not fit, or has parts that are not computed here."""
+    fields = files.fields
+    nested = fields.object("dflash_config")
+    if any("conv" in name or "candidate_selector" in name for name in files.tensors):
+        files.refuse("it is a head of DFlash 2, whose convolutions are not supported; use one of DFlash or DSpark")
+    for place in (fields, nested):
+        for key, neutral in _UNSUPPORTED.items():
+            if place.value(key) not in (None, neutral):
+                files.refuse(f"its {key} is {str(place.value(key))[:40]}, which is not supported")
+    if fields.value("rope_is_neox_style") is False:
+        files.refuse("its queries and keys are interleaved (rope_is_neox_style), which is not supported")
+    tensors, others = _sorted(files)
+    layers = _layers(files, nested, target)
+    size = len(layers) * target.config.hidden_size
+    for name, tensor in (("fc.weight", tensors.get("encode")), ("hidden_norm.weight", tensors.get("hidden_norm"))):
+        if tensor is None:
+            files.refuse(f"tensor {name} is missing")
+    files.check(f"input, as numbers of {len(layers)} layers,", tensors["encode"].shape[-1], size, target)
+    output = tensors.get("output")
+    num_logits = output.shape[0] if output else target.config.vocab_size
+    offsets = files.arrays.get("d2t")
+    token_ids = files.token_ids(None if offsets is None else absolute_ids(offsets), num_logits, target)
+    config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
+    head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
+    model = head_model(files, config, tensors, head, target)
+    mask_id = (fields if "mask_token_id" in fields else nested).integer("mask_token_id")
+    if not 0 <= mask_id < model.config.vocab_size:
+        fields.fail("mask_token_id", f"an id below {model.config.vocab_size}")
+    block = _block(files, nested, others, model, num_logits)
+    norm = HeadNorm(model.tensors["norm"].dequantize(), model.config.norm_eps)
+    return Head(
+        "block",
+        files.name,
+        model,
+        layers,
+        state_norm=norm,
+        token_ids=token_ids,
+        num_tokens=block.size - block.num_skipped,
+        mask_id=mask_id,
+        block=block,
+        tokenizer=files.tokenizer,
+    )
+
+
+def _sorted(files: HeadFiles) -> tuple[dict[str, QuantTensor], dict[str, QuantTensor]]:
+    """The tensors of the model by canonical name, and those of the Markov and confidence heads by their own."""
+    tensors: dict[str, QuantTensor] = {}
+    others: dict[str, QuantTensor] = {}
+    for file_name, tensor in files.tensors.items():
+        name = file_name.removeprefix("model.")
+        if name.startswith(("markov_head.", "confidence_head.")):
+            others[name] = tensor
+        elif not DERIVED.fullmatch(name):
+            tensors[canonical_name(name, _NAMES)] = tensor
+    return tensors, others
+
+
+def _layers(files: HeadFiles, nested: Fields, target: Checkpoint) -> tuple[int, ...]:
+    """The target's layers whose outputs are read. speculators counts inputs, the others outputs."""
+    if "aux_hidden_state_layer_ids" in files.fields:
+        return files.layers(files.fields.items("aux_hidden_state_layer_ids"), target)
+    ids = files.fields.items("target_layer_ids") or nested.items("target_layer_ids")
+    return files.layers([one + 1 if type(one) is int else one for one in ids], target)
+
+
+def _block(files: HeadFiles, nested: Fields, others: dict[str, QuantTensor], model: Checkpoint, num_logits: int) -> Block:
+    fields, vocab_size, hidden = files.fields, model.config.vocab_size, model.config.hidden_size
+    size = (fields if "block_size" in fields else nested).integer("block_size")
+    if not 2 <= size <= 256:
+        fields.fail("block_size", "a number from 2 to 256")
+    causal = any(place.boolean(key, False) for place in (fields, nested) for key in ("causal", "is_causal"))
+    is_dspark = (
+        fields.value("speculators_model_type") == "dspark"
+        or "markov_rank" in fields
+        or "DSpark" in str(fields.value("architectures"))
+    )
+    num_skipped = 0 if fields.boolean("sample_from_anchor", is_dspark) else 1
+
+    def numbers(name: str, *shape: int) -> F32:
+        tensor = others.pop(name)
+        if tensor.shape != shape or tensor.format.block_size != 1:
+            files.refuse(f"tensor {name} is {tensor.format.name} {list(tensor.shape)}, wanted numbers {list(shape)}")
+        return tensor.dequantize()
+
+    markov, rank = None, 0
+    if "markov_head.markov_w1.weight" in others and "markov_head.markov_w2.weight" in others:
+        w1, w2 = others.pop("markov_head.markov_w1.weight"), others.pop("markov_head.markov_w2.weight")
+        rank = w1.shape[-1]
+        for name, tensor, wanted in (("markov_w1", w1, (vocab_size, rank)), ("markov_w2", w2, (num_logits, rank))):
+            if tensor.shape != wanted:
+                files.refuse(f"tensor {name} has the shape {list(tensor.shape)}, wanted {list(wanted)}")
+        gates: tuple[F32, ...] = ()
+        if "markov_head.gate_proj.weight" in others and "markov_head.gate_proj.bias" in others:
+            gates = numbers("markov_head.gate_proj.weight", rank, hidden + rank), numbers("markov_head.gate_proj.bias", rank)
+        markov = Markov(w1, w2, *gates)
+    confidence, bias = None, 0.0
+    if (found := others.get("confidence_head.proj.weight")) is not None:
+        inputs = hidden + rank if found.shape[-1] == hidden + rank else hidden
+        confidence = numbers("confidence_head.proj.weight", 1, inputs)[0]
+        if "confidence_head.proj.bias" in others:
+            bias = float(numbers("confidence_head.proj.bias", 1)[0])
+    if others:
+        files.refuse(f"tensor {min(others)} belongs to a part that is not supported, such as a recurrent Markov head")
+    return Block(size, num_skipped, not causal, markov, confidence, bias)

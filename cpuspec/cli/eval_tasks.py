@@ -1,0 +1,262 @@
+"""`cpuspec eval task` and `harness`: answers to problems, generated and judged, here or by lm-eval."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cpuspec.cli import options
+from cpuspec.cli.console import Report, StepProgress, accepted, emit, exit_codes, note, print_facts, print_report, size
+from cpuspec.cli.machine import describe_run
+from cpuspec.cli.opening import load_llm, open_target, open_with_drafts
+from cpuspec.cli.reports import totals
+from cpuspec.config import SamplingParams
+from cpuspec.engine.assemble import model_and_spec
+from cpuspec.environment import usable_cores
+from cpuspec.errors import BackendError, CpuspecError
+from cpuspec.evaluate.prompts import Prompt
+from cpuspec.evaluate.sandbox import Limits, run_program
+from cpuspec.evaluate.tasks import TASKS, Problem, Score, Task, Verdict, find_task, judge, read_problems, score
+from cpuspec.files import write_file
+
+HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations", "head_format")  # how backends compute
+
+AllowOption = Annotated[
+    bool,
+    typer.Option("--allow-code-execution", help="Run programs that the model wrote, in a sandbox. Nothing is run without it."),
+]
+IsolationOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-isolation",
+        help="Run them with limits alone where the kernel gives no namespaces, as in a container that may be broken.",
+    ),
+]
+ProcessorOption = Annotated[int, typer.Option("--cpu-seconds", metavar="S", min=1, help="Processor time of a program.")]
+MemoryOption = Annotated[int, typer.Option("--memory-mb", metavar="MB", min=64, help="Memory of a program.")]
+PriceOption = Annotated[
+    float | None,
+    typer.Option("--price-per-hour", metavar="X", min=0, help="Of the machine: then a million tokens and a right answer have one."),
+]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Problems at most; by default all.")]
+
+
+@exit_codes()
+@options.takes_running("max_sequences", "context_length", *HOW)
+@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
+def task(
+    name: Annotated[str, typer.Argument(metavar="TASK", help=f"One of {', '.join(TASKS)}.")],
+    data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The problems, one a line, in the data set's own fields.")],
+    *,
+    model: options.ModelOption,
+    draft: options.DraftOption = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option("--base-url", metavar="URL", help="Ask a server of this machine instead; --model is its name for the model."),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in a conversation; by default the model continues raw text.")] = False,
+    skip: Annotated[int, typer.Option("--skip", metavar="N", min=0, help="Leave out the first N problems.")] = 0,
+    limit: LimitOption = None,
+    shots: Annotated[int, typer.Option("--shots", metavar="N", min=0, help="The file's first N lines are solved examples.")] = 0,
+    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Answers to each problem.")] = 1,
+    pass_at: Annotated[str, typer.Option("--pass-at", metavar="LIST", help="The k of pass@k, as 1,10.")] = "1",
+    allow_code_execution: AllowOption = False,
+    no_isolation: IsolationOption = False,
+    cpu_seconds: ProcessorOption = Limits.cpu_s,
+    memory_mb: MemoryOption = Limits.memory_bytes >> 20,
+    price_per_hour: PriceOption = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write answers and verdicts as JSON lines.")] = None,
+    as_json: options.JsonOption = False,
+    sampling: dict[str, Any],
+    running: options.Running,
+) -> None:
+    """Let a model solve problems, and judge its answers: HumanEval and MBPP by their tests, GSM8K by the number.
+
+    Greedy unless --temperature says otherwise. Programs run only with --allow-code-execution.
+    """
+    with options.usage_errors():
+        row = find_task(name)
+    ks = options.read_numbers(pass_at, "--pass-at")
+    if samples > 1 and not sampling.get("temperature"):
+        raise typer.BadParameter("--samples needs --temperature above 0: greedy answers are all the same")
+    limits = Limits(cpu_s=cpu_seconds, wall_s=6.0 * cpu_seconds, memory_bytes=memory_mb << 20)
+    check_execution(row, allow_code_execution, not no_isolation)
+    problems = read_problems(row, data, chat, skip, limit, shots)
+    score([Verdict(False)] * samples, samples, ks)  # a k that cannot be is told before minutes of answers
+    asked = [one for one in problems for _ in range(samples)]
+    each = [params_of(row, chat, sampling, number % samples) for number in range(len(asked))]
+    if base_url is None:
+        about, texts, cost = _ask_model(model, draft, running, asked, each)
+    else:
+        about, texts, cost = _ask_server(base_url, model, running.settings.max_sequences, asked, each)
+    with StepProgress(tenths=True) as progress:
+        verdicts = judge(
+            row, asked, texts, chat, limits, not no_isolation, usable_cores(), lambda done: progress("judging", done, len(asked))
+        )
+    found = score(verdicts, samples, ks)
+    if out is not None:
+        lines = [
+            {"task_id": one.name, "completion": text, "passed": verdict.passed, "reason": verdict.reason}
+            for one, text, verdict in zip(asked, texts, verdicts, strict=True)
+        ]
+        write_file(out, "".join(json.dumps(line) + "\n" for line in lines))
+    report = {
+        "benchmark": "task",
+        "task": name,
+        "data": data.name,
+        "form": "chat" if chat else "raw",
+        "shots": shots,
+        **about,
+        **describe_score(found),
+        "cost": asdict(cost),
+        "price_per_hour": price_per_hour,
+        "price": None if price_per_hour is None else cost.price(price_per_hour, found.num_passed),
+        "failed": [one.name for one, verdict in zip(asked, verdicts, strict=True) if not verdict.passed],
+    }
+    print_report(report, as_json, _show_task)
+
+
+@exit_codes()
+@options.takes_running("max_sequences", "context_length", *HOW)
+def harness(
+    tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Tasks of lm-eval, or of --include-path.")],
+    *,
+    model: options.ModelOption,
+    draft: options.DraftOption = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", metavar="DIR", help="A directory with tasks of your own, as YAML.")
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option("--shots", metavar="N", min=0, help="Solved examples before each; by default the task's.")
+    ] = None,
+    limit: LimitOption = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    as_json: options.JsonOption = False,
+    running: options.Running,
+) -> None:
+    """Run tasks of EleutherAI's lm-evaluation-harness on a model, with its data sets and its figures.
+
+    It needs the extra `cpuspec[eval]`. Most of its data sets are fetched from the Hugging Face hub.
+    """
+    from cpuspec.evaluate.harness import harness_table, open_harness, run_harness
+
+    checkpoint, spec = open_with_drafts(model, draft)
+    with open_harness(checkpoint, spec, running.backend, running.settings) as lm:
+        found = run_harness(lm, tasks, include_path, shots, limit, chat)
+    report = {"benchmark": "harness", **describe_run(model, *running), "draft": str(spec), **found}
+    print_report(report, as_json, lambda _: emit(harness_table(found) + "\n"))
+
+
+def check_execution(row: Task, allowed: bool, isolated: bool) -> None:
+    """Raise BadParameter for a task that runs programs without leave, ConfigError where there is no sandbox."""
+    if row.program is None:
+        return
+    if not allowed:
+        raise typer.BadParameter(f"{row.name} runs programs that the model wrote; say so with --allow-code-execution")
+    run_program("", isolated=isolated)
+
+
+def params_of(row: Task, chat: bool, sampling: dict[str, Any], sample: int = 0) -> SamplingParams:
+    """How an answer is sampled: greedily, if nothing is given. Each sample of a problem has a seed of its own."""
+    given = {"temperature": 0.0, **sampling, "stop": (*(() if chat else row.stop), *sampling.get("stop", ()))}
+    if given.get("seed") is not None:
+        given["seed"] += sample
+    return SamplingParams(**given)
+
+
+def describe_score(found: Score) -> dict[str, Any]:
+    """The score with its names as JSON has them."""
+    named = {f"pass@{k}": share for k, share in found.pass_at.items()}
+    errors = {f"pass@{k}_error": error for k, error in found.errors.items()}
+    return {"num_problems": found.num_problems, "num_samples": found.num_samples, "num_passed": found.num_passed, **named, **errors}
+
+
+def _ask_model(
+    model: str, draft: str | None, running: options.Running, asked: Sequence[Problem], each: Sequence[SamplingParams]
+) -> tuple[dict[str, Any], list[str], Any]:
+    from cpuspec.evaluate.answers import answer_all
+
+    with load_llm(model, draft, running, running.settings.max_sequences) as llm, StepProgress(tenths=True) as progress:
+        requests = [(one.prompt, params) for one, params in zip(asked, each, strict=True)]
+        answers, cost = answer_all(llm, requests, lambda done: progress("answers", done, len(asked)))
+        about = {
+            **describe_run(model, *running),
+            "threads": llm.threads,
+            "draft": str(llm.spec),
+            "max_sequences": running.settings.max_sequences,
+            "bits_per_weight": totals(open_target(model_and_spec(model, None)[0]).tensors.values())["bits_per_weight"],
+        }
+    return about, [one.content for one in answers], cost
+
+
+def _ask_server(
+    url: str, model: str, at_once: int, asked: Sequence[Problem], each: Sequence[SamplingParams]
+) -> tuple[dict[str, Any], list[str], Any]:
+    from cpuspec.environment import api_key
+    from cpuspec.evaluate.answers import cost_of_server
+
+    try:
+        from cpuspec.load.address import local_address
+        from cpuspec.load.client import Client
+        from cpuspec.load.requests import LoadRequest
+        from cpuspec.load.run import LoadPlan, run_load
+    except ModuleNotFoundError as error:
+        raise BackendError(f"--base-url needs {error.name}; install it with: pip install 'cpuspec[server]'") from None
+
+    def request(prompt: Prompt) -> LoadRequest:
+        return LoadRequest(prompt=prompt) if isinstance(prompt, str) else LoadRequest(messages=tuple(dict(one) for one in prompt))
+
+    params = each[0]
+    body = {"temperature": params.temperature, "stop": list(params.stop)}
+    if params.temperature:
+        body |= {"top_p": params.top_p, "seed": params.seed}
+    plan = LoadPlan(model, max_concurrency=at_once, max_tokens=params.max_tokens, max_seconds=1e6, body=body, keep_texts=True)
+    with StepProgress(tenths=True) as progress:
+        client = Client(local_address(url), api_key())
+        done = asyncio.run(
+            run_load(client, [request(one.prompt) for one in asked], plan, lambda n, total: progress("answers", n, total))
+        )
+    if wrong := next((one.error for one in done.answers if one.error), done.stopped):
+        raise CpuspecError(f"{url} did not answer every problem: {wrong}")
+    about = {"model": model, "base_url": url, "max_sequences": at_once}
+    return about, [one.text for one in done.answers], cost_of_server(done.answers, done.duration_s)
+
+
+def _show_task(report: Report) -> None:
+    name, cost = "exact match" if report["task"] == "gsm8k" else "pass@1", report["cost"]
+    for key in (key for key in report if key.startswith("pass@") and not key.endswith("_error")):
+        emit(f"{name if key == 'pass@1' else key}: {report[key]:.1%} ± {report[f'{key}_error']:.1%}\n")
+    facts = [
+        ("task", f"{report['task']}, {report['form']}, {report['num_problems']} problems of {report['data']}"),
+        ("model", report["model"]),
+        ("answers", f"{report['num_passed']} of {cost['num_answers']} right, {cost['num_new_tokens']} tokens"),
+        *show_cost(cost),
+        *show_price(report["price"], report["price_per_hour"]),
+    ]
+    print_facts(facts)
+    if report["failed"]:
+        note(f"not right: {', '.join(report['failed'][:20])}{' and others' if len(report['failed']) > 20 else ''}")
+
+
+def show_cost(cost: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rates, latencies and memory in lines."""
+    lines = [("speed", f"{cost['tokens_per_s']:.1f} tokens/s in {cost['duration_s']:.1f} s")]
+    for what, key, unit in (("first token", "ttft_s", 1e3), ("each further token", "tpot_s", 1e3)):
+        if cost[key]:
+            lines.append((what, ", ".join(f"{rank} {unit * value:.1f} ms" for rank, value in cost[key].items())))
+    if cost["num_draft_tokens"]:
+        lines.append(("drafts", accepted(cost["num_accepted_tokens"], cost["num_draft_tokens"])))
+    return [*lines, *([("memory", size(cost["memory_bytes"]))] if cost["memory_bytes"] else [])]
+
+
+def show_price(price: dict[str, float | None] | None, per_hour: float | None) -> list[tuple[str, str]]:
+    """What tokens and right answers cost, in a line."""
+    if price is None:
+        return []
+    parts = [(price["per_million_tokens"], "a million tokens"), (price["per_accepted_answer"], "a right answer")]
+    told = [f"{value:.4g} for {what}" for value, what in parts if value is not None]
+    return [("price", f"{', '.join(told) or 'nothing was made'} at {per_hour:g} an hour")]

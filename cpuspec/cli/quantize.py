@@ -1,0 +1,188 @@
+"""The commands `quantize` and `imatrix`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.download import resolve_model
+from cpuspec.cli import options
+from cpuspec.cli.console import (
+    FetchProgress,
+    StepProgress,
+    counted,
+    emit,
+    emit_json,
+    exit_codes,
+    interruptible,
+    note,
+    print_facts,
+    size,
+)
+from cpuspec.environment import usable_cores
+from cpuspec.errors import ConfigError
+from cpuspec.files import read_file
+
+_MOST_TEXT_BYTES = 1 << 30
+
+CalibrationOption = Annotated[
+    Path | None,
+    typer.Option("--calibration", metavar="FILE", help="A text of the kind that the model will meet; inputs are measured on it."),
+]
+ChunksOption = Annotated[int, typer.Option("--chunks", metavar="N", min=1, help="Pieces of the calibration text that are used.")]
+ContextOption = Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", min=2, help="Tokens of such a piece.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", metavar="N", min=1, help="Threads; by default every core.")]
+
+
+@exit_codes()
+def quantize(
+    model: options.ModelArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The file to write, NAME.gguf; or a directory, for compressed-tensors.")
+    ],
+    *,
+    type_name: Annotated[
+        str,
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="Of a file: a type of llama-quantize, as q4_k_m or iq4_xs. Of a directory: w4a16, w4a16_asym, w8a8, w8a16.",
+        ),
+    ] = "q4_k_m",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="METHOD",
+            help="round; or gptq, awq, smoothquant, or several with commas, as awq,gptq: they need a calibration text.",
+        ),
+    ] = "round",
+    imatrix: Annotated[
+        Path | None,
+        typer.Option("--imatrix", metavar="FILE", help="Weigh errors by this importance matrix, llama.cpp's .gguf or .dat."),
+    ] = None,
+    calibration: CalibrationOption = None,
+    chunks: ChunksOption = 32,
+    ctx_size: ContextOption = 512,
+    pure: Annotated[bool, typer.Option("--pure", help="Give every matrix the type's own format instead of a mix.")] = False,
+    output_tensor_type: Annotated[
+        str | None, typer.Option("--output-tensor-type", metavar="FORMAT", help="The format of the output matrix.")
+    ] = None,
+    token_embedding_type: Annotated[
+        str | None, typer.Option("--token-embedding-type", metavar="FORMAT", help="The format of the token embedding.")
+    ] = None,
+    tensor_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tensor-type", metavar="PATTERN=FORMAT", help="The format of matrices whose name has the pattern. Repeatable."
+        ),
+    ] = None,
+    dampening_frac: Annotated[
+        float, typer.Option("--dampening-frac", metavar="SHARE", min=0, help="Of gptq: what is added to the Hessian's diagonal.")
+    ] = 0.01,
+    no_act_order: Annotated[
+        bool, typer.Option("--no-act-order", help="Of gptq: round columns from first to last, not by the size of their inputs.")
+    ] = False,
+    smoothing_strength: Annotated[
+        float,
+        typer.Option("--smoothing-strength", metavar="SHARE", min=0, max=1, help="Of smoothquant: 0 moves nothing into weights."),
+    ] = 0.5,
+    group_size: Annotated[
+        int, typer.Option("--group-size", metavar="N", help="Of w4a16: weights that share a scale, 32, 64 or 128.")
+    ] = 128,
+    threads: ThreadsOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Write a model in fewer bits: a GGUF file that cpuspec and llama.cpp read, or compressed-tensors for transformers and vLLM.
+
+    Memory holds one matrix at a time, and with a calibration text the inputs of one. A run that is interrupted goes on from there.
+    """
+    from cpuspec.quantize.gptq import GptqSettings
+    from cpuspec.quantize.imatrix import read_importance
+    from cpuspec.quantize.job import Job, read_chunks
+    from cpuspec.quantize.job import quantize as quantize_model
+
+    with options.usage_errors():
+        job = Job(
+            type_name=type_name.lower(),
+            methods=() if method == "round" else tuple(method.lower().split(",")),
+            pure=pure,
+            output=output_tensor_type,
+            embed=token_embedding_type,
+            tensor_types=tuple(_read_tensor_type(text) for text in tensor_type or ()),
+            gptq=GptqSettings(dampening_frac, not no_act_order),
+            smoothing_strength=smoothing_strength,
+            group_size=group_size,
+        )
+    checkpoint = _opened(model)
+    text = None if calibration is None else _read_text(calibration)
+    with interruptible(), StepProgress(tenths=True) as progress:
+        made = quantize_model(
+            checkpoint,
+            out,
+            job,
+            threads or usable_cores(),
+            None if text is None else read_chunks(checkpoint, text, chunks, ctx_size),
+            None if imatrix is None else read_importance(imatrix),
+            progress,
+        )
+    if as_json:
+        emit_json(asdict(made))
+        return
+    if made.num_resumed:
+        note(f"{counted(made.num_resumed, 'tensor')} taken from the run that was interrupted")
+    kinds = ", ".join(f"{count} {name}" for name, count in sorted(made.formats.items()))
+    print_facts(
+        [
+            ("file", made.path),
+            ("size", size(made.num_bytes)),
+            ("bits per weight", f"{made.bits_per_weight:.3f}"),
+            ("matrices", kinds),
+        ]
+    )
+
+
+@exit_codes()
+def imatrix(
+    model: options.ModelArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: .dat for llama.cpp's legacy format, else GGUF.")],
+    *,
+    calibration: Annotated[
+        Path, typer.Option("--calibration", "-f", metavar="FILE", help="A text of the kind that the model will meet.")
+    ],
+    chunks: ChunksOption = 100,
+    ctx_size: ContextOption = 512,
+) -> None:
+    """Measure how much each input of each matrix counts, for `quantize --imatrix` and for llama-quantize."""
+    from dataclasses import replace
+
+    from cpuspec.quantize.imatrix import write_importance
+    from cpuspec.quantize.job import measure_importance, read_chunks
+    from cpuspec.quantize.weights import Weights
+
+    checkpoint, text = _opened(model), _read_text(calibration)
+    with interruptible(), StepProgress(tenths=True) as progress:
+        found = measure_importance(Weights(checkpoint), read_chunks(checkpoint, text, chunks, ctx_size), progress)
+    write_importance(out, replace(found, dataset=calibration.name))
+    emit(f"{out}\n")
+
+
+def _opened(model: str) -> Checkpoint:
+    with FetchProgress(model) as progress:
+        return open_checkpoint(resolve_model(options.checked_text(model, "MODEL"), progress))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_file(path, _MOST_TEXT_BYTES, ConfigError).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _read_tensor_type(text: str) -> tuple[str, str]:
+    pattern, equals, format_name = text.rpartition("=")
+    if not equals or not pattern:
+        raise ConfigError(f"--tensor-type {text!r} has no =; wanted PATTERN=FORMAT, as ffn_down=q6_k")
+    return pattern, format_name.lower()

@@ -1,0 +1,178 @@
+"""Answers to many prompts, by an LLM or by a server of this machine, as many at once as there is room for, and what they cost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpuspec.config import SamplingParams
+from cpuspec.engine.engine import Output
+from cpuspec.engine.llm import LLM
+from cpuspec.errors import CpuspecError
+from cpuspec.evaluate.prompts import Prompt, prompt_ids
+from cpuspec.load.figures import Answer as LoadAnswer
+from cpuspec.metrics import LevelCounters, RequestStats, now_s
+from cpuspec.server.parsing import AnswerParser
+
+_REASONING = ("<think>", "</think>")
+
+OnAnswer = Callable[[int], None]  # answers that are done
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer. content: its text without reasoning, which only conversations have."""
+
+    text: str
+    content: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stats: RequestStats
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What answers took. Latencies are in seconds, at p50, p95 and p99 of the answers; an answer's tokens/s counts its own time.
+
+    tokens_per_s: tokens of all answers over the time from the first's beginning to the last's end.
+    """
+
+    num_answers: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    duration_s: float
+    tokens_per_s: float
+    decode_tokens_per_s: float | None  # median of the answers
+    ttft_s: dict[str, float]
+    tpot_s: dict[str, float]
+    answer_s: dict[str, float]
+    levels: dict[str, dict[str, Any]]
+    memory_bytes: int | None  # weights, and keys and values; what models share counts once; None of a server
+
+    def price(self, price_per_hour: float, num_passed: int) -> dict[str, float | None]:
+        """What a million new tokens and a right answer cost on a machine with this price; None where there was none."""
+        whole = price_per_hour * self.duration_s / 3600
+        return {
+            "per_million_tokens": whole / self.num_new_tokens * 1e6 if self.num_new_tokens else None,
+            "per_accepted_answer": whole / num_passed if num_passed else None,
+        }
+
+
+def answer_all(
+    llm: LLM, requests: Sequence[tuple[Prompt | list[int], SamplingParams]], on_answer: OnAnswer = lambda done: None
+) -> tuple[list[Answer], Cost]:
+    """Answer every prompt, in their order; `llm.max_sequences` run at once. The LLM must have no other callers.
+
+    Prompts are raw texts, conversations, or token ids.
+
+    Raises ConfigError for prompts that cannot be run, before running any.
+    """
+    tokenizer = llm.tokenizer
+    prompts = [_ids(llm, prompt) for prompt, _ in requests]
+    for ids, (_, params) in zip(prompts, requests, strict=True):
+        llm.check(ids, params)
+    marks = [tokenizer.token_id(text) for text in _REASONING]
+    shown = frozenset(mark for mark in marks if mark is not None)
+    parts: list[list[Output]] = [[] for _ in requests]
+    running: dict[int, int] = {}  # the request's id, by the prompt's number
+    ends_s: dict[int, float] = {}
+    begin_s, begun = now_s(), 0
+    begins_s: list[float] = []
+    try:
+        while len(ends_s) < len(requests):
+            while begun < len(requests) and len(running) < llm.max_sequences:
+                prompt, params = requests[begun]
+                begins_s.append(now_s())
+                seen = shown if _is_conversation(prompt) else frozenset[int]()
+                running[begun] = llm.submit(prompts[begun], params, parts[begun].append, seen)
+                begun += 1
+            llm.step()
+            for number in [number for number in running if parts[number] and parts[number][-1].finish_reason]:
+                llm.drop(running.pop(number))
+                ends_s[number] = now_s()
+                on_answer(len(ends_s))
+    finally:
+        for request in running.values():
+            llm.drop(request)
+    duration_s = now_s() - begin_s
+    answers = [_answer(llm, *one) for one in zip((prompt for prompt, _ in requests), prompts, parts, strict=True)]
+    took_s = [ends_s[number] - begins_s[number] for number in range(len(requests))]
+    return answers, _cost(llm, [answer.stats for answer in answers], duration_s, took_s)
+
+
+def _is_conversation(prompt: Prompt | list[int]) -> bool:
+    return not isinstance(prompt, str) and any(isinstance(one, dict) for one in prompt)
+
+
+def _ids(llm: LLM, prompt: Any) -> list[int]:
+    """The token ids of a prompt; of an empty one that of the beginning of a text."""
+    is_ids = not isinstance(prompt, str) and not _is_conversation(prompt)
+    ids = list(prompt) if is_ids else prompt_ids(llm.tokenizer, prompt)
+    return ids if ids or llm.tokenizer.bos_id is None else [llm.tokenizer.bos_id]
+
+
+def _answer(llm: LLM, prompt: Prompt | list[int], ids: list[int], parts: Sequence[Output]) -> Answer:
+    last, text = parts[-1], "".join(part.text for part in parts)
+    if last.finish_reason in (None, "aborted") or last.stats is None:
+        raise CpuspecError(last.error or "an answer was broken off; ask again")
+    tokens = tuple(token for part in parts for token in part.token_ids)
+    return Answer(text, _content(llm, ids, text) if _is_conversation(prompt) else text, tokens, str(last.finish_reason), last.stats)
+
+
+def _content(llm: LLM, ids: list[int], text: str) -> str:
+    """The text without reasoning."""
+    thinking = llm.tokenizer.decode(ids[-8:], skip_special=False).rstrip().endswith(_REASONING[0])
+    parser = AnswerParser(thinking=thinking, calls=None)
+    return "".join(piece.text for piece in [*parser.push(text), *parser.finish()] if piece.kind == "content")
+
+
+def _cost(llm: LLM, stats: Sequence[RequestStats], duration_s: float, took_s: Sequence[float]) -> Cost:
+    levels: dict[str, LevelCounters] = {}
+    for one in stats:
+        for name, counts in one.levels.items():
+            levels[name] = levels.get(name, LevelCounters()) + counts
+    num_new, rates = sum(one.num_new_tokens for one in stats), [one.tokens_per_s for one in stats if one.tokens_per_s]
+    return Cost(
+        num_answers=len(stats),
+        num_prompt_tokens=sum(one.num_prompt_tokens for one in stats),
+        num_new_tokens=num_new,
+        num_draft_tokens=sum(one.num_draft_tokens for one in stats),
+        num_accepted_tokens=sum(one.num_accepted_tokens for one in stats),
+        duration_s=duration_s,
+        tokens_per_s=num_new / duration_s if duration_s else 0.0,
+        decode_tokens_per_s=float(np.median(rates)) if rates else None,
+        ttft_s=percentiles([one.ttft_s for one in stats if one.ttft_s is not None]),
+        tpot_s=percentiles([one.tpot_s for one in stats if one.tpot_s is not None]),
+        answer_s=percentiles(took_s),
+        levels={name: level.as_dict() for name, level in levels.items()},
+        memory_bytes=sum(one.weight_bytes - one.shared_bytes + one.kv_bytes for one in llm.memory()),
+    )
+
+
+def cost_of_server(answers: Sequence[LoadAnswer], duration_s: float) -> Cost:
+    """The cost of a server's answers, all of which came. What it does not tell counts as 0."""
+    num_new = sum(one.num_new_tokens for one in answers)
+    times = [one.tpot_s for one in answers if one.tpot_s]
+    return Cost(
+        num_answers=len(answers),
+        num_prompt_tokens=sum(one.num_prompt_tokens or 0 for one in answers),
+        num_new_tokens=num_new,
+        num_draft_tokens=sum(one.num_draft_tokens or 0 for one in answers),
+        num_accepted_tokens=sum(one.num_accepted_tokens or 0 for one in answers),
+        duration_s=duration_s,
+        tokens_per_s=num_new / duration_s if duration_s else 0.0,
+        decode_tokens_per_s=float(1 / np.median(times)) if times else None,
+        ttft_s=percentiles([one.ttft_s for one in answers]),
+        tpot_s=percentiles(times),
+        answer_s=percentiles([one.e2el_s for one in answers]),
+        levels={},
+        memory_bytes=None,
+    )
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p95 and p99; an empty dict of no values."""
+    return {f"p{rank}": float(np.percentile(values, rank)) for rank in (50, 95, 99)} if values else {}

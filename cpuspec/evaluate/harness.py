@@ -1,0 +1,181 @@
+"""EleutherAI's lm-evaluation-harness on an LLM of ours: `pip install 'cpuspec[eval]'`.
+
+Source: lm-eval 0.4.13, lm_eval/api/model.py and docs/model_guide.md. Texts are encoded as transformers' tokenizers do there: what
+is written like a control token becomes one, so that rendered conversations are conversations.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpuspec.backends import Backend, make_backend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
+from cpuspec.engine.llm import LLM
+from cpuspec.errors import BackendError, ConfigError
+from cpuspec.evaluate.answers import answer_all
+from cpuspec.evaluate.quality import Scorer, log_softmax
+from cpuspec.tokenizer import make_tokenizer
+
+try:
+    from lm_eval import evaluator
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ModuleNotFoundError as error:
+    raise BackendError(f"`cpuspec eval harness` needs {error.name}; install it with: pip install 'cpuspec[eval]'") from None
+
+_NEW_TOKENS = 256  # of an answer, where the task does not say: the harness's own default
+
+
+class HarnessLM(TemplateLM):  # the harness takes its subclasses alone
+    """An LLM as the harness wants models. It scores with the backend, and generates with the LLM and its drafts."""
+
+    def __init__(self, llm: LLM, backend: Backend) -> None:
+        """backend: the one that the LLM computes with."""
+        super().__init__()
+        self.tokenizer = llm.tokenizer
+        self.max_length = llm.context_length
+        self._llm = llm
+        self._scorer = Scorer(backend, llm.context_length)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness tells cached requests apart by."""
+        return self._llm.name.replace("/", "__")
+
+    @property
+    def eot_token_id(self) -> int:
+        """A token that ends an answer, or begins a text where nothing ends one."""
+        ends = sorted(self.tokenizer.eos_ids)
+        return ends[0] if ends else self.tokenizer.bos_id or 0
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids, behind those that the model's file wants before a text, unless the text has them itself."""
+        ids = self.tokenizer.encode(string, add_special=False, parse_special=True)
+        prefix = list(self.tokenizer.prefix)
+        return ids if add_special_tokens is False or ids[: len(prefix)] == prefix else prefix + ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text."""
+        return self.tokenizer.apply_chat_template(chat_history, add_generation_prompt)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log likelihood of whole texts, in windows side by side, each token behind as many as there is room for."""
+        found: list[float] = []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            pairs = [make_disjoint_window(window) for window in windows]
+            parts = [(("", ""), list(context), list(continuation)) for context, continuation in pairs]
+            found.append(float(sum(loss for loss, _ in self._loglikelihood_tokens(parts))))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The answers, many at once; greedy unless the task samples."""
+        asked = []
+        for context, options in (request.args for request in requests):
+            params = _params(options)
+            ids = self.tok_encode(context)
+            asked.append((ids[-max(1, self.max_length - params.max_tokens) :], params))
+        answers, _ = answer_all(self._llm, asked)
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answer.text)
+        return [answer.text for answer in answers]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """The log likelihood of each continuation, and whether it is the greedy one. Requests with one context share its rows."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        for number in sorted(range(len(requests)), key=lambda number: requests[number][1] + requests[number][2]):
+            texts, context, continuation = requests[number]
+            tokens = (context + continuation)[-(self.max_length + 1) :]
+            wanted = tokens[len(tokens) - len(continuation) :] if len(continuation) < len(tokens) else tokens[1:]
+            loss, greedy, at = 0.0, True, 0
+            for logits in self._scorer.logits(tokens[:-1], len(tokens) - 1 - len(wanted)):
+                rows, following = log_softmax(logits), wanted[at : at + len(logits)]
+                loss += float(rows[np.arange(len(rows)), following].sum())
+                greedy = greedy and bool((rows.argmax(axis=1) == following).all())
+                at += len(rows)
+            found[number] = loss, greedy
+            if texts[0] or texts[1]:
+                self.cache_hook.add_partial("loglikelihood", texts, found[number])
+        return found
+
+
+@contextmanager
+def open_harness(
+    checkpoint: Checkpoint, spec: SpecConfig | None = None, backend: str = "numba", settings: EngineConfig | None = None
+) -> Iterator[HarnessLM]:
+    """Load a model for the harness, and close it in the end."""
+    settings = settings or EngineConfig()
+    loaded = make_backend(backend, checkpoint, settings)
+    try:
+        llm = LLM.from_backend(loaded, make_tokenizer(checkpoint), spec, settings, checkpoint)
+    except BaseException:
+        loaded.close()
+        raise
+    with llm:
+        yield HarnessLM(llm, loaded)
+
+
+def run_harness(
+    lm: HarnessLM,
+    tasks: Sequence[str],
+    include: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+) -> dict[str, Any]:
+    """What `lm_eval.simple_evaluate` returns, without the samples. include: a directory with tasks as YAML.
+
+    Raises ConfigError for tasks that the harness does not know or cannot load.
+    """
+    manager = TaskManager(include_path=None if include is None else str(include))
+    if unknown := [name for name in tasks if name not in manager.all_tasks]:
+        raise ConfigError(f"lm-eval has no task {unknown[0]!r}; name one of its own, or one of --include-path")
+    try:
+        found = evaluator.simple_evaluate(
+            model=lm,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=chat,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    except (OSError, ValueError, KeyError) as error:  # whatever a data set or a task's file may lack
+        raise ConfigError(f"lm-eval cannot run {', '.join(tasks)}: {type(error).__name__}: {error}") from error
+    return {
+        name: found[name] for name in ("results", "versions", "n-shot", "higher_is_better", "n-samples", "configs") if name in found
+    }
+
+
+def harness_table(found: dict[str, Any]) -> str:
+    """The results as the harness prints them."""
+    return str(make_table(found))
+
+
+def _params(options: dict[str, Any]) -> SamplingParams:
+    """The sampling of a request of `generate_until`."""
+    until = options.get("until") or []
+    stops = [until] if isinstance(until, str) else until
+    sampled = options.get("do_sample", bool(options.get("temperature")))
+    params = SamplingParams(
+        max_tokens=int(options.get("max_gen_toks", options.get("max_new_tokens", _NEW_TOKENS))),
+        temperature=float(options.get("temperature", 1.0)) if sampled else 0.0,
+        stop=tuple(text for text in stops if text),
+    )
+    given = {name: options[name] for name in ("top_p", "top_k", "min_p", "seed") if options.get(name) is not None}
+    return replace(params, **given) if sampled else params

@@ -1,0 +1,342 @@
+"""Two and three bits on grids: iq2_xxs, iq2_xs, iq2_s (eight values are a point of a grid), iq3_xxs, iq3_s (four are), and signs.
+
+Layouts as GGUF files store them, and the grids: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml. A point gives
+magnitudes; the eighth sign of each eight values makes the number of minuses even, except in iq2_s and iq3_s, which store it. Scales
+are odd multiples of d or a part of it, four bits for each 32 values (iq2_xs and iq2_s: for each 16).
+
+A code here is a magnitude and above it the sign, of one value. Kernels read it: 3 bits for two, 4 for three. To look points up is
+slower than to read the difference (benchmarks/LOG.md), and each instruction set would need a way of its own.
+"""
+
+import base64
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.formats import search
+from cpuspec.formats.format import F32, Affine, Format, Parts
+from cpuspec.formats.kquants import SUPERBLOCK
+from cpuspec.formats.packing import bits, lanes, words
+
+_CANDIDATES = 16
+_ROWS_AT_ONCE = 1 << 9  # of errors
+
+# Where the largest magnitude of a group goes in a search for the scale, times the largest of the grid. The first two are for groups
+# whose magnitudes are all alike.
+_SHARES = (0.2, 0.58, 0.75, 0.9, 1.05, 1.2)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The points that some values may be together. Points are numbered in ascending order, the last of their values counting most.
+
+    held: which of all points there are, a bit for each, compressed. magnitudes: what a value may be, in units of `unit`.
+    """
+
+    dims: int
+    magnitudes: tuple[int, ...]
+    unit: float
+    held: str
+
+    @property
+    def sign(self) -> int:
+        """The bit of a code that is the sign."""
+        return (len(self.magnitudes) - 1).bit_length()
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """What each code stands for, in units of `unit`; 0 for codes that do not occur."""
+        places = range(1 << self.sign)
+        sizes = [self.magnitudes[place] if place < len(self.magnitudes) else 0 for place in places]
+        return (*sizes, *(-size for size in sizes))
+
+    def codes(self, indices: NDArray[Any], signs: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Codes [n, 256] of points [n, 256 / dims] and bytes of eight signs [n, 32]."""
+        minus = np.unpackbits(signs, axis=1, bitorder="little")
+        return self.points[indices].reshape(len(indices), -1) | minus << self.sign
+
+    def split(self, codes: NDArray[np.uint8]) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
+        """The reverse of `codes`, for codes that come from points."""
+        places = codes.reshape(-1, self.dims) & np.uint8((1 << self.sign) - 1)
+        indices = self._indices[places @ self._weights].reshape(len(codes), -1)
+        signs: NDArray[np.uint8] = np.packbits(codes >> np.uint8(self.sign), axis=1, bitorder="little")
+        return indices.astype(np.uint16), signs
+
+    @cached_property
+    def points(self) -> NDArray[np.uint8]:
+        """The places of magnitudes, U8 [points, dims]."""
+        there = np.unpackbits(np.frombuffer(zlib.decompress(base64.b85decode(self.held)), np.uint8))
+        numbers = np.flatnonzero(there)[:, None] // self._weights % len(self.magnitudes)
+        return numbers.astype(np.uint8)
+
+    @cached_property
+    def _weights(self) -> NDArray[np.int64]:
+        return len(self.magnitudes) ** np.arange(self.dims)
+
+    @cached_property
+    def _indices(self) -> NDArray[np.int16]:
+        """By number of a point of all: its index, -1 where the grid has none."""
+        found = np.full(len(self.magnitudes) ** self.dims, -1, np.int16)
+        found[self.points @ self._weights] = np.arange(len(self.points))
+        return found
+
+    def nearest(self, sizes: F32, weights: F32 | None) -> NDArray[np.uint8]:
+        """The points [n, dims] whose magnitudes come nearest to `sizes` [n, dims] in squared error. weights: of that, [n, dims].
+
+        Tried are the points around the magnitudes that each value would take by itself. The best of all points would leave .5 %
+        less error of Gaussian values.
+        """
+        magnitudes = np.array(self.magnitudes, np.float32)
+        places = np.searchsorted((magnitudes[:-1] + magnitudes[1:]) / 2, sizes)
+        candidates = self._near[places @ self._weights]
+        offered = magnitudes[self.points]
+        best = np.empty(len(sizes), np.intp)
+        for start in range(0, len(sizes), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            misses = np.square(offered[candidates[rows]] - sizes[rows, None])
+            errors = misses.sum(axis=2) if weights is None else np.einsum("nkd,nd->nk", misses, weights[rows])
+            best[rows] = errors.argmin(axis=1)
+        return self.points[np.take_along_axis(candidates, best[:, None], axis=1)[:, 0]]
+
+    @cached_property
+    def _near(self) -> NDArray[np.intp]:
+        """By number of a point of all: the indices of the _CANDIDATES points of the grid that are nearest to it."""
+        magnitudes = np.array(self.magnitudes, np.float32)
+        everything = magnitudes[np.arange(len(self._indices))[:, None] // self._weights % len(magnitudes)]
+        offered = magnitudes[self.points].T
+        near = np.empty((len(everything), _CANDIDATES), np.intp)
+        for start in range(0, len(everything), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            # Not by matmul, whose threads would fight those that encode other tensors.
+            errors = np.square(offered).sum(axis=0) - 2 * np.einsum("nd,dp->np", everything[rows], offered)
+            near[rows] = np.argpartition(errors, _CANDIDATES, axis=1)[:, :_CANDIDATES]
+        return near
+
+
+_IQ2_XXS = Grid(
+    8,
+    (8, 25, 43),
+    1 / 8,
+    "c-nPRORj`4470MbdWwiuj~R8vF<3s$DPNNQV8mEdDvh1mfzMz4@MsNM4-kL~Dg?0u3Z<Q}s#5&i%a^YL7=qILyw)W4Cso8iRnlpCLd`c4Du;C<RlH?aajd"
+    "+e<FY7)k8>WSTt@47wX1jPqB41q=2e+&9hy;#r#nzQ(d`wV2I-N(E<X_7hks$x7)Do8!;TEvZcdv+$;Bf*s-;99+U-&7)=?KnsoS&M%ZZjW8ztGaG<oin^"
+    ")>q~!#84@<5Q?C;cAe-jqH$lW6s<jvF<nQc*Z$~yKl@H%B$)D{-`Y{-_v~Aze0c0{sHUUCpi",
+)
+_IQ2_XS = Grid(
+    8,
+    (8, 25, 43),
+    1 / 8,
+    "c-mc2ORj`4470L|dWwh@;*?QWh*MOoP)|Aew9xme83;|{*iP^L>UVu^J$f&9<)%0;rYcZH@zkTcz*1-`0#F4vd)cqIa~EY0S(m36us~sl4e+uqnt+xnD5p"
+    "1ifdk&k2^cqyDKl&hVwLuN#<u{Y#82-D2r2AS*#~B;6>b%zZ?$An2Qav5OyP;?IjC1*OUa>YNXBOJs!l*N%2M9ag1pZ#qbS<pDODX)Ys@FiGwcn?g7z}ZU"
+    "J85J?WuXe7)kq!xj_MC=sehbo`f6hw91-EjVApg;SBK(#S-ctqy5bslAAu_xaBeODLPcR%XL4jpOCvsj1dP@iIwgyVBr<uBI!nKMuUZZ1qQNNP<bV}FGN4"
+    "KvRv{ky>(2~*Gt;x6q$P={6Cb#@3Dfxx_wWh`vWo0U*P",
+)
+_IQ2_S = Grid(
+    8,
+    (8, 25, 43),
+    1 / 8,
+    "c-n1JOKt@r42!agI0c#&;*=39#3>LflvCCTO#7-9jpk=;Y=fB%TefG%OIlXuE_Fz<Ougf=%xu>+l3Bq8hyjg~lMrunmZ<Wy`~YGiEi#3On5vBd<vmKZSi%"
+    "aW(psKWGWlAsphF>8rUC+;ZDfa(=s@_F#i0yss$-8fvv#Vf@jNV{kuiVLgA~66J1A2@4RVJKUxH}IH-$JpaZ^g})pmKjjd>lmojtPqGOJ!xqXVV(I)s3f1"
+    "HneH&<4|id_Zsqi~d9|fZw$~1nHWO$bgs-@JBFei6qb36Asxo<#s4;BRhd~d<sfnbhG0<$t^)oE$@gK%zO1xyELVB%s1k`FAKZeJ@WjCtPZ6s4%XC=!ChZ"
+    "<C{I5t%jB|RQ$q0^0H^%ZVVCdNfJ9HPfzZdmWSrg_I({bPgptf%^rJMcpz`hTS7u<>s9rVvW-WSa`T|j+oGk",
+)
+_IQ3_XXS = Grid(
+    4,
+    (2, 6, 10, 14, 18, 22, 26, 31),
+    1 / 2,
+    "c-l=-K?=h#3{ye}VW$qZd!FLL9+1HvWO^EVh1sdkoaHp#R7#szmgHo6m{j1}>~2z^o7e*jro|>W6f;suxGq5ThwwrH-tdy3S=*8VCKknJ;ww~xN=C-Lt2k"
+    "c1f`n?I#<sN&{qc;xi`rsIog^>xCi>0vO72GEj+P?`#G30*;dkafo0(MD70~26E5oy)Fh-PS2J_iYxE!Gh>5A3e2Aw8l#Lz*UZ2xyz&!sE!Xy7=t?heopu"
+    "bnm$;UMyR4j1Wf!f;*xLWT6+u!rw*Hy!tqyDZ17JdzPtf@!~_J7yrh&WtZi",
+)
+_IQ3_S = Grid(
+    4,
+    (1, 3, 5, 7, 9, 11, 13, 15),
+    1,
+    "c-k#dK}rKb5Ud?m7(7iN59ovqtiR~U2pdlmS^v`sIn3TR;sZue5Z@6$Amj-`@D=vV+J}a&>aMEU{rNq)_mDQ1)6rXa`g-zl6)-xV9&D<-%sLtw(&E+K!8j"
+    "AZAn=FIh`{BX?s3iZ9eL!0y{saQwa{i<M_rV8i?Gza!ZNf5Tx$=B>&%}&x2aFnb2>I1DZfG3@eJJ?w}Hf9jj>U<u}qaX$V(Q{%bJZi0qBwX8+P2=0D&xpG"
+    "^*kpx3aC_+^woo1gDy;frCMb5s>PfCelExhl@Z5=M_J&lZwQK<TIaOt1Nd_t_Z4Nkqr(Irw~QLK*sjOloy2EUU#sN3YKfvLC9pG+yhGG#kO><KBF1{I~{B"
+    "$E!8AqIlE}-BNQAl`R33C|JNFjj93D(#a!oZudm_a(c~OHe<Yb)Y4R?AVbTWv01QA~hX",
+)
+
+
+def encode(grid: Grid, group: int, even: bool, values: F32, importance: F32 | None = None) -> Parts:
+    """Scales by least squares for each `group` values, then the nearest points under the scales as stored.
+
+    even: whether each eight values have an even number of minuses; where they have not, the value that counts least gets the other
+    sign. importance: of each value, [n, 256]. Takes some microseconds a value.
+    """
+    signed = values.reshape(-1, 8)
+    weights = None if importance is None else importance.reshape(-1, group)
+    minus = signed < 0
+    if even:
+        cost = np.square(signed) * (1 if importance is None else importance.reshape(-1, 8))
+        least = cost.argmin(axis=1)
+        minus[np.arange(len(minus)), least] ^= minus.sum(axis=1) % 2 == 1
+    sizes = np.where(minus, -signed, signed).reshape(-1, group)  # below zero where a sign was changed
+    scales = _fit(grid, sizes, weights).reshape(len(values), -1)
+    top = np.float32(31 * grid.unit)
+    d = (scales.max(axis=1, keepdims=True) / top).astype("<f2")
+    step = d.astype(np.float32) * np.float32(grid.unit)
+    four_bits = np.clip(np.rint((scales * search.inverse(step) - 1) / 2), 0, 15).astype(np.uint8)
+    stored = (step * (2 * four_bits.astype(np.float32) + 1)).reshape(-1, 1)
+    places = _points(grid, sizes, stored, weights).reshape(len(values), -1)
+    codes = places | minus.reshape(len(values), -1).astype(np.uint8) << grid.sign
+    return {"d": d, "codes": codes, "scales": _halves(four_bits)}
+
+
+def _points(grid: Grid, sizes: F32, scales: F32, weights: F32 | None) -> NDArray[np.uint8]:
+    """The places of magnitudes nearest to sizes [n, k] under scales [n, 1]."""
+    flat = None if weights is None else weights.reshape(-1, grid.dims)
+    return grid.nearest((sizes * search.inverse(scales)).reshape(-1, grid.dims), flat).reshape(sizes.shape)
+
+
+def _fit(grid: Grid, sizes: F32, weights: F32 | None) -> F32:
+    """Scales [n] that bring scale * magnitude closest to sizes [n, k] in squared error."""
+    magnitudes = np.array(grid.magnitudes, np.float32)
+    weighted = sizes if weights is None else sizes * weights
+    peak = sizes.max(axis=1, keepdims=True)
+    best_scale, best_gain = peak[:, 0] / magnitudes[-1], np.zeros(len(sizes), np.float32)
+    for share in _SHARES:
+        found = magnitudes[_points(grid, sizes, peak / np.float32(magnitudes[-1] * share), weights)]
+        along = (found * weighted).sum(axis=1)
+        scale = along * search.inverse((found * found if weights is None else found * found * weights).sum(axis=1))
+        gain = np.where(along > 0, along * scale, 0)
+        better = gain > best_gain
+        best_scale, best_gain = np.where(better, scale, best_scale), np.where(better, gain, best_gain)
+    return best_scale
+
+
+_SEVENS = np.arange(0, 28, 7, dtype=np.uint32)  # shifts of the signs of 32 values, in a word whose top four bits are their scale
+_PAIRS = np.arange(0, 8, 2, dtype=np.uint8)
+
+
+def _halves(four_bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two numbers in a byte, the first in its low half."""
+    packed: NDArray[np.uint8] = four_bits[:, 1::2] << np.uint8(4)
+    packed |= four_bits[:, 0::2]
+    return packed
+
+
+def _even_signs(sevens: NDArray[Any]) -> NDArray[np.uint8]:
+    """Eight signs whose number of minuses is even, by the first seven."""
+    odd = np.bitwise_xor.reduce([sevens >> np.uint8(i) for i in range(7)]) & 1
+    return (sevens | odd << 7).astype(np.uint8)
+
+
+def _parts(grid: Grid, indices: NDArray[Any], signs: NDArray[np.uint8], scales: NDArray[np.uint8]) -> Parts:
+    """scales: U8 [n, halves], two of four bits in a byte."""
+    four_bits = np.stack([scales & 0x0F, scales >> 4], axis=2).reshape(len(scales), -1)
+    s = ((2 * four_bits + 1) * np.float32(grid.unit)).astype("<f2")
+    return {"codes": grid.codes(indices, signs), "s": s, "scales": scales}
+
+
+def _signs_and_scales(words: NDArray[np.uint32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Eight signs for each eight values, [n, 32], and scales, two in a byte, [n, 4], of words [n, 8]."""
+    signs = _even_signs((words[:, :, None] >> _SEVENS & 0x7F).astype(np.uint8).reshape(-1, 32))
+    scales = (words >> 28).astype(np.uint8)
+    return signs, _halves(scales)
+
+
+def _words(signs: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """The reverse of `_signs_and_scales`."""
+    sevens = np.bitwise_or.reduce((signs & 0x7F).reshape(-1, 8, 4).astype(np.uint32) << _SEVENS, axis=2)
+    return sevens | np.stack([scales & 0x0F, scales >> 4], axis=2).reshape(-1, 8).astype(np.uint32) << 28
+
+
+def parts_iq2_xxs(fields: NDArray) -> Parts:
+    """For each 32 values four bytes of points and a word of signs and their scale."""
+    words = fields["points"].reshape(-1, 8, 2)
+    return _parts(_IQ2_XXS, np.ascontiguousarray(words[:, :, 0]).view(np.uint8), *_signs_and_scales(words[:, :, 1]))
+
+
+def fields_iq2_xxs(parts: Parts) -> Parts:
+    """The reverse."""
+    indices, signs = _IQ2_XXS.split(parts["codes"])
+    return {"points": np.stack([indices.astype(np.uint8).view("<u4"), _words(signs, parts["scales"])], axis=2)}
+
+
+def parts_iq2_xs(fields: NDArray) -> Parts:
+    """Nine bits of a point and seven signs for each eight values."""
+    points = fields["points"]
+    return _parts(_IQ2_XS, points & 511, _even_signs((points >> 9).astype(np.uint8)), fields["scales"])
+
+
+def fields_iq2_xs(parts: Parts) -> Parts:
+    """The reverse."""
+    indices, signs = _IQ2_XS.split(parts["codes"])
+    return {"points": indices | (signs & 0x7F).astype(np.uint16) << 9}
+
+
+def parts_iq2_s(fields: NDArray) -> Parts:
+    """Points of ten bits, the top two in `tops`, and eight signs."""
+    tops = (fields["tops"][:, :, None] >> _PAIRS & 3).reshape(-1, 32)
+    return _parts(_IQ2_S, fields["points"] | tops.astype(np.uint16) << 8, fields["signs"], fields["scales"])
+
+
+def fields_iq2_s(parts: Parts) -> Parts:
+    """The reverse."""
+    indices, signs = _IQ2_S.split(parts["codes"])
+    tops = np.bitwise_or.reduce((indices >> 8).astype(np.uint8).reshape(-1, 8, 4) << _PAIRS, axis=2)
+    return {"points": indices.astype(np.uint8), "tops": tops, "signs": signs}
+
+
+def parts_iq3_xxs(fields: NDArray) -> Parts:
+    """Bytes of points, then for each 32 values a word of signs and their scale."""
+    return _parts(_IQ3_XXS, fields["points"], *_signs_and_scales(fields["words"]))
+
+
+def fields_iq3_xxs(parts: Parts) -> Parts:
+    """The reverse."""
+    indices, signs = _IQ3_XXS.split(parts["codes"])
+    return {"points": indices.astype(np.uint8), "words": _words(signs, parts["scales"])}
+
+
+def parts_iq3_s(fields: NDArray) -> Parts:
+    """Points of nine bits, the top one in `tops`, and eight signs."""
+    tops = np.unpackbits(fields["tops"], axis=1, bitorder="little")
+    return _parts(_IQ3_S, fields["points"] | tops.astype(np.uint16) << 8, fields["signs"], fields["scales"])
+
+
+def fields_iq3_s(parts: Parts) -> Parts:
+    """The reverse."""
+    indices, signs = _IQ3_S.split(parts["codes"])
+    tops = np.packbits((indices >> 8).astype(np.uint8), axis=1, bitorder="little")
+    return {"points": indices.astype(np.uint8), "tops": tops, "signs": signs}
+
+
+def _format(
+    name: str, gguf_type: int, grid: Grid, group: int, even: bool, fields: list[tuple[Any, ...]],
+    to_parts: Callable[[NDArray], Parts], to_fields: Callable[[Parts], Parts],
+) -> Format:  # fmt: skip
+    codes = (bits(2), bits(1, at=2)) if grid.sign == 2 else (bits(4),)
+    return Format(
+        name,
+        np.dtype([("d", "<f2"), *fields]),
+        SUPERBLOCK,
+        partial(encode, grid, group, even),
+        to_parts,
+        to_fields,
+        Affine(levels=grid.levels),
+        planes=(*codes, words("scales", 4 / group, "u1"), lanes("d", "<f2", SUPERBLOCK)),
+        reader="grids",
+        gguf_type=gguf_type,
+    )
+
+
+FORMATS = (
+    _format("iq2_xxs", 16, _IQ2_XXS, 32, True, [("points", "<u4", 16)], parts_iq2_xxs, fields_iq2_xxs),
+    _format("iq2_xs", 17, _IQ2_XS, 16, True, [("points", "<u2", 32), ("scales", "u1", 8)], parts_iq2_xs, fields_iq2_xs),
+    _format(
+        "iq2_s", 22, _IQ2_S, 16, False, [("points", "u1", 32), ("signs", "u1", 32), ("tops", "u1", 8), ("scales", "u1", 8)],
+        parts_iq2_s, fields_iq2_s,
+    ),
+    _format("iq3_xxs", 18, _IQ3_XXS, 32, True, [("points", "u1", 64), ("words", "<u4", 8)], parts_iq3_xxs, fields_iq3_xxs),
+    _format(
+        "iq3_s", 21, _IQ3_S, 32, False, [("points", "u1", 64), ("tops", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)],
+        parts_iq3_s, fields_iq3_s,
+    ),
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""NVIDIA's nvfp4: four-bit floats, each 16 of them under an eight-bit float, and often one more scale for the whole tensor.
+
+The codes are mxfp4's E2M1. A scale is E4M3 without its sign: four bits of exponent with bias 7, three of mantissa. nvfp4 is GGUF's
+block of 64 values: four scales, then for each 16 values 8 bytes, values 0..7 in the low and 8..15 in the high halves (ggml-common.h
+and ggml-impl.h of https://github.com/ggml-org/ggml: the byte 0x7F, which E4M3 has for nan, is zero, and a sign does not count).
+nvfp4_global is this project's block for tensors that have a scale of their own: the same bytes behind that scale in f32. A copy for
+each 64 values takes 11 % more bytes; without it, matrices would need a number of their own that no other format has.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.errors import FormatError
+from cpuspec.formats import search
+from cpuspec.formats.format import F32, Affine, Format, Parts
+from cpuspec.formats.mx import E2M1_DOUBLED
+from cpuspec.formats.packing import bits, lanes
+from cpuspec.formats.tensor import QuantTensor
+
+BLOCK = 64
+_GROUPS, _GROUP = 4, 16
+
+LARGEST = 6 * 448.0  # of E2M1 and of E4M3
+
+
+def _half_scales() -> F32:
+    """By byte, half the scale."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    return np.where(byte == 0x7F, 0, values / 2).astype(np.float32)
+
+
+HALF_SCALES = _half_scales()
+
+_MAGNITUDES = np.array(E2M1_DOUBLED[:8], np.float32)
+_MIDPOINTS = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / 2
+_NUM_SCALES = 0x7F  # bytes 0 to 0x7E are scales in order
+
+
+def encode_nvfp4(values: F32, importance: F32 | None = None) -> Parts:
+    """The scale nearest to the largest magnitude over 6, or one of its two neighbours, whichever leaves the least squared error.
+
+    importance: of each value, [n, 64]. Raises FormatError for magnitudes above 2688.
+    """
+    groups = values.reshape(-1, _GROUP)
+    weights = np.float32(1) if importance is None else importance.reshape(-1, _GROUP)
+    peak = np.abs(groups).max(axis=1)
+    if peak.max() > LARGEST:
+        raise FormatError(f"nvfp4 cannot hold {peak.max():g}: it ends at {LARGEST:g}; use mxfp4, bf16 or f32")
+    half = peak / np.float32(12)
+    middle = np.searchsorted((HALF_SCALES[: _NUM_SCALES - 1] + HALF_SCALES[1:_NUM_SCALES]) / 2, half)
+    best_error = np.full(len(groups), np.inf, np.float32)
+    scales, codes = np.zeros(len(groups), np.uint8), np.zeros(groups.shape, np.uint8)
+    for step in (0, -1, 1):
+        tried = np.clip(middle + step, 0, _NUM_SCALES - 1).astype(np.uint8)
+        d = HALF_SCALES[tried][:, None]
+        magnitudes = np.searchsorted(_MIDPOINTS, np.abs(groups) * search.inverse(d)).astype(np.uint8)
+        found = magnitudes | np.where((groups < 0) & (magnitudes > 0), np.uint8(8), np.uint8(0))
+        error = (np.square(np.abs(groups) - _MAGNITUDES[magnitudes] * d) * weights).sum(axis=1)
+        better = error < best_error
+        scales, codes = np.where(better, tried, scales), np.where(better[:, None], found, codes)
+        best_error = np.where(better, error, best_error)
+    return {"scales": scales.reshape(-1, _GROUPS), "codes": codes.reshape(len(values), BLOCK)}
+
+
+def encode_nvfp4_global(values: F32, importance: F32 | None = None) -> Parts:
+    """As nvfp4 under a scale of 1."""
+    return {"d": np.ones((len(values), 1), np.float32), **encode_nvfp4(values, importance)}
+
+
+def codes_by_sixteen(fields: NDArray) -> NDArray:
+    """Codes 0..15, U8 [n, 64]."""
+    packed = fields["codes"].reshape(-1, _GROUPS, 8)
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(-1, BLOCK)
+
+
+def fields_by_sixteen(parts: Parts) -> Parts:
+    """The field that holds codes [n, 64]."""
+    codes = parts["codes"].reshape(-1, _GROUPS, 2, 8)
+    return {"codes": codes[:, :, 0] | codes[:, :, 1] << 4}
+
+
+def _parts(fields: NDArray) -> Parts:
+    return {"d": HALF_SCALES[fields["scales"]], "codes": codes_by_sixteen(fields)}
+
+
+def _parts_global(fields: NDArray) -> Parts:
+    return {"s": HALF_SCALES[fields["scales"]], "codes": codes_by_sixteen(fields)}
+
+
+NVFP4 = Format(
+    "nvfp4",
+    np.dtype([("scales", "u1", _GROUPS), ("codes", "u1", 32)]),
+    BLOCK,
+    encode_nvfp4,
+    _parts,
+    fields_by_sixteen,
+    Affine(levels=E2M1_DOUBLED),
+    planes=(bits(4), lanes("scales", "u1", _GROUP)),
+    reader="nvfp4",
+    gguf_type=40,
+)
+NVFP4_GLOBAL = Format(
+    "nvfp4_global",
+    np.dtype([("d", "<f4"), ("scales", "u1", _GROUPS), ("codes", "u1", 32)]),
+    BLOCK,
+    encode_nvfp4_global,
+    _parts_global,
+    fields_by_sixteen,
+    Affine(levels=E2M1_DOUBLED),
+    planes=(bits(4), lanes("scales", "u1", _GROUP), lanes("d", "<f4", BLOCK)),
+    reader="nvfp4",
+)
+
+FORMATS = (NVFP4, NVFP4_GLOBAL)
+
+
+def with_scale(tensor: QuantTensor, scale: np.float32) -> QuantTensor:
+    """A tensor of nvfp4 times a scale of the whole tensor, as nvfp4_global: a copy."""
+    blocks = tensor.data.view(NVFP4.layout)
+    fields = np.empty(blocks.shape, NVFP4_GLOBAL.layout)
+    fields["d"] = scale
+    for name in NVFP4.layout.names or ():
+        fields[name] = blocks[name]
+    return QuantTensor(NVFP4_GLOBAL, tensor.shape, fields.view(np.uint8))

@@ -1,0 +1,110 @@
+"""One forward of the whole model over calibration text, matrix by matrix, with a look at what each is multiplied with.
+
+Weights are decoded when they are needed and kept by nobody, so memory holds one matrix and the rows of the text at a time. A matrix
+that is quantized while it is looked at is used as quantized from there on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from cpuspec.backends.numpy_backend import Array, Forward, Model, Storage
+from cpuspec.errors import ConfigError
+from cpuspec.formats import QuantTensor, get_format
+from cpuspec.model.batch import I32, ForwardBatch
+from cpuspec.model.cache import KVCache
+from cpuspec.model.transformer import Layer, decode
+from cpuspec.quantize.weights import Weights
+
+# (x [T, K], names of the matrices that it is multiplied with), in the order of the model
+OnInputs = Callable[[Array, tuple[str, ...]], None]
+
+
+def split(tokens: list[int], chunks: int, length: int) -> I32:
+    """The first `chunks` pieces of `length` tokens, I32 [chunks, length]; all there are if they are fewer.
+
+    Raises ConfigError if there is not even one.
+    """
+    count = min(chunks, len(tokens) // length)
+    if count < 1:
+        raise ConfigError(f"the calibration text has {len(tokens)} tokens; wanted at least {length}, as many as a chunk has")
+    return np.array(tokens[: count * length], np.int32).reshape(count, length)
+
+
+def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, QuantTensor], with_logits: bool = False) -> Array:
+    """Feed every chunk [B, L] to the model as a text of its own, and tell `on_inputs` what each matrix is multiplied with.
+
+    done: matrices that are used instead of the model's own, looked up when they are needed. The output matrix is told with its
+    inputs, and used only where logits are wanted. Returns the logits [B * L, V], or else the last hidden states [B * L, C].
+    """
+    config = weights.checkpoint.config
+    count, length = chunks.shape
+    one = (1, length, config.num_kv_heads, config.head_dim)
+
+    def new_storage() -> Storage:
+        # A layer's keys and values are read right after they are written: all layers share the room of one.
+        arrays = [np.zeros(one, np.float32) for _ in range(2)]
+        shape, strides = (config.num_layers, *one[1:]), (0, *arrays[0].strides[1:])
+        return Storage(*(np.lib.stride_tricks.as_strided(array, shape, strides) for array in arrays))
+
+    cache = KVCache(count, length, new_storage, _never, _never, 0)
+    batch = ForwardBatch(
+        tokens=chunks.reshape(-1),
+        positions=np.tile(np.arange(length, dtype=np.int32), count),
+        slots=np.arange(count, dtype=np.int32),
+        q_start=np.arange(count + 1, dtype=np.int32) * np.int32(length),
+    )
+    f32 = get_format("f32")
+    model = Model(config, np.dtype(np.float32), f32, weights.checkpoint.tensors["embed"], _Values(weights, done), frozenset())
+    return decode(config, _Watched(Forward(model, batch, cache), on_inputs, with_logits))
+
+
+def _never(*arguments: Any) -> None:
+    raise AssertionError("calibration neither copies nor shortens a cache")
+
+
+class _Values(Mapping[str, Array]):
+    """Tensors in f32, decoded at each use."""
+
+    def __init__(self, weights: Weights, done: Mapping[str, QuantTensor]) -> None:
+        self._weights, self._done = weights, done
+
+    def __getitem__(self, name: str) -> Array:
+        tensors = self._weights.checkpoint.tensors
+        if name == "output" and name not in tensors:
+            name = "embed"
+        if name in self._done:
+            return self._done[name].dequantize()
+        return self._weights.matrix(name) if len(tensors[name].shape) == 2 else self._weights.vector(name).dequantize()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights.checkpoint.tensors)
+
+    def __len__(self) -> int:
+        return len(self._weights.checkpoint.tensors)
+
+
+class _Watched:
+    """The operations of the reference, with a look at the inputs of matrices (`Operations` in `model.transformer`)."""
+
+    def __init__(self, forward: Forward, on_inputs: OnInputs, with_logits: bool) -> None:
+        self._forward, self._on_inputs, self._with_logits = forward, on_inputs, with_logits
+        self.embed, self.rotate, self.attention, self.gate = forward.embed, forward.rotate, forward.attention, forward.gate
+        self.hidden, self.join, self.features = forward.hidden, forward.join, forward.features  # of draft heads alone
+
+    def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
+        normed = self._forward.norm(x, norm)
+        self._on_inputs(normed, names)
+        return tuple(self._forward.linear(normed, name) for name in names)
+
+    def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
+        self._on_inputs(branch, (name,))
+        return self._forward.add(x, branch, name, norm)
+
+    def keep(self, layer: Layer, x: Array) -> None:
+        pass
+
+    def logits(self, x: Array, name: str, norm: str | None) -> Array:
+        self._on_inputs(self._forward.norm(x, norm), (name,))
+        return self._forward.logits(x, name, norm) if self._with_logits else x

@@ -1,0 +1,209 @@
+"""A quantized model as a Hugging Face directory in compressed-tensors' layout, which transformers and vLLM load.
+
+pack-quantized: `weight_packed` I32 [N, K * bits / 32], codes without a sign, low bits first; `weight_scale` [N, K / group];
+`weight_shape` I64 [2]; without symmetry `weight_zero_point` I32 [N / 8, K / group], packed down the rows likewise. int-quantized,
+where inputs are rounded to 8 bits, too: `weight` I8 [N, K] and `weight_scale` [N, 1]. Embedding and output matrix stay plain.
+(https://github.com/vllm-project/compressed-tensors.)
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
+from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
+from cpuspec.checkpoints.fields import read_json_object
+from cpuspec.errors import ConfigError
+from cpuspec.files import write_file
+from cpuspec.formats import Format, QuantTensor, get_format
+from cpuspec.formats.format import F32, Affine, Parts
+from cpuspec.formats.packing import bits
+from cpuspec.quantize.weights import layer_parts
+
+# What --type takes for directories: llm-compressor's names.
+SCHEMES = ("w4a16", "w4a16_asym", "w8a8", "w8a16")
+_MOST_CONFIG_BYTES = 1 << 20
+_KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+_NOT_KEPT = ("model.safetensors.index.json", "config.json")
+
+
+@cache
+def _int8_rows(columns: int) -> Format:
+    """Bytes -127..127 under one f32 scale a row."""
+    return Format(
+        "int8_row",
+        np.dtype([("d", "<f4"), ("codes", "i1", columns)]),
+        columns,
+        _encode_rows,
+        lambda fields: {"codes": (fields["codes"].view(np.uint8) ^ 0x80).reshape(len(fields), -1)},
+        lambda parts: {"codes": (parts["codes"] ^ 0x80).view(np.int8)},
+        Affine(128),
+        planes=(bits(8),),
+    )
+
+
+def _encode_rows(values: F32) -> Parts:
+    d = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
+    steps = np.divide(values, d, out=np.zeros_like(values), where=d > 0)
+    return {"d": d, "codes": (np.clip(np.rint(steps), -127, 127) + 128).astype(np.uint8)}
+
+
+def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str, Format]:
+    """The format of each matrix by canonical name; the embedding and an output matrix keep theirs.
+
+    Raises ConfigError where the model is no Hugging Face directory, or has no matrices in floats.
+    """
+    if not isinstance(checkpoint.vocabulary, HfTokenizerFiles):
+        raise ConfigError(
+            f"{checkpoint.path} is a GGUF file, which has no config.json and no tokenizer.json; compressed-tensors are made from a "
+            "Hugging Face directory. Name an output that ends in .gguf, or start from the directory"
+        )
+    if group_size not in (32, 64, 128):
+        raise ConfigError(f"the group size is {group_size}; wanted 32, 64 or 128")
+    if checkpoint.tensors["embed"].format.affine:
+        raise ConfigError(f"{checkpoint.path} is quantized already; start from its plain weights")
+    int4 = get_format(f"int4_g{group_size}{'_asym' if scheme.endswith('_asym') else ''}")
+    found = {}
+    for name, tensor in checkpoint.tensors.items():
+        if len(tensor.shape) == 2:
+            inside = layer_parts(name)[0] >= 0
+            found[name] = tensor.format if not inside else int4 if scheme.startswith("w4") else _int8_rows(tensor.shape[1])
+            found[name].row_bytes(tensor.shape[1])
+    return found
+
+
+def write_model(out: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], scheme: str, group_size: int) -> None:
+    """Write the directory, which must not be there yet or be empty; it appears when it is whole.
+
+    Raises ConfigError for a directory with something in it, OSError where it cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; name a directory that is not")
+    unfinished = out.with_name(f"{out.name}.{os.getpid()}")
+    unfinished.mkdir()
+    try:
+        for pattern in _KEPT:
+            for path in checkpoint.path.glob(pattern):
+                if path.name not in _NOT_KEPT:
+                    shutil.copyfile(path, unfinished / path.name)
+        config = read_json_object(checkpoint.path / "config.json", _MOST_CONFIG_BYTES)
+        write_file(
+            unfinished / "config.json", json.dumps(config | {"quantization_config": _settings(scheme, group_size)}, indent=2)
+        )
+        _write_safetensors(unfinished / "model.safetensors", checkpoint, tensors, scheme)
+        os.replace(unfinished, out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _settings(scheme: str, group_size: int) -> dict[str, Any]:
+    four = scheme.startswith("w4")
+    weights = {
+        "num_bits": 4 if four else 8,
+        "type": "int",
+        "symmetric": not scheme.endswith("_asym"),
+        "strategy": "group" if four else "channel",
+        "group_size": group_size if four else None,
+        "dynamic": False,
+        "observer": "minmax",
+    }
+    activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if scheme == "w8a8" else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations if scheme == "w8a8" else None}
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+class _Piece(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    data: partial[NDArray[Any]]
+
+
+def _write_safetensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], scheme: str) -> None:
+    plain = checkpoint.tensors["embed"].format
+    pieces: dict[str, _Piece] = {}
+    for name, tensor in tensors.items():
+        pieces |= dict(_pieces(checkpoint, name, tensor, plain, scheme))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, piece in pieces.items():
+        header[name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [end, end + piece.num_bytes]}
+        end += piece.num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, piece in pieces.items():
+            data = np.ascontiguousarray(piece.data())
+            assert data.nbytes == piece.num_bytes, f"{name} has {data.nbytes} bytes, not {piece.num_bytes}"
+            file.write(data.tobytes())
+
+
+def _pieces(checkpoint: Checkpoint, name: str, tensor: QuantTensor, plain: Format, scheme: str) -> Iterator[tuple[str, _Piece]]:
+    """The tensors of a file that hold a tensor of the model, and how to make them when they are written."""
+    layer, part = layer_parts(name)
+    family = FAMILIES[checkpoint.config.architecture]
+    theirs = GLOBAL_NAMES[name][1] if layer < 0 else f"model.layers.{layer}.{family.layer_names[part][1]}"
+    dtype = plain.safetensors_dtype or "F32"
+    if tensor.format.affine is None:
+        offset = family.norm_offset if name.endswith("norm") else 0.0
+        num_bytes = tensor.num_values * plain.block_bytes
+        yield theirs, _Piece(dtype, tensor.shape, num_bytes, partial(_as_floats, tensor, plain, offset))
+        return
+    rows, columns = tensor.shape
+    groups = columns // tensor.format.block_size
+    yield f"{theirs}_scale", _Piece(dtype, (rows, groups), rows * groups * plain.block_bytes, partial(_scales, tensor, plain))
+    if scheme == "w8a8":
+        yield theirs, _Piece("I8", tensor.shape, tensor.num_values, partial(_part, tensor, "codes", 0x80))
+        return
+    num_bits = tensor.format.code_bits
+    packed = (rows, columns * num_bits // 32)
+    yield f"{theirs}_packed", _Piece("I32", packed, rows * columns * num_bits // 8, partial(_packed, tensor))
+    yield f"{theirs}_shape", _Piece("I64", (2,), 16, partial(np.array, tensor.shape, "<i8"))
+    if "z" in (tensor.format.layout.names or ()):
+        zeros = (-(-rows // 8), groups)
+        yield f"{theirs}_zero_point", _Piece("I32", zeros, 4 * zeros[0] * zeros[1], partial(_packed_zeros, tensor))
+
+
+def _as_floats(tensor: QuantTensor, plain: Format, offset: float) -> NDArray[Any]:
+    if tensor.format is plain and not offset:
+        return tensor.data
+    return plain.encode(tensor.dequantize() - np.float32(offset))
+
+
+def _scales(tensor: QuantTensor, plain: Format) -> NDArray[Any]:
+    return plain.encode(_part(tensor, "d").astype(np.float32))
+
+
+def _part(tensor: QuantTensor, name: str, flipped: int = 0) -> NDArray[Any]:
+    part = tensor.format.split(tensor.data)[name]
+    return part ^ np.uint8(flipped) if flipped else part
+
+
+def _packed(tensor: QuantTensor) -> NDArray[Any]:
+    """Codes of a row in order, of 4 bits two to a byte."""
+    codes = _part(tensor, "codes")
+    return codes if tensor.format.code_bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def _packed_zeros(tensor: QuantTensor) -> NDArray[Any]:
+    """Zero points of eight rows in an i32, of rows that are not there 0."""
+    zeros = _part(tensor, "z").astype(np.uint32)
+    zeros = np.pad(zeros, ((0, -len(zeros) % 8), (0, 0))).reshape(-1, 8, zeros.shape[1])
+    return np.bitwise_or.reduce(zeros << np.arange(0, 32, 4, dtype=np.uint32)[:, None], axis=1).astype("<u4")

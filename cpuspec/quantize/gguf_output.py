@@ -1,0 +1,216 @@
+"""A quantized model as a GGUF file: names and rows as llama.cpp wants them, metadata of the source or made for it.
+
+A GGUF source's entries are carried over to the byte. From a Hugging Face directory, settings and tokenizer are converted: the
+tokenizer only where its ids come out the same on a text of many kinds, under one of llama.cpp's pre-tokenizers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
+from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
+from cpuspec.checkpoints.gguf_file import Value
+from cpuspec.checkpoints.gguf_parts import read_parts
+from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, read_entries, write_gguf
+from cpuspec.config import ModelConfig, Rope
+from cpuspec.errors import ConfigError
+from cpuspec.files import replacing
+from cpuspec.formats import QuantTensor, get_format
+from cpuspec.formats.tensor import U8
+from cpuspec.model.rope import inverse_frequencies
+from cpuspec.quantize.weights import layer_parts
+from cpuspec.tokenizer import PRE_TOKENIZERS, make_tokenizer
+from cpuspec.tokenizer_json import read_json, read_tokenizer_json
+
+_ROPE_FACTORS = "rope_freqs.weight"
+_QUANTIZATION_VERSION = 2  # ggml's GGML_QNT_VERSION: of the layouts of blocks
+_DROPPED = ("general.alignment", "split.no", "split.count", "split.tensors.count")
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+# Ids of this text differ between all pre-tokenizers that are known.
+_PROBE = (
+    "Hello, world! It's 2024: we've paid $1,234,567.89 (12345678 in all) for x_1 = y[0]->z && !done;\n\n\n\tdef f(a, b=3):\n"
+    "        return a**2  # ok...   \r\n  'quoted' \"text\"  -- naïve café ÄÖÜß 你好，世界 こんにちは 안녕하세요 Привет мир "
+    "مرحبا हिन्दी 🚀🚀 e\u0301 ™ ½ ³ IV  http://a.b/c?d=e&f=%20 CamelCaseWord I'LL DON'T we'Re \u00a0\u2003end   "
+)
+
+
+def gguf_name(config: ModelConfig, name: str) -> str:
+    """The name in GGUF files of a tensor by its canonical name."""
+    layer, part = layer_parts(name)
+    return GLOBAL_NAMES[name][0] if layer < 0 else f"blk.{layer}.{FAMILIES[config.architecture].layer_names[part][0]}"
+
+
+def write_model(
+    path: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], file_type: int, extra: Mapping[str, Value]
+) -> None:
+    """Write a model as one file, which takes the place of `path` when it is whole.
+
+    tensors: every tensor by canonical name. file_type: llama.cpp's number of the mix. extra: entries that tell how it was made.
+    Raises ConfigError for a tokenizer that has no place in such a file, OSError where it cannot be written.
+    """
+    config = checkpoint.config
+    told: dict[str, Value] = {"general.file_type": file_type, "general.quantization_version": _QUANTIZATION_VERSION, **extra}
+    others: dict[str, QuantTensor] = {}
+    if isinstance(checkpoint.vocabulary, GgufVocabulary):
+        entries = {key: data for key, data in read_entries(checkpoint.path).items() if key not in _DROPPED}
+        known = {gguf_name(config, name) for name in checkpoint.tensors}
+        others = {name: tensor for name, tensor in read_parts(checkpoint.path).tensors.items() if name not in known}
+    else:
+        made = _settings(checkpoint) | _tokenizer(checkpoint, checkpoint.vocabulary)
+        entries = {key: entry(key, value) for key, value in made.items()}
+        if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
+            plain, scaled = (
+                inverse_frequencies(Rope(config.rope_base, scaling), config.head_dim) for scaling in (None, config.rope_scaling)
+            )
+            others = {_ROPE_FACTORS: QuantTensor.encode(get_format("f32"), plain / scaled)}
+    entries |= {key: entry(key, value) for key, value in told.items()}
+    by_file = {gguf_name(config, name): name for name in checkpoint.tensors}
+
+    def data_of(name: str) -> U8:
+        return others[name].data if name in others else _rows(config, by_file[name], tensors[by_file[name]]).data
+
+    infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in others.items()}
+    infos |= {theirs: TensorInfo(tensors[ours].format, tensors[ours].shape) for theirs, ours in by_file.items()}
+    with replacing(path) as file:
+        write_gguf(file, entries, infos, data_of)
+
+
+def _rows(config: ModelConfig, name: str, tensor: QuantTensor) -> QuantTensor:
+    """Rows of q and k in the order of families that rotate neighbours."""
+    part = layer_parts(name)[1]
+    if not FAMILIES[config.architecture].pairs_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
+        return tensor
+    heads = config.num_heads if part.startswith("q") else config.num_kv_heads
+    return tensor.permute_rows(
+        np.arange(heads * config.head_dim).reshape(heads, 2, config.head_dim // 2).swapaxes(1, 2).reshape(-1)
+    )
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Value]:
+    """Metadata of the model, in the names that llama.cpp's converter gives."""
+    c = checkpoint.config
+    family = FAMILIES[c.architecture]
+    architecture = family.gguf_architecture or family.architecture
+    found: dict[str, Value] = {
+        "block_count": c.num_layers,
+        "context_length": c.context_length,
+        "embedding_length": c.hidden_size,
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count": c.num_heads,
+        "attention.head_count_kv": c.num_kv_heads,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        "rope.dimension_count": c.head_dim,
+        "rope.freq_base": c.rope_base,
+        "vocab_size": c.vocab_size,
+    }
+    if c.layer_windows:
+        found["attention.sliding_window"] = max(c.layer_windows)
+        found["attention.sliding_window_pattern"] = np.array([window > 0 for window in c.layer_windows])
+    if "local" in c.layer_ropes:
+        found["rope.freq_base_swa"] = c.local_rope_base
+    if c.attention_softcap:
+        found["attn_logit_softcapping"] = c.attention_softcap
+    if c.logit_softcap:
+        found["final_logit_softcapping"] = c.logit_softcap
+    scaling = c.rope_scaling
+    if scaling is not None and scaling.kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
+        if scaling.kind == "yarn":
+            if scaling.attention_factor is not None:
+                raise ConfigError(
+                    f"{checkpoint.path} has an attention_factor of yarn of its own, which GGUF files do not tell the same way"
+                )
+            found |= {
+                "rope.scaling.original_context_length": scaling.original_context_length,
+                "rope.scaling.yarn_beta_fast": scaling.beta_fast,
+                "rope.scaling.yarn_beta_slow": scaling.beta_slow,
+            }
+    general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": checkpoint.name}
+    return general | {f"{architecture}.{key}": value for key, value in found.items()}
+
+
+def _tokenizer(checkpoint: Checkpoint, files: HfTokenizerFiles) -> dict[str, Value]:
+    """Metadata of the tokenizer. Raises ConfigError if llama.cpp could not encode as it does."""
+    tokenizer = make_tokenizer(checkpoint)
+    read = read_tokenizer_json(files.tokenizer_json)
+    settings = read_json(files.directory / "tokenizer_config.json")
+    size = checkpoint.config.vocab_size
+    tokens = [text if text is not None else f"[PAD{i}]" for i, text in enumerate(read.tokens)]
+    types = [_NORMAL if text is not None else _UNUSED for text in read.tokens]
+    if not read.byte_level:
+        types = [
+            _BYTE if len(text) == 6 and text.startswith("<0x") and text.endswith(">") else kind
+            for text, kind in zip(tokens, types, strict=True)
+        ]
+    for added in read.added:
+        types[added.id] = _CONTROL if added.special else _USER_DEFINED
+    if read.unk_token in read.vocab and not read.byte_level:
+        types[read.vocab[read.unk_token]] = _UNKNOWN
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
+    types += [_UNUSED] * (size - len(types))
+
+    def token_id(name: str) -> int | None:
+        text = settings.get(f"{name}_token")
+        text = text.get("content") if isinstance(text, dict) else text
+        return read.vocab.get(text) if isinstance(text, str) else None
+
+    around = tokenizer.encode("")
+    prepends = any(step["type"] == "Prepend" for step in read.normalizer) or any(
+        step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in read.pre_tokenizer
+    )
+    ends = sorted(tokenizer.eos_ids)
+    vocabulary = GgufVocabulary(
+        model="gpt2" if read.byte_level else "llama",
+        pre="default",
+        tokens=tuple(tokens),
+        token_types=tuple(types),
+        merges=tuple(f"{left} {right}" for left, right in read.merges) if read.byte_level else (),
+        # The library's merges join the pieces of SentencePiece in the order of their ids.
+        scores=() if read.byte_level else tuple(-float(i) for i in range(size)),
+        bos_id=tokenizer.bos_id,
+        eos_id=token_id("eos") if token_id("eos") is not None else ends[0] if ends else None,
+        unk_id=token_id("unk"),
+        pad_id=token_id("pad"),
+        eot_id=None,
+        add_bos=tokenizer.bos_id is not None and tokenizer.bos_id in around[:1],
+        add_eos=bool(around) and around[-1] in tokenizer.eos_ids and len(around) > int(around[0] == tokenizer.bos_id),
+        add_space_prefix=prepends and not read.byte_level,
+        chat_template=tokenizer.chat_template,
+    )
+    wanted = tokenizer.encode(_PROBE)
+    for pre in PRE_TOKENIZERS if read.byte_level else ("default",):
+        vocabulary = replace(vocabulary, pre=pre)
+        if make_tokenizer(replace(checkpoint, vocabulary=vocabulary)).encode(_PROBE) == wanted:
+            return _entries(vocabulary)
+    raise ConfigError(
+        f"{files.tokenizer_json}: no tokenizer that llama.cpp knows gives the same ids on a text of many kinds, so a GGUF "
+        "file would mislead; write compressed-tensors (OUT without .gguf), or start from a GGUF file of the model"
+    )
+
+
+def _entries(vocabulary: GgufVocabulary) -> dict[str, Value]:
+    found: dict[str, Value] = {
+        "tokenizer.ggml.model": vocabulary.model,
+        "tokenizer.ggml.pre": vocabulary.pre,
+        "tokenizer.ggml.tokens": list(vocabulary.tokens),
+        "tokenizer.ggml.token_type": np.array(vocabulary.token_types, np.int32),
+        "tokenizer.ggml.add_bos_token": vocabulary.add_bos,
+        "tokenizer.ggml.add_eos_token": vocabulary.add_eos,
+        "tokenizer.ggml.add_space_prefix": vocabulary.add_space_prefix,
+    }
+    if vocabulary.scores:
+        found["tokenizer.ggml.scores"] = np.array(vocabulary.scores, np.float32)
+    if vocabulary.merges:
+        found["tokenizer.ggml.merges"] = list(vocabulary.merges)
+    ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unknown": vocabulary.unk_id, "padding": vocabulary.pad_id}
+    found |= {f"tokenizer.ggml.{name}_token_id": value for name, value in ids.items() if value is not None}
+    if vocabulary.chat_template is not None:
+        found["tokenizer.chat_template"] = vocabulary.chat_template
+    return found

@@ -1,0 +1,191 @@
+"""A whole quantization: which formats, by which methods, on what text, into which file."""
+
+import hashlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.gguf_file import Value
+from cpuspec.errors import ConfigError
+from cpuspec.formats.tensor import F32
+from cpuspec.model.batch import I32
+from cpuspec.quantize import calibration, mixes
+from cpuspec.quantize.compressed_output import SCHEMES, formats_of
+from cpuspec.quantize.compressed_output import write_model as write_directory
+from cpuspec.quantize.gguf_output import gguf_name, write_model
+from cpuspec.quantize.gptq import GptqSettings
+from cpuspec.quantize.imatrix import Importance, collect, of_matrices
+from cpuspec.quantize.run import gptq_all, keep_vectors, round_all
+from cpuspec.quantize.scaling import awq, smoothquant
+from cpuspec.quantize.store import TensorStore
+from cpuspec.quantize.weights import Weights
+from cpuspec.tokenizer import make_tokenizer
+
+METHODS = ("awq", "smoothquant", "gptq")
+
+OnStep = Callable[[str, int, int], None]  # (what is done, how much of it, of how much)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to make of a model. methods: of METHODS, in any order; none is rounding. The others as in `mixes.choose`.
+
+    type_name: of `mixes.TYPES` for a GGUF file, of `compressed_output.SCHEMES` for a directory. group_size: of a directory's
+    matrices of 4 bits. smoothing_strength: how much of what is hard to round SmoothQuant moves from inputs to weights, 0 to 1.
+    """
+
+    type_name: str
+    methods: tuple[str, ...] = ()
+    pure: bool = False
+    output: str | None = None
+    embed: str | None = None
+    tensor_types: tuple[tuple[str, str], ...] = ()
+    gptq: GptqSettings = field(default_factory=GptqSettings)
+    smoothing_strength: float = 0.5
+    group_size: int = 128
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in METHODS:
+                raise ConfigError(f"the method {method!r} is not known; wanted some of {', '.join(METHODS)}, or none for rounding")
+        if not 0 <= self.smoothing_strength <= 1:
+            raise ConfigError(f"the smoothing strength is {self.smoothing_strength}; wanted 0 to 1")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was made. bits_per_weight: of all matrices, scales included."""
+
+    path: str
+    num_bytes: int
+    bits_per_weight: float
+    formats: Mapping[str, int]  # matrices of each
+    num_resumed: int  # tensors that an earlier run had finished
+
+
+def read_chunks(checkpoint: Checkpoint, text: str, chunks: int, length: int) -> I32:
+    """Calibration text as the first `chunks` pieces of `length` tokens, I32 [B, L]. Raises ConfigError if there is no whole one."""
+    length = min(length, checkpoint.config.context_length)
+    # Far more than what so many tokens spell: a whole book is not encoded for the first page.
+    return calibration.split(make_tokenizer(checkpoint).encode(text[: chunks * length * 16]), chunks, length)
+
+
+def measure_importance(weights: Weights, chunks: I32, on_step: OnStep) -> Importance:
+    """An importance matrix of the model."""
+    return collect(
+        weights,
+        chunks,
+        lambda name: gguf_name(weights.checkpoint.config, name),
+        lambda done, total: on_step("measuring inputs", done, total),
+    )
+
+
+def quantize(
+    checkpoint: Checkpoint,
+    out: Path,
+    job: Job,
+    threads: int,
+    chunks: I32 | None = None,
+    importance: Importance | None = None,
+    on_step: OnStep = lambda what, done, total: None,
+) -> Made:
+    """Write the quantized model to `out`: a GGUF file if the name ends in .gguf, else a directory of compressed-tensors.
+
+    chunks: calibration text, I32 [B, L]; every method needs it, and without `importance` it gives the importance of inputs, too.
+    A run that is interrupted leaves `out` as it was, and goes on when it is started again with the same arguments.
+    Raises CpuspecError, and OSError where nothing can be written.
+    """
+    if out.resolve() == checkpoint.path.resolve():
+        raise ConfigError(f"{out} is the model itself; choose another output")
+    if job.methods and chunks is None:
+        raise ConfigError(f"{' and '.join(job.methods)} needs a calibration text; give --calibration FILE")
+    weights = Weights(checkpoint)
+    is_directory = out.suffix != ".gguf"
+    if is_directory != (job.type_name in SCHEMES):
+        wanted = "a directory, which has no .gguf at its end" if not is_directory else "a file, whose name ends in .gguf"
+        raise ConfigError(f"{job.type_name} is written to {wanted}, got {out}; or choose another --type")
+
+    def name_of(name: str) -> str:
+        return gguf_name(checkpoint.config, name)
+
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    matrices = {name: shapes[name] for name in weights.matrices}
+    measured = importance is not None or chunks is not None
+    if is_directory:
+        formats = formats_of(checkpoint, job.type_name, job.group_size)
+    else:
+        formats = mixes.choose(
+            checkpoint.config,
+            matrices,
+            job.type_name,
+            has_importance=measured,
+            pure=job.pure,
+            output=job.output,
+            embed=job.embed,
+            tensor_types=job.tensor_types,
+        )
+    vectors = {name: mixes.get_format("f32") for name in shapes if name not in matrices}
+    store = TensorStore(
+        out.with_name(out.name + ".unfinished"), _identity(checkpoint, job, chunks, importance), {**formats, **vectors}, shapes
+    )
+    finished = False
+    try:
+        of_inputs: dict[str, F32] = of_matrices(importance, weights, name_of) if importance else {}
+        if chunks is not None and "smoothquant" in job.methods:
+            on_step("smoothquant", 0, 1)
+            weights = smoothquant(weights, chunks, job.smoothing_strength)
+        if chunks is not None and "awq" in job.methods:
+            on_step("awq", 0, 1)
+            weights = awq(weights, chunks, formats)
+        of_inputs = {name: means / weights.inputs.get(name, np.float32(1)) ** 2 for name, means in of_inputs.items()}
+        if chunks is not None and "gptq" in job.methods:
+            outside = gptq_all(weights, formats, chunks, job.gptq, store, lambda done, total: on_step("gptq", done, total))
+            of_inputs = outside | of_inputs
+        elif importance is None and chunks is not None:
+            of_inputs = of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
+        if "output" in of_inputs and "output" not in formats:
+            # A tied embedding is looked up as well, where every column counts the same: half of each.
+            of_inputs["embed"] = of_inputs["output"] / of_inputs["output"].mean() + 1
+        round_all(weights, formats, of_inputs, store, threads, lambda done, total: on_step("rounding", done, total))
+        keep_vectors(weights, store)
+        extra: dict[str, Value] = {}
+        if importance is not None:
+            extra = {"quantize.imatrix.entries_count": len(importance.means), "quantize.imatrix.chunks_count": importance.chunks}
+        if is_directory:
+            write_directory(out, checkpoint, store, job.type_name, job.group_size)
+        else:
+            write_model(out, checkpoint, store, mixes.FILE_TYPES.get(job.type_name, 0), extra)
+        finished = True
+    finally:
+        store.close(remove=finished)
+    num_bits = sum(8 * formats[name].row_bytes(shape[1]) * shape[0] for name, shape in matrices.items())
+    return Made(
+        path=str(out),
+        num_bytes=(out / "model.safetensors" if is_directory else out).stat().st_size,
+        bits_per_weight=num_bits / sum(shape[0] * shape[1] for shape in matrices.values()),
+        formats=dict(Counter(format.name for format in formats.values())),
+        num_resumed=store.num_resumed,
+    )
+
+
+def _identity(checkpoint: Checkpoint, job: Job, chunks: I32 | None, importance: Importance | None) -> dict[str, Any]:
+    """All that the bytes depend on."""
+    status = os.stat(checkpoint.path)
+    digest = hashlib.sha256()
+    if chunks is not None:
+        digest.update(chunks.tobytes())
+    for name, means in sorted(importance.means.items()) if importance else ():
+        digest.update(name.encode() + means.tobytes())
+    return {
+        "source": [str(checkpoint.path.resolve()), status.st_size, status.st_mtime_ns],
+        "job": asdict(job),
+        "byteorder": sys.byteorder,
+        "data": digest.hexdigest(),
+    }

@@ -1,0 +1,75 @@
+"""Finished tensors in a directory beside the output, one file each, so that a run that was interrupted goes on where it was."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cpuspec.checkpoints.mapped import map_file
+from cpuspec.errors import CheckpointError
+from cpuspec.files import try_lock, write_file
+from cpuspec.formats import Format, QuantTensor
+from cpuspec.formats.tensor import U8
+
+
+class TensorStore(Mapping[str, QuantTensor]):
+    """The tensors that are finished, by canonical name, as views of mapped files.
+
+    directory: made if it is not there. formats, shapes: of every tensor that will be. settings: all that the bytes depend on, as
+    JSON holds it; tensors of a run with other settings are removed.
+    Raises CheckpointError where another process works there, OSError where nothing can be written.
+    """
+
+    def __init__(
+        self, directory: Path, settings: Mapping[str, Any], formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._directory, self._formats, self._shapes = directory, formats, shapes
+        directory.mkdir(exist_ok=True)
+        self._lock = (directory / "lock").open("wb")
+        if not try_lock(self._lock):
+            raise CheckpointError(f"{directory} is in use by another process; wait for it, or choose another output")
+        text = json.dumps(settings, sort_keys=True, indent=1)
+        marker = directory / "settings.json"
+        if not marker.exists() or marker.read_text("utf-8") != text:
+            self._empty()
+            write_file(marker, text)
+        self._done = {name for name in formats if self._path(name).exists()}
+        self.num_resumed = len(self._done)
+
+    def put(self, name: str, data: U8) -> None:
+        """Keep the bytes of a tensor, U8 [N, row_bytes] or [row_bytes]."""
+        write_file(self._path(name), data.tobytes())
+        self._done.add(name)
+
+    def close(self, remove: bool) -> None:
+        """Let others work there; remove: and remove everything."""
+        if remove:
+            self._empty()
+        self._lock.close()
+        if remove:
+            (self._directory / "lock").unlink()
+            self._directory.rmdir()
+
+    def __getitem__(self, name: str) -> QuantTensor:
+        if name not in self._done:
+            raise KeyError(name)
+        shape, format = self._shapes[name], self._formats[name]
+        row_bytes = format.row_bytes(shape[-1])
+        data = map_file(self._path(name))
+        if data.size != row_bytes * (shape[0] if len(shape) == 2 else 1):
+            raise CheckpointError(f"{self._path(name)} is damaged; remove {self._directory} and start again")
+        return QuantTensor(format, shape, data.reshape(*shape[:-1], row_bytes))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._done)
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.{self._formats[name].name}"
+
+    def _empty(self) -> None:
+        for path in self._directory.iterdir():
+            if path.name != "lock":
+                path.unlink()

@@ -1,0 +1,61 @@
+"""The weights that are quantized: a checkpoint's own, or the same model with factors moved from matrices to what feeds them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.formats import QuantTensor, get_format
+from cpuspec.formats.tensor import F32
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The tensors of a checkpoint in f32.
+
+    inputs: by matrix, the factors [K] that its columns are multiplied with. outputs: by matrix or vector, the divisors [N] of its
+    rows. Together they leave what the model computes as it is.
+    """
+
+    checkpoint: Checkpoint
+    inputs: Mapping[str, F32] = field(default_factory=lambda: MappingProxyType({}))
+    outputs: Mapping[str, F32] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def matrices(self) -> list[str]:
+        """The names of all matrices, in the order of a forward: the embedding first, an output matrix of its own last."""
+        return [name for name, tensor in self.checkpoint.tensors.items() if len(tensor.shape) == 2]
+
+    def rows(self, name: str, first: int, last: int) -> F32:
+        """Rows [first, last) of a matrix, F32 [last - first, K]."""
+        tensor = self.checkpoint.tensors[name]
+        values = tensor.format.decode(tensor.data[first:last])
+        if name in self.inputs:
+            values *= self.inputs[name]
+        if name in self.outputs:
+            values /= self.outputs[name][first:last, None]
+        return values
+
+    def matrix(self, name: str) -> F32:
+        """A whole matrix, F32 [N, K]."""
+        return self.rows(name, 0, self.checkpoint.tensors[name].shape[0])
+
+    def vector(self, name: str) -> QuantTensor:
+        """A norm or a bias, in f32."""
+        values = self.checkpoint.tensors[name].dequantize()
+        return QuantTensor.encode(get_format("f32"), values / self.outputs[name] if name in self.outputs else values)
+
+
+def layer_parts(name: str) -> tuple[int, str]:
+    """The layer and the part of a canonical name; (-1, name) outside of the layers."""
+    if not name.startswith("layers."):
+        return -1, name
+    _, layer, part = name.split(".")
+    return int(layer), part
+
+
+def mean_squares(x: F32) -> F32:
+    """Of each column of x [T, K]."""
+    return np.asarray(np.einsum("tk,tk->k", x, x, dtype=np.float32) / np.float32(len(x)), np.float32)

@@ -1,0 +1,45 @@
+"""What tells a conversation: requests with the same key go to the same replica, whose prefix cache holds their earlier turns."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_MOST_CHARS = 256  # of a text that may grow at its end, such as a file
+_MOST_TOKENS = 64
+
+
+def conversation_key(body: bytes) -> str:
+    """The key of a request's body: the same for all turns of a conversation; empty for a body without a prompt.
+
+    A conversation is told by its first message from a user, a plain prompt or a file by its beginning. System messages are left
+    out, because agents change some of their lines, and because every replica has those of an agent after its first conversation.
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    begins = _beginning(value) if isinstance(value, dict) else None
+    return hashlib.sha256(json.dumps(begins).encode()).hexdigest()[:32] if begins else ""
+
+
+def _beginning(body: Mapping[str, Any]) -> Any:
+    """What does not change while the prompt of this body grows."""
+    for name in ("messages", "input"):
+        turns = body.get(name)
+        if isinstance(turns, str):
+            return _text(turns)
+        if isinstance(turns, list):
+            users = (turn for turn in turns if isinstance(turn, dict) and turn.get("role") == "user")
+            return _text(next(users, {}).get("content"))
+    prompt = body.get("prompt") or body.get("input_prefix") or body.get("content")
+    while isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]  # of several prompts the first
+    return prompt[: _MOST_CHARS if isinstance(prompt, str) else _MOST_TOKENS] if isinstance(prompt, str | list) else None
+
+
+def _text(content: Any) -> str:
+    """A message's text; clients may send a text or parts of it for the same message."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""

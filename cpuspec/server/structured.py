@@ -1,0 +1,97 @@
+"""Structured outputs: what the protocols ask for, as fields of `SamplingParams`, and the grammar of a tool call.
+
+Sources: OpenAI's and Anthropic's API references; vLLM's structured outputs; llama.cpp's server README; llguidance's docs/syntax.md
+and docs/json_schema.md.
+"""
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from cpuspec.server.errors import RequestError
+from cpuspec.server.parsing import ToolFormat
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+# As `json.dumps` writes it, and as the answers to `json_schema` are written.
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_REMARKS = ("$comment", "$schema", "default", "description", "examples", "title")
+_VALUES = ("const", "enum")  # what stands there is no schema
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # what stands there maps names to schemas
+_DEEPEST = 64
+
+
+def answer_format(given: Any, where: str) -> dict[str, Any]:
+    """What OpenAI's `response_format` and `text.format` and Anthropic's `output_config.format` say, as fields of SamplingParams.
+
+    where: the field's name in the request. Raises RequestError.
+    """
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if given is None or kind == "text":
+        return {}
+    if kind not in ("json_object", "json_schema"):
+        raise RequestError(f"{where}.type is text, json_object or json_schema, got {str(kind)[:40]!r}", where)
+    holder = given.get("json_schema", given)
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    if schema is None and kind == "json_object":
+        schema = ANY_OBJECT
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"{where} has no schema; wanted a JSON schema as an object", where)
+    return {"json_schema": schema}
+
+
+def call_grammar(
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    strict: Set[str],
+    before: str | None,
+    content: str | Mapping[str, Any] | None = None,
+    demanded: bool = False,
+) -> str:
+    """Lark text of one call of one of the tools.
+
+    strict: names of the tools whose arguments keep to their whole schema; those of others keep to what llguidance knows of it if
+    the call is demanded, else they are any object. before: the call's text before the function's name; None where the name has been
+    written, too. content: a JSON schema that the answer may keep to instead. Raises RequestError for what is no schema.
+    """
+    names, lines = [], []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        name, schema = function["name"], function["parameters"] if function["name"] in strict or demanded else ANY_OBJECT
+        options = {} if name in strict else {"lenient": True, "coerce_one_of": True}
+        head = "" if before is None else json.dumps(before + name + form.arguments)
+        names.append(f"call{number}")
+        lines.append(f"call{number}: {head} arguments{number} {json.dumps(form.closes)}")
+        arguments = _schema_text(schema, options, f"the schema of tool {name!r}", type="object")
+        lines.append(f"arguments{number}: %json {arguments}")
+    if content is not None:
+        names.append("content")
+        lines.append(f"content: %json {_schema_text(content, {}, 'the JSON schema')}")
+    return "\n".join([f"start: {' | '.join(names)}", *lines])
+
+
+def _schema_text(schema: Any, options: Mapping[str, Any], name: str, **implied: Any) -> str:
+    """A schema on one line with llguidance's settings. implied: keywords for a schema that lacks them."""
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(found, Mapping):
+            raise ValueError("it is no object")
+        return json.dumps({**implied, **_without_remarks(found, _DEEPEST), "x-guidance": {**_STYLE, **options}}, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} cannot be read: {str(error)[:200]}", "tools") from None
+
+
+def _without_remarks(schema: Any, depth: int, is_schema: bool = True) -> Any:
+    """A schema without texts that restrict nothing: agents' tools have kilobytes of them.
+
+    is_schema: whether it is a schema, and no mapping from names to schemas.
+    """
+    if depth and isinstance(schema, list):
+        return [_without_remarks(one, depth - 1) for one in schema]
+    if not depth or not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: value if is_schema and key in _VALUES else _without_remarks(value, depth - 1, not (is_schema and key in _BY_NAME))
+        for key, value in schema.items()
+        if not (is_schema and key in _REMARKS)
+    }

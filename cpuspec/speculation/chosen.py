@@ -1,0 +1,62 @@
+"""Requests that choose their own drafter among what is loaded, beside those that take the usual one."""
+
+from collections.abc import Callable
+
+from cpuspec.model.batch import F32
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.proposer import Proposer
+from cpuspec.speculation.verify import Verdict
+
+
+class ChosenDrafts:
+    """Asks for each sequence the proposer that its request names in `SamplingParams.draft`, and `usual` without a name.
+
+    Requests with the same name share a proposer, which is forgotten with the last of them.
+    """
+
+    def __init__(self, usual: Proposer, make: Callable[[str], Proposer]) -> None:
+        """make: the proposer of a name that was checked. It needs no hidden states, and no levels but those of `usual`."""
+        self.name = usual.name
+        self.hidden_layers = usual.hidden_layers
+        self.levels = usual.levels
+        self.usual = usual
+        self._make = make
+        self._chosen: dict[str, Proposer] = {}
+        self._names: dict[int, str] = {}  # by id of a sequence that has begun and does not take the usual proposer
+
+    def begin(self, seq: Sequence, num_cached: int) -> None:
+        """Tell the sequence's proposer, made now if need be."""
+        name = seq.params.draft
+        if name is not None:
+            if name not in self._chosen:
+                self._chosen[name] = self._make(name)
+            self._names[seq.id] = name
+        self._of(seq).begin(seq, num_cached)
+
+    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+        """The drafts of each sequence's proposer; a proposer is asked for all of its sequences at once."""
+        if not self._names:
+            return self.usual.propose(seqs, limits)
+        drafts: dict[int, Draft] = {}
+        for name in dict.fromkeys(self._names.get(seq.id) for seq in seqs):
+            mine = [i for i, seq in enumerate(seqs) if self._names.get(seq.id) == name]
+            found = self._of(seqs[mine[0]]).propose([seqs[i] for i in mine], [limits[i] for i in mine])
+            drafts |= zip(mine, found, strict=True)
+        return [drafts[i] for i in range(len(seqs))]
+
+    def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
+        """Tell the sequence's proposer."""
+        self._of(seq).accept(seq, verdict, () if seq.id in self._names else hidden)
+
+    def end(self, seq: Sequence) -> None:
+        """Tell the sequence's proposer, and forget it if it has no other sequence."""
+        try:
+            self._of(seq).end(seq)
+        finally:
+            name = self._names.pop(seq.id, None)
+            if name is not None and name not in self._names.values():
+                del self._chosen[name]
+
+    def _of(self, seq: Sequence) -> Proposer:
+        return self._chosen[self._names[seq.id]] if seq.id in self._names else self.usual

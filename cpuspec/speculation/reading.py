@@ -1,0 +1,72 @@
+"""How a draft model gets to know sequences: their slots, and their prompts in chunks beside sequences that generate.
+
+A model reads a prompt from the first round after the first token on: `Context.prompt_rows` rows a round beside other sequences, as
+many as a forward takes where a sequence is alone. Until the prompt is read, drafts are empty.
+"""
+
+from collections.abc import Callable
+
+from cpuspec.sequence import Sequence
+from cpuspec.speculation.context import Context, PromptChunk, first_come
+
+_FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; more are read as a prompt is
+
+
+class Reading:
+    """The sequences that a context drafts for.
+
+    draws: whether drafts for requests that sample take numbers from the requests' generators.
+    """
+
+    def __init__(self, context: Context, draws: bool = True) -> None:
+        self._context = context
+        self._draws = draws
+        self._begun: set[int] = set()  # sequences that have a slot
+
+    def share_rows(
+        self, seqs: list[Sequence], begin: Callable[[Sequence, int], None] | None = None
+    ) -> tuple[list[bool], list[PromptChunk]]:
+        """Which sequences can be drafted for now, and the parts of prompts that are read beside them.
+
+        begin: called with each sequence that gets its slot, and with how many of its tokens the slot held already.
+        """
+        context = self._context
+        for seq in seqs:
+            if seq.id not in self._begun:
+                self._begun.add(seq.id)
+                num_cached = context.acquire(seq)
+                if begin:
+                    begin(seq, num_cached)
+        unfed = [context.num_unfed(seq) for seq in seqs]
+        num_rows = context.prompt_rows if context.num_sequences > 1 else context.backend.max_rows
+        granted = first_come([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
+        ready, chunks = [], []
+        for seq, number, rows in zip(seqs, unfed, granted, strict=True):
+            is_read = rows == number or number <= _FED_WITH_A_DRAFT
+            ready.append(self._is_due(seq) if self._draws and not seq.params.greedy else is_read)
+            if rows and not ready[-1]:
+                chunks.append(PromptChunk(seq, rows))
+        return ready, chunks
+
+    def room(self, seq: Sequence) -> int:
+        """How many tokens can be drafted: none behind the grammar's end, or a token that the model has no row for."""
+        context = self._context
+        if seq.constraint and seq.legal() is None:
+            return 0
+        num_known = context.backend.config.vocab_size
+        if num_known < context.vocab_size and max(seq.tokens) >= num_known:
+            return 0
+        return context.capacity - len(seq.tokens) + 1  # the last token drafted is never fed
+
+    def end(self, seq: Sequence) -> None:
+        """Free the slot."""
+        self._context.release(seq)
+        self._begun.discard(seq.id)
+
+    def _is_due(self, seq: Sequence) -> bool:
+        """Whether a request that draws is drafted for by now.
+
+        A draft takes numbers from the request's generator, so when the first one comes must not depend on other requests or on the
+        cache: by its own length alone, as if each of its tokens had given a forward to read the prompt.
+        """
+        return seq.num_output_tokens >= seq.num_prompt_tokens // self._context.backend.max_rows

@@ -1,0 +1,50 @@
+"""The benchmark of structured outputs sends the same requests to each arm, and checks what comes back by another library."""
+
+import json
+
+import jsonschema_rs
+import pytest
+import record
+import structured
+from typer import Typer
+from typer.testing import CliRunner
+
+from tools.make_tiny_model import make_tiny_gguf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+
+
+def test_every_arm_answers_the_same_and_what_ends_is_valid(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "read_bandwidth", lambda threads: 1e9 * threads)
+    app, model = Typer(), make_tiny_gguf(tmp_path / "tiny.gguf", context_length=2048, **SMALL)
+    app.command()(structured.main)
+    options = ("--requests", "5", "--clients", "2", "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "out.json"))
+    result = CliRunner().invoke(app, [str(model), *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    counts = found["counts"]
+    assert counts["answers"] == counts["valid"] + counts["cut off"] == 15
+    assert counts["valid"]
+    assert set(found["figures"][f"2 clients, {structured.OVER}"]) == {"forced", "auto"}
+
+
+def test_requests_differ_and_their_schemas_are_schemas():
+    made = structured.make_requests(200, 100)
+    assert len({body["messages"][0]["content"] for _, body in made}) == 200
+    for schema in structured.SCHEMAS.values():
+        jsonschema_rs.meta.validate(schema)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "wanted"),
+    [
+        ('{"a": 3}', "stop", "valid"),
+        ('{"a": 9}', "stop", "invalid"),
+        ('{"a": 3', "stop", "invalid"),
+        ('{"a": 3', "length", "cut off"),
+    ],
+)
+def test_an_answer_is_judged_by_its_schema(content, reason, wanted):
+    schema = structured.record_of(a=structured.whole(1, 5))
+    answer = {"choices": [{"finish_reason": reason, "message": {"content": content}}]}
+    assert structured.judge(schema, answer) == wanted

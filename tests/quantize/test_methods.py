@@ -1,0 +1,143 @@
+"""Compressed-tensors directories as transformers reads them, and factors that leave the model as it is."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.config import EngineConfig
+from cpuspec.errors import ConfigError, FormatError
+from cpuspec.evaluate.quality import compare, logits_of
+from cpuspec.formats import QuantTensor, get_format
+from cpuspec.quantize.compressed_output import SCHEMES, formats_of
+from cpuspec.quantize.job import Job, quantize
+from cpuspec.quantize.scaling import awq, smoothquant
+from cpuspec.quantize.weights import Weights
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
+
+ENGINE = EngineConfig(kv_format="f32")
+
+
+def chunks_for(source: Checkpoint) -> np.ndarray:
+    return (np.random.default_rng(1).zipf(1.3, (16, 48)) % source.config.vocab_size).astype(np.int32)
+
+
+def logits(checkpoint: Checkpoint, tokens: np.ndarray) -> np.ndarray:
+    return np.concatenate(list(logits_of(make_backend("numpy", checkpoint, ENGINE), tokens.tolist(), 128)))
+
+
+def with_values(weights: Weights) -> Checkpoint:
+    f32 = get_format("f32")
+    tensors = {
+        name: QuantTensor.encode(f32, weights.matrix(name)) if len(tensor.shape) == 2 else weights.vector(name)
+        for name, tensor in weights.checkpoint.tensors.items()
+    }
+    return replace(weights.checkpoint, tensors=tensors)
+
+
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_moved_factors_leave_the_model_as_it_is(tmp_path: Path, architecture: str, method: str) -> None:
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture))
+    weights, chunks = Weights(source), chunks_for(source)
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+    formats = {name: get_format("q4_0") for name, shape in shapes.items() if len(shape) == 2}
+    moved = awq(weights, chunks, formats) if method == "awq" else smoothquant(weights, chunks, 0.5)
+    assert moved.inputs
+    found = compare(make_backend("numpy", source, ENGINE), make_backend("numpy", with_values(moved), ENGINE), chunks[0].tolist())
+    assert found.max_abs_logit_difference < 2e-3
+
+
+def test_awq_loses_less_than_rounding(tmp_path: Path) -> None:
+    source = open_checkpoint(make_tiny_gguf(tmp_path / "source.gguf", weight_format="f16"))
+    chunks, losses = chunks_for(source), []
+    for number, job in enumerate(
+        (Job("q4_0", pure=True), Job("q4_0", ("awq",), pure=True), Job("q4_0", ("awq", "gptq"), pure=True))
+    ):
+        out = tmp_path / f"{number}.gguf"
+        quantize(source, out, job, threads=1, chunks=chunks if job.methods else None)
+        own = make_backend("numpy", open_checkpoint(out), ENGINE)
+        losses.append(compare(make_backend("numpy", source, ENGINE), own, chunks[1].tolist()).kl_mean)
+    assert losses[1] < losses[0]
+    assert losses[2] < losses[0]
+
+
+# transformers 5.23 with compressed-tensors 0.20 expects zero points that are not packed, as no tool writes them: see the next test.
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "w4a16_asym"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_transformers_computes_what_was_written(tmp_path: Path, scheme: str, dtype: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    torch = pytest.importorskip("torch")
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "llama", dtype=dtype, tied=False))
+    made = quantize(source, tmp_path / "out", Job(scheme, group_size=32), threads=1)
+    assert made.num_bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+    tokens = chunks_for(source)[0]
+    tensors = {
+        name: QuantTensor.encode(format, source.tensors[name].dequantize())
+        for name, format in formats_of(source, scheme, 32).items()
+    }
+    wanted = logits(replace(source, tensors={**source.tensors, **tensors}), tokens)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        got = model(torch.tensor(tokens[None].astype(np.int64))).logits[0].numpy()
+    # Scales in bf16 have 8 bits; activations in int8 are rounded as they come.
+    tolerance = 0.4 if scheme == "w8a8" else 0.06 if dtype == "bf16" else 2e-3
+    assert np.abs(got - wanted).max() < tolerance
+    assert np.abs(got - logits(source, tokens)).max() > 1e-3  # the weights are not those of the source
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("w4a16", 4), ("w4a16_asym", 4), ("w8a16", 8)])
+def test_the_packages_own_decoder_gives_the_values_that_were_chosen(tmp_path: Path, scheme: str, bits: int) -> None:
+    packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "qwen3"))
+    quantize(source, tmp_path / "out", Job(scheme, group_size=32), threads=1)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    group = {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
+    weights = quantization.QuantizationArgs(num_bits=bits, symmetric="asym" not in scheme, **group)
+    settings = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    prefix = "model.layers.1.mlp.down_proj."
+    state = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    got = packed.PackedQuantizationCompressor.decompress(state, settings)["weight"].numpy()
+    format = formats_of(source, scheme, 32)["layers.1.down"]
+    values = source.tensors["layers.1.down"].dequantize()
+    np.testing.assert_allclose(got, format.decode(format.encode(values)), rtol=1e-6, atol=1e-7)
+
+
+def test_methods_write_directories_too(tmp_path: Path) -> None:
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "qwen2", dtype="bf16"))
+    chunks = chunks_for(source)
+    for number, job in enumerate(
+        (Job("w4a16", ("gptq",), group_size=64), Job("w8a8", ("smoothquant",)), Job("w4a16_asym", ("awq",)))
+    ):
+        quantize(source, tmp_path / str(number), job, threads=1, chunks=chunks)
+        names = {path.name for path in (tmp_path / str(number)).iterdir()}
+        assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("job", "out", "wanted"),
+    [
+        (Job("w4a16", group_size=48), "out", "group size"),
+        (Job("w4a16"), "out.gguf", "directory"),
+        (Job("q4_0"), "out", ".gguf"),
+        (Job("w8a8", ("awq",)), "out", "calibration"),
+        (Job("w4a16"), "hf", "itself"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(tmp_path: Path, job: Job, out: str, wanted: str) -> None:
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "llama"))
+    with pytest.raises((ConfigError, FormatError), match=wanted):
+        quantize(source, tmp_path / out, job, threads=1)
+
+
+def test_a_gguf_file_has_nothing_to_make_a_directory_of(tmp_path: Path) -> None:
+    source = open_checkpoint(make_tiny_gguf(tmp_path / "source.gguf", weight_format="f16"))
+    with pytest.raises(ConfigError, match="Hugging Face directory"):
+        quantize(source, tmp_path / "out", Job("w4a16"), threads=1)

@@ -1,0 +1,276 @@
+"""Quantized files: what is in them, who reads them, and that methods beat rounding at equal bytes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.gguf_file import read_gguf
+from cpuspec.checkpoints.gguf_writer import entry, read_entries
+from cpuspec.config import EngineConfig
+from cpuspec.errors import CheckpointError, ConfigError, FormatError
+from cpuspec.evaluate.quality import Quality, compare
+from cpuspec.formats import FORMATS, get_format
+from cpuspec.quantize import gptq
+from cpuspec.quantize.imatrix import Importance, of_matrices, read_importance, write_importance
+from cpuspec.quantize.job import Job, measure_importance, quantize
+from cpuspec.quantize.mixes import TYPES, choose
+from cpuspec.quantize.rounding import encode
+from cpuspec.quantize.store import TensorStore
+from cpuspec.quantize.weights import Weights
+from cpuspec.tokenizer import make_tokenizer
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
+
+CODED = [name for name, row in FORMATS.items() if row.affine]
+SEARCHED = [name for name in CODED if FORMATS[name].code_bits < 8 and "e" not in (FORMATS[name].layout.names or ())]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(make_tiny_gguf(tmp_path_factory.mktemp("source") / "source.gguf", weight_format="f16"))
+
+
+@pytest.fixture(scope="module")
+def chunks(source: Checkpoint) -> np.ndarray:
+    # Few kinds of tokens, so that inputs differ in size and go together, as those of real text do.
+    rng = np.random.default_rng(1)
+    return (rng.zipf(1.3, (24, 64)) % source.config.vocab_size).astype(np.int32)
+
+
+def loss(source: Checkpoint, path: Path, tokens: np.ndarray) -> Quality:
+    engine = EngineConfig(kv_format="f32")
+    return compare(make_backend("numpy", source, engine), make_backend("numpy", open_checkpoint(path), engine), tokens.tolist())
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_a_file_of_every_type_holds_what_was_chosen(source: Checkpoint, tmp_path: Path, type_name: str) -> None:
+    made = quantize(source, tmp_path / "out.gguf", Job(type_name), threads=1)
+    again = open_checkpoint(tmp_path / "out.gguf")
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items() if len(tensor.shape) == 2}
+    wanted = choose(source.config, shapes, type_name)
+    assert {name: again.tensors[name].format for name in wanted} == wanted
+    assert again.config == source.config
+    assert again.vocabulary == source.vocabulary
+    for name, format in wanted.items():
+        given = source.tensors[name].dequantize()
+        assert np.array_equal(again.tensors[name].data, format.encode(given)), name
+    for name in source.tensors.keys() - wanted.keys():
+        assert np.array_equal(again.tensors[name].dequantize(), source.tensors[name].dequantize())
+    assert made.num_bytes == (tmp_path / "out.gguf").stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_an_independent_reader_finds_the_same_tensors_and_metadata(source: Checkpoint, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    quantize(source, tmp_path / "out.gguf", Job("q4_k_m"), threads=1)
+    before, after = gguf.GGUFReader(source.path), gguf.GGUFReader(tmp_path / "out.gguf")
+    changed = {"GGUF.tensor_count", "GGUF.kv_count", "general.file_type", "general.quantization_version"}
+    for key, field in before.fields.items():
+        if key not in changed:
+            assert after.fields[key].contents() == field.contents(), key
+            assert after.fields[key].types == field.types, key
+    assert after.fields["general.file_type"].contents() == 15
+    ours = read_gguf(tmp_path / "out.gguf")
+    assert {tensor.name for tensor in after.tensors} == ours.tensors.keys()
+    for tensor in after.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(values.reshape(ours.tensors[tensor.name].shape), ours.tensors[tensor.name].dequantize())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3"])
+def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Path, architecture: str) -> None:
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture, dtype="f32"))
+    quantize(source, tmp_path / "out.gguf", Job("f32"), threads=1)
+    again = open_checkpoint(tmp_path / "out.gguf")
+    for name, value in vars(source.config).items():
+        assert getattr(again.config, name) == pytest.approx(value) if isinstance(value, float) else True, name
+    ids = np.random.default_rng(0).integers(0, 300, 40).tolist()
+    engine = EngineConfig(kv_format="f32")
+    found = compare(make_backend("numpy", source, engine), make_backend("numpy", again, engine), ids)
+    assert found.max_abs_logit_difference < 1e-3
+    assert again.vocabulary.model == "gpt2"  # type: ignore[union-attr]
+    text = "the cat sat on 1234 mats; don't\n\n  return x"
+    assert make_tokenizer(again).encode(text) == make_tokenizer(source).encode(text)
+    assert make_tokenizer(again).chat_template == make_tokenizer(source).chat_template
+
+
+def test_entries_of_metadata_come_back_as_they_were(source: Checkpoint) -> None:
+    values = {key: value for key, value in read_gguf(source.path).metadata.items() if not isinstance(value, np.ndarray)}
+    entries = read_entries(source.path)
+    assert entries.keys() == read_gguf(source.path).metadata.keys()
+    for key, value in values.items():
+        assert entry(key, value) == entries[key]
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_weighing_inputs_never_raises_the_weighted_error(name: str) -> None:
+    format, rng = get_format(name), np.random.default_rng(2)
+    x = (0.02 * rng.standard_t(4, (64, 512))).astype(np.float32)
+    importance = np.exp(rng.normal(0, 1.5, 512)).astype(np.float32)
+
+    def error(data: np.ndarray) -> float:
+        return float((np.square(format.decode(data) - x) * importance * np.sqrt(np.square(x).mean(1, keepdims=True) + x * x)).sum())
+
+    assert error(encode(format, x, importance)) <= error(encode(format, x)) * (0.95 if name in SEARCHED else 1)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("name", CODED)
+def test_gptq_loses_less_of_the_output_than_rounding(name: str, act_order: bool) -> None:
+    format, rng = get_format(name), np.random.default_rng(3)
+    w = (0.02 * rng.standard_normal((48, 256))).astype(np.float32)
+    mix = rng.normal(size=(256, 256)) / 16 + np.eye(256)
+    x = ((rng.normal(size=(2048, 256)) * np.exp(rng.normal(0, 1, 256))) @ mix).astype(np.float32)
+    hessian = x.T @ x / np.float32(len(x))
+
+    def error(data: np.ndarray) -> float:
+        return float(np.square(x @ (format.decode(data) - w).T).mean())
+
+    found = gptq.quantize(format, w, gptq.factors(hessian.copy(), gptq.GptqSettings(act_order=act_order)), act_order)
+    assert error(found) < 0.5 * error(encode(format, w, hessian.diagonal()))
+
+
+def test_gptq_survives_inputs_that_are_never_used_or_always_the_same() -> None:
+    format = get_format("q4_0")
+    w = np.random.default_rng(4).standard_normal((8, 64)).astype(np.float32)
+    x = np.ones((10, 64), np.float32)
+    x[:, ::2] = 0
+    found = gptq.quantize(format, w, gptq.factors(x.T @ x / np.float32(10), gptq.GptqSettings()), True)
+    assert np.isfinite(format.decode(found)).all()
+
+
+@pytest.mark.parametrize("job", [Job("q4_0", pure=True), Job("q3_k_s", pure=True)], ids=lambda job: job.type_name)
+def test_methods_lose_less_than_rounding_at_equal_bytes(source: Checkpoint, chunks: np.ndarray, tmp_path: Path, job: Job) -> None:
+    others = (np.random.default_rng(9).zipf(1.3, 64) % source.config.vocab_size).astype(np.int32)
+    made = [
+        quantize(source, tmp_path / "rounded.gguf", job, threads=1),
+        quantize(source, tmp_path / "weighed.gguf", job, threads=1, chunks=chunks),
+        quantize(source, tmp_path / "gptq.gguf", replace(job, methods=("gptq",)), threads=1, chunks=chunks),
+    ]
+    assert len({one.bits_per_weight for one in made}) == 1
+    rounded, weighed, by_gptq = (loss(source, Path(one.path), others).kl_mean for one in made)
+    assert weighed < rounded
+    assert by_gptq < 0.8 * rounded
+
+
+def test_an_interrupted_run_goes_on_where_it_was(source: Checkpoint, chunks: np.ndarray, tmp_path: Path) -> None:
+    job = Job("q4_0", methods=("gptq",))
+    quantize(source, tmp_path / "whole.gguf", job, threads=1, chunks=chunks)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, tmp_path / "out.gguf", job, threads=1, chunks=chunks, on_step=stop)
+    assert not (tmp_path / "out.gguf").exists()
+    made = quantize(source, tmp_path / "out.gguf", job, threads=1, chunks=chunks)
+    assert made.num_resumed > 3
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, tmp_path / "other.gguf", job, threads=1, chunks=chunks, on_step=stop)
+    assert quantize(source, tmp_path / "other.gguf", Job("q8_0"), threads=1).num_resumed == 0
+
+
+def test_two_runs_do_not_write_one_file(source: Checkpoint, tmp_path: Path) -> None:
+    store = TensorStore(tmp_path / "out.gguf.unfinished", {}, {}, {})
+    with pytest.raises(CheckpointError, match="another process"):
+        quantize(source, tmp_path / "out.gguf", Job("q4_0"), threads=1)
+    store.close(remove=True)
+    quantize(source, tmp_path / "out.gguf", Job("q4_0"), threads=1)
+
+
+@pytest.mark.parametrize("name", ["matrix.dat", "matrix.gguf"])
+def test_importance_matrices_survive_both_files(source: Checkpoint, chunks: np.ndarray, tmp_path: Path, name: str) -> None:
+    found = replace(measure_importance(Weights(source), chunks, lambda what, done, total: None), dataset="words.txt")
+    write_importance(tmp_path / name, found)
+    again = read_importance(tmp_path / name)
+    assert again.means.keys() == found.means.keys()
+    assert again.chunks == len(chunks)
+    for key, means in found.means.items():
+        np.testing.assert_allclose(again.means[key], means, rtol=1e-5)
+    assert found.means.keys() >= {"blk.0.attn_q.weight", "blk.1.ffn_down.weight", "output.weight"}
+
+
+def test_an_importance_matrix_does_not_depend_on_how_many_chunks_go_together(source: Checkpoint, chunks: np.ndarray) -> None:
+    def measured(part: np.ndarray) -> Importance:
+        return measure_importance(Weights(source), part, lambda what, done, total: None)
+
+    whole, single = measured(chunks[:2]), [measured(chunks[i : i + 1]) for i in range(2)]
+    for key, means in whole.means.items():
+        np.testing.assert_allclose(means, (single[0].means[key] + single[1].means[key]) / 2, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0\0\0\0",
+        b"\1\0\0\0",
+        b"\xff\xff\xff\xff",
+        b"\1\0\0\0\1\0\0\0a\1\0\0\0\1\0\0\0\0\0\xc0\x7f",
+        b"GGUF",
+        b"\1\0\0\0\0\0\0\x7f",
+    ],
+)
+def test_damaged_importance_matrices_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        read_importance(tmp_path / "bad")
+
+
+def test_an_importance_matrix_of_another_model_is_refused(source: Checkpoint) -> None:
+    weights = Weights(source)
+    with pytest.raises(ConfigError, match="another model"):
+        of_matrices(Importance({"nothing": np.ones(4, np.float32)}), weights, str)
+    with pytest.raises(ConfigError, match="inputs"):
+        of_matrices(Importance({"layers.0.q": np.ones(4, np.float32)}), weights, str)
+
+
+@pytest.mark.parametrize(
+    ("job", "wanted"),
+    [
+        (Job("q9_9"), "not known"),
+        (Job("q4_0", methods=("gptq",)), "calibration"),
+        (Job("q4_0", output="q9"), "not known"),
+        (Job("q4_0", tensor_types=(("[", "q8_0"),)), "regular expression"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(source: Checkpoint, tmp_path: Path, job: Job, wanted: str) -> None:
+    with pytest.raises((ConfigError, FormatError), match=wanted):
+        quantize(source, tmp_path / "out.gguf", job, threads=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_formats_named_one_by_one_win_over_the_mix(source: Checkpoint) -> None:
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items() if len(tensor.shape) == 2}
+    found = choose(source.config, shapes, "q4_k_m", tensor_types=[("ffn_down", "q8_0"), (r"layers\.1\.q$", "f16")], output="q5_0")
+    assert found["layers.0.down"].name == "q8_0"
+    assert found["layers.1.q"].name == "f16"
+    assert found["layers.0.q"].name == "q4_k"
+    assert found["embed"].name == "q5_0"  # the model is tied
+
+
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    import tracemalloc
+
+    peaks = []
+    for layers in (2, 8):
+        path = make_tiny_gguf(tmp_path / f"{layers}.gguf", weight_format="f16", num_layers=layers, intermediate_size=2048)
+        source = open_checkpoint(path)
+        chunks = np.random.default_rng(0).integers(0, 300, (4, 64)).astype(np.int32)
+        tracemalloc.start()
+        quantize(source, tmp_path / f"{layers}-out.gguf", Job("q4_k_m", methods=("gptq",)), threads=1, chunks=chunks)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.15 * peaks[0]
+
+
+def test_the_report_is_json(source: Checkpoint, tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    assert json.loads(json.dumps(asdict(quantize(source, tmp_path / "out.gguf", Job("q8_0"), threads=1))))["bits_per_weight"] == 8.5

@@ -1,0 +1,333 @@
+"""Structured outputs through the official clients: every spelling, streams, tools, reasoning, and grammars that are refused."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import anthropic
+import openai
+import pytest
+from pydantic import BaseModel
+
+from cpuspec import LLM, SamplingParams
+from cpuspec.grammar import GrammarConstraint
+from tests.server.running import PATIENCE_S, Running, load, serving
+from tests.server.test_tools import TEMPLATE
+from tools.make_tiny_model import CONTROL_TOKENS, make_tiny_hf
+
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat"}]
+ASK: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0}
+
+
+class Door(BaseModel, extra="forbid"):
+    color: Literal["red", "green"]
+    open: bool
+
+
+class House(BaseModel, extra="forbid"):
+    """A house."""
+
+    owner: Literal["Ann", "Bob"]
+    door: Door
+    size: Literal[1, 2, 3]
+
+
+SCHEMA = House.model_json_schema()
+TIME = {
+    "type": "object",
+    "description": "of a call",
+    "properties": {"zone": {"enum": ["CET", "UTC"]}, "title": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["zone", "title"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "get_time", "description": "the time", "parameters": TIME}}
+STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+
+
+def make_model(directory: Path, template: str) -> Path:
+    """A model whose vocabulary has tokens for reasoning and tool calls."""
+    make_tiny_hf(directory, context_length=4096)
+    (directory / "chat_template.jinja").write_text(template)
+    tokenizer = json.loads((file := directory / "tokenizer.json").read_text("utf-8"))
+    like = next(one for one in tokenizer["added_tokens"] if one["content"] == CONTROL_TOKENS[-1])
+    tokenizer["added_tokens"] += [
+        {**like, "id": like["id"] + number, "content": text, "special": False} for number, text in enumerate(ADDED, 1)
+    ]
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_model(tmp_path_factory.mktemp("model") / "hf", TEMPLATE.replace("<think>", ""))
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of a model that reasons."""
+    path = make_model(tmp_path_factory.mktemp("model") / "hf", TEMPLATE)
+    with serving(lambda: load(path)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def theirs(running: Running) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+
+def token_of(running: Running, text: str) -> int:
+    assert running.server.loaded is not None
+    token = running.server.loaded.llm.tokenizer.token_id(text)
+    assert token is not None
+    return token
+
+
+def is_house(text: str) -> bool:
+    return isinstance(House.model_validate_json(text), House)
+
+
+def is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+LARK = 'start: "the " ("cat" | "dog")'
+GBNF = 'root ::= "the " ("cat" | "dog")'
+NAMED = {"type": "json_schema", "json_schema": {"name": "house", "schema": SCHEMA, "strict": True}}
+ANIMAL = re.compile("the (cat|dog)").fullmatch
+SPELLINGS: dict[str, tuple[dict[str, Any], Any]] = {
+    "response_format": ({"response_format": NAMED}, is_house),
+    "json_object with a schema": ({"response_format": {"type": "json_object", "schema": SCHEMA}}, is_house),
+    "structured_outputs.json": ({"structured_outputs": {"json": SCHEMA}}, is_house),
+    "structured_outputs.json as a text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, is_house),
+    "structured_outputs.regex": ({"structured_outputs": {"regex": "the (cat|dog)"}}, ANIMAL),
+    "structured_outputs.choice": ({"structured_outputs": {"choice": ["the cat", "the dog"]}}, ANIMAL),
+    "structured_outputs.grammar": ({"structured_outputs": {"grammar": GBNF}}, ANIMAL),
+    "guided_json": ({"guided_json": SCHEMA, "guided_decoding_backend": "auto"}, is_house),
+    "guided_regex": ({"guided_regex": "the (cat|dog)"}, ANIMAL),
+    "guided_choice": ({"guided_choice": ["the cat", "the dog"]}, ANIMAL),
+    "guided_grammar": ({"guided_grammar": LARK}, ANIMAL),
+    "json_schema": ({"json_schema": SCHEMA}, is_house),
+    "regex": ({"regex": "the (cat|dog)"}, ANIMAL),
+    "choices": ({"choices": ["the cat", "the dog"]}, ANIMAL),
+    "grammar": ({"grammar": GBNF}, ANIMAL),
+}
+
+
+@pytest.mark.parametrize(("body", "is_right"), SPELLINGS.values(), ids=SPELLINGS)
+def test_every_spelling_restricts_chats_and_plain_completions(client: openai.OpenAI, body: dict[str, Any], is_right: Any) -> None:
+    answer = client.chat.completions.create(max_tokens=200, extra_body=body, **ASK)
+    assert answer.choices[0].finish_reason == "stop"
+    assert is_right(answer.choices[0].message.content)
+    plain = client.completions.create(model="tiny", prompt="the cat", max_tokens=200, temperature=1.5, seed=1, extra_body=body)
+    assert plain.choices[0].finish_reason == "stop"
+    assert is_right(plain.choices[0].text)
+
+
+@pytest.mark.parametrize("body", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}])
+def test_any_object_is_an_object(client: openai.OpenAI, body: dict[str, Any]) -> None:
+    stop = {"extra_body": body, "logit_bias": {"92": 5}}  # }, which a random model would not find soon
+    answers = client.chat.completions.create(n=8, seed=1, max_tokens=400, **ASK | {"temperature": 1.0}, **stop)
+    texts = [one.message.content for one in answers.choices if one.finish_reason == "stop"]
+    assert texts
+    assert all(map(is_object, texts))
+
+
+def test_an_answer_is_the_offline_one(client: openai.OpenAI, llm: LLM) -> None:
+    wanted = llm.chat(MESSAGES, SamplingParams(max_tokens=200, json_schema=SCHEMA))
+    for draft in ("auto", "none"):
+        extra = {"response_format": NAMED, "speculation": {"draft": draft}}
+        answer = client.chat.completions.create(max_tokens=200, extra_body=extra, **ASK)
+        assert answer.choices[0].message.content == wanted.text
+
+
+def test_openai_parses_chats_and_their_streams(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(response_format=House, max_tokens=200, **ASK)
+    assert isinstance(answer.choices[0].message.parsed, House)
+    with client.chat.completions.stream(response_format=House, max_tokens=200, **ASK) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_openai_parses_responses_and_their_streams(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "tiny", "input": "the cat", "temperature": 0, "max_output_tokens": 200}
+    answer = client.responses.parse(text_format=House, **ask)
+    assert isinstance(answer.output_parsed, House)
+    assert answer.text is not None
+    assert answer.text.format.type == "json_schema"  # type: ignore[union-attr]
+    with client.responses.stream(text_format=House, **ask) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+    loose = client.responses.create(text={"format": {"type": "text"}}, **ask)
+    assert loose.output_text != answer.output_text
+
+
+def test_anthropic_parses_messages_and_their_streams(theirs: anthropic.Anthropic) -> None:
+    ask: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200}
+    answer = theirs.messages.parse(output_format=House, **ask)
+    assert isinstance(answer.parsed_output, House)
+    with theirs.messages.stream(output_format=House, **ask) as stream:
+        assert stream.get_final_message().parsed_output == answer.parsed_output
+    beta = theirs.beta.messages.parse(output_format=House, **ask)
+    assert beta.parsed_output == answer.parsed_output
+    old = theirs.messages.create(extra_body={"output_format": {"type": "json_schema", "schema": SCHEMA}}, **ask)
+    assert is_house(old.content[0].text)  # type: ignore[union-attr]
+    counted = theirs.messages.count_tokens(
+        model="tiny", messages=MESSAGES, output_config={"format": {"type": "json_schema", "schema": SCHEMA}}
+    )
+    assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=["required", "named"])
+@pytest.mark.parametrize("tool", [TOOL, STRICT], ids=["loose", "strict"])
+def test_a_demanded_call_keeps_to_its_schema(client: openai.OpenAI, tool: Any, choice: Any) -> None:
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
+    tools = [tool, other] if choice != "required" else [tool]
+    ask = {"tools": tools, "tool_choice": choice, "max_tokens": 200, **ASK}
+    whole = client.chat.completions.create(**ask).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    (call,) = whole.message.tool_calls or []
+    parts = [part.choices[0] for part in client.chat.completions.create(stream=True, **ask)]
+    deltas = [one for part in parts for one in part.delta.tool_calls or []]
+    assert parts[-1].finish_reason == "tool_calls"
+    assert "".join(one.function.arguments or "" for one in deltas) == call.function.arguments  # type: ignore[union-attr]
+    assert call.function.name == deltas[0].function.name == "get_time"  # type: ignore[union-attr]
+    found = json.loads(call.function.arguments)  # type: ignore[union-attr]
+    assert found["zone"] in ("CET", "UTC")
+    assert 10 <= found["title"] <= 99
+
+
+def test_clients_parse_the_arguments_of_strict_tools(client: openai.OpenAI, theirs: anthropic.Anthropic) -> None:
+    tools = [openai.pydantic_function_tool(House)]
+    answer = client.chat.completions.parse(tools=tools, tool_choice="required", max_tokens=200, **ASK)
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, House)
+    function: Any = {"type": "function", "name": "House", "parameters": SCHEMA, "strict": True}
+    reply = client.responses.create(
+        model="tiny", input="the cat", tools=[function], tool_choice="required", max_output_tokens=200, temperature=0
+    )
+    assert [one.type for one in reply.output] == ["function_call"]
+    assert is_house(reply.output[0].arguments)  # type: ignore[union-attr]
+    message = theirs.messages.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=200,
+        tools=[{"name": "House", "input_schema": SCHEMA, "strict": True}],
+        tool_choice={"type": "any"},
+    )
+    assert message.stop_reason == "tool_use"
+    assert is_house(json.dumps(message.content[0].input))  # type: ignore[union-attr]
+
+
+def test_a_strict_tool_is_kept_to_in_calls_that_the_model_begins(client: openai.OpenAI, running: Running) -> None:
+    """A bias lets the model begin a call wherever it is free, so one follows the other."""
+    bias = {str(token_of(running, "<tool_call>")): 100}
+    answer = client.chat.completions.create(tools=[STRICT], logit_bias=bias, max_tokens=300, **ASK)
+    calls = answer.choices[0].message.tool_calls or []
+    assert len(calls) > 2
+    for call in calls[:-1]:
+        found = json.loads(call.function.arguments)  # type: ignore[union-attr]
+        assert found["zone"] in ("CET", "UTC")
+        assert 10 <= found["title"] <= 99
+    free = client.chat.completions.create(tools=[STRICT], max_tokens=30, **ASK).choices[0].message
+    plain = client.chat.completions.create(tools=[TOOL], max_tokens=30, **ASK).choices[0].message
+    assert (free.content, free.tool_calls) == (plain.content, plain.tool_calls)
+
+
+def test_an_answer_with_tools_and_a_format_is_a_call_or_keeps_to_the_format(client: openai.OpenAI, running: Running) -> None:
+    ask: dict[str, Any] = {"tools": [STRICT], "response_format": NAMED, "max_tokens": 200, **ASK}
+    bias = {str(token_of(running, "<tool_call>")): 100}
+    called = client.chat.completions.create(logit_bias=bias, **ask).choices[0]
+    assert called.finish_reason == "tool_calls"
+    assert json.loads(called.message.tool_calls[0].function.arguments)["zone"] in ("CET", "UTC")  # type: ignore[index,union-attr]
+    answered = client.chat.completions.create(logit_bias=dict.fromkeys(bias, -100), **ask).choices[0]
+    assert answered.message.tool_calls or is_house(answered.message.content or "")
+
+
+def test_reasoning_is_free_and_the_answer_behind_it_is_not(thinking: Running) -> None:
+    client = openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    opens, closes = token_of(thinking, "<think>"), token_of(thinking, "</think>")
+
+    def ask(max_tokens: int = 200, bias: dict[int, int] | None = None, **extra: Any) -> Any:
+        biases = {str(token): value for token, value in (bias or {}).items()}
+        return client.chat.completions.create(max_tokens=max_tokens, extra_body=extra, logit_bias=biases, **ASK).choices[0].message
+
+    think = {"chat_template_kwargs": {"think": True}}
+    begun, free = ask(20, response_format=NAMED, **think), ask(20, ignore_eos=True, **think)
+    assert begun.content == free.content == ""
+    assert begun.reasoning_content == free.reasoning_content
+    assert is_house(ask(bias={closes: 100}, response_format=NAMED, **think).content)
+    # The model opens its reasoning itself, or does not.
+    assert ask(20, {opens: 100, closes: -100}, response_format=NAMED).content == ""
+    assert is_house(ask(bias={opens: -100}, response_format=NAMED).content)
+    # A demanded call comes without reasoning.
+    called = ask(tools=[TOOL], tool_choice="required", **think)
+    assert json.loads(called.tool_calls[0].function.arguments)["zone"] in ("CET", "UTC")
+
+
+def nested(depth: int) -> Any:
+    found: Any = {"type": "string"}
+    for _ in range(depth):
+        found = {"type": "object", "properties": {"a": found}}
+    return found
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "exponential": (
+        {"json_schema": {"allOf": [{"type": "string", "pattern": f"[a-z]{{{number},}}"} for number in range(60)]}},
+        "too much time or memory",
+    ),
+    "huge": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "a" * 7_000_000}}}}, "bytes"),
+    "deep": ({"response_format": {"type": "json_schema", "json_schema": {"schema": nested(150)}}}, "schema"),
+    "empty": ({"guided_choice": []}, "no choice"),
+    "impossible": ({"json_schema": {"type": "string", "enum": []}}, "schema"),
+    "a file": ({"json_schema": {"$ref": "file:///etc/passwd"}}, "schema"),
+    "an open bracket": ({"regex": "(a"}, "regular expression"),
+    "counted": ({"guided_regex": "((a{1000}){1000}){1000}"}, "regular expression"),
+    "no grammar": ({"grammar": "root ::= ("}, "grammar"),
+    "two": ({"regex": "a", "guided_json": {}}, "one grammar; got regex and guided_json"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "no schema"),
+    "unknown": ({"response_format": {"type": "xml"}}, "text, json_object or json_schema"),
+    "unknown of vLLM's": ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag"),
+    "no end": ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+    "tools": ({"tools": [TOOL], "regex": "a"}, "JSON schema only"),
+    "a tool": (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "cat"}}}]},
+        "cannot be compiled",
+    ),
+}
+
+
+def test_grammars_that_cannot_be_used_are_refused_and_stop_no_stream(client: openai.OpenAI, running: Running) -> None:
+    stream = client.chat.completions.create(stream=True, max_tokens=2000, extra_body={"ignore_eos": True}, **ASK)
+    parts = iter(stream)
+    next(parts)
+    with running.client() as http:
+        for name, (body, message) in HOSTILE.items():
+            reply = http.post("/v1/chat/completions", json={**ASK, **body, "max_tokens": 5})
+            assert reply.status_code == 400, (name, reply.text[:300])
+            assert message in reply.json()["error"]["message"], name
+    assert sum(bool(part.choices[0].delta.content) for part in parts) > 10
+    assert running.server.loaded is not None
+    assert not running.server.num_unfinished
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_leads_nowhere_is_the_clients_error(stream: bool, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = GrammarConstraint.legal
+    monkeypatch.setattr(GrammarConstraint, "legal", lambda self, path: None if len(path) >= 3 else right(self, path))
+    body = {**ASK, "regex": "the cat sat on the mat", "stream": stream}
+    with running.client() as http:
+        reply = http.post("/v1/chat/completions", json=body)
+    assert "the grammar leads nowhere here" in reply.text
+    assert reply.status_code == (200 if stream else 400)
