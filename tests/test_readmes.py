@@ -14,7 +14,7 @@ from cpuspec.config import SpecConfig
 from cpuspec.engine.assemble import check_spec
 
 ROOT = Path(cpuspec.__file__).parents[1]
-_PACKAGES = ("backends", "batch", "evaluate", "kernels", "load", "server", "speculation")
+_PACKAGES = ("backends", "batch", "checkpoints", "evaluate", "kernels", "load", "server", "speculation")
 DIRECTORIES = (".", "benchmarks", "models", "cpuspec", *(f"cpuspec/{package}" for package in _PACKAGES))
 READMES = tuple(Path(directory, "README.md") for directory in DIRECTORIES)
 TEXTS = {str(path): (ROOT / path).read_text("utf-8") for path in READMES}

@@ -102,6 +102,7 @@ class NumbaBackend:
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
         self._identity = _identity(c, engine.kv_format, tensors)
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
+        orders = {name: t.order for name, t in matrices.items() if t.order is not None}
         group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
         self._kv_format = kv_format
         self._partial_bytes = attention.partial_bytes(kv_format.name, c.head_dim)
@@ -117,7 +118,7 @@ class NumbaBackend:
         self._partials = aligned_bytes((0,))
         self._tasks = np.empty(self.max_rows, layout.TASK)
         self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
-        self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, self._embed, kv_format.name)
+        self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format.name)
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
@@ -342,15 +343,19 @@ class _Writer:
 
     def __init__(
         self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor], vectors: Mapping[str, F32],
-        embedding: QuantTensor, kv_format: str,
+        orders: Mapping[str, I32], embedding: QuantTensor, kv_format: str,
     ) -> None:  # fmt: skip
+        """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
         self.ropes: list[Rope] = []
         decoder = embed.row_decoder(embedding.format.name)
-        self.embeds = decoder is not None and not config.takes_hidden  # otherwise `first` is written before a forward
+        self.embeds = (
+            decoder is not None and embedding.order is None and not config.takes_hidden
+        )  # otherwise `first` is written before a forward
         self._decoder = decoder or 0
         self._config, self._max_rows, self._kv_format = config, max_rows, kv_format
         self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
+        self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
         self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
         widest = max(m.shape[1] for m in matrices.values())
@@ -455,7 +460,18 @@ class _Writer:
         return x
 
     def _write_linears(self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None = None, residual: bool = False) -> None:
-        """Prepare rows once, then multiply them with up to three matrices. No output: the logits. residual: add to the output."""
+        """Prepare rows, once for all matrices that want them in the same order, and multiply them. No output: the logits.
+        residual: add to the output.
+        """
+        by_order: dict[bytes, dict[str, F32 | None]] = {}
+        for name, out in outputs.items():
+            order = self._orders.get(name)
+            by_order.setdefault(b"" if order is None else order.tobytes(), {})[name] = out
+        for some in by_order.values():
+            self._write_linears_of_one_order(x, some, norm, residual)
+
+    def _write_linears_of_one_order(self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None, residual: bool) -> None:
+        """Up to three matrices."""
         c = self._config
         matrices = {name: self._matrices[name] for name in outputs}
         orders = {name: linear.activation_order(m.format.name, _is_precise(c, name)) for name, m in matrices.items()}
@@ -465,7 +481,8 @@ class _Writer:
             kind = {"silu": pointwise.SILU, "gelu_tanh": pointwise.GELU}[c.activation]
         prepare = {
             "kind": kind, "rows": _at(x.numbers), "other": _at(x.up), "stride": x.numbers.strides[0], "eps": c.norm_eps,
-            "weight": 0 if norm is None else _at(self._vectors[norm]), "features": features, "select": logits,
+            "weight": 0 if norm is None else _at(self._vectors[norm]), "order": _at(self._orders.get(next(iter(outputs)))),
+            "features": features, "select": logits,
             **{order: _at(self._inputs[order]) for order in orders.values()},
         }  # fmt: skip
         tensors = [
@@ -505,7 +522,8 @@ def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
     source = tensor.source if isinstance(tensor, Cast) else tensor
     data = source.data.reshape(-1)
     place = place_in_file(data) if len(tensor.shape) == 2 else None
-    return source.format.name, *(place or (content_hash(data),))
+    order = () if source.order is None else (content_hash(source.order.view(np.uint8)),)
+    return source.format.name, *(place or (content_hash(data),)), *order
 
 
 def _is_precise(config: ModelConfig, name: str) -> bool:
@@ -522,6 +540,11 @@ def _at(array: NDArray[np.generic] | None) -> int:
 
 def _round_up(value: int, to: int) -> int:
     return -(-value // to) * to
+
+
+def _rest(length: int) -> I32:
+    """Indices from `length` on that fill up the last group."""
+    return np.arange(length, _round_up(length, GROUP), dtype=np.int32)
 
 
 def _padded(tensor: WeightTensor) -> F32:

@@ -107,6 +107,7 @@ class _Writer:
         self._outputs: list[onnx.ValueInfoProto] = []
         self._matrices: dict[int, _Floats | _Integers] = {}  # by tensor: a tied one is there once
         self._sums: dict[tuple[str, int], str] = {}  # of groups of inputs
+        self._gathers: dict[tuple[str, str], str] = {}  # of inputs in another order
         self._constants: dict[tuple[Any, ...], str] = {}
         self._masks: dict[int | None, str] = {}  # by window
         self._tables: dict[Rope, tuple[str, str]] = {}  # cosines and sines
@@ -350,6 +351,8 @@ class _Writer:
         bias = self._vector(name + "_bias") if name + "_bias" in self._tensors else ""
         if isinstance(m, _Floats):
             return self._node("Gemm", x, self._to_f32(m.values, m.type), *([bias] if bias else []), transB=1)
+        if m.order:
+            x = self._gathered(x, m.order)
         inputs = [x, m.codes, m.scales, m.zeros, "", bias]
         while not inputs[-1]:
             inputs.pop()
@@ -363,6 +366,12 @@ class _Writer:
             self._sums[x, m.group] = self._node("ReduceSum", groups, self._integers(2), keepdims=0)
         return self._node("Gemm", self._sums[x, m.group], m.offsets, y, transB=1)
 
+    def _gathered(self, x: str, order: str) -> str:
+        """The inputs in another order, once for all matrices that have it."""
+        if (x, order) not in self._gathers:
+            self._gathers[x, order] = self._node("Gather", x, order, axis=1)
+        return self._gathers[x, order]
+
     def _to_f32(self, values: str, type: int) -> str:
         return values if type == self._types.FLOAT else self._node("Cast", values, to=self._types.FLOAT)
 
@@ -372,18 +381,19 @@ class _Writer:
         if id(tensor) not in self._matrices:
             made = tensor.made() if isinstance(tensor, Cast) else tensor
             grouped = group_integers(made)
-            self._matrices[id(tensor)] = self._store_floats(name, made) if grouped is None else self._store_integers(name, grouped)
+            self._matrices[id(tensor)] = (
+                self._store_floats(name, made) if grouped is None else self._store_integers(name, grouped, made.order)
+            )
         return self._matrices[id(tensor)]
 
     def _store_floats(self, name: str, tensor: QuantTensor) -> "_Floats":
-        dtype, type = {
-            "f32": (np.float32, self._types.FLOAT),
-            "f16": (np.float16, self._types.FLOAT16),
-            "bf16": (np.uint16, self._types.BFLOAT16),
-        }[tensor.format.name]
+        types = {"f16": (np.float16, self._types.FLOAT16), "bf16": (np.uint16, self._types.BFLOAT16)}
+        if tensor.format.name not in types or tensor.order is not None:
+            return _Floats(self._initializer(name, tensor.dequantize()), self._types.FLOAT)
+        dtype, type = types[tensor.format.name]
         return _Floats(self._initializer(name, tensor.data.view(dtype), type), type)
 
-    def _store_integers(self, name: str, m: GroupedIntegers) -> "_Integers":
+    def _store_integers(self, name: str, m: GroupedIntegers, order: Array | None) -> "_Integers":
         rows, groups = m.scales.shape
         codes, zeros = m.codes if m.bits == 8 else _pack_nibbles(m.codes), m.zeros
         if zeros is not None:
@@ -397,6 +407,7 @@ class _Writer:
             self._initializer(f"{name}.scales", m.scales),
             "" if zeros is None else self._initializer(f"{name}.zeros", zeros),
             "" if m.offsets is None else self._initializer(f"{name}.offsets", m.offsets),
+            "" if order is None else self._constant(order, np.int32),
         )
 
 
@@ -419,6 +430,7 @@ class _Integers:
     scales: str  # f32 [N, K / group]
     zeros: str  # u8 [N, bytes of a row's zero points]
     offsets: str  # f32 [N, K / group]
+    order: str  # i32 [K]: the input of each column
 
 
 def _pack_nibbles(codes: Array) -> Array:

@@ -68,13 +68,15 @@ def _short(numbers: Tensor) -> Tensor:
 class Codes:
     """Weights in as few bits as their format has, or a few more, which become `dtype` when they are multiplied.
 
-    The codes of a row lie side by side: the lowest bits of its bytes are the row's first part, and so on.
+    The codes of a row lie side by side: the lowest bits of its bytes are the row's first part, and so on. They keep the tensor's
+    order of inputs.
     """
 
     def __init__(self, tensor: QuantTensor, dtype: torch.dtype, device: torch.device) -> None:
         format, affine = tensor.format, tensor.format.affine
         assert affine is not None, "formats of plain numbers have no codes; they are loaded as Values"
         self.shape, self.dtype, self.bits, self.zero = tensor.shape, dtype, _kept_bits(format), affine.zero
+        self._order = None if tensor.order is None else torch.from_numpy(tensor.order).to(device)
         self.levels = None if affine.levels is None else torch.tensor(affine.levels, dtype=torch.float32, device=device)
         pieces = []
         for rows in self._chunks():
@@ -89,6 +91,7 @@ class Codes:
 
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]."""
+        x = x if self._order is None else x[:, self._order]
         if self._kernel and 0 < len(x) <= FEW_ROWS:
             return self._kernel(x.to(self.dtype).contiguous(), self.codes, self.scales, self.bits, self.zero, self.levels)
         x, y = x.to(self.dtype), x.new_empty((len(x), self.shape[0]))
@@ -97,7 +100,7 @@ class Codes:
         return y
 
     def values(self, rows: slice) -> Tensor:
-        """Some rows dequantized, F32 [rows, K]."""
+        """Some rows dequantized, F32 [rows, K], in the tensor's order."""
         d, s, base, z = Scales(*(None if each is None else each[rows].to(torch.float32) for each in self.scales))
         mask = (1 << self.bits) - 1
         codes = torch.cat([self.codes[rows] >> shift & mask for shift in range(0, 8, self.bits)], dim=1)

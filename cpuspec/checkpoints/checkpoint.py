@@ -53,6 +53,7 @@ class Checkpoint:
     sampling: how its files say that it should be sampled. mask_id: a token that it was trained to fill rows of, for drafts in one
     pass; None for none.
     prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
+    quantization: what its files say of how its weights were made, for people; "" where they say nothing.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -64,6 +65,7 @@ class Checkpoint:
     sampling: SamplingDefaults = NO_DEFAULTS
     prediction_layers: Mapping[str, QuantTensor] = field(default_factory=dict)
     mask_id: int | None = None
+    quantization: str = ""
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

@@ -38,6 +38,7 @@ _NO_MODEL = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 _DEFAULTS = ("Q4_K_M", "Q8_0")  # what a name without a quantization means where there are several, as for llama.cpp
 _SETTINGS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("quantize_config.json", "quant_config.json"),  # of older GPTQ and AWQ files
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
 )
 HUB_TIMEOUT_S = 6.0  # a hub that is not there should cost seconds

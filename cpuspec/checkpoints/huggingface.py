@@ -1,23 +1,22 @@
 """Hugging Face directories as checkpoints: config.json with safetensors, for the families of `families`.
 
-Weights are plain f32, f16 or bf16, or what optimum-intel exported there for OpenVINO. Pickles are never read. The tokenizer's files
-are only pointed at.
+Weights are plain f32, f16 or bf16, quantized by a package that `quantized` knows, or what optimum-intel exported there for
+OpenVINO. Pickles are never read. The tokenizer's files are only pointed at.
 """
 
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpuspec.checkpoints import openvino
-from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles
+from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields, read_json_object
-from cpuspec.checkpoints.safetensors import read_safetensors
+from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
+from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
 from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor, get_format
@@ -26,6 +25,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Flags that a model may set and this reader does not compute.
 _UNSUPPORTED = {"mlp_bias": "biases in the feed-forward part are", "use_bidirectional_attention": "attention that is not causal is"}
 
+_SINGLE = "model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 25
 
@@ -37,10 +37,13 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     """
     config = read_config(directory)
     family = FAMILIES[config.architecture]
+    path = directory / "config.json"
+    method = read_method(directory, Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES)))
+    wanted = tensor_shapes(config)
     canonical = {theirs: ours for ours, (_, theirs) in GLOBAL_NAMES.items()}
     parts = {theirs: ours for ours, (_, theirs) in family.layer_names.items()}
     tensors, predicting = {}, {}
-    for file_name, tensor in read_tensors(directory, mmap).items():
+    for file_name, tensor in _read_tensors(directory, method, mmap).items():
         # In a model of several parts the language model has a prefix, at one of two places.
         name = (
             file_name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
@@ -51,18 +54,19 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
         if name.startswith(("model.mtp_layers.", "model.mtp.", "mtp.")) or (layer and int(layer[1]) >= config.num_layers):
             predicting[name] = _with_offset(tensor, family.norm_offset) if len(tensor.shape) == 1 and "norm" in name else tensor
             continue
-        if name in canonical:
-            ours = canonical[name]
-        elif layer and layer[2] in parts:
+        ours = canonical.get(name, "")
+        if layer and layer[2] in parts:
             ours = f"layers.{layer[1]}.{parts[layer[2]]}"
-        elif name.endswith("rotary_emb.inv_freq"):  # derived from the configuration; old files store it
+        if name.endswith("rotary_emb.inv_freq"):  # derived from the configuration; old files store it
             continue
-        elif "vision" in name or "multi_modal" in name:
+        if method and name.endswith(".bias") and ours not in wanted and not tensor.dequantize().any():
+            continue  # AutoGPTQ gives zeros as a bias to layers that have none
+        if not ours and ("vision" in name or "multi_modal" in name):
             raise CheckpointError(
                 f"{directory}: tensor {file_name!r} belongs to a part that sees images, which is not supported; "
                 "use a GGUF file of the model, which has the language model alone"
             )
-        else:
+        if not ours:
             raise CheckpointError(f"{directory}: tensor {file_name!r} belongs to a feature this version does not compute")
         tensors[ours] = _with_offset(tensor, family.norm_offset) if ours.endswith("norm") else tensor
     if config.tied_embeddings:
@@ -74,7 +78,8 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
     _check_prediction_layers(directory, predicting, config.num_layers)
     sampling, mask_id = _read_sampling(directory), _read_mask_id(directory, config)
-    return Checkpoint(directory, name, config, tensors, vocabulary, sampling, predicting, mask_id)
+    quantization = method.kind if method else ""
+    return Checkpoint(directory, name, config, tensors, vocabulary, sampling, predicting, mask_id, quantization)
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -142,13 +147,6 @@ def _read_sampling(directory: Path) -> SamplingDefaults:
 
 def model_config(fields: Fields, family: Family) -> ModelConfig:
     """Shapes and flags of config.json. Raises CheckpointError or ConfigError."""
-    if "quantization_config" in fields:
-        quantization = fields.object("quantization_config")
-        method = quantization.text("quant_method", "an unnamed method")
-        raise CheckpointError(
-            f"{fields.what}: weights quantized with {method[:40]!r} are not supported by this version; "
-            "use a GGUF file of the model, or its plain weights"
-        )
     activation_key = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
     activation = fields.text(activation_key, "silu")
     if activation not in _ACTIVATIONS:
@@ -282,17 +280,21 @@ def _read_rope_scaling(rope: Fields, context_length: int) -> RopeScaling | None:
     )
 
 
-def read_tensors(directory: Path, mmap: bool, arrays: dict[str, NDArray[Any]] | None = None) -> dict[str, QuantTensor]:
-    """All tensors of the directory under their own names: one file, or the shards of an index.
-
-    arrays: as in `read_safetensors`. Raises CheckpointError.
-    """
-    single = directory / "model.safetensors"
-    index_path = directory / "model.safetensors.index.json"
-    if single.exists():
-        return read_safetensors(single, mmap, arrays)
-    if (directory / openvino.MODEL).exists():
+def _read_tensors(directory: Path, method: Method | None, mmap: bool) -> dict[str, QuantTensor]:
+    """All tensors of the directory under the names of plain weights."""
+    if (directory / openvino.MODEL).exists() and not (directory / _SINGLE).exists():
         return openvino.read_openvino(directory, mmap)
+    stored = read_stored(directory, mmap)
+    if method is None:
+        return {name: tensor.floats() for name, tensor in stored.items()}
+    return read_quantized(directory, method, stored)
+
+
+def read_stored(directory: Path, mmap: bool) -> dict[str, StoredTensor]:
+    """All tensors of the directory as its files have them: one file, or the shards of an index. Raises CheckpointError."""
+    index_path = directory / "model.safetensors.index.json"
+    if (directory / _SINGLE).exists():
+        return read_safetensors(directory / _SINGLE, mmap)
     if not index_path.exists():
         if any(directory.glob("pytorch_model*.bin")) or any(directory.glob("*.pth")):
             raise CheckpointError(
@@ -312,16 +314,12 @@ def read_tensors(directory: Path, mmap: bool, arrays: dict[str, NDArray[Any]] | 
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors", file_name):
             weight_map.fail(name, "the plain name of a .safetensors file in the same directory")
         wanted.setdefault(file_name, set()).add(name)
-    tensors: dict[str, QuantTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file_name, names in wanted.items():
-        others: dict[str, NDArray[Any]] | None = None if arrays is None else {}
-        shard = read_safetensors(directory / file_name, mmap, others)
-        found = shard.keys() | (others or {}).keys()
-        if found != names:
-            odd = min(found ^ names)
-            where = "only in the file" if odd in found else "only in the index"
+        shard = read_safetensors(directory / file_name, mmap)
+        if shard.keys() != names:
+            odd = min(shard.keys() ^ names)
+            where = "only in the file" if odd in shard else "only in the index"
             raise CheckpointError(f"{directory / file_name}: tensor {odd!r} is {where}; index and shards do not belong together")
         tensors |= shard
-        if arrays is not None and others:
-            arrays |= others
     return tensors

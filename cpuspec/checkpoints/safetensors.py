@@ -1,37 +1,87 @@
-"""The safetensors container: one file of named float tensors, memory-mapped. Knows no model.
+"""The safetensors container: one file of named tensors, memory-mapped. Knows no model.
 
 Layout: u64 header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes; offsets count from the end of the
 header (https://github.com/huggingface/safetensors). The header is checked like any stranger's word before a view is made.
 """
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats.tensor import F32, U8
 
 _FORMATS = {row.safetensors_dtype: row for row in FORMATS.values() if row.safetensors_dtype is not None}
 _DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-
-_ARRAYS = {"BOOL": "u1", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+_INTEGERS = {"BOOL": "u1", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E8M0": "u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 
 # As Python objects a header takes up to 25 times its bytes; those of models have less than a megabyte.
 _MAX_HEADER_BYTES = 1 << 25
 
 
-def read_safetensors(path: Path, mmap: bool = True, arrays: dict[str, NDArray[Any]] | None = None) -> dict[str, QuantTensor]:
-    """The matrices and vectors of a file by name, as views of its bytes, which are mapped or read.
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor as its file has it. `what` names file and tensor in messages."""
 
-    arrays: gets tensors of integers and truth values, and floats of more dimensions; without it they are refused.
-    Raises CheckpointError on a damaged file, or another tensor that is not f32, f16 or bf16 with one or two dimensions.
+    what: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: U8  # all of its bytes, flat
+
+    def floats(self) -> QuantTensor:
+        """The matrix or vector. Raises CheckpointError if it is not f32, f16 or bf16 with one or two dimensions."""
+        if self.dtype not in _FORMATS:
+            raise CheckpointError(
+                f"{self.what}: dtype is {self.dtype!r}, wanted F32, F16 or BF16: {self.dtype} weights are not supported"
+            )
+        if len(self.shape) not in (1, 2) or 0 in self.shape:
+            raise CheckpointError(f"{self.what}: shape is {list(self.shape)}, wanted a matrix or a vector that is not empty")
+        format = _FORMATS[self.dtype]
+        return QuantTensor(format, self.shape, self.data.reshape(*self.shape[:-1], self.shape[-1] * format.block_bytes))
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is made of integers or truth values, or is a tensor of floats that is no matrix and no vector."""
+        return (self.dtype in _INTEGERS and not self.dtype.startswith("F")) or (self.dtype in _FORMATS and len(self.shape) > 2)
+
+    def numbers_or_integers(self) -> NDArray[Any]:
+        """What `is_array`, as an array: numbers in f32."""
+        if self.dtype in _FORMATS:
+            return _FORMATS[self.dtype].decode(self.data).reshape(self.shape)
+        return self.data.view(_INTEGERS[self.dtype]).reshape(self.shape)
+
+    def array(self, dtype: str, dimensions: int) -> NDArray[Any]:
+        """Its integers, or the bytes of 8-bit floats. Raises CheckpointError for another type or shape, or if it is empty."""
+        if self.dtype != dtype or len(self.shape) != dimensions or 0 in self.shape:
+            raise CheckpointError(
+                f"{self.what} is {self.dtype} {list(self.shape)}, wanted {dtype} of {dimensions} dimensions, not empty"
+            )
+        return self.data.view(_INTEGERS[dtype]).reshape(self.shape)
+
+    def numbers(self) -> F32:
+        """Its f32, f16 or bf16 numbers, in any shape. Raises CheckpointError for another type, and if one is not finite."""
+        if self.dtype not in _FORMATS or 0 in self.shape:
+            raise CheckpointError(f"{self.what} is {self.dtype} {list(self.shape)}, wanted F32, F16 or BF16, not empty")
+        numbers = _FORMATS[self.dtype].decode(self.data).reshape(self.shape)
+        if not np.isfinite(numbers).all():
+            raise CheckpointError(f"{self.what} has numbers that are not finite; the file is damaged")
+        return numbers
+
+
+def read_safetensors(path: Path, mmap: bool = True) -> dict[str, StoredTensor]:
+    """The tensors of a file by name, as views of its bytes, which are mapped or read.
+
+    Raises CheckpointError on a damaged file.
     """
     data = map_file(path, mmap)
     if len(data) < 8:
@@ -65,19 +115,7 @@ def read_safetensors(path: Path, mmap: bool = True, arrays: dict[str, NDArray[An
         if end > len(payload):
             entry.fail("data_offsets", f"an end within the {len(payload)} bytes that the file has; download it again")
         extents.append((start, end, name))
-        if arrays is not None and (dtype in _ARRAYS or (len(shape) > 2 and dtype in _FORMATS)):
-            if dtype in _ARRAYS:
-                arrays[name] = payload[start:end].view(_ARRAYS[dtype]).reshape(shape)
-            else:
-                arrays[name] = _FORMATS[dtype].decode(payload[start:end]).reshape(shape)
-            continue
-        if dtype not in _FORMATS:
-            entry.fail("dtype", f"F32, F16 or BF16: {dtype} weights are not supported")
-        if len(shape) not in (1, 2) or 0 in shape:
-            entry.fail("shape", "a matrix or a vector that is not empty")
-        format = _FORMATS[dtype]
-        view = payload[start:end].reshape(*shape[:-1], shape[-1] * format.block_bytes)
-        tensors[name] = QuantTensor(format, shape, view)
+        tensors[name] = StoredTensor(entry.what, dtype, shape, payload[start:end])
 
     # Tensors follow each other without gaps or overlaps and fill the file: the container's rule.
     reached = 0

@@ -100,6 +100,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         "name": checkpoint.name,
         "path": str(checkpoint.path),
         "revision": revision_of(checkpoint.path),
+        "quantization": checkpoint.quantization,
         "config": asdict(config),
         **totals(tensors.values()),
         "formats": {
@@ -177,6 +178,7 @@ def show_model(report: Report) -> None:
         ("model", report["name"]),
         ("path", report["path"]),
         *([("revision", report["revision"])] if report["revision"] else []),
+        *([("quantized by", report["quantization"])] if report["quantization"] else []),
         ("architecture", config["architecture"]),
         ("layers", config["num_layers"]),
         ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),

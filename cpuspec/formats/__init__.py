@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cpuspec.errors import FormatError
-from cpuspec.formats import floats, grids, int4, kquants, legacy, lowbit, mx, nonlinear, nvfp, ternary
+from cpuspec.formats import float_codes, floats, grids, int4, int8, kquants, legacy, lowbit, mx, nonlinear, nvfp, ternary
 from cpuspec.formats.format import Format
 from cpuspec.formats.tensor import Cast, QuantTensor
 
@@ -41,6 +41,8 @@ FORMATS = table_of(
         *ternary.FORMATS,
         *int4.FORMATS,
         *lowbit.FORMATS,
+        *int8.FORMATS,
+        *float_codes.FORMATS,
     )
 )
 

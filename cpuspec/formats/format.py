@@ -19,6 +19,7 @@ from cpuspec.errors import FormatError
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
 Parts = dict[str, NDArray[Any]]  # what blocks or rows hold, by name: [n, numbers of each]
 
 # Values decoded or encoded at a time: temporaries of this size stay in a core's cache, which is several times faster than
@@ -53,7 +54,7 @@ class Affine:
     """The constants of the formula."""
 
     zero: float = 0.0
-    levels: tuple[int, ...] | None = None  # None: a code is its own level
+    levels: tuple[float, ...] | None = None  # None: a code is its own level
 
     def decode(self, parts: Parts) -> F32:
         """The values of rows, F32 [n, codes of a row].

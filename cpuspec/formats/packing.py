@@ -9,6 +9,7 @@ Codes of a group of 32 inputs, for lane (row) r and byte b of 0..3:
   nibbles   load j of 0..3: low half = input 8j + b, high half = input 8j + 4 + b
   bytes     load v of 0..7: input 4v + b
   one bit   one load: bit 8b + v = that bit of the code of input 4v + b
+  pairs     16 bytes p of 0..15: of each row a byte whose low half is input 2p and whose high half is input 2p + 1
   two bits  load h of 0..1: bits 8b + 2v and 8b + 2v + 1 = those bits of the code of input 16h + 4v + b, v of 0..3
 
 Numbers of 16 bits that are multiplied in pairs (bf16) lie in pairs: load p of a group has inputs 2p and 2p + 1 of each row.
@@ -50,6 +51,19 @@ def bits(number: int, at: int = 0) -> Plane:
         return words.view(np.uint8).reshape(len(laid), -1)
 
     return Plane("codes", number, lay, lift)
+
+
+def nibble_pairs() -> Plane:
+    """Four bits of the codes, those of two neighbours in a byte: for codes that become floats one input after another."""
+
+    def lay(codes: U8) -> NDArray[Any]:
+        return _to_lanes(codes[:, 0::2] | codes[:, 1::2] << np.uint8(4))
+
+    def lift(plane: U8) -> NDArray[Any]:
+        packed = _from_lanes(plane)
+        return np.stack([packed & 0x0F, packed >> np.uint8(4)], axis=2).reshape(len(packed), -1)
+
+    return Plane("codes", 4, lay, lift)
 
 
 def lanes(part: str, dtype: str, inputs: int) -> Plane:

@@ -8,19 +8,24 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cpuspec.errors import FormatError
-from cpuspec.formats.format import CHUNK_VALUES, F32, U8, Format
+from cpuspec.formats.format import CHUNK_VALUES, F32, I32, U8, Format
 
 
 @dataclass(frozen=True, eq=False)
 class QuantTensor:
     """A weight matrix [N, K] or vector [K] in the bytes of its format, often a read-only view of a mapped file.
 
-    data: U8 [N, row_bytes] or [row_bytes]. Raises FormatError when shape and bytes do not agree.
+    data: U8 [N, row_bytes] or [row_bytes].
+    order: I32 [K] where the bytes of a row hold its values in another order, as those of GPTQ with act-order do: the j-th of the
+    bytes' values is that of input order[j]. `dequantize` and `rows` give values in the order of inputs; who multiplies with the
+    bytes as they are takes the inputs in this order.
+    Raises FormatError when shape and bytes do not agree, or `order` does not name each input once.
     """
 
     format: Format
     shape: tuple[int, ...]
     data: U8
+    order: I32 | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (1, 2) or any(n < 1 for n in self.shape):
@@ -32,6 +37,8 @@ class QuantTensor:
             )
         if not self.data.flags.c_contiguous:
             raise FormatError("the bytes of a tensor must be contiguous; copy them with numpy.ascontiguousarray")
+        if self.order is not None and not _is_permutation(self.order, self.shape[-1]):
+            raise FormatError(f"the order of inputs must name each of {self.shape[-1]} once, got {len(self.order)} indices")
 
     @staticmethod
     def encode(format: Format, values: ArrayLike) -> "QuantTensor":
@@ -51,11 +58,11 @@ class QuantTensor:
 
     def dequantize(self) -> F32:
         """A new array of `shape` with every value; nothing else of that size is allocated."""
-        return self.format.decode(self.data)
+        return self._in_order(self.format.decode(self.data))
 
     def rows(self, indices: ArrayLike) -> F32:
         """The values of some rows, F32 [len(indices), K]. Raises FormatError on an index outside 0..N-1."""
-        return self.format.decode(self.data[self._checked(indices)])
+        return self._in_order(self.format.decode(self.data[self._checked(indices)]))
 
     def permute_rows(self, order: ArrayLike) -> "QuantTensor":
         """A copy whose row i is row `order[i]` of this one (a vector: its values). Rows move as bytes, so values are exact.
@@ -63,13 +70,20 @@ class QuantTensor:
         Raises FormatError if `order` is not a permutation, or for a vector in a block format.
         """
         index = self._checked(order)
-        if len(index) != self.shape[0] or (np.bincount(index, minlength=self.shape[0]) != 1).any():
+        if not _is_permutation(index, self.shape[0]):
             raise FormatError(f"row order must name each of {self.shape[0]} rows once, got {len(index)} indices")
         if len(self.shape) == 2:
-            return QuantTensor(self.format, self.shape, self.data[index])
+            return QuantTensor(self.format, self.shape, self.data[index], self.order)
         if self.format.block_size != 1:
             raise FormatError(f"the values of a {self.format.name} vector share scales and cannot be permuted; decode it first")
         return QuantTensor(self.format, self.shape, self.data.reshape(-1, self.format.block_bytes)[index].reshape(-1))
+
+    def _in_order(self, decoded: F32) -> F32:
+        if self.order is None:
+            return decoded
+        values = np.empty_like(decoded)
+        values[..., self.order] = decoded
+        return values
 
     def _checked(self, indices: ArrayLike) -> NDArray[np.intp]:
         index = np.asarray(indices)
@@ -78,6 +92,13 @@ class QuantTensor:
         if index.size and (index.min() < 0 or index.max() >= self.shape[0]):
             raise FormatError(f"row indices must be from 0 to {self.shape[0] - 1}, got {index.min()} to {index.max()}")
         return index.astype(np.intp)
+
+
+def _is_permutation(order: NDArray[np.integer], length: int) -> bool:
+    """Whether a flat array names each of 0 to length - 1 once."""
+    if order.shape != (length,) or order.min() < 0 or order.max() >= length:
+        return False
+    return bool((np.bincount(order, minlength=length) == 1).all())
 
 
 def _recode(data: U8, source: Format, to: Format) -> U8:
@@ -89,6 +110,7 @@ class Cast:
     """A tensor in another format, made when it is asked for. recode: (bytes of rows, their format, the other) -> bytes in that.
 
     Always from the values, never from the source's own codes: 4-bit weights are cast as the same values in bf16 would be.
+    Values keep the source's order of inputs.
     """
 
     source: QuantTensor
@@ -99,6 +121,11 @@ class Cast:
     def shape(self) -> tuple[int, ...]:
         """That of the source."""
         return self.source.shape
+
+    @property
+    def order(self) -> I32 | None:
+        """That of the source."""
+        return self.source.order
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +139,7 @@ class Cast:
         step = max(1, CHUNK_VALUES // columns)
         for start in range(0, len(rows), step):
             data[start : start + step] = self.recode(rows[start : start + step], self.source.format, self.format)
-        return QuantTensor(self.format, self.shape, data.reshape(*self.shape[:-1], -1))
+        return QuantTensor(self.format, self.shape, data.reshape(*self.shape[:-1], -1), self.order)
 
     def dequantize(self) -> F32:
         """The values that the format has for the source's. Raises FormatError as `made` does."""

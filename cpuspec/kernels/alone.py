@@ -19,7 +19,7 @@ def activations(x: F32, order: str) -> U8:
         base = out.ctypes.data + block * row_bytes(order, features)
         to = {name: base if name == order else 0 for name in ORDERS}
         pointwise.prepare_row(
-            pointwise.PLAIN, x[row].ctypes.data, 0, 0, np.float32(0), features, 0, features,
+            pointwise.PLAIN, x[row].ctypes.data, 0, 0, 0, np.float32(0), features, 0, features,
             *to.values(), place, pointwise.rows_of_block(row, rows),
         )  # fmt: skip
     return out

@@ -98,6 +98,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             other=_I64,
             stride=_I64,
             weight=_I64,
+            order=_I64,  # int32 [features, padded]: the input of each place, 0 where they are in order
             eps=_F32,
             features=_I64,
             select=_I64,  # not 0: only the rows to project to logits

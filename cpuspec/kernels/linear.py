@@ -3,7 +3,8 @@
 A tile is 16 output rows in 16 lanes. For each group of 32 inputs its weights are unpacked into registers once (`readers`), and
 every row of the batch, some at a time, is multiplied with them (`products`). Each output sums its groups in the order of the
 inputs, whatever the number of rows, the thread or the tile: a row's result does not depend on its company, bit for bit.
-Numbers (f32, f16) are multiplied with f32 activations, and bf16 with activations rounded to bf16, as tile registers do it.
+Numbers (f32, f16) and codes of floats (fp8, nf4) are multiplied with f32 activations, and bf16 with activations rounded to bf16, as
+tile registers do it.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa, machine_code, tiles, ymm
 from cpuspec.kernels.ops import F32, F32X16, I1, Ops, Value, Variable, fma
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_group, sum_of_weights
-from cpuspec.kernels.readers import AHEAD, NUMBERS, PAIRED, READERS
+from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, NUMBERS, PAIRED, READERS
 
 # Rows that one pass over a tile serves at most; then eight, or what is left of them: a tile that is unpacked again for one row
 # more costs as much as three rows more. Each is code to compile, once per format. Sixteen are not wanted of numbers, which need
@@ -43,7 +44,9 @@ def activation_order(format_name: str, precise: bool = False) -> str:
     """The order of activations that a format wants: of ORDERS, "int16" rather than "int8" where precise."""
     if format_name == PAIRED:
         return "bf16" if isa.has_bf16_tiles() else "rounded"
-    return "f32" if format_name in NUMBERS else "int16" if precise else "int8"
+    if format_name in NUMBERS or format_name in FLOAT_CODES:
+        return "f32"
+    return "int16" if precise else "int8"
 
 
 def _quantized_pass(
@@ -112,6 +115,39 @@ def _number_pass(o: Ops, format_name: str, rows: int, tile: Value, in_features: 
     return lambda _, row: sums[row][0].get() + sums[row][1].get()
 
 
+def _float_codes_pass(
+    o: Ops, format_name: str, rows: int, tile: Value, in_features: Value, acts: Value, block_rows: Value
+) -> _Sums:
+    """As `_quantized_pass`, of one tile, from f32 activations: even and odd inputs of a group of 32 are summed apart from zero on,
+    then together, then times the group's scale added to the groups before.
+    """
+    codes = FLOAT_CODES[format_name]
+    panel, stride, shift = panel_bytes(FORMATS[format_name]), block_rows * 4, codes.size.bit_length() - 6
+    totals, evens, odds = (o.variables(rows) for _ in range(3))
+    groups = in_features >> 5
+    with o.loop(groups.rounded_up(_GROUPS)) as panels:
+        first = panels * _GROUPS
+        inside = (groups - first).smaller(_GROUPS)
+        here = tile + panels * panel
+        scales = here + inside * (16 * codes.input_bytes)
+        with o.loop(inside) as index:
+            (here + index * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS)
+            for total in (*evens, *odds):
+                total.set(o.number(0.0, F32X16))
+            at, inputs = here + index * (16 * codes.input_bytes), acts + (first + index) * (stride * GROUP)
+            for parities in ((0,), (1,)) if isa.has_sixteen_registers() and rows > 2 else ((0, 1),):
+                with o.loop(GROUP // 2) as pair:
+                    numbers = codes.pair(at + pair * codes.input_bytes)
+                    for parity in parities:
+                        place = inputs + (pair * 2 + parity) * stride
+                        for row, total in enumerate((evens, odds)[parity]):
+                            total.set(fma(numbers[parity], (place + 4 * row).every(F32), total.get()))
+            scale = (scales + (index >> shift) * 64).f32()
+            for even, odd, total in zip(evens, odds, totals, strict=True):
+                total.set(fma((even.get() + odd.get()) * codes.factor, scale, total.get()))
+    return lambda _, row: totals[row].get()
+
+
 def _paired_pass(o: Ops, rows: int, tile: Value, in_features: Value, acts: Value, block_rows: Value) -> _Sums:
     """As `_quantized_pass`, of one tile, from "rounded" activations, with the bits of `tiles.bf16_pass`: even and odd inputs of a
     group are summed apart from zero on, then together, then added to the groups before.
@@ -175,6 +211,8 @@ def _pass(
             streams = o.number(1)
             if name in NUMBERS:
                 sums = _number_pass(o, name, count, tile, in_features, acts, block_rows)
+            elif name in FLOAT_CODES:
+                sums = _float_codes_pass(o, name, count, tile, in_features, acts, block_rows)
             elif name == PAIRED:
                 sums = _paired_pass(o, count, tile, in_features, acts, block_rows)
             else:

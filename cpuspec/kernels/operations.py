@@ -68,7 +68,7 @@ def _prepare(op, state, threads, item):
     bf16 = op.bf16 + inputs * _BF16_BYTES if op.bf16 != 0 else 0
     rounded = op.rounded + inputs * _F32_BYTES if op.rounded != 0 else 0
     prepare_row(
-        op.kind, source, other, op.weight, op.eps, features, first, min(features, first + part),
+        op.kind, source, other, op.weight, op.order, op.eps, features, first, min(features, first + part),
         int8, int16, f32, bf16, rounded, place - block, rows_of_block(place, rows),
     )  # fmt: skip
 

@@ -412,3 +412,18 @@ def lookup_bytes(table: Sequence[int], indices: Value, isa: str | None = None) -
     if len(found_parts) == 2:
         return found_parts[0].shuffled(range(64), found_parts[1]).bits(I32X16)
     return found_parts[0].bits(I32X16)
+
+
+def lookup_f32(table: Sequence[float], indices: Value) -> Value:
+    """Per index 0..15 of an i32x16 vector: that entry of a table of 16 numbers."""
+    entries = Value(indices.b, ir.Constant(F32X16, list(table)))
+    if "avx512f" in features():
+        return call("llvm.x86.avx512.permvar.sf.512", F32X16, entries, indices)
+    half = vector_of(F32, 8)
+    low, high = (entries.shuffled(range(at, at + 8)) for at in (0, 8))
+    parts = []
+    for at in (0, 8):
+        index = indices.shuffled(range(at, at + 8))  # of which the instruction takes three bits
+        found = [call("llvm.x86.avx2.permps", half, of, index) for of in (low, high)]
+        parts.append((index > 7).select(found[1], found[0]))
+    return parts[0].shuffled(range(LANES), parts[1])

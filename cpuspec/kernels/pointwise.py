@@ -126,33 +126,42 @@ def _gelu(x):
 
 
 @compiled
-def _prepared(kind, row, other, weight, scale, at):
-    """Sixteen prepared numbers at byte offset `at` of the row."""
-    x = simd.load_f32(row + at)
+def _numbers(row, order, at):
+    """Sixteen numbers of a row, those at byte offset `at` of it, or those that `order` names there."""
+    if order != 0:
+        return simd.gather_f32(row, order + at)
+    return simd.load_f32(row + at)
+
+
+@compiled
+def _prepared(kind, row, other, weight, order, scale, at):
+    """Sixteen prepared numbers at byte offset `at` of the row's order."""
+    x = _numbers(row, order, at)
     if kind == NORM:
-        return x * scale * simd.load_f32(weight + at)
+        return x * scale * _numbers(weight, order, at)
     if kind == SILU:
-        return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x)) * simd.load_f32(other + at)
+        return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x)) * _numbers(other, order, at)
     if kind == GELU:
-        return _gelu(x) * simd.load_f32(other + at)
+        return _gelu(x) * _numbers(other, order, at)
     return x
 
 
 @compiled
-def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16, f32, bf16, rounded, place, block_rows):
+def prepare_row(kind, row, other, weight, order, eps, features, first, end, int8, int16, f32, bf16, rounded, place, block_rows):
     """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
 
     kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other. int8 to rounded: address of the row's block
     in that order, 0 where it is not wanted; place: the row's place in its block of block_rows. Rows, others and weights are padded
-    with zeros to whole groups.
+    with zeros to whole groups. order: address of int32 indices, padded likewise with their own, where a matrix has the inputs in
+    another order; else 0.
     """
     scale = simd.splat_f32(1.0)
     if kind == NORM:
         scale = _norm_factor(row, features, eps)
     if int8 != 0 or int16 != 0:
         for group in range(first // 32, end // 32):
-            low = _prepared(kind, row, other, weight, scale, group * 128)
-            high = _prepared(kind, row, other, weight, scale, group * 128 + 64)
+            low = _prepared(kind, row, other, weight, order, scale, group * 128)
+            high = _prepared(kind, row, other, weight, order, scale, group * 128 + 64)
             if int8 != 0:
                 quantize_to_int8(low, high, int8 + (group * block_rows + place) * _INT8_RECORD)
             if int16 != 0:
@@ -160,15 +169,15 @@ def prepare_row(kind, row, other, weight, eps, features, first, end, int8, int16
     if bf16 != 0:
         for start in range(first, end, 32):
             record = bf16 + (start // 32 * block_rows + place) * _BF16_RECORD
-            simd.store_bf16(record, _prepared(kind, row, other, weight, scale, start * 4))
-            simd.store_bf16(record + 32, _prepared(kind, row, other, weight, scale, start * 4 + 64))
+            simd.store_bf16(record, _prepared(kind, row, other, weight, order, scale, start * 4))
+            simd.store_bf16(record + 32, _prepared(kind, row, other, weight, order, scale, start * 4 + 64))
     if f32 != 0:
         for start in range(first, end, 16):
-            x = _prepared(kind, row, other, weight, scale, start * 4)
+            x = _prepared(kind, row, other, weight, order, scale, start * 4)
             simd.scatter_f32(f32 + (start * block_rows + place) * 4, block_rows * 4, min(16, end - start), x)
     if rounded != 0:
         for start in range(first, (end + 31) // 32 * 32, 16):
-            x = simd.rounded_to_bf16(_prepared(kind, row, other, weight, scale, start * 4))
+            x = simd.rounded_to_bf16(_prepared(kind, row, other, weight, order, scale, start * 4))
             simd.scatter_f32(rounded + (start * block_rows + place) * 4, block_rows * 4, 16, x)
 
 

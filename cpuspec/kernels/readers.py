@@ -8,7 +8,7 @@ import numpy as np
 
 from cpuspec.formats import FORMATS, Format, lowbit, nonlinear
 from cpuspec.formats.mx import E2M1_DOUBLED
-from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, Value, lookup_bytes, vector_of
+from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, Value, lookup_bytes, lookup_f32, vector_of
 
 # Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself (benchmarks/LOG.md).
 AHEAD = 4096
@@ -110,10 +110,21 @@ def _q8_0(at: Value, groups: Value, group: Value) -> Group:
     return Group(8, [(address + 64 * v).i32() for v in range(8)], [(at + groups * 512 + group * 32).f16()], 128)
 
 
-def _looked_up(levels: Sequence[int], codes: list[Value], scales: list[Value]) -> Group:
+def _int8(size: int) -> Reader:
+    """int8_g32, int8_g128: planes codes, f32 scales, one for `size` inputs."""
+    shift = size.bit_length() - 6  # from groups of 32 to groups of `size`
+
+    def read(at: Value, groups: Value, group: Value) -> Group:
+        address = at + group * 512
+        return Group(8, [(address + 64 * v).i32() for v in range(8)], [(at + groups * 512 + (group >> shift) * 64).f32()], 128)
+
+    return read
+
+
+def _looked_up(levels: Sequence[float], codes: list[Value], scales: list[Value]) -> Group:
     """A group whose codes are places in a table of whole numbers, which get the least zero point that makes them unsigned."""
     zero = next(zero for zero in (16, 32, 64, 128)[len(scales) - 1 :] if max(map(abs, levels)) < zero)
-    table = [zero + level for level in levels] + [0] * (16 - len(levels))
+    table = [zero + int(level) for level in levels] + [0] * (16 - len(levels))
     return Group(zero.bit_length(), [lookup_bytes(table, c) for c in codes], scales, zero)
 
 
@@ -262,11 +273,45 @@ def _blocks_of(row: Format) -> Reader:
     return _legacy(64 * row.code_bits, zero, top_bit=row.code_bits == 5)
 
 
+@dataclass(frozen=True)
+class FloatCodes:
+    """How codes become floats, input after input, under a scale for `size` inputs that follows the codes in a panel."""
+
+    input_bytes: int  # of two inputs of 16 rows
+    size: int
+    pair: Callable[[Value], tuple[Value, Value]]  # address of two inputs -> their sixteen numbers each
+    factor: float = 1.0  # of every number
+
+
+def _e4m3(address: Value) -> Value:
+    """Sixteen E4M3 bytes as f16, whose exponents have a bias of 15: 1/256 of their values, as numbers of f32."""
+    wide = address.load(vector_of(I8)).sext(vector_of(I16)) << 7
+    magnitude = wide & 0x3F80
+    nan = magnitude.equals(0x3F80).select(wide.like(0x7FFF), wide.like(0))
+    return ((wide & 0x8000) | magnitude | nan).bits(vector_of(F16)).fpext(F32X16)
+
+
+def _e4m3_pair(address: Value) -> tuple[Value, Value]:
+    return _e4m3(address), _e4m3(address + 16)
+
+
+def _table(row: Format) -> Callable[[Value], tuple[Value, Value]]:
+    assert row.affine is not None, "codes have levels"
+    levels = row.affine.levels or ()
+
+    def pair(address: Value) -> tuple[Value, Value]:
+        packed = address.u8_codes()
+        return lookup_f32(levels, packed & 15), lookup_f32(levels, packed >> 4)
+
+    return pair
+
+
 # By the `reader` of a format's row.
 _KINDS: Mapping[str, Callable[[Format], Reader]] = MappingProxyType(
     {
         "blocks": _blocks_of,
         "bytes": lambda row: _q8_0,
+        "long_bytes": lambda row: _int8(row.block_size),
         "levels": lambda row: _mxfp4,
         "iq4_nl": lambda row: _iq4_nl,
         "iq4_xs": lambda row: _iq4_xs,
@@ -290,7 +335,18 @@ NUMBERS: Mapping[str, tuple[int, str]] = MappingProxyType(
     {name: (_BYTES_OF_16_NUMBERS[row.reader], row.reader) for name, row in FORMATS.items() if row.reader in _BYTES_OF_16_NUMBERS}
 )
 (PAIRED,) = (name for name, row in FORMATS.items() if row.reader == "pairs")  # numbers in pairs of inputs
+_FLOAT_CODES: Mapping[str, Callable[[Format], FloatCodes]] = MappingProxyType(
+    {
+        "e4m3": lambda row: FloatCodes(32, row.block_size, _e4m3_pair, 256.0),
+        "table": lambda row: FloatCodes(16, row.block_size, _table(row)),
+    }
+)
+FLOAT_CODES: Mapping[str, FloatCodes] = MappingProxyType(
+    {name: _FLOAT_CODES[row.reader](row) for name, row in FORMATS.items() if row.reader in _FLOAT_CODES}
+)
 
 
-if unread := FORMATS.keys() - READERS.keys() - NUMBERS.keys() - {PAIRED}:
-    raise AssertionError(f"formats {sorted(unread)} name readers that do not exist; wanted one of {', '.join(_KINDS)}")
+if unread := FORMATS.keys() - READERS.keys() - NUMBERS.keys() - FLOAT_CODES.keys() - {PAIRED}:
+    raise AssertionError(
+        f"formats {sorted(unread)} name readers that do not exist; wanted one of {', '.join([*_KINDS, *_FLOAT_CODES])}"
+    )

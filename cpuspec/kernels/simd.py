@@ -116,6 +116,14 @@ def _scatter(o: Ops, address: Value, stride: Value, count: Value, values: Value)
             (address + stride * lane).store(values.lane(lane))
 
 
+def _gather(o: Ops, address: Value, indices: Value) -> Value:
+    found = o.number(0.0, F32X16)
+    for lane in range(LANES):
+        number = (address + (indices + 4 * lane).load(I32).sext(I64) * 4).load(F32)
+        found = Value(o.b, o.b.insert_element(found.v, number.v, ir.Constant(I32, lane)))
+    return found
+
+
 _a, _i, _f = types.int64, types.int32, types.float32
 
 # Scalars at an address.
@@ -147,6 +155,7 @@ call_3 = operation((_a, _a, _a, _a), types.void, _call_address)  # a C function 
 
 # Vectors at an address.
 load_f32 = operation((_a,), f32x16, lambda o, at: at.f32())
+gather_f32 = operation((_a, _a), f32x16, _gather)  # numbers of an address, by sixteen indices at another
 store_f32 = operation((_a, f32x16), types.void, lambda o, at, v: at.store(v))
 store_i32 = operation((_a, i32x16), types.void, lambda o, at, v: at.store(v))
 store_i16 = operation((_a, i32x16), types.void, lambda o, at, v: at.store(v.trunc(vector_of(I16))))

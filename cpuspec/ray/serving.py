@@ -20,6 +20,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
@@ -261,7 +262,7 @@ class _Relay:
 
 
 class _AtRoot:
-    """Runs an application as if Ray Serve had not given it a prefix."""
+    """Runs an application as if Ray Serve had not given it a prefix, and leaves it to Ray to tell the client the request's id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -269,7 +270,13 @@ class _AtRoot:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope = {**scope, "path": scope["path"].removeprefix(scope.get("root_path", "")) or "/", "root_path": ""}
-        await self._app(scope, receive, send)
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["x-request-id"]
+            await send(message)
+
+        await self._app(scope, receive, send_on)
 
 
 def _log_to_serve() -> None:

@@ -14,6 +14,8 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.openvino import MODEL, WEIGHTS
 from cpuspec.config import EngineConfig
 from tests.backends.models import forward
+from tests.checkpoints import test_quantized
+from tests.checkpoints.quantizers import write
 from tests.checkpoints.test_openvino import KINDS, _write
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
 from tests.fuzz.gguf_fields import structural_fields
@@ -145,6 +147,57 @@ def openvino(rng: random.Random, directory: Path) -> None:
     generate(open_checkpoint(directory))
 
 
+@cache
+def quantized_sample(kind: str) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as directory:
+        (config, quantize), _ = test_quantized.KINDS[kind]
+        write(Path(directory), config, quantize, vocab_size=260, **{**SMALL, "hidden_size": 128, "head_dim": 64})
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def quantized(rng: random.Random, directory: Path) -> None:
+    """Of every package: its settings, the types and shapes of tensors, their bytes, and tensors that are not there."""
+    files = dict(quantized_sample(rng.choice(list(test_quantized.KINDS))))
+    content, kind = files["model.safetensors"], rng.choice(("config", "settings", "header", "tensor", "tensor", "bytes"))
+    length = int.from_bytes(content[:8], "little")
+    if kind == "config":
+        files["config.json"] = mutate_json(json.loads(files["config.json"]), rng)
+    elif kind == "settings":
+        config = json.loads(files["config.json"])
+        text = mutate_json(config.pop("quantization_config"), rng)
+        rest = json.dumps(config)
+        files["config.json"] = rest[:-1].encode() + b', "quantization_config": ' + text + b"}"
+    elif kind == "header":
+        header = mutate_json(json.loads(content[8 : 8 + length]), rng)
+        files["model.safetensors"] = len(header).to_bytes(8, "little") + header + content[8 + length :]
+    elif kind == "bytes":
+        files["model.safetensors"] = mutate_bytes(content, rng, [(0, 8)])
+    for name, one in files.items():
+        (directory / name).write_bytes(one)
+    if kind == "tensor":
+        path = directory / "model.safetensors"
+        tensors = test_quantized.read(path)
+        layers = [name for name in tensors if "_proj." in name]
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            name, other = rng.choice(layers), rng.choice(layers)
+            dtype, shape, data = tensors.get(name) or tensors[rng.choice(list(tensors))]
+            what = rng.choice(("drop", "swap", "rename", "type", "bytes", "bytes", "shape"))
+            if what == "drop":
+                tensors.pop(name, None)
+            elif what == "swap":
+                tensors[name] = tensors.get(other, (dtype, shape, data))
+            elif what == "rename":
+                tensors[rng.choice((other, name + "x", name.replace("_proj", "_norm")))] = tensors.pop(name, (dtype, shape, data))
+            elif what == "type":
+                tensors[name] = (rng.choice(("I8", "U8", "F8_E4M3", "F8_E8M0", "BOOL")), [len(data)], data)
+            elif what == "bytes":
+                tensors[name] = (dtype, shape, mutate_bytes(data, rng)[: len(data)].ljust(len(data), b"\xff"))
+            else:
+                tensors[name] = (dtype, shape[::-1] if rng.random() < 0.5 else [1, *shape], data)
+        test_quantized.write_again(path, tensors)
+    generate(open_checkpoint(directory))
+
+
 def both(outcomes: dict[str, int]) -> bool:
     """Whether some cases were read and some refused: damage that did nothing, or everything, would test nothing."""
     return outcomes["answered"] > 0 < outcomes["refused"]
@@ -160,6 +213,10 @@ def test_weights_of_any_bytes_do_not_end_compiled_kernels() -> None:
 
 def test_a_damaged_hugging_face_directory_is_refused_or_answers() -> None:
     assert both(check(huggingface, 60))
+
+
+def test_a_damaged_quantized_directory_is_refused_or_answers() -> None:
+    assert both(check(quantized, 60))
 
 
 def test_a_damaged_openvino_export_is_refused_or_answers() -> None:

@@ -214,6 +214,20 @@ def codes_times(tensor: Weights, inputs: Inputs) -> F32:
     return total
 
 
+def float_codes_times(tensor: QuantTensor, x: F32) -> F32:
+    """Rows times a matrix of codes of floats: even and odd inputs of 32 apart, then both together times the scale."""
+    parts, affine = tensor.format.split(tensor.data), tensor.format.affine
+    assert affine is not None, f"{tensor.format.name} has codes"
+    levels = np.array(affine.levels, np.float32)[parts["codes"]]
+    total = np.zeros((len(x), len(levels)), np.float32)
+    for first in range(0, x.shape[1], GROUP):
+        sums = [np.zeros_like(total), np.zeros_like(total)]
+        for k in range(first, first + GROUP):
+            sums[k % 2] = fma(levels[None, :, k], x[:, k, None], sums[k % 2])
+        total = fma(sums[0] + sums[1], parts["d"][None, :, first // tensor.format.block_size], total)
+    return total
+
+
 def numbers_times(tensor: F32, x: F32) -> F32:
     """Products [T, N] of f32 or f16 weights [N, K]: even inputs, odd inputs, then both."""
     sums = [np.zeros((len(x), len(tensor)), np.float32) for _ in range(2)]

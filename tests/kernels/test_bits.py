@@ -14,7 +14,7 @@ from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.linear import activation_order
 from cpuspec.kernels.pointwise import GELU, NORM, SILU, prepare_row
 from cpuspec.kernels.products import BLOCK_ROWS
-from cpuspec.kernels.readers import NUMBERS, READERS
+from cpuspec.kernels.readers import FLOAT_CODES, NUMBERS, READERS
 from tests.kernels import reference
 
 ROWS = (*range(1, 17), 33, 130)  # of one block each, of three, and more than one pass of any kernel serves
@@ -67,6 +67,23 @@ def test_products_of_codes_are_those_of_the_reference_for_any_number_of_rows(nam
         assert np.array_equal(_bits(_products(tensor, order, x[:rows])), wanted[:rows]), f"{rows} rows"
 
 
+@pytest.mark.parametrize("name", FLOAT_CODES)
+def test_products_of_codes_of_floats_are_those_of_the_reference_for_any_number_of_rows(name: str) -> None:
+    tensor = _codes(name)
+    x = _rows(max(ROWS), tensor.shape[1])
+    with np.errstate(invalid="ignore"):
+        wanted = reference.float_codes_times(tensor, x)
+    assert name.startswith("fp8") == np.isnan(wanted).any()  # random bytes, of which two are nan
+    parts = tensor.format.split(tensor.data)
+    parts["codes"] = np.where(parts["codes"] & 0x7F == 0x7F, 0x7E, parts["codes"])
+    finite = QuantTensor(tensor.format, tensor.shape, tensor.format.join(parts))
+    wanted_of_finite = reference.float_codes_times(finite, x)
+    assert np.isfinite(wanted_of_finite).all()
+    for rows in ROWS:
+        assert np.array_equal(np.isnan(_products(tensor, "f32", x[:rows])), np.isnan(wanted[:rows])), f"{rows} rows"
+        assert np.array_equal(_bits(_products(finite, "f32", x[:rows])), _bits(wanted_of_finite[:rows])), f"{rows} rows"
+
+
 @pytest.mark.parametrize("in_features", [1, 2, 51])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_products_of_numbers_are_those_of_the_reference_for_any_number_of_rows(name: str, in_features: int) -> None:
@@ -101,7 +118,7 @@ def test_norms_and_gates_are_those_of_the_reference(kind: int, features: int) ->
     eps = np.float32(1e-5)
     padded = [np.pad(part, (0, -features % 32)) for part in (row, other, weight)]
     got = np.empty(features, np.float32)
-    prepare_row(kind, *(part.ctypes.data for part in padded), eps, features, 0, features, 0, 0, got.ctypes.data, 0, 0, 0, 1)
+    prepare_row(kind, *(part.ctypes.data for part in padded), 0, eps, features, 0, features, 0, 0, got.ctypes.data, 0, 0, 0, 1)
     if kind == NORM:
         wanted = reference.normed(row, weight, eps)
     else:

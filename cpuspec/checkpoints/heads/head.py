@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.gguf_parts import read_parts
-from cpuspec.checkpoints.huggingface import read_tensors
+from cpuspec.checkpoints.huggingface import read_stored
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.tensor import F32
@@ -119,8 +119,9 @@ class HeadFiles:
         """A directory of config.json and safetensors, or a GGUF file. Raises CheckpointError for what is damaged or missing."""
         if path.is_dir():
             config = path / "config.json"
-            arrays: dict[str, NDArray[Any]] = {}
-            tensors = read_tensors(path, mmap, arrays)
+            stored = read_stored(path, mmap)
+            arrays = {name: tensor.numbers_or_integers() for name, tensor in stored.items() if tensor.is_array}
+            tensors = {name: tensor.floats() for name, tensor in stored.items() if name not in arrays}
             return HeadFiles(path, Fields(str(config), read_json_object(config, _MAX_CONFIG_BYTES)), tensors, arrays)
         file = read_parts(path, mmap)
         return HeadFiles(path, Fields(str(path), file.metadata), file.tensors, file.arrays, True)

@@ -1,0 +1,222 @@
+"""Matrices as compressed-tensors (LLM Compressor, vLLM) and FP8 files store them. Knows no model.
+
+What a layer holds is seen from its tensors; its scales multiply.
+  `weight_packed` I32 [N, K * bits / 32]: codes as bits from the lowest on, their middle being 0, with `weight_shape` [N, K],
+      `weight_scale` [N, groups], and where asymmetric `weight_zero_point` I32 packed along N; `weight_g_idx` [K] after act-order
+  `weight_packed` U8 [N, K / 2]: two E2M1 codes a byte, the first low. Under `weight_scale` U8 [N, K / 32], powers of two, it is
+      mxfp4; under E4M3 scales [N, K / 16] and the divisor `weight_global_scale` it is nvfp4
+  `weight` F8_E4M3 [N, K] under `weight_scale`, or `weight_scale_inv` as DeepSeek calls it, of the matrix, of each row, or of blocks
+  `weight` I8 [N, K] under `weight_scale` [N, groups], with `weight_zero_point` of that shape where asymmetric
+Sources: compressed-tensors 0.20, compressors; transformers, integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.grids import Grid, assembled, best_format, make_groups, part_of, unpacked
+from cpuspec.checkpoints.safetensors import StoredTensor
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import QuantTensor, get_format
+from cpuspec.formats.float_codes import E4M3
+from cpuspec.formats.format import F32, I32, U8
+from cpuspec.formats.mx import E2M1_DOUBLED
+
+_FORMATS = (
+    "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
+)  # fmt: skip
+_PARTS = (
+    "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
+    "weight_scale_inv", "input_scale", "input_zero_point", "input_global_scale", "activation_scale",
+)  # fmt: skip
+_LEVELS = np.array(E4M3, np.float32)
+
+
+class CompressedTensors:
+    """The settings of a file by compressed-tensors. Raises CheckpointError for a kind that is not supported."""
+
+    parts: tuple[str, ...] = _PARTS
+    unused: tuple[str, ...] = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "output_scale")
+
+    def __init__(self, config: Fields) -> None:
+        format = config.text("format", "dense")
+        if format not in _FORMATS:
+            config.fail("format", f"one of {', '.join(_FORMATS)}; use a GGUF file of the model, or its plain weights")
+        groups = config.object("config_groups")
+        weights = [groups.object(name).object("weights") for name in groups.names()]
+        self._bits = {one.integer("num_bits", 8) for one in weights if one.names()}
+        self._blocks = [_block(one, "block_structure") for one in weights if one.items("block_structure")]
+        self.kind = f"compressed-tensors, {format}"
+
+    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
+        """Whether a layer with these tensors is quantized."""
+        return "weight_packed" in parts or "weight_scale" in parts
+
+    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+        """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
+        if "weight_packed" in parts and parts["weight_packed"].dtype == "I32":
+            return self._packed(what, parts)
+        if "weight_packed" in parts:
+            return _nvfp4(what, parts) if "weight_global_scale" in parts else _mxfp4(what, parts)
+        weight, scale = part_of(what, parts, "weight"), part_of(what, parts, "weight_scale")
+        if weight.dtype == "I8":
+            return _int8(what, weight, scale, parts.get("weight_zero_point"))
+        return _fp8(what, weight, scale, self._blocks)
+
+    def _packed(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+        words, shape = parts["weight_packed"].array("I32", 2), part_of(what, parts, "weight_shape")
+        dims = shape.array(shape.dtype if shape.dtype in ("I32", "I64") else "I64", 1).tolist()
+        found = [
+            bits for bits in sorted(self._bits) if len(dims) == 2 and 0 < bits <= 8 and -(-dims[1] * bits // 32) == words.shape[1]
+        ]
+        if not found or dims[0] != len(words) or dims[1] < 1:
+            raise CheckpointError(
+                f"{what}: weight_packed {list(words.shape)} is no matrix {dims} of {sorted(self._bits)} bits, as config.json and "
+                "weight_shape say; the file is damaged"
+            )
+        bits, (outputs, inputs) = found[0], dims
+        scales = _two_dimensions(what, part_of(what, parts, "weight_scale").numbers(), outputs)
+        count = scales.shape[1]
+        if len(scales) != outputs or inputs % count:
+            raise CheckpointError(f"{what}: weight_scale is {list(scales.shape)}, wanted [{outputs}, groups of {inputs} inputs]")
+        zeros: NDArray[np.integer] = np.broadcast_to(np.int32(1 << bits - 1), scales.shape)
+        if "weight_zero_point" in parts:
+            packed = parts["weight_zero_point"].array("I32", 2)
+            if packed.shape != (-(-outputs * bits // 32), count):
+                raise CheckpointError(
+                    f"{what}: weight_zero_point is {list(packed.shape)}, wanted it packed for {list(scales.shape)}"
+                )
+            zeros = unpacked(np.ascontiguousarray(packed.T).view(np.uint8), bits, outputs).T
+        index = parts.get("weight_g_idx")
+        order = None
+        if index is not None:
+            numbers = index.array(index.dtype if index.dtype in ("I32", "I64") else "I32", 1)
+            if len(numbers) != inputs:
+                raise CheckpointError(f"{what}: weight_g_idx has {len(numbers)} indices for {inputs} inputs")
+            _, order = make_groups(what, numbers, inputs, inputs // count, count)
+
+        def rows(some: slice) -> U8:
+            return np.ascontiguousarray(words[some]).view(np.uint8)[:, : -(-inputs * bits // 8)]
+
+        grid = Grid((outputs, inputs), bits, inputs // count, rows, scales, np.ascontiguousarray(zeros, np.int32), order)
+        return grid.tensor()
+
+
+class Fp8:
+    """The settings of a file whose `quant_method` is fp8 or fbgemm_fp8. Raises CheckpointError for a kind that is not supported."""
+
+    parts: tuple[str, ...] = _PARTS
+    unused: tuple[str, ...] = CompressedTensors.unused
+
+    def __init__(self, config: Fields) -> None:
+        if config.text("fmt", "e4m3").lower() not in ("e4m3", "float8_e4m3fn"):
+            config.fail("fmt", "e4m3; use the model's plain weights")
+        self._blocks = [_block(config, "weight_block_size")] if config.items("weight_block_size") else []
+        self.kind = "FP8, " + (f"blocks of {self._blocks[0][0]} x {self._blocks[0][1]}" if self._blocks else "rows or matrices")
+
+    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
+        """Whether a layer with these tensors is quantized."""
+        return "weight" in parts and parts["weight"].dtype.startswith("F8")
+
+    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+        """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
+        scale = parts.get("weight_scale_inv") or part_of(what, parts, "weight_scale")
+        return _fp8(what, parts["weight"], scale, self._blocks)
+
+
+def _block(fields: Fields, key: str) -> tuple[int, int]:
+    """Rows and inputs of a block."""
+    sizes = [size for size in fields.items(key) if type(size) is int and 0 < size < 1 << 31]
+    if len(sizes) != 2 or len(fields.items(key)) != 2:
+        fields.fail(key, "two numbers, rows and inputs of a block")
+    return sizes[0], sizes[1]
+
+
+def _two_dimensions(what: str, scales: F32, outputs: int) -> F32:
+    """Scales of rows or of the matrix as [N, groups]."""
+    if scales.size == 1:
+        return np.broadcast_to(scales.reshape(1, 1), (outputs, 1))
+    if scales.ndim not in (1, 2):
+        raise CheckpointError(f"{what}: scales are {list(scales.shape)}, wanted one or two dimensions")
+    return scales.reshape(len(scales), -1)
+
+
+def _int8(what: str, weight: StoredTensor, scale: StoredTensor, zero: StoredTensor | None) -> QuantTensor:
+    codes = weight.array("I8", 2)
+    outputs, inputs = codes.shape
+    scales = _two_dimensions(what, scale.numbers(), outputs)
+    if len(scales) != outputs or inputs % scales.shape[1]:
+        raise CheckpointError(f"{what}: weight_scale is {list(scale.shape)}, wanted [{outputs}, groups of {inputs} inputs]")
+    zeros: I32 = np.full(scales.shape, 128, np.int32)
+    if zero is not None:
+        if zero.dtype != "I8" or zero.data.size not in (1, scales.size):
+            raise CheckpointError(f"{what}: weight_zero_point is {zero.dtype} {list(zero.shape)}, wanted I8 {list(scales.shape)}")
+        zeros += zero.data.view(np.int8).astype(np.int32).reshape(scales.shape if zero.data.size == scales.size else (1, 1))
+
+    def rows(some: slice) -> U8:
+        return codes[some].view(np.uint8) ^ np.uint8(0x80)
+
+    return Grid((outputs, inputs), 8, inputs // scales.shape[1], rows, scales, zeros).tensor()
+
+
+def _fp8(what: str, weight: StoredTensor, scale: StoredTensor, blocks: list[tuple[int, int]]) -> QuantTensor:
+    codes, scales = weight.array("F8_E4M3", 2), scale.numbers()
+    outputs, inputs = codes.shape
+    scales = scales.reshape(len(scales), -1) if scales.ndim and scales.size > 1 else scales.reshape(1, 1)
+    sizes = [(outputs, inputs), (1, inputs), *blocks]
+    fitting = [(high, wide) for high, wide in sizes if scales.shape == (-(-outputs // high), -(-inputs // wide))]
+    if not fitting:
+        raise CheckpointError(
+            f"{what}: the scale is {list(scale.shape)} for {outputs} x {inputs} weights, wanted a number for the "
+            f"matrix, for each row{''.join(f', or for each block of {high} x {wide}' for high, wide in blocks)}"
+        )
+    high, wide = fitting[0]
+    format = best_format(["fp8_g128", "fp8_g32"], inputs, wide)
+
+    def rows(some: slice) -> U8:
+        own, of_rows = codes[some], scales[np.arange(some.start, some.stop) // high]
+        if (own & 0x7F == 0x7F).any():
+            raise CheckpointError(f"{what} has weights that are not finite; the file is damaged")
+        if format.name == "f32":
+            return np.ascontiguousarray(_LEVELS[own] * of_rows[:, np.arange(inputs) // wide]).view(np.uint8)
+        return format.join({"d": of_rows[:, np.arange(0, inputs, format.block_size) // wide], "codes": own})
+
+    return assembled(format, (outputs, inputs), rows)
+
+
+def _nibbles(packed: U8) -> U8:
+    return unpacked(packed, 4, 2 * packed.shape[1])
+
+
+def _mxfp4(what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+    packed, scales = parts["weight_packed"].array("U8", 2), part_of(what, parts, "weight_scale")
+    e = scales.array("F8_E8M0" if scales.dtype == "F8_E8M0" else "U8", 2)
+    outputs, inputs = len(packed), 2 * packed.shape[1]
+    if inputs % 32 or e.shape != (outputs, inputs // 32):
+        raise CheckpointError(f"{what}: weight_scale is {list(e.shape)} for {outputs} x {inputs} weights, wanted one for 32 inputs")
+    if (e == 255).any():
+        raise CheckpointError(f"{what} has scales that are not finite; the file is damaged")
+    format = get_format("mxfp4")
+    return assembled(format, (outputs, inputs), lambda some: format.join({"e": e[some], "codes": _nibbles(packed[some])}))
+
+
+def _nvfp4(what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+    packed, scales = parts["weight_packed"].array("U8", 2), part_of(what, parts, "weight_scale").array("F8_E4M3", 2)
+    whole = parts["weight_global_scale"].numbers()
+    outputs, inputs = len(packed), 2 * packed.shape[1]
+    if inputs % 16 or scales.shape != (outputs, inputs // 16) or whole.size != 1 or not whole.all():
+        raise CheckpointError(
+            f"{what}: weight_scale {list(scales.shape)} and weight_global_scale {list(whole.shape)} fit no nvfp4 matrix"
+        )
+    factors = _LEVELS[scales] / whole.reshape(()) / np.float32(2)
+    if not np.isfinite(factors).all():
+        raise CheckpointError(f"{what} has scales that are not finite; the file is damaged")
+    levels = np.array(E2M1_DOUBLED, np.float32)
+
+    def rows(some: slice) -> U8:
+        return (levels[_nibbles(packed[some])] * np.repeat(factors[some], 16, axis=1)).view(np.uint8)
+
+    return assembled(get_format("f32"), (outputs, inputs), rows)

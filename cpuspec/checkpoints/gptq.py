@@ -1,0 +1,142 @@
+"""Matrices as GPTQ and AWQ files store them: four tensors a linear layer. Knows no model.
+
+GPTQ (AutoGPTQ, GPTQModel): `qweight` I32 [K * bits / 32, N], the codes of a column as bits from the lowest of the first word on;
+`qzeros` I32 [groups, N * bits / 32], zero points likewise along N; `scales` [groups, N]; `g_idx` I32 [K], the group of each
+input, not ascending after act-order. Version 1 (`checkpoint_format` gptq) has zero points less one, version 2 as they are.
+GPTQModel subtracts and adds words of ones, so that borrows of a zero point 0 are undone; three-bit ones wrap around.
+AWQ (gemm): `qweight` I32 [K, N / 8] and `qzeros` I32 [groups, N / 8]; a word holds eight outputs in the order 0 2 4 6 1 3 5 7.
+Sources: GPTQModel, gptqmodel/utils/model.py and nn_modules/qlinear; AutoAWQ, awq/modules/linear/gemm.py.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.grids import Grid, make_groups, part_of, unpacked
+from cpuspec.checkpoints.safetensors import StoredTensor
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import QuantTensor
+from cpuspec.formats.format import I32, U8
+
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # one in each field of a word
+_AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]  # of outputs 0 to 7 in a word
+
+
+class Gptq:
+    """The settings of a file by GPTQ. Raises CheckpointError for a kind that is not supported."""
+
+    parts: tuple[str, ...] = _PARTS
+    unused: tuple[str, ...] = ()
+
+    def __init__(self, config: Fields) -> None:
+        self._bits, self._group = config.integer("bits"), config.integer("group_size", -1)
+        self._mixed = "dynamic" in config  # layers may have bits of their own
+        if self._bits not in (2, 3, 4, 8):
+            config.fail("bits", "2, 3, 4 or 8")
+        if self._group != -1 and self._group < 1:
+            config.fail("group_size", "-1 or at least 1")
+        version = config.text("checkpoint_format", config.text("format", "gptq"))
+        if version not in ("gptq", "gptq_v2"):
+            config.fail("checkpoint_format", "gptq or gptq_v2; save the model again with GPTQModel in one of these")
+        if config.text("pack_dtype", "int32") != "int32":
+            config.fail("pack_dtype", "int32; save the model again with GPTQModel in that")
+        self._less_one = version == "gptq"
+        self.kind = f"GPTQ, {self._bits} bits, " + ("whole rows" if self._group == -1 else f"groups of {self._group}")
+
+    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
+        """Whether a layer with these tensors is quantized."""
+        return "qweight" in parts
+
+    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+        """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
+        qweight, scales = part_of(what, parts, "qweight").array("I32", 2), part_of(what, parts, "scales").numbers()
+        bits = self._bits
+        index = parts["g_idx"].array("I32", 1) if "g_idx" in parts else None
+        if index is not None and self._mixed:
+            bits = 32 * len(qweight) // len(index)
+        inputs, outputs = 32 * len(qweight) // bits if bits else 0, qweight.shape[1]
+        if bits not in (2, 3, 4, 8) or 32 * len(qweight) != bits * inputs or (index is not None and len(index) != inputs):
+            of = "" if index is None else f" and g_idx of {len(index)}"
+            raise CheckpointError(
+                f"{what}: qweight {list(qweight.shape)} of {bits} bits{of} are no whole matrix; the file is damaged"
+            )
+        group, order = make_groups(what, index, inputs, self._group, len(scales))
+        if scales.shape != (-(-inputs // group), outputs):
+            raise CheckpointError(f"{what}: scales are {list(scales.shape)}, wanted {[-(-inputs // group), outputs]}")
+        qzeros = part_of(what, parts, "qzeros").array("I32", 2)
+        if qzeros.shape != (len(scales), -(-outputs * bits // 32)):
+            raise CheckpointError(f"{what}: qzeros are {list(qzeros.shape)}, wanted {[len(scales), -(-outputs * bits // 32)]}")
+        return Grid(
+            (outputs, inputs),
+            bits,
+            group,
+            lambda some: np.ascontiguousarray(qweight[:, some].T).view(np.uint8),
+            np.ascontiguousarray(scales.T),
+            np.ascontiguousarray(self._zeros(qzeros, bits, outputs).T),
+            order,
+        ).tensor()
+
+    def _zeros(self, qzeros: I32, bits: int, outputs: int) -> I32:
+        words = np.ascontiguousarray(qzeros).view(np.uint32)
+        if self._less_one and bits in _ONES:
+            words = words + np.uint32(_ONES[bits])
+        zeros = unpacked(words.view(np.uint8), bits, outputs).astype(np.int32)
+        return zeros + 1 & 7 if self._less_one and bits == 3 else zeros
+
+
+class Awq:
+    """The settings of a file by AWQ. Raises CheckpointError for a kind that is not supported."""
+
+    parts: tuple[str, ...] = _PARTS
+    unused: tuple[str, ...] = ()
+
+    def __init__(self, config: Fields) -> None:
+        self._group = config.integer("group_size", config.integer("q_group_size", 128))
+        if config.integer("bits", config.integer("w_bit", 4)) != 4:
+            config.fail("bits" if "bits" in config else "w_bit", "4")
+        if self._group != -1 and self._group < 1:
+            config.fail("group_size" if "group_size" in config else "q_group_size", "-1 or at least 1")
+        if config.text("version", "gemm").lower() != "gemm":
+            config.fail("version", "gemm; quantize the model again with AutoAWQ in that version, or use a GGUF file of it")
+        self.kind = "AWQ, 4 bits, " + ("whole rows" if self._group == -1 else f"groups of {self._group}")
+
+    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
+        """Whether a layer with these tensors is quantized."""
+        return "qweight" in parts
+
+    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+        """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
+        qweight, scales = part_of(what, parts, "qweight").array("I32", 2), part_of(what, parts, "scales").numbers()
+        inputs, outputs = len(qweight), 8 * qweight.shape[1]
+        group = inputs if self._group == -1 else self._group
+        groups = -(-inputs // group)
+        if scales.shape != (groups, outputs):
+            raise CheckpointError(f"{what}: scales are {list(scales.shape)}, wanted {[groups, outputs]}")
+        zeros: NDArray[np.integer] = np.broadcast_to(np.uint8(8), scales.shape)
+        if "qzeros" in parts:
+            qzeros = parts["qzeros"].array("I32", 2)
+            if qzeros.shape != (groups, qweight.shape[1]):
+                raise CheckpointError(f"{what}: qzeros are {list(qzeros.shape)}, wanted {[groups, qweight.shape[1]]}")
+            zeros = _awq_codes(qzeros)
+        if inputs % 2:
+            raise CheckpointError(f"{what}: qweight has {inputs} inputs, wanted an even number; the file is damaged")
+
+        def rows(some: slice) -> U8:
+            first, last = some.start // 8, -(-some.stop // 8)
+            codes = _awq_codes(qweight[:, first:last]).T[some.start - 8 * first : some.stop - 8 * first]
+            return codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+
+        return Grid(
+            (outputs, inputs), 4, group, rows, np.ascontiguousarray(scales.T), np.ascontiguousarray(zeros.T, np.int32)
+        ).tensor()
+
+
+def _awq_codes(words: I32) -> U8:
+    """The codes of words [n, words], U8 [n, 8 * words]."""
+    codes = np.empty((*words.shape, 8), np.uint8)
+    for output, shift in enumerate(_AWQ_SHIFTS):
+        codes[:, :, output] = words >> shift & 15
+    return codes.reshape(len(words), -1)

@@ -1,0 +1,97 @@
+"""Weights of Hugging Face directories: plain, or quantized by one of several packages. Knows no model.
+
+`quantization_config` names the method and its settings. Which layers are quantized is seen from their tensors, so that layers that
+were left out are read as they are. Each method has a file beside this one.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from cpuspec.checkpoints import bitsandbytes, compressed, gptq
+from cpuspec.checkpoints.fields import Fields, read_json_object
+from cpuspec.checkpoints.safetensors import StoredTensor
+from cpuspec.errors import CheckpointError
+from cpuspec.formats import QuantTensor
+
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+class Method(Protocol):
+    """How a package stores the matrix of a linear layer, by the settings of one model."""
+
+    kind: str  # for people
+    parts: tuple[str, ...]  # the ends of the names of its tensors
+    unused: tuple[str, ...]  # the ends of the names of tensors that no forward here needs, as scales of a cache
+
+    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
+        """Whether a layer with these tensors is quantized."""
+        ...
+
+    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+        """The matrix [N, K] of such a layer. what: names the layer in messages.
+
+        Raises CheckpointError if its tensors do not belong together, or are of a kind that is not supported.
+        """
+        ...
+
+
+# By `quant_method`. A method raises CheckpointError for settings that are not supported.
+METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
+    {
+        "gptq": gptq.Gptq,
+        "awq": gptq.Awq,
+        "compressed-tensors": compressed.CompressedTensors,
+        "fp8": compressed.Fp8,
+        "fbgemm_fp8": compressed.Fp8,
+        "bitsandbytes": bitsandbytes.BitsAndBytes,
+    }
+)
+
+# Where older versions of the packages wrote their settings instead of config.json.
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
+def read_method(directory: Path, config: Fields) -> Method | None:
+    """What config.json or a package's own file says of the weights; None if they are plain.
+
+    Raises CheckpointError for a method or a setting that is not supported.
+    """
+    key = next((key for key in ("quantization_config", "compression_config") if key in config), "")
+    quantization, name = config.object(key), ""
+    if not key:
+        files = [directory / file_name for file_name in _OWN_FILES if (directory / file_name).exists()]
+        if not files:
+            return None
+        quantization, name = Fields(str(files[0]), read_json_object(files[0], _MAX_CONFIG_BYTES)), _OWN_FILES[files[0].name]
+    name = quantization.text("quant_method", name or "an unnamed method")
+    if name not in METHODS:
+        raise CheckpointError(
+            f"{quantization.what}: weights quantized with {name[:40]!r} are not supported by this version, which reads "
+            f"{', '.join(METHODS)}; use a GGUF file of the model, or its plain weights"
+        )
+    return METHODS[name](quantization)
+
+
+def read_quantized(directory: Path, method: Method, stored: Mapping[str, StoredTensor]) -> dict[str, QuantTensor]:
+    """The tensors by the names that plain weights have. Raises CheckpointError for what is damaged or not supported."""
+    tensors: dict[str, QuantTensor] = {}
+    layers: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        if name.endswith(tuple(f".{part}" for part in method.unused)):
+            continue
+        part = next((part for part in method.parts if name.endswith(f".{part}")), None)
+        if part is None:
+            tensors[name] = tensor.floats()
+        else:
+            layers.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
+    for layer, parts in layers.items():
+        if method.takes(parts):
+            found = {f"{layer}.weight": method.matrix(f"{directory}: {layer}", parts)}
+        else:
+            found = {f"{layer}.{part}": tensor.floats() for part, tensor in parts.items()}
+        if twice := found.keys() & tensors.keys():
+            raise CheckpointError(f"{directory}: {min(twice)} is there twice, plain and quantized")
+        tensors |= found
+    return tensors
