@@ -22,7 +22,6 @@ from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.float_codes import E4M3
 from cpuspec.formats.format import F32, I32, U8
-from cpuspec.formats.mx import E2M1_DOUBLED
 
 _FORMATS = (
     "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "mxfp4-pack-quantized",
@@ -211,12 +210,16 @@ def _nvfp4(what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
         raise CheckpointError(
             f"{what}: weight_scale {list(scales.shape)} and weight_global_scale {list(whole.shape)} fit no nvfp4 matrix"
         )
-    factors = _LEVELS[scales] / whole.reshape(()) / np.float32(2)
-    if not np.isfinite(factors).all():
-        raise CheckpointError(f"{what} has scales that are not finite; the file is damaged")
-    levels = np.array(E2M1_DOUBLED, np.float32)
+    if not np.isfinite(_LEVELS[scales] / whole.reshape(())).all() or (scales > 0x7F).any():
+        raise CheckpointError(f"{what} has scales that are not finite, or below 0; the file is damaged")
+    format = get_format("nvfp4_global")
+    if inputs % format.block_size:
+        raise CheckpointError(
+            f"{what}: nvfp4 takes rows of {format.block_size} weights here, got {inputs}; convert it to another format"
+        )
+    inverse = np.full((outputs, inputs // format.block_size), 1 / whole.reshape(()), np.float32)
 
     def rows(some: slice) -> U8:
-        return (levels[_nibbles(packed[some])] * np.repeat(factors[some], 16, axis=1)).view(np.uint8)
+        return format.join({"d": inverse[some], "scales": scales[some], "codes": _nibbles(packed[some])})
 
-    return assembled(get_format("f32"), (outputs, inputs), rows)
+    return assembled(format, (outputs, inputs), rows)

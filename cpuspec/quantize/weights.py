@@ -31,7 +31,7 @@ class Weights:
     def rows(self, name: str, first: int, last: int) -> F32:
         """Rows [first, last) of a matrix, F32 [last - first, K]."""
         tensor = self.checkpoint.tensors[name]
-        values = tensor.format.decode(tensor.data[first:last])
+        values = QuantTensor(tensor.format, (last - first, tensor.shape[1]), tensor.data[first:last], tensor.order).dequantize()
         if name in self.inputs:
             values *= self.inputs[name]
         if name in self.outputs:

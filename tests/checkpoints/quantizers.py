@@ -249,5 +249,8 @@ def opened(written: Written) -> Any:
     """The checkpoint, after a check that the matrices mean what was written."""
     checkpoint = open_checkpoint(written.directory)
     for name, values in written.values.items():
-        assert np.array_equal(checkpoint.tensors[name].dequantize(), values), name
+        tensor = checkpoint.tensors[name]
+        # nvfp4's scale of the whole matrix is stored as its inverse, which is rounded.
+        error = 2**-22 if tensor.format.name == "nvfp4_global" else 0
+        assert np.allclose(tensor.dequantize(), values, rtol=error, atol=0), name
     return checkpoint

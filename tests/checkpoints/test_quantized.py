@@ -86,7 +86,7 @@ KINDS: dict[str, tuple[tuple[dict[str, Any], Quantize], str]] = {
     "compressed-tensors fp8 of matrices": (_compressed("float-quantized", quantizers.fp8("matrix")), "fp8_g128"),
     "compressed-tensors fp8 of rows": (_compressed("float-quantized", quantizers.fp8("row")), "fp8_g128"),
     "compressed-tensors mxfp4": (_compressed("mxfp4-pack-quantized", quantizers.fp4(nv=False)), "mxfp4"),
-    "compressed-tensors nvfp4": (_compressed("nvfp4-pack-quantized", quantizers.fp4(nv=True)), "f32"),
+    "compressed-tensors nvfp4": (_compressed("nvfp4-pack-quantized", quantizers.fp4(nv=True)), "nvfp4_global"),
     "fp8 of blocks": (_fp8("block", "weight_scale_inv"), "fp8_g128"),
     "fp8 of rows": (_fp8("row", "weight_scale"), "fp8_g128"),
     "bitsandbytes nf4": (_bitsandbytes(), "nf4_g64"),
