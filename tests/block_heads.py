@@ -129,3 +129,46 @@ def accepted_chance(head: RandomHead, before: int, state: F64) -> float:
     if len(weight) > len(state):
         state = np.concatenate([state, head.arrays["markov_head.markov_w1.weight"][before].astype(np.float64)])
     return 1 / (1 + float(np.exp(-(weight @ state) - bias)))
+
+
+def as_gguf(head: RandomHead, path: Path) -> Path:
+    """A head of z-lab or DeepSpec as llama.cpp's converter writes it."""
+    import gguf
+
+    c, writer = head.config, gguf.GGUFWriter(path, "dflash")
+    nested = c.get("dflash_config", c)
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(c["num_key_value_heads"])
+    writer.add_key_length(c["head_dim"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_rope_freq_base(c["rope_theta"])
+    writer.add_array("dflash.target_layers", [layer + 1 for layer in nested["target_layer_ids"]])
+    writer.add_uint32("dflash.block_size", c["block_size"])
+    writer.add_bool("dflash.attention.causal", bool(c.get("causal")))
+    writer.add_uint32("tokenizer.ggml.mask_token_id", nested["mask_token_id"])
+    parts = {
+        **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
+    }
+    names = {f"layers.{i}.{theirs}.weight": f"blk.{i}.{ours}.weight" for i in range(2) for theirs, ours in parts.items()}
+    names |= {
+        "hidden_norm.weight": "enc.output_norm.weight",
+        "norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    for name, array in head.arrays.items():
+        short = name.removeprefix("markov_head.").replace("confidence_head.", "conf_")
+        writer.add_tensor(names.get(name, short), array + np.arange(len(array)) if name == "d2t" else array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -16,7 +16,7 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.speculation.drafters.blocks import _MIN_CHANCE
 from cpuspec.speculation.drafters.heads import HeadProposer
 from tests.backends.models import every_backend, tiny
-from tests.block_heads import MASK_ID, accepted_chance, block_rows, make_block_head, markov_bias
+from tests.block_heads import MASK_ID, accepted_chance, as_gguf, block_rows, make_block_head, markov_bias
 from tests.heads import RandomHead, write_head
 
 SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4, head_format="file")
@@ -190,7 +190,7 @@ def test_what_is_not_computed_is_refused(target: Checkpoint, heads: dict[str, Ra
     refused("DSpark of DeepSpec", "recurrent", {"markov_head.joint_proj.weight": one})
     refused("DSpark of DeepSpec", "markov_w1 has the shape", {"markov_head.markov_w1.weight": one})
     refused("gated DSpark", "gate_proj.weight is", {"markov_head.gate_proj.weight": one})
-    refused("DSpark with confidence", "confidence_head", {"confidence_head.proj.weight": one})
+    refused("DSpark with confidence", "conf_proj.weight is", {"confidence_head.proj.weight": one})
 
 
 def test_specs_that_a_block_cannot_do_are_refused(target: Checkpoint, heads: dict[str, RandomHead]) -> None:
@@ -199,3 +199,32 @@ def test_specs_that_a_block_cannot_do_are_refused(target: Checkpoint, heads: dic
         llm_over(target, f"tree:{path}")
     with pytest.raises(BackendError, match="use numba, numpy or torch"):
         llm_over(target, f"onnxruntime:{path}")
+
+
+# llama.cpp's converter writes no gated Markov heads.
+IN_GGUF = [kind for kind in KINDS if KINDS[kind].get("layout") != "speculators" and kind != "gated DSpark"]
+
+
+@pytest.mark.parametrize("kind", IN_GGUF)
+def test_a_gguf_head_is_the_head_that_it_was_made_of(
+    target: Checkpoint, heads: dict[str, RandomHead], tmp_path: Path, kind: str
+) -> None:
+    made = heads[kind]
+    ours, theirs = opened(made, target), opened(RandomHead(as_gguf(made, tmp_path / "head.gguf"), {}, {}), target)
+    assert ours.block is not None
+    assert theirs.block is not None
+    for fact in ("method", "layers", "num_tokens", "mask_id"):
+        assert getattr(theirs, fact) == getattr(ours, fact), fact
+    for fact in ("size", "num_skipped", "both_ways"):
+        assert getattr(theirs.block, fact) == getattr(ours.block, fact), fact
+    assert theirs.model.tensors.keys() == ours.model.tensors.keys()
+    for name, tensor in ours.model.tensors.items():
+        assert np.array_equal(tensor.dequantize(), theirs.model.tensors[name].dequantize()), name
+    assert replace(theirs.model.config, norm_eps=1e-5, architecture="qwen3") == ours.model.config
+    assert (theirs.block.confidence is None) == (ours.block.confidence is None)
+    if ours.block.confidence is not None:
+        assert np.array_equal(theirs.block.confidence, ours.block.confidence)
+        assert theirs.block.confidence_bias == ours.block.confidence_bias
+    if ours.block.markov:
+        assert theirs.block.markov is not None
+        assert np.array_equal(theirs.block.markov.w2.dequantize(), ours.block.markov.w2.dequantize())

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.heads.dflash import is_block_head, read_block_head
 from cpuspec.checkpoints.heads.eagle import is_eagle1, is_eagle3, read_eagle1, read_eagle3
-from cpuspec.checkpoints.heads.gguf import is_gguf_eagle3, read_gguf_eagle3
+from cpuspec.checkpoints.heads.gguf import is_gguf_block, is_gguf_eagle3, read_gguf_block, read_gguf_eagle3
 from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm
 from cpuspec.checkpoints.heads.mtp import is_mtp, own_mtp, read_mtp
 
@@ -28,6 +28,7 @@ READERS = (
     HeadReader("EAGLE", is_eagle1, read_eagle1),
     HeadReader("multi-token prediction", is_mtp, read_mtp),
     HeadReader("EAGLE-3 as GGUF", is_gguf_eagle3, read_gguf_eagle3),
+    HeadReader("DFlash as GGUF", is_gguf_block, read_gguf_block),
 )
 
 

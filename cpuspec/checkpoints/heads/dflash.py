@@ -14,6 +14,7 @@ from cpuspec.formats import QuantTensor
 from cpuspec.formats.tensor import F32
 
 _NAMES = {"fc.weight": "encode", "hidden_norm.weight": "hidden_norm"}
+_MOST_ROWS = 256  # of a block
 _KINDS = ("dflash", "dspark")
 _CLASSES = re.compile(r"[A-Za-z0-9]*(DFlash|DSpark)(Model|DraftModel|Speculator)")
 # What changes the computation and is not computed here, with the value at which it changes nothing.
@@ -75,13 +76,13 @@ def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
 
 
 def _sorted(files: HeadFiles) -> tuple[dict[str, QuantTensor], dict[str, QuantTensor]]:
-    """The tensors of the model by canonical name, and those of the Markov and confidence heads by their own."""
+    """The tensors of the model by canonical name, and those of the Markov and confidence heads by llama.cpp's."""
     tensors: dict[str, QuantTensor] = {}
     others: dict[str, QuantTensor] = {}
     for file_name, tensor in files.tensors.items():
         name = file_name.removeprefix("model.")
         if name.startswith(("markov_head.", "confidence_head.")):
-            others[name] = tensor
+            others[name.removeprefix("markov_head.").replace("confidence_head.", "conf_")] = tensor
         elif not DERIVED.fullmatch(name):
             tensors[canonical_name(name, _NAMES)] = tensor
     return tensors, others
@@ -96,41 +97,54 @@ def _layers(files: HeadFiles, nested: Fields, target: Checkpoint) -> tuple[int, 
 
 
 def _block(files: HeadFiles, nested: Fields, others: dict[str, QuantTensor], model: Checkpoint, num_logits: int) -> Block:
-    fields, vocab_size, hidden = files.fields, model.config.vocab_size, model.config.hidden_size
-    size = (fields if "block_size" in fields else nested).integer("block_size")
-    if not 2 <= size <= 256:
-        fields.fail("block_size", "a number from 2 to 256")
+    fields = files.fields
     causal = any(place.boolean(key, False) for place in (fields, nested) for key in ("causal", "is_causal"))
     is_dspark = (
         fields.value("speculators_model_type") == "dspark"
         or "markov_rank" in fields
         or "DSpark" in str(fields.value("architectures"))
     )
-    num_skipped = 0 if fields.boolean("sample_from_anchor", is_dspark) else 1
+    size = block_size(fields if "block_size" in fields else nested)
+    markov, confidence, bias = side_heads(files, others, model, num_logits)
+    return Block(size, 0 if fields.boolean("sample_from_anchor", is_dspark) else 1, not causal, markov, confidence, bias)
+
+
+def block_size(fields: Fields) -> int:
+    """The rows of a block. Raises CheckpointError."""
+    size = fields.integer("block_size")
+    if not 2 <= size <= _MOST_ROWS:
+        fields.fail("block_size", f"a number from 2 to {_MOST_ROWS}")
+    return size
+
+
+def side_heads(
+    files: HeadFiles, others: dict[str, QuantTensor], model: Checkpoint, num_logits: int
+) -> tuple[Markov | None, F32 | None, float]:
+    """The Markov head, and the weights and the bias of the confidence head, None for none. others: by llama.cpp's names."""
+    vocab_size, hidden, left = model.config.vocab_size, model.config.hidden_size, dict(others)
 
     def numbers(name: str, *shape: int) -> F32:
-        tensor = others.pop(name)
+        tensor = left.pop(name)
         if tensor.shape != shape or tensor.format.block_size != 1:
             files.refuse(f"tensor {name} is {tensor.format.name} {list(tensor.shape)}, wanted numbers {list(shape)}")
         return tensor.dequantize()
 
     markov, rank = None, 0
-    if "markov_head.markov_w1.weight" in others and "markov_head.markov_w2.weight" in others:
-        w1, w2 = others.pop("markov_head.markov_w1.weight"), others.pop("markov_head.markov_w2.weight")
+    if {"markov_w1.weight", "markov_w2.weight"} <= left.keys():
+        w1, w2 = left.pop("markov_w1.weight"), left.pop("markov_w2.weight")
         rank = w1.shape[-1]
         for name, tensor, wanted in (("markov_w1", w1, (vocab_size, rank)), ("markov_w2", w2, (num_logits, rank))):
             if tensor.shape != wanted:
                 files.refuse(f"tensor {name} has the shape {list(tensor.shape)}, wanted {list(wanted)}")
         gates: tuple[F32, ...] = ()
-        if "markov_head.gate_proj.weight" in others and "markov_head.gate_proj.bias" in others:
-            gates = numbers("markov_head.gate_proj.weight", rank, hidden + rank), numbers("markov_head.gate_proj.bias", rank)
+        if {"gate_proj.weight", "gate_proj.bias"} <= left.keys():
+            gates = numbers("gate_proj.weight", rank, hidden + rank), numbers("gate_proj.bias", rank)
         markov = Markov(w1, w2, *gates)
     confidence, bias = None, 0.0
-    if (found := others.get("confidence_head.proj.weight")) is not None:
-        inputs = hidden + rank if found.shape[-1] == hidden + rank else hidden
-        confidence = numbers("confidence_head.proj.weight", 1, inputs)[0]
-        if "confidence_head.proj.bias" in others:
-            bias = float(numbers("confidence_head.proj.bias", 1)[0])
-    if others:
-        files.refuse(f"tensor {min(others)} belongs to a part that is not supported, such as a recurrent Markov head")
-    return Block(size, num_skipped, not causal, markov, confidence, bias)
+    if (found := left.get("conf_proj.weight")) is not None:
+        confidence = numbers("conf_proj.weight", 1, hidden + rank if found.shape[-1] == hidden + rank else hidden)[0]
+        if "conf_proj.bias" in left:
+            bias = float(numbers("conf_proj.bias", 1)[0])
+    if left:
+        files.refuse(f"tensor {min(left)} belongs to a part that is not supported, such as a recurrent Markov head")
+    return markov, confidence, bias

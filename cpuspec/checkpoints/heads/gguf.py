@@ -1,9 +1,11 @@
-"""EAGLE-3 heads as llama.cpp's converter writes them: architecture `eagle3` (src/models/eagle3.cpp, conversion/llama.py).
+"""Heads as llama.cpp's converter writes them: EAGLE-3 (`eagle3`: src/models/eagle3.cpp, conversion/llama.py), DFlash and DSpark
+(`dflash`: src/models/dflash.cpp, conversion/qwen.py).
 
-Unlike in safetensors, `d2t` holds the target's ids themselves, and rows of q and k pair neighbours for rotation.
+Unlike in safetensors, `d2t` holds the target's ids themselves, and rows of EAGLE-3's q and k pair neighbours for rotation.
 """
 
 import re
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,8 @@ from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf import rope_scaling, unpermuted
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, shared
+from cpuspec.checkpoints.heads.dflash import block_size, side_heads
+from cpuspec.checkpoints.heads.head import I64, Block, Head, HeadFiles, HeadNorm, shared
 from cpuspec.config import HeadConfig, ModelConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
@@ -26,6 +29,15 @@ _OTHERS = {
     "output.weight": "output",
     "token_embd.weight": "embed",
 }
+_OTHERS_OF_BLOCKS = {
+    "fc.weight": "encode",
+    "enc.output_norm.weight": "hidden_norm",
+    "output_norm.weight": "norm",
+    "output.weight": "output",
+    "token_embd.weight": "embed",
+}
+# What changes the computation of a block and is not computed here, with the value at which it changes nothing.
+_UNSUPPORTED = {"attention.sliding_window": 0, "attention.value_scale": 1, "embedding_scale": 1, "logit_scale": 1}
 _FACTORS, _FEATURE_NORM = "rope_freqs.weight", "enc.output_norm.weight"
 
 
@@ -37,44 +49,101 @@ def is_gguf_eagle3(files: HeadFiles) -> bool:
 def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     """An EAGLE-3 head of a GGUF file, beside its target."""
     fields = files.fields.under("eagle3.")
-    ids = fields.value("target_layers")
-    layers = files.layers(ids.tolist() if isinstance(ids, np.ndarray) else [], target)
+    layers = _layers(files, fields, target)
     hidden = target.config.hidden_size
     files.check("size of its target's hidden states", fields.integer("target_hidden_size", hidden), hidden, target)
-    tensors: dict[str, QuantTensor] = {}
-    for name, tensor in files.tensors.items():
-        layer = re.fullmatch(r"blk\.(\d{1,4})\.(.+)", name, re.DOTALL)
-        if name in _OTHERS:
-            tensors[_OTHERS[name]] = tensor
-        elif layer and layer[2] in _LAYER:
-            tensors[f"layers.{layer[1]}.{_LAYER[layer[2]]}"] = tensor
-        elif name not in (_FACTORS, _FEATURE_NORM):
-            tensors[name] = tensor
+    tensors = _canonical(files, _OTHERS, {_FACTORS, _FEATURE_NORM})
     encode, output = tensors.get("encode"), tensors.get("output")
     if encode is None:
         files.refuse("tensor fc.weight is missing")
     files.check(f"input, as numbers of {len(layers)} layers,", encode.shape[-1], len(layers) * hidden, target)
     num_logits = output.shape[0] if output else target.config.vocab_size
-    token_ids = files.token_ids(files.arrays["d2t"].astype(np.int64) if "d2t" in files.arrays else None, num_logits, target)
+    token_ids = _token_ids(files, num_logits, target)
     head = HeadConfig(
         "attention",
         normed_residual=fields.boolean("norm_before_residual", False),
         feature_size=encode.shape[-1],
         num_logits=num_logits,
     )
-    try:
-        config = _config(files, fields, head, tensors, target)
-    except ConfigError as error:
-        raise CheckpointError(f"{files.path}: {error}") from error
-    if config.hidden_size != hidden and not {"embed", "output"} <= tensors.keys():
-        files.check("hidden size, without an embedding and an output matrix of its own,", config.hidden_size, hidden, target)
-    model = Checkpoint(files.path, files.name, config, shared(target, tensors), target.vocabulary)
+    model = _model(files, fields, head, tensors, target)
+    config = model.config
     if fields.boolean("norm_before_fc", False) != (_FEATURE_NORM in files.tensors):
         files.refuse(f"norm_before_fc is {fields.boolean('norm_before_fc', False)}, and tensor {_FEATURE_NORM} says otherwise")
     norms: tuple[HeadNorm, ...] = ()
     if _FEATURE_NORM in files.tensors:
         norms = (files.norm(_FEATURE_NORM, encode.shape[-1], config.norm_eps),)
     return Head("eagle3", files.name, replace(model, tensors=unpermuted(config, model.tensors)), layers, norms, None, token_ids)
+
+
+def is_gguf_block(files: HeadFiles) -> bool:
+    """Whether a GGUF file is a DFlash or DSpark head."""
+    return files.is_gguf and files.fields.value("general.architecture") == "dflash"
+
+
+def read_gguf_block(files: HeadFiles, target: Checkpoint) -> Head:
+    """A DFlash or DSpark head of a GGUF file, beside its target."""
+    fields = files.fields.under("dflash.")
+    for key, neutral in _UNSUPPORTED.items():
+        if fields.value(key) not in (None, neutral):
+            fields.fail(key, f"{neutral}: others are not supported")
+    if any("conv" in name or "selector" in name for name in files.tensors):
+        files.refuse("it is a head of DFlash 2, whose convolutions are not supported; use one of DFlash or DSpark")
+    layers = _layers(files, fields, target)
+    others = {name: one for name, one in files.tensors.items() if name.startswith(("markov_", "conf_"))}
+    tensors = _canonical(files, _OTHERS_OF_BLOCKS, {_FACTORS, *others})
+    encode, output = tensors.get("encode"), tensors.get("output")
+    if encode is None:
+        files.refuse("tensor fc.weight is missing")
+    size = len(layers) * target.config.hidden_size
+    files.check(f"input, as numbers of {len(layers)} layers,", encode.shape[-1], size, target)
+    num_logits = output.shape[0] if output else target.config.vocab_size
+    token_ids = _token_ids(files, num_logits, target)
+    head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
+    model = _model(files, fields, head, tensors, target)
+    mask_id = files.fields.integer("tokenizer.ggml.mask_token_id")
+    if not 0 <= mask_id < model.config.vocab_size:
+        files.fields.fail("tokenizer.ggml.mask_token_id", f"an id below {model.config.vocab_size}")
+    markov, confidence, bias = side_heads(files, others, model, num_logits)
+    num_skipped = 0 if markov and fields.boolean("sample_from_anchor", True) else 1
+    block = Block(block_size(fields), num_skipped, not fields.boolean("attention.causal", False), markov, confidence, bias)
+    norm = HeadNorm(model.tensors["norm"].dequantize(), model.config.norm_eps)
+    number = block.size - num_skipped
+    return Head("block", files.name, model, layers, (), norm, token_ids, number, mask_id=mask_id, block=block)
+
+
+def _layers(files: HeadFiles, fields: Fields, target: Checkpoint) -> tuple[int, ...]:
+    ids = fields.value("target_layers")
+    return files.layers(ids.tolist() if isinstance(ids, np.ndarray) else [], target)
+
+
+def _canonical(files: HeadFiles, others: Mapping[str, str], left_out: Set[str]) -> dict[str, QuantTensor]:
+    """The tensors of the model by canonical name; one that nothing knows keeps its name, so that the checkpoint refuses it."""
+    tensors: dict[str, QuantTensor] = {}
+    for name, tensor in files.tensors.items():
+        layer = re.fullmatch(r"blk\.(\d{1,4})\.(.+)", name, re.DOTALL)
+        if name in others:
+            tensors[others[name]] = tensor
+        elif layer and layer[2] in _LAYER:
+            tensors[f"layers.{layer[1]}.{_LAYER[layer[2]]}"] = tensor
+        elif name not in left_out:
+            tensors[name] = tensor
+    return tensors
+
+
+def _token_ids(files: HeadFiles, num_logits: int, target: Checkpoint) -> I64 | None:
+    return files.token_ids(files.arrays["d2t"].astype(np.int64) if "d2t" in files.arrays else None, num_logits, target)
+
+
+def _model(files: HeadFiles, fields: Fields, head: HeadConfig, tensors: dict[str, QuantTensor], target: Checkpoint) -> Checkpoint:
+    """The head as a model beside its target. Raises CheckpointError where a tensor or a size is not as it should be."""
+    try:
+        config = _config(files, fields, head, tensors, target)
+    except ConfigError as error:
+        raise CheckpointError(f"{files.path}: {error}") from error
+    if config.hidden_size != target.config.hidden_size and not {"embed", "output"} <= tensors.keys():
+        what = "hidden size, without an embedding and an output matrix of its own,"
+        files.check(what, config.hidden_size, target.config.hidden_size, target)
+    return Checkpoint(files.path, files.name, config, shared(target, tensors), target.vocabulary)
 
 
 def _config(files: HeadFiles, fields: Fields, head: HeadConfig, tensors: dict[str, QuantTensor], target: Checkpoint) -> ModelConfig:
