@@ -160,7 +160,8 @@ def make_arms(
     """The servers that take part, and the instructions that each uses. Raises PeerError."""
     read_instruction_sets(isa)
     own = (sys.executable, "-m", "cpuspec", "serve", str(path), "--threads", str(threads), "--max-sequences", str(slots))
-    own += ("--context-length", str(context), "--drain-s", "0")
+    # Without a directory for prompts: a server would find those of the one before it.
+    own += ("--context-length", str(context), "--drain-s", "0", "--prefix-cache-dir", "none")
     environment = {**os.environ, **held_back(isa)}
     arms = [Arm("cpuspec", one, (*own, "--draft", one), environment, "/ready") for one in dict.fromkeys(["none", *drafts])]
     instructions = {arm.name: in_use() if isa == NATIVE else isa for arm in arms}

@@ -106,7 +106,10 @@ class Codes:
         codes = torch.cat([self.codes[rows] >> shift & mask for shift in range(0, 8, self.bits)], dim=1)
         levels = codes.to(torch.float32) if self.levels is None else self.levels[codes.to(torch.int32)]
         scale = _in_groups(d, s)
-        values = levels.unflatten(1, (scale.shape[1], -1)) * scale[:, :, None]
+        numbers = levels.unflatten(1, (scale.shape[1], -1))
+        if self.zero and base is None and z is None:
+            return ((numbers - self.zero) * scale[:, :, None]).flatten(1)  # exact before it is rounded, whatever the scale
+        values = numbers * scale[:, :, None]
         if self.zero:
             values -= _in_groups(d if base is None else base, s if z is None else z)[:, :, None] * self.zero
         return values.flatten(1)

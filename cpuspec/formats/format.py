@@ -99,6 +99,8 @@ class Format:
     """A format: blocks of `block_size` consecutive values of a row, each a record of `layout`.
 
     encode_blocks: F32 [n, block_size] -> the parts of n blocks, each [n, numbers of a block].
+    encode_weighed: the same with an importance of each value, F32 [n, block_size], where the format has a search of its own.
+    free_codes: whether each code may be any, whatever its neighbours are; codes of points of a grid may not.
     to_parts: records [n] -> `codes` [n, block_size], unsigned, and the other parts that differ from the field of their name.
     to_fields: parts -> the fields that differ from the part of their name.
     affine: the meaning of codes. A format of plain numbers has `decode_numbers` instead: parts -> F32 [n, 1].
@@ -121,6 +123,8 @@ class Format:
     padded_to: int = 1
     gguf_type: int | None = None
     safetensors_dtype: str | None = None
+    encode_weighed: Callable[[F32, F32], Parts] | None = None
+    free_codes: bool = True
 
     def __post_init__(self) -> None:
         if (self.affine is None) == (self.decode_numbers is None):

@@ -324,6 +324,8 @@ def _format(
         planes=(*codes, words("scales", 4 / group, "u1"), lanes("d", "<f2", SUPERBLOCK)),
         reader="grids",
         gguf_type=gguf_type,
+        encode_weighed=partial(encode, grid, group, even),
+        free_codes=False,
     )
 
 

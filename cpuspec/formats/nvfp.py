@@ -100,6 +100,7 @@ NVFP4 = Format(
     planes=(bits(4), lanes("scales", "u1", _GROUP)),
     reader="nvfp4",
     gguf_type=40,
+    encode_weighed=encode_nvfp4,
 )
 NVFP4_GLOBAL = Format(
     "nvfp4_global",
@@ -111,6 +112,7 @@ NVFP4_GLOBAL = Format(
     Affine(levels=E2M1_DOUBLED),
     planes=(bits(4), lanes("scales", "u1", _GROUP), lanes("d", "<f4", BLOCK)),
     reader="nvfp4",
+    encode_weighed=encode_nvfp4_global,
 )
 
 FORMATS = (NVFP4, NVFP4_GLOBAL)

@@ -75,7 +75,12 @@ def _inverse_of_lower(lower: F32) -> F32:
 
 
 def quantize(format: Format, matrix: F32, of_inputs: Factors, act_order: bool) -> U8:
-    """The matrix [N, K] in a format with codes, U8 [N, row_bytes]."""
+    """The matrix [N, K] in a format with codes, U8 [N, row_bytes].
+
+    A format whose codes are not free is rounded, its inputs weighed: no column of it can be rounded by itself.
+    """
+    if not format.free_codes:
+        return encode(format, matrix, of_inputs.means)
     rows, columns = matrix.shape
     size = format.block_size
     per_row = columns // size

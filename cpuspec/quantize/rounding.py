@@ -45,9 +45,12 @@ def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
         plain = encode_compiled(format, x)  # refuses what the format cannot hold
         weights = importance * np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.square(x))
         blocks, weights = x.reshape(-1, format.block_size), weights.reshape(-1, format.block_size)
-        parts = format.split(plain.reshape(-1, format.block_bytes))
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            fitted = _fitted(format, blocks, weights, parts)
+        if format.encode_weighed:
+            fitted = format.encode_weighed(blocks, weights)
+        else:
+            parts = format.split(plain.reshape(-1, format.block_bytes))
+            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                fitted = _fitted(format, blocks, weights, parts)
         out[start : start + step] = format.join(fitted).reshape(len(x), -1)
     return out
 

@@ -9,7 +9,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from cpuspec.config import SpecConfig
-from cpuspec.engine.assemble import LOOKUPS, MODELS, check_spec
+from cpuspec.engine.assemble import BY_TEXT, LOOKUPS, OWN_WEIGHTS, check_spec
 from cpuspec.engine.llm import LLM
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -39,7 +39,7 @@ def test_every_kind_of_drafter_has_its_turn_with_one_thread_and_with_two():
     for arm in arms:
         check_spec(SpecConfig.parse(arm.draft))
     parts = {part for arm in arms for level in SpecConfig.parse(arm.draft).levels for part in (level, *level.then)}
-    assert {part.name for part in parts} == {*LOOKUPS, *MODELS, "auto", "smollm2-135m-instruct"}
+    assert {part.name for part in parts} == {*LOOKUPS, *OWN_WEIGHTS, BY_TEXT, "auto", "smollm2-135m-instruct"}
     assert {len(SpecConfig.parse(arm.draft).levels) for arm in arms} >= {0, 1, 2, 3, 4}
     drafts = {arm.draft for arm in arms}
     assert {(arm.draft, arm.threads) for arm in arms} == {(draft, threads) for draft in drafts for threads in (1, 2)}

@@ -81,8 +81,8 @@ def whole_text(side, number):
 # ----------------------------------------------------------------------------------------------------------------------- rows
 
 
-def rows(vocab_size=500):
-    return [LogitRow.whole(RNG.normal(0, 4, vocab_size).astype(np.float32)) for _ in range(2)]
+def rows(vocab_size=500, rng=RNG):
+    return [LogitRow.whole(rng.normal(0, 4, vocab_size).astype(np.float32)) for _ in range(2)]
 
 
 def test_whole_rows_are_compared_as_the_definitions_say():
@@ -96,18 +96,19 @@ def test_whole_rows_are_compared_as_the_definitions_say():
 
 @pytest.mark.parametrize("shortened", [(True, False), (False, True), (True, True)])
 def test_what_short_rows_say_is_a_lower_bound_that_more_ids_make_no_worse(shortened):
+    rng = np.random.default_rng(3)  # of its own: which tests ran before in a process is no matter
     for _ in range(20):
-        a, b = rows()
+        a, b = rows(rng=rng)
         exact, bounds = row_difference(a, b), []
         for top in (1, 4, 16, 64, 256, 499):
             short = [row.likeliest(top) if cut else row for row, cut in zip((a, b), shortened, strict=True)]
             found = row_difference(*short)
-            assert 0 <= found.kl <= exact.kl + 1e-9
+            assert 0 <= found.kl <= exact.kl * (1 + 1e-6)
             assert found.max_abs <= exact.max_abs
             assert (found.same_top, found.whole) == (exact.same_top, False)
             bounds.append(found)
-        assert all(before.kl <= after.kl + 1e-9 for before, after in pairwise(bounds))
-        assert bounds[-1].kl == pytest.approx(exact.kl, abs=1e-2)
+        assert all(before.kl <= after.kl * (1 + 1e-6) for before, after in pairwise(bounds))
+        assert bounds[-1].kl == pytest.approx(exact.kl, rel=1e-2)
 
 
 def test_a_short_row_has_the_likeliest_ids_the_lower_of_equals_first():

@@ -1,5 +1,6 @@
 """`cpuspec serve` as a user meets it, before it listens."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,4 +75,4 @@ def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPa
 def test_every_setting_of_the_server_is_an_option() -> None:
     shown = run("--help").stdout
     for option in ("--host", "--port", "--alias", "--cors", "--max-waiting", "--api-key-file", "--drain-s", "--draft", "--threads"):
-        assert f"{option} " in shown
+        assert re.search(rf"{option}[ ,]", shown), option

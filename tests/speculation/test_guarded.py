@@ -8,6 +8,7 @@ import pytest
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.speculation.chain import ChainProposer
+from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.combine import Combined, first_hit, one_after_another
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
@@ -138,4 +139,5 @@ def test_a_users_drafter_that_fails_ends_no_request_where_that_is_set(tmp_path: 
     assert llm.num_draft_failures == 3
     assert "propose of mine failed with ZeroDivisionError" in caplog.text
     assert isinstance(llm._engine._proposer, GuardedProposer)
-    assert isinstance(llm._engine._proposer._inner, UserProposer)
+    assert isinstance(llm._engine._proposer._inner, ChosenDrafts)
+    assert isinstance(llm._engine._proposer._inner.usual, UserProposer)
