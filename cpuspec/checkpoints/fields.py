@@ -84,6 +84,13 @@ class Fields:
             self.fail(key, "an integer")
         return value
 
+    def token_id(self, key: str, vocab_size: int) -> int:
+        """A token of a vocabulary."""
+        found = self.integer(key)
+        if not 0 <= found < vocab_size:
+            self.fail(key, f"an id below {vocab_size}")
+        return found
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
         value = self.value(key)

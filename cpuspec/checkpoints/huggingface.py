@@ -35,10 +35,10 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
 
     Raises CheckpointError on anything damaged, missing or not supported.
     """
-    config = read_config(directory)
+    fields = _read_fields(directory)
+    config = _config_of(fields)
     family = FAMILIES[config.architecture]
-    path = directory / "config.json"
-    method = read_method(directory, Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES)))
+    method = read_method(directory, fields)
     wanted = tensor_shapes(config)
     canonical = {theirs: ours for ours, (_, theirs) in GLOBAL_NAMES.items()}
     parts = {theirs: ours for ours, (_, theirs) in family.layer_names.items()}
@@ -76,19 +76,28 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
     where = directory.resolve()
     name = where.parent.parent.name.rpartition("--")[2] if where.parent.name == "snapshots" else where.name
-    _check_prediction_layers(directory, predicting, config.num_layers)
-    sampling, mask_id = _read_sampling(directory), _read_mask_id(directory, config)
+    _check_prediction_layers(directory, predicting, config.num_layers + fields.integer("num_nextn_predict_layers", 0))
+    # The token of models trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it.
+    mask_key = next((key for key in ("pard_token", "ptd_token_id") if key in fields), None)
+    mask_id = fields.token_id(mask_key, config.vocab_size) if mask_key else None
+    sampling = _read_sampling(directory)
     quantization = method.kind if method else ""
     return Checkpoint(directory, name, config, tensors, vocabulary, sampling, predicting, mask_id, quantization)
 
 
 def read_config(directory: Path) -> ModelConfig:
     """Shapes and flags of a directory's config.json. Raises CheckpointError on anything damaged or not supported."""
+    return _config_of(_read_fields(directory))
+
+
+def _read_fields(directory: Path) -> Fields:
     path = directory / "config.json"
-    fields = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
-    classes = {
-        name: family for family in FAMILIES.values() for name in (family.hf_class, family.hf_wrapper, *family.hf_alike) if name
-    }
+    return Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
+
+
+def _config_of(fields: Fields) -> ModelConfig:
+    names_of = ((family, (family.hf_class, family.hf_wrapper, *family.hf_alike)) for family in FAMILIES.values())
+    classes = {name: family for family, names in names_of for name in names if name}
     names = fields.items("architectures")
     if len(names) != 1 or str(names[0]) not in classes:
         fields.fail("architectures", f"one of {', '.join(classes)}")
@@ -98,27 +107,14 @@ def read_config(directory: Path) -> ModelConfig:
     try:
         return model_config(fields.over(family.hf_defaults), family)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def _read_mask_id(directory: Path, config: ModelConfig) -> int | None:
-    """The mask token of a model trained for drafts in one pass: PARD's key (arXiv 2504.18583), and vLLM's other one for it."""
-    fields = Fields(str(directory / "config.json"), read_json_object(directory / "config.json", _MAX_CONFIG_BYTES))
-    key = next((key for key in ("pard_token", "ptd_token_id") if key in fields), None)
-    if key is None:
-        return None
-    if not 0 <= (mask_id := fields.integer(key)) < config.vocab_size:
-        fields.fail(key, f"an id below {config.vocab_size}")
-    return mask_id
+        raise CheckpointError(f"{fields.what}: {error}") from error
 
 
 def _check_prediction_layers(directory: Path, tensors: dict[str, QuantTensor], num_layers: int) -> None:
-    """Raise CheckpointError for layers behind the model's that config.json does not say are for multi-token prediction."""
-    path = directory / "config.json"
-    told = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES)).integer("num_nextn_predict_layers", 0)
+    """Raise CheckpointError for layers behind those that config.json tells of, the ones for multi-token prediction included."""
     for name in tensors:
         number = re.match(r"model\.layers\.([0-9]+)\.", name)
-        if number and int(number[1]) >= num_layers + told:
+        if number and int(number[1]) >= num_layers:
             raise CheckpointError(f"{directory}: tensor {name!r} belongs to layer {number[1]}, and the model has {num_layers}")
 
 

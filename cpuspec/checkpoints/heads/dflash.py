@@ -56,9 +56,7 @@ def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
     model = head_model(files, config, tensors, head, target)
-    mask_id = (fields if "mask_token_id" in fields else nested).integer("mask_token_id")
-    if not 0 <= mask_id < model.config.vocab_size:
-        fields.fail("mask_token_id", f"an id below {model.config.vocab_size}")
+    mask_id = (fields if "mask_token_id" in fields else nested).token_id("mask_token_id", model.config.vocab_size)
     block = _block(files, nested, others, model, num_logits)
     norm = HeadNorm(model.tensors["norm"].dequantize(), model.config.norm_eps)
     return Head(

@@ -85,9 +85,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     state_norm = HeadNorm(model.tensors["norm"].dequantize(), eps) if fields.boolean("norm_output", False) else None
     if is_parallel:
         mask = _mask(files, size)
-        mask_id = fields.integer("mask_token_id")
-        if not 0 <= mask_id < model.config.vocab_size:
-            fields.fail("mask_token_id", f"an id below {model.config.vocab_size}")
+        mask_id = fields.token_id("mask_token_id", model.config.vocab_size)
     return Head(
         "p-eagle" if is_parallel else "eagle3",
         files.name,

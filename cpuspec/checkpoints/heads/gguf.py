@@ -100,9 +100,7 @@ def read_gguf_block(files: HeadFiles, target: Checkpoint) -> Head:
     token_ids = _token_ids(files, num_logits, target)
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
     model = _model(files, fields, head, tensors, target)
-    mask_id = files.fields.integer("tokenizer.ggml.mask_token_id")
-    if not 0 <= mask_id < model.config.vocab_size:
-        files.fields.fail("tokenizer.ggml.mask_token_id", f"an id below {model.config.vocab_size}")
+    mask_id = files.fields.token_id("tokenizer.ggml.mask_token_id", model.config.vocab_size)
     markov, confidence, bias = side_heads(files, others, model, num_logits)
     num_skipped = 0 if markov and fields.boolean("sample_from_anchor", True) else 1
     block = Block(block_size(fields), num_skipped, not fields.boolean("attention.causal", False), markov, confidence, bias)
