@@ -182,9 +182,9 @@ def likeliest(logits: F32, num: int) -> tuple[I32, F32, F32]:
     best = logits.max(axis=1)
     log_sum = best + np.log(np.exp(logits - best[:, None]).sum(axis=1, dtype=np.float64))
     num_groups = -(-size // _GROUP)
-    padded = np.full((num_rows, num_groups * _GROUP), -np.inf, np.float32)
-    padded[:, :size] = logits
-    grouped = padded.reshape(num_rows, num_groups, _GROUP)
+    if missing := -size % _GROUP:
+        logits = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)
+    grouped = logits.reshape(num_rows, num_groups, _GROUP)
     groups = np.sort(_largest(grouped.max(axis=2), min(num, num_groups)), axis=1)
     values = np.take_along_axis(grouped, groups[..., None], axis=1).reshape(num_rows, -1)
     ids = (groups[..., None] * _GROUP + np.arange(_GROUP)).reshape(num_rows, -1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cpuspec.backends import Backend, make_backend
-from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.files import try_lock
@@ -21,6 +21,7 @@ from cpuspec.train.answers import header_path, tokenizer_identity
 from cpuspec.train.extract import Extractor, Summary, Text, extract, likeliest, read_layers, read_texts, usual_layers
 from cpuspec.train.samples import FINAL, Extraction, open_samples
 from tests.train.models import tiny
+from tools.make_tiny_model import make_tiny_gguf
 
 LAYERS = (1, 2, FINAL, 0)
 TOP, LENGTH = 5, 300
@@ -102,6 +103,18 @@ def test_compiled_states_are_the_bits_of_a_forward_of_another_size(checkpoint: C
             np.testing.assert_array_equal(sample.hidden[:, place], output.hidden[layer])
         np.testing.assert_array_equal(sample.top_logits, -np.sort(-output.logits, axis=1)[:, :TOP])
     backend.close()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_the_final_state_is_what_the_output_matrix_multiplies(tmp_path: Path, architecture: str) -> None:
+    model = open_checkpoint(make_tiny_gguf(tmp_path / "other.gguf", architecture, embed_format="f32", weight_format="q8_0"))
+    backend = make_backend("numpy", model, EngineConfig())
+    said, text = about(model, top=model.config.vocab_size, layers=(FINAL,)), Text(list(range(5, 25)), 0)
+    extract(Extractor(backend, model, (FINAL,), said.top, LENGTH), said, iter([text]), tmp_path / "out")
+    (sample,) = open_samples(tmp_path / "out")
+    assert sample.top_ids is not None
+    logits = sample.hidden[:, 0] @ model.tensors["embed"].dequantize().T
+    np.testing.assert_allclose(np.take_along_axis(logits, sample.top_ids, 1), sample.top_logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32", "int8"])
