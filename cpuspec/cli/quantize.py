@@ -50,7 +50,8 @@ def quantize(
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="Of a file: a type of llama-quantize, by default q4_k_m. Of a directory: w4a16, w4a16_asym, w8a8, w8a16.",
+            help="Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32. "
+            "Of a directory: w4a16, w4a16_asym, w8a8, w8a16, fp8_dynamic.",
         ),
     ] = None,
     bits_per_weight: Annotated[
@@ -114,6 +115,8 @@ def quantize(
 
     Memory holds one matrix at a time, and with a calibration text the inputs of one. A run that is interrupted goes on from there.
     """
+    from cpuspec.formats import get_format
+    from cpuspec.formats.format import OWN_GGUF_TYPES
     from cpuspec.quantize.gptq import GptqSettings
     from cpuspec.quantize.imatrix import read_importance
     from cpuspec.quantize.job import Job, read_chunks
@@ -148,6 +151,8 @@ def quantize(
     if as_json:
         emit_json(asdict(made))
         return
+    if own := [name for name in made.formats if (get_format(name).gguf_type or 0) >= OWN_GGUF_TYPES]:
+        note(f"{', '.join(own)} is a format of cpuspec; llama.cpp does not read this file")
     if made.num_resumed:
         note(f"{counted(made.num_resumed, 'tensor')} taken from the run that was interrupted")
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(made.formats.items()))

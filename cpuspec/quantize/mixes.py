@@ -14,6 +14,7 @@ from typing import TypedDict
 from cpuspec.config import ModelConfig
 from cpuspec.errors import ConfigError
 from cpuspec.formats import FORMATS, Format, get_format
+from cpuspec.formats.format import OWN_GGUF_TYPES
 from cpuspec.quantize.weights import layer_parts
 
 # llama.cpp's numbers of file types (llama.h, enum llama_ftype), by type.
@@ -38,10 +39,12 @@ TYPES: tuple[str, ...] = tuple(
     )
 )
 
-# What a budget of bits is spent on by default. Formats whose points are searched for (iq2, iq3) take some microseconds a weight to
-# make; those of ternary models suit no others.
+# What a budget of bits is spent on by default: formats that llama.cpp knows. Those whose points are searched for (iq2, iq3) take
+# some microseconds a weight to make; those of ternary models suit no others.
 BUDGET_FORMATS: tuple[str, ...] = tuple(
-    name for name, row in FORMATS.items() if row.gguf_type is not None and row.affine and row.free_codes and row.reader != "ternary"
+    name
+    for name, row in FORMATS.items()
+    if row.gguf_type is not None and row.gguf_type < OWN_GGUF_TYPES and row.affine and row.free_codes and row.reader != "ternary"
 )
 
 # The name that llama.cpp gives to a part, for --tensor-type.
