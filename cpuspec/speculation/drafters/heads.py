@@ -6,6 +6,7 @@ so that a seed keeps its answer; or it draws them and declares what from, which 
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
@@ -15,16 +16,24 @@ from cpuspec.speculation.drafters.blocks import draft_blocks
 from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.drafters.parallel import draft_at_once
+from cpuspec.speculation.drafters.stages import draft_stage_chains, draft_stage_trees
 from cpuspec.speculation.head_context import HeadContext
+from cpuspec.speculation.stage_context import StageContext
 from cpuspec.speculation.verify import Verdict
 
-Rule = Callable[[HeadContext, list[HeadPath], str], list[Draft]]
+Rule = Callable[[Any, list[HeadPath], str], list[Draft]]  # of a HeadContext, or of a StageContext for heads of stages
 
 # How heads draft chains, by `Head.method`, and which of them can draft trees.
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {"eagle": draft_chains, "eagle3": draft_chains, "mtp": draft_chains, "p-eagle": draft_at_once, "block": draft_blocks}
+    {
+        **dict.fromkeys(("eagle", "eagle3", "mtp"), draft_chains),
+        **dict.fromkeys(("medusa", "mlp-speculator"), draft_stage_chains),
+        "p-eagle": draft_at_once,
+        "block": draft_blocks,
+    }
 )
-TREE_RULES: Mapping[str, Rule] = MappingProxyType({name: draft_trees for name, rule in RULES.items() if rule is draft_chains})
+_TREES_OF: Mapping[Rule, Rule] = MappingProxyType({draft_chains: draft_trees, draft_stage_chains: draft_stage_trees})
+TREE_RULES: Mapping[str, Rule] = MappingProxyType({name: _TREES_OF[rule] for name, rule in RULES.items() if rule in _TREES_OF})
 
 _FED_WITH_A_DRAFT = 16  # the most rows that are fed together with a draft; more are read as a prompt is
 _ROWS_FOR_ONE = 8  # of a head are read in the time of one of its target, or less
@@ -35,7 +44,7 @@ class HeadProposer:
 
     def __init__(
         self,
-        context: HeadContext,
+        context: HeadContext | StageContext,
         rule: Rule,
         vocab_size: int,
         name: str,
