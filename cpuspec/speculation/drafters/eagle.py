@@ -5,7 +5,7 @@ import numpy as np
 from cpuspec.model.batch import F32
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.head_path import HeadPath
-from cpuspec.speculation.drafters.head_tree import DEPTHS, HeadTree
+from cpuspec.speculation.drafters.head_tree import HeadTree
 from cpuspec.speculation.head_context import DraftedRows, HeadContext, HeadRows
 
 
@@ -30,13 +30,11 @@ def draft_trees(context: HeadContext, paths: list[HeadPath], name: str) -> list[
     trees = [_FedTree(path) for path in paths]
     going = trees
     rows = context.score([one.tree.path.seq for one in going], [None] * len(going))
-    for depth in range(1, DEPTHS + 1):
+    while going:
         for one, row in zip(going, rows, strict=True):
             one.grow(row)
-        going = [one for one in going if one.tree.frontier] if depth < DEPTHS else []
-        if not going:
-            break
-        rows = context.score([one.tree.path.seq for one in going], [one.rows() for one in going])
+        going = [one for one in going if one.tree.frontier]
+        rows = context.score([one.tree.path.seq for one in going], [one.rows() for one in going]) if going else []
     return [one.tree.draft(name) for one in trees]
 
 

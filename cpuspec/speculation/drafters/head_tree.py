@@ -10,10 +10,7 @@ import numpy as np
 
 from cpuspec.model.batch import F32
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.head_path import HeadPath
-
-# Children of a node, nodes that are expanded at each depth, and depths. EAGLE-2 has 10 and 5 for drafts of 60 tokens on a GPU.
-CHILDREN, DEPTHS = 4, 8
+from cpuspec.speculation.drafters.head_path import CHILDREN, HeadPath, largest
 
 
 class _Node(NamedTuple):
@@ -32,13 +29,15 @@ class HeadTree:
         self.path = path
         self.nodes: list[_Node] = []
         self.frontier = [-1]
+        self._depth = 0
 
     def grow(self, rows: Iterable[F32]) -> None:
         """Find children of the frontier, whose rows of logits these are."""
         first = len(self.nodes)
         for node, row in zip(self.frontier, rows, strict=True):
             self._add_children(node, row)
-        kept = [node for node in self._kept() if node >= first]
+        self._depth += 1
+        kept = [node for node in self._kept() if node >= first] if self._depth < self.path.depths else []
         self.frontier = sorted(sorted(kept, key=lambda node: -self.nodes[node].likely)[:CHILDREN])
 
     def draft(self, name: str) -> Draft:
@@ -56,20 +55,15 @@ class HeadTree:
         return sorted(sorted(sure, key=lambda node: -self.nodes[node].likely)[: self.path.limit])
 
     def _add_children(self, parent: int, logits: F32) -> None:
-        likely = self.nodes[parent].likely if parent >= 0 else 1.0
-        ids = self.path.token_ids
-        for one, chance in likeliest(logits, CHILDREN):
-            self.nodes.append(_Node(one if ids is None else int(ids[one]), parent, chance, likely * chance))
+        """Find the likeliest tokens behind a node; their probabilities are those of the row's softmax."""
+        best, others = largest(logits, CHILDREN)
+        top = float(best[0][1])
+        weights = np.exp(np.array([value for _, value in best], np.float64) - top)
+        chances = (weights / (weights.sum() + float(np.exp(np.asarray(others, np.float32) - top).sum()))).tolist()
+        tokens, likely = self.path.ids_of([one for one, _ in best]), self.nodes[parent].likely if parent >= 0 else 1.0
+        if self.path.offers is not None:
+            self.path.offers[self._tokens_to(parent)] = tokens
+        self.nodes += [_Node(token, parent, chance, likely * chance) for token, chance in zip(tokens, chances, strict=True)]
 
-
-def likeliest(logits: F32, number: int) -> list[tuple[int, float]]:
-    """The numbers of the likeliest tokens of a row, the likeliest first, and their probabilities."""
-    left = np.array(logits, np.float32)
-    best = []
-    for _ in range(min(number, len(left))):  # a few passes take a tenth of the time of a partition of 150,000
-        one = int(left.argmax())
-        best.append((one, left[one]))
-        left[one] = -np.inf
-    weights = np.exp(np.array([value for _, value in best], np.float64) - best[0][1])
-    total = weights.sum() + float(np.exp(left - best[0][1]).sum())
-    return [(one, float(weight / total)) for (one, _), weight in zip(best, weights, strict=True)]
+    def _tokens_to(self, node: int) -> tuple[int, ...]:
+        return (*self._tokens_to(self.nodes[node].parent), self.nodes[node].token) if node >= 0 else ()
