@@ -30,16 +30,18 @@ _DRIFT = 0.01  # share of the prior variance that returns with every round
 _AGREES = 0.05  # a deviation (of logarithms) below this is noise
 _FAR_OFF = math.log(2)  # a larger deviation counts as this one: something else took the time
 _BOUND = math.log(4)  # the most that rounds may correct what was measured
+_VERSION = 2  # costs of before had been corrected by forwards whose rows of prompts were not counted
 _WORTH_KEEPING = 0.1  # a correction of this share is written to the disk
-_MOST_ROWS = 512  # a round over more rows takes several forwards, and tells nothing of drafts
+_MOST_ROWS = 384  # a round over more rows takes several forwards, and tells nothing of drafts
+_STEP = 4  # from the largest known number of rows to the next, if a batch has more
 
 
 class Costs:
     """Seconds of a forward with all logits, by its number of rows. More rows never cost less.
 
     They begin as measured and follow the time of rounds (`observe`): a machine that was busy during the measurement would mislead
-    the planner for ever. A batch of more rows than were measured adds numbers of rows, doubling the largest, where what follows
-    from the smaller ones is corrected likewise.
+    the planner for ever. A batch of more rows than were measured adds a larger number, whose seconds begin as the smaller ones
+    suggest and are corrected likewise.
     """
 
     def __init__(self, rows: list[int], seconds: Iterable[float], path: Path | None = None) -> None:
@@ -81,7 +83,7 @@ class Costs:
         if rows > _MOST_ROWS or seconds <= 0:
             return
         while rows > self.rows[-1]:
-            self._start([*self.rows, 2 * self.rows[-1]], [*self.seconds, self.forward_s(2 * self.rows[-1])])
+            self._start([*self.rows, _STEP * self.rows[-1]], [*self.seconds, self.forward_s(_STEP * self.rows[-1])])
         deviation = math.log(seconds / self.forward_s(rows))
         if abs(deviation) < _AGREES:
             return
@@ -197,5 +199,5 @@ def _batch(backend: Backend, depth: int, rows: int) -> ForwardBatch:
 def _path(backend: Backend) -> Path:
     """A file named after everything that the seconds depend on, the sources of our own kernels included."""
     kernels = sources_digest(Path(__file__).parents[2] / "kernels") if backend.name == "numba" else ""
-    facts = (backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), kernels)
+    facts = (_VERSION, backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), kernels)
     return cache_dir() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
