@@ -541,6 +541,7 @@ DTYPES = ("auto", "f32", "bf16", "f16")
 WEIGHTS = ("auto", "values", "codes")
 ACTIVATIONS = ("auto", "int8", "f32")
 HEAD_FORMATS = ("int8", "int4", "file")
+POOLINGS = ("last", "mean", "cls")  # of a text's states, for its embedding: the last token's, the mean of all, the first one's
 
 
 @dataclass(frozen=True)
@@ -606,7 +607,10 @@ class EngineConfig:
     )
     # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
     kv_format: str = _of_backend(
-        "f16", _TEXT, "What keys and values are kept in: f32, f16, bf16 or int8. Fewer bits are faster in a long context.", "F"
+        "f16",
+        _TEXT,
+        "What keys and values are kept in: f32, f16, bf16, int8 or int4. Fewer bits are faster in a long context.",
+        "F",
     )
     device: str = _of_backend("auto", _TEXT, "Where torch computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.", "D")
     dtype: str = _of_backend(
@@ -672,6 +676,12 @@ class ServerConfig:
         _optional(_TEXT),
         "Directory that /slots may save prompts to and restore them from; by default that is refused.",
         "DIR",
+    )
+    pooling: str | None = _setting(
+        None,
+        _optional(_choice(POOLINGS)),
+        "Make embeddings of which states: last, mean or cls; by default as the model's files say.",
+        "POOLING",
     )
     drain_s: float = _setting(
         30.0, _NOT_NEGATIVE, "Seconds that running requests have left when the server is told to end (SIGTERM, Ctrl-C).", "S"

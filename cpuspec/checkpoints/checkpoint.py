@@ -55,6 +55,7 @@ class Checkpoint:
     pass; None for none.
     prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
     quantization: what its files say of how its weights were made, for people; "" where they say nothing.
+    pooling: of which states it was trained to make embeddings, one of `POOLINGS`; "" for a model that writes.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -67,6 +68,7 @@ class Checkpoint:
     prediction_layers: Mapping[str, QuantTensor] = field(default_factory=dict)
     mask_id: int | None = None
     quantization: str = ""
+    pooling: str = ""
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)
