@@ -10,7 +10,8 @@ import re
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, absolute_ids, target_norm
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, inputs_of, num_drafted, target_norm
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -26,8 +27,8 @@ _MASK = "mask_hidden"
 
 def is_eagle1(files: HeadFiles) -> bool:
     """Whether a directory has the layout of EAGLE-1: a Llama or Qwen2 of one layer, and a matrix `fc`."""
-    others = "speculators_model_type" in files.fields or "block_size" in files.fields or "hidden_norm.weight" in files.tensors
-    return not files.is_gguf and "fc.weight" in files.tensors and not others and not is_eagle3(files)
+    others = "speculators_model_type" in files.fields or "block_size" in files.fields or "hidden_norm.weight" in files.names
+    return not files.is_gguf and "fc.weight" in files.names and not others and not is_eagle3(files)
 
 
 def is_eagle3(files: HeadFiles) -> bool:
@@ -35,7 +36,7 @@ def is_eagle3(files: HeadFiles) -> bool:
     if files.is_gguf:
         return False
     kind, name = files.fields.value("speculators_model_type"), re.compile(r"(.*\.)?(midlayer|layers\.0)\.hidden_norm\.weight")
-    return kind in ("eagle3", "peagle") or (kind is None and any(map(name.fullmatch, files.tensors)))
+    return kind in ("eagle3", "peagle") or (kind is None and any(map(name.fullmatch, files.names)))
 
 
 def read_eagle1(files: HeadFiles, target: Checkpoint) -> Head:
@@ -51,9 +52,10 @@ def read_eagle1(files: HeadFiles, target: Checkpoint) -> Head:
 def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     """A head of EAGLE-3 or P-EAGLE, in the original layout or that of speculators."""
     fields = files.fields
-    is_parallel = _MASK in files.arrays or _MASK in files.tensors
+    is_parallel = _MASK in files.names
     nested = fields.object("eagle_config")
     ids = fields.items("eagle_aux_hidden_state_layer_ids") or nested.items("eagle_aux_hidden_state_layer_ids")
+    ids = ids or inputs_of(fields.items("target_layer_ids"))
     count = target.config.num_layers
     layers = files.layers(ids or [2, count // 2, count - 3], target)
     tensors: dict[str, QuantTensor] = {}
@@ -65,14 +67,8 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
         elif name != _MASK and not DERIVED.fullmatch(name):
             tensors[canonical_name(name, _NAMES_OF_3)] = tensor
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
-    if "encode" not in tensors:
-        files.refuse("tensor fc.weight is missing")
-    size = tensors["encode"].shape[-1]
-    files.check(f"input, as numbers of {len(layers)} layers,", size, len(layers) * target.config.hidden_size, target)
-    output = tensors.get("output")
-    num_logits = output.shape[0] if output else target.config.vocab_size
-    offsets = files.arrays.get("d2t")
-    token_ids = files.token_ids(None if offsets is None else absolute_ids(offsets), num_logits, target)
+    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
+    token_ids = files.token_ids(num_logits, target)
     head = HeadConfig(
         "attention",
         normed_residual=fields.boolean("norm_before_residual", False),
@@ -81,7 +77,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     )
     model = head_model(files, config, tensors, head, target)
     eps, mask = model.config.norm_eps, None
-    feature_norms = _feature_norms(files, norms, size, len(layers), eps)
+    feature_norms = _feature_norms(files, nested, norms, size, len(layers), eps)
     state_norm = HeadNorm(model.tensors["norm"].dequantize(), eps) if fields.boolean("norm_output", False) else None
     if is_parallel:
         mask = _mask(files, size)
@@ -101,10 +97,13 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     )
 
 
-def _feature_norms(files: HeadFiles, norms: dict[str, str], size: int, count: int, eps: float) -> tuple[HeadNorm, ...]:
-    """`norm_before_fc`: one over all numbers; `fc_norm`: one for each layer's."""
+def _feature_norms(
+    files: HeadFiles, nested: Fields, norms: dict[str, str], size: int, count: int, eps: float
+) -> tuple[HeadNorm, ...]:
+    """`norm_before_fc`: one over all numbers; `fc_norm`: one for each layer's. nested: where else the two may be said."""
     flags = {"norm_before_fc": {"input_norm.weight"}, "fc_norm": {f"fc_norm.{i}.weight" for i in range(count)}}
-    wanted = {name for flag, names in flags.items() if files.fields.boolean(flag, False) for name in names}
+    asked = [flag for flag in flags if (files.fields if flag in files.fields else nested).boolean(flag, False)]
+    wanted = {name for flag in asked for name in flags[flag]}
     if wanted != norms.keys():
         odd = min(wanted ^ norms.keys())
         files.refuse(f"tensor {odd} is {'there' if odd in norms else 'missing'}, and its configuration says otherwise")
