@@ -11,7 +11,6 @@ import typer
 from cpuspec.cli import options
 from cpuspec.cli.console import StepProgress, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
-from cpuspec.environment import usable_cores
 
 if TYPE_CHECKING:
     from cpuspec.train.block import BlockLoss
@@ -145,8 +144,6 @@ def _train(
     of_shape: Mapping[str, Any],
     as_json: bool,
 ) -> None:
-    import torch
-
     from cpuspec.backends.torch_backend import find_device
     from cpuspec.kernels.isa import has_bf16_tiles
     from cpuspec.train.job import DTYPES, Job, train_head
@@ -158,11 +155,10 @@ def _train(
         raise typer.BadParameter(f"there is no --dtype {chosen['dtype']!r}; wanted one of {', '.join(DTYPES)}")
     with options.usage_errors():
         on_gpu = find_device(chosen["device"]).type == "cuda"
-    torch.set_num_threads(chosen["threads"] or usable_cores())
     bf16 = chosen["bf16"] if chosen["bf16"] is not None else on_gpu or has_bf16_tiles()
     shape = HeadShape(**{name: chosen[name] for name in _OF_SHAPE}, copied=not chosen["cold"], **of_shape)
     schedule = Schedule(**{name: chosen[name] for name in _OF_SCHEDULE}, bf16=bf16)
-    job = Job(loss, shape, schedule, chosen["source"], chosen["device"], chosen["dtype"])
+    job = Job(loss, shape, schedule, *(chosen[name] for name in ("source", "device", "dtype", "threads")))
     target, opened = open_target(model), open_samples(samples)
     with StepProgress(tenths=True) as progress:
         log = train_head(target, opened, out, job, progress, _tell)

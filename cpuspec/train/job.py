@@ -10,6 +10,7 @@ import torch
 
 from cpuspec.backends.torch_backend import find_device
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError
 from cpuspec.files import try_lock
 from cpuspec.train.block import BlockLoss, BlockTraining
@@ -24,7 +25,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf1
 
 
 class Job(NamedTuple):
-    """What is trained and how. source: a head to go on with; None to begin one of `shape`. dtype: of the head's files."""
+    """What is trained and how. source: a head to go on with; None to begin one of `shape`. dtype: of the head's files. threads: None for
+    every core.
+    """
 
     loss: BlockLoss | Eagle3Loss
     shape: HeadShape = HeadShape()
@@ -32,6 +35,7 @@ class Job(NamedTuple):
     source: Path | None = None
     device: str = "auto"
     dtype: str = "bf16"
+    threads: int | None = None
 
 
 def train_head(
@@ -53,6 +57,7 @@ def train_head(
                 f"{samples.path}: the {what} of the samples is {got}, and that of {target.name} is {wanted}; "
                 f"they are samples of {about.model}"
             )
+    torch.set_num_threads(job.threads or usable_cores())  # torch has one number for the whole process
     device, is_block, first = find_device(job.device), isinstance(job.loss, BlockLoss), out / "training" / "start"
     first.mkdir(parents=True, exist_ok=True)
     with (out / "training" / "lock").open("wb") as lock:

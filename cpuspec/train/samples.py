@@ -128,6 +128,11 @@ class SampleSet:
         return shard.token_ids[rows], shard.answer[rows]
 
     @property
+    def num_shards(self) -> int:
+        """Files that hold them."""
+        return len(self._shards)
+
+    @property
     def num_tokens(self) -> int:
         """Of all samples."""
         return int(self.lengths.sum())
