@@ -25,8 +25,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf1
 
 
 class Job(NamedTuple):
-    """What is trained and how. source: a head to go on with; None to begin one of `shape`. dtype: of the head's files. threads: None for
-    every core.
+    """What is trained and how.
+
+    source: a head to go on with; None to begin one of `shape`. dtype: of the head's files. threads: None for every core.
     """
 
     loss: BlockLoss | Eagle3Loss
