@@ -55,7 +55,7 @@ def start_block(directory: Path, target: Checkpoint, about: Extraction, counts: 
     arrays |= _output(target, ids)
     arrays |= {"markov_w1": w1, "markov_w2": w2, "confidence": np.zeros((1, hidden + w1.shape[1]), np.float32)}
     arrays["confidence_bias"] = np.zeros(1, np.float32)
-    mask_id = unused_id(counts) if shape.mask_id is None else shape.mask_id
+    mask_id = unused_id(counts.tokens) if shape.mask_id is None else shape.mask_id
     if not 0 <= mask_id < target.config.vocab_size:
         raise ConfigError(f"the mask's token is {mask_id}; wanted an id below {target.config.vocab_size}")
     config = {

@@ -212,7 +212,7 @@ def test_bigrams_are_counted_and_their_factors_tell_them(target: Checkpoint, sam
     assert len(ids) == 64
     assert set(range(FIRST, FIRST + WORDS)) <= set(ids.tolist())
     assert drafted_ids(counts, 320) is None
-    assert unused_id(counts) == 319
+    assert unused_id(counts.tokens) == 319
     w1, w2 = bigram_factors(counts, ids, 20, 0)
     assert (w1.shape, w2.shape) == ((320, 20), (64, 20))
     scores = w1 @ w2.T
