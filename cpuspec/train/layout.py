@@ -1,7 +1,8 @@
 """Heads as files, which vLLM loads and llama.cpp's converter reads (conversion/llama.py, conversion/qwen.py).
 
 EAGLE-3 has the layout of speculators. Block heads have that of DeepSpec, because vLLM takes it that the first row of a block in
-speculators' layout drafts nothing (vllm, transformers_utils/configs/speculators/algos.py: dspark_bonus_anchor). Training starts from such files, read as any other head is, and ends with the same files and other numbers in them.
+speculators' layout drafts nothing (vllm, transformers_utils/configs/speculators/algos.py: dspark_bonus_anchor). Training starts
+from such files, read as any other head is, and ends with the same files and other numbers in them.
 """
 
 import json
@@ -131,5 +132,6 @@ def rewrite_head(source: Path, directory: Path, method: str, trained: Mapping[st
 
 def copy_head(source: Path, directory: Path) -> None:
     """Write a head's files to another directory. Raises CheckpointError where one is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
     for name in (WEIGHTS, "config.json"):
         write_file(directory / name, read_file(source / name, _MOST_BYTES, CheckpointError))
