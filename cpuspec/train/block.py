@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import CheckpointError
-from cpuspec.model.transformer import decode, encode_features, inject
+from cpuspec.model.transformer import decode, inject
 from cpuspec.train.acceptance import Acceptance
 from cpuspec.train.rows import Rows, attended
 from cpuspec.train.samples import Extraction, Sample
@@ -130,7 +130,7 @@ class BlockTraining:
         attention = _BlockAttention(anchors, lengths, block.size, block.both_ways, weights.device)
         before = np.concatenate([np.arange(length) for length in lengths])
         features = torch.cat([weights.features(one, slice(length)) for one, length in zip(samples, lengths, strict=True)])
-        hidden = encode_features(Rows(config, weights.all, before, attention, features=features))
+        hidden = weights.encoded(features)
         inject(config, Rows(config, weights.all, before, attention, given=hidden))
         own = np.arange(block.size)
         places = np.concatenate([at[:, None] + own for at in anchors])

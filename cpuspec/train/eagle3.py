@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.model.transformer import decode, encode_features
+from cpuspec.model.transformer import decode
 from cpuspec.train.acceptance import Acceptance
 from cpuspec.train.rows import Rows, attended
 from cpuspec.train.samples import Extraction, Sample
@@ -107,7 +107,7 @@ class Eagle3Training:
         attention = _ChainAttention(starts.tolist(), weights.device)
         features = torch.cat([weights.features(one, slice(count)) for one, count in zip(samples, counts, strict=True)])
         embedded = weights.embedded(np.concatenate([one.token_ids[1:-1] for one in samples]).astype(np.int64))
-        given = encode_features(Rows(config, weights.all, places, attention, features=features))
+        given = weights.encoded(features)
         previous = weights.on_device(np.maximum(np.arange(len(places)) - 1, 0))
         logits = []
         for step in range(self._loss.steps):

@@ -1,8 +1,9 @@
 """What texts share, counted in words: an evaluation set in the training data, and texts that are nearly the same.
 
-A text that has 13 words in a row of an evaluation set is refused, as in GPT-3 (arXiv 2005.14165, appendix C), which likewise takes
-a shorter text of the set whole, if it has 8 words. A text half of whose runs of 13 words are known is a near duplicate; PaLM's
-decontamination (arXiv 2204.02311, section 8) drew its line at such a share, too. Words are runs of letters, digits and underscores
+A text that has 13 words in a row of an evaluation set is refused, as in GPT-3 (arXiv 2005.14165, appendix C, where runs of 8 to 13
+words count, by the length of the set's texts); here a text of the set that is shorter, of 8 words or more, counts as a whole. PaLM
+(arXiv 2204.02311, section 8) counts which share of a text's runs is known, and so do near duplicates here: half of the runs of 13.
+Words are runs of letters, digits and underscores
 without regard to case, so that spaces, punctuation and markup make no difference.
 """
 

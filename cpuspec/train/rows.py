@@ -1,6 +1,6 @@
 """The operations of the decoder on torch tensors that gradients flow through: `model.transformer.decode`, trained.
 
-A trained head and a served one are the same calls of `decode`, `inject` and `encode_features` over other operations.
+A trained head and a served one are the same calls of `decode` and `inject` over other operations.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,7 @@ class Attention(Protocol):
 class Rows:
     """The rows of one forward (`model.transformer.Injection`).
 
-    weights: tensors by canonical name. positions [T]: of rotation. embedded, given [T, C]: tokens and hidden states of the target;
-    features [T, feature_size]: what `encode_features` reads.
+    weights: tensors by canonical name. positions [T]: of rotation. embedded, given [T, C]: tokens and hidden states of the target.
     output [T, C]: the last layer's, as the engine hands it to a drafter. state [T, C]: behind the norm before the logits. They are
     there when `decode` is done.
     Raises AssertionError for what no supported model trains with: soft caps of attention and windows.
@@ -50,10 +49,9 @@ class Rows:
         attention: Attention,
         embedded: Tensor | None = None,
         given: Tensor | None = None,
-        features: Tensor | None = None,
     ) -> None:
         self._config, self._weights, self._attention = config, weights, attention
-        self._embedded, self._given, self._features = embedded, given, features
+        self._embedded, self._given = embedded, given
         assert not config.attention_softcap, "the caller has refused it"
         device = next(iter(weights.values())).device
         self._tables = {
@@ -75,10 +73,6 @@ class Rows:
     def join(self, x: Tensor, norms: tuple[str, str] | None) -> Tensor:
         of_x, of_hidden = norms or (None, None)
         return torch.cat([self.norm(x, of_x), self.hidden(of_hidden)], dim=1)
-
-    def features(self) -> Tensor:
-        assert self._features is not None, "a head encodes features"
-        return self._features
 
     def linears(self, x: Tensor, names: tuple[str, ...], norm: str | None) -> tuple[Tensor, ...]:
         normed = self.norm(x, norm)
