@@ -610,7 +610,10 @@ class EngineConfig:
     )
     # f16 halves what f32 reads at depth, at no cost that can be measured (benchmarks/LOG.md).
     kv_format: str = _of_backend(
-        "f16", _TEXT, "What keys and values are kept in: f32, f16, bf16 or int8. Fewer bits are faster in a long context.", "F"
+        "f16",
+        _TEXT,
+        "What keys and values are kept in: f32, f16, bf16, int8 or int4. Fewer bits are faster in a long context.",
+        "F",
     )
     device: str = _of_backend("auto", _TEXT, "Where torch computes: cpu, cuda, cuda:N, or auto, a GPU where there is one.", "D")
     dtype: str = _of_backend(

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from cpuspec import model
 from cpuspec.backends.numa import interleave_pages, nodes_to_use
 from cpuspec.backends.packed import content_hash, packed_matrices
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.formats import Cast, Format, QuantTensor
-from cpuspec.formats.kv import get_kv_format, stored_bytes
+from cpuspec.formats.kv import get_kv_format, hadamard_size, stored_bytes
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes
 from cpuspec.kernels import (
     attention,
@@ -118,7 +118,8 @@ class NumbaBackend:
         self._partials = aligned_bytes((0,))
         self._tasks = np.empty(self.max_rows, layout.TASK)
         self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
-        self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format.name)
+        centres = key_centres(c, kv_format, tensors)
+        self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres)
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
@@ -344,7 +345,7 @@ class _Writer:
 
     def __init__(
         self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor], vectors: Mapping[str, F32],
-        orders: Mapping[str, I32], embedding: QuantTensor, kv_format: str,
+        orders: Mapping[str, I32], embedding: QuantTensor, kv_format: Format, centres: Mapping[int, F32],
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
@@ -354,7 +355,8 @@ class _Writer:
             decoder is not None and embedding.order is None and not config.takes_hidden
         )  # otherwise `first` is written before a forward
         self._decoder = decoder or 0
-        self._config, self._max_rows, self._kv_format = config, max_rows, kv_format
+        self._config, self._max_rows, self._kv_format, self._centres = config, max_rows, kv_format.name, centres
+        self._hadamard = hadamard_size(kv_format, config.head_dim)
         self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
@@ -412,7 +414,8 @@ class _Writer:
             "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(self._vectors.get(layer.weight("k_norm"))),
             "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": c.norm_eps, "scale": query_scale(c),
             "rotation": layout.NO_ROTATION if layer.rope is None else self.ropes.index(layer.rope),
-            "append": attention.append_kernel(self._kv_format),
+            "append": attention.append_kernel(self._kv_format), "hadamard": self._hadamard,
+            "centres": _at(self._centres.get(layer.index)),
         }  # fmt: skip
         if q:
             operands |= {"queries": _at(q.numbers), "q_stride": q.numbers.strides[0]}
@@ -429,7 +432,7 @@ class _Writer:
             "kernel": attention.attend_kernel(self._kv_format, layer.window is not None, c.attention_softcap > 0),
             "partials_at": attention.partials_offset(self._kv_format, c.head_dim),
             "partial_bytes": attention.partial_bytes(self._kv_format, c.head_dim),
-            "window": layer.window or 0, "cap": c.attention_softcap,
+            "window": layer.window or 0, "cap": c.attention_softcap, "hadamard": self._hadamard,
         }  # fmt: skip
         self.operations.append(("attend", attend))
         return _Rows(out)

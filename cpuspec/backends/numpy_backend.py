@@ -12,11 +12,11 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
-from cpuspec.formats.kv import get_kv_format, rounded
+from cpuspec.formats.kv import get_kv_format, remembered
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
@@ -40,6 +40,7 @@ class Model:
     config: ModelConfig
     dtype: np.dtype
     kv_format: Format
+    centres: Mapping[int, NDArray[np.float32]]  # of `key_centres`
     embedding: QuantTensor
     weights: Mapping[str, Array]
     rounded_inputs: frozenset[str]  # matrices whose inputs are rounded to int8
@@ -86,6 +87,7 @@ class NumpyBackend:
             self.config,
             made,
             get_kv_format(engine.kv_format),
+            key_centres(self.config, get_kv_format(engine.kv_format), tensors),
             checkpoint.tensors["embed"],
             weights,
             in_codes if engine.activations == "int8" else frozenset(),
@@ -186,11 +188,13 @@ class Forward:
 
     def _append(self, layer: Layer, k: Array, v: Array) -> None:
         v, batch = v.reshape(len(v), -1, self._config.head_dim), self._batch
+        if layer.index in self._model.centres:
+            k = k - self._model.centres[layer.index]
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
             storage, prefix = self._cache.storage(slot), self._cache.lengths[slot]
             for held, new in ((storage.keys, k), (storage.values, v)):
                 given = new[start:end].astype(np.float32, copy=False)
-                held[layer.index, prefix : prefix + end - start] = rounded(self._model.kv_format, given)
+                held[layer.index, prefix : prefix + end - start] = remembered(self._model.kv_format, given)
 
     def gate(self, gate: Array, up: Array) -> Array:
         if self._config.activation == "silu":

@@ -56,7 +56,8 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
         q_start=np.arange(count + 1, dtype=np.int32) * np.int32(length),
     )
     f32 = get_format("f32")
-    model = Model(config, np.dtype(np.float32), f32, weights.checkpoint.tensors["embed"], _Values(weights, done), frozenset())
+    values, embedding = _Values(weights, done), weights.checkpoint.tensors["embed"]
+    model = Model(config, np.dtype(np.float32), f32, {}, embedding, values, frozenset())
     return decode(config, _Watched(Forward(model, batch, cache), on_inputs, with_logits))
 
 
