@@ -1,13 +1,15 @@
 """Random DFlash and DSpark heads as their makers publish them, and what they compute, from the papers' formulas in float64."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.config import ModelConfig
-from tests.heads import F64, RandomHead, Reference, layer_arrays, llama_config, random_array, rms, write_head
+from tests.heads import F64, RandomHead, Reference, layer_arrays, llama_config, random_array, rms, write_gguf, write_head
 
 MASK_ID, RANK = 300, 8
 
@@ -23,10 +25,14 @@ def make_block_head(
     causal: bool = False,
     num_drafted: int = 0,
     block_size: int = 6,
+    scales: Mapping[str, float] = MappingProxyType({}),
     seed: int = 3,
     **changes: Any,
 ) -> RandomHead:
-    """layers: whose outputs are read. markov: "" for none, vanilla or gated. confidence: "" for none, state or markov."""
+    """layers: whose outputs are read. markov: "" for none, vanilla or gated. confidence: "" for none, state or markov.
+
+    scales: further fields of z-lab's layout.
+    """
     rng, hidden = np.random.default_rng(seed), target.hidden_size
     config = llama_config(target, model_type="qwen3", num_hidden_layers=2, head_dim=hidden // 4, attention_bias=False)
     arrays: dict[str, NDArray[Any]] = {
@@ -68,7 +74,7 @@ def make_block_head(
         whole = {**config, "architectures": ["Qwen3DSparkModel"], "target_layer_ids": list(layers), "mask_token_id": MASK_ID}
         whole |= {"block_size": block_size, "markov_rank": RANK, "markov_head_type": markov}
     else:
-        nested = {"target_layer_ids": list(layers), "mask_token_id": MASK_ID}
+        nested = {"target_layer_ids": list(layers), "mask_token_id": MASK_ID, **scales}
         whole = {**config, "architectures": ["DFlashDraftModel"], "block_size": block_size, "dflash_config": nested}
     if causal:
         whole["causal"] = True
@@ -78,14 +84,18 @@ def make_block_head(
 def block_rows(head: RandomHead, features: F64, embedded: F64, output: NDArray[Any]) -> tuple[F64, F64]:
     """Logits and normed states of a block behind tokens with these features. output: the target's matrix."""
     one = Reference(head, head.config.get("transformer_layer_config", head.config))
-    context, x = rms(features @ one.arrays["fc.weight"].T, one.arrays["hidden_norm.weight"], one.eps), embedded
+    scales = head.config.get("dflash_config", {})
+    context = rms(features @ one.arrays["fc.weight"].T, one.arrays["hidden_norm.weight"], one.eps)
+    x = embedded * scales.get("input_embedding_scale", 1)
     for i in range(one.config["num_hidden_layers"]):
         prefix = f"layers.{i}."
         y = rms(x, one.arrays[f"{prefix}input_layernorm.weight"], one.eps)
         x = x + _attention(one, f"{prefix}self_attn.", context, y, bool(head.config.get("causal")))
         x = x + one.mlp(prefix, x)
     state = rms(x, one.arrays["norm.weight"], one.eps)
-    return state @ one.arrays.get("lm_head.weight", np.asarray(output, np.float64)).T, state
+    logits = state @ one.arrays.get("lm_head.weight", np.asarray(output, np.float64)).T * scales.get("output_multiplier", 1)
+    cap = scales.get("final_logit_softcapping")
+    return cap * np.tanh(logits / cap) if cap else logits, state
 
 
 def _attention(one: Reference, prefix: str, context: F64, y: F64, causal: bool) -> F64:
@@ -131,24 +141,23 @@ def accepted_chance(head: RandomHead, before: int, state: F64) -> float:
     return 1 / (1 + float(np.exp(-(weight @ state) - bias)))
 
 
-def as_gguf(head: RandomHead, path: Path) -> Path:
-    """A head of z-lab or DeepSpec as llama.cpp's converter writes it."""
-    import gguf
-
-    c, writer = head.config, gguf.GGUFWriter(path, "dflash")
+def as_gguf(head: RandomHead, path: Path, **facts: Any) -> Path:
+    """A head of z-lab or DeepSpec as llama.cpp's converter writes it, and further keys."""
+    c, arrays = head.config, dict[str, NDArray[Any]]()
     nested = c.get("dflash_config", c)
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_head_count(c["num_attention_heads"])
-    writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(c["head_dim"])
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    writer.add_rope_freq_base(c["rope_theta"])
-    writer.add_array("dflash.target_layers", [layer + 1 for layer in nested["target_layer_ids"]])
-    writer.add_uint32("dflash.block_size", c["block_size"])
-    writer.add_bool("dflash.attention.causal", bool(c.get("causal")))
-    writer.add_uint32("tokenizer.ggml.mask_token_id", nested["mask_token_id"])
+    known = {
+        "dflash.attention.key_length": c["head_dim"],
+        "dflash.target_layers": [layer + 1 for layer in nested["target_layer_ids"]],
+        "dflash.block_size": c["block_size"],
+        "dflash.attention.causal": bool(c.get("causal")),
+        "tokenizer.ggml.mask_token_id": nested["mask_token_id"],
+    }
+    scales = {
+        "input_embedding_scale": "embedding_scale",
+        "output_multiplier": "logit_scale",
+        "final_logit_softcapping": "final_logit_softcapping",
+    }
+    known |= {f"dflash.{ours}": nested[theirs] for theirs, ours in scales.items() if theirs in nested}
     parts = {
         **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
         "self_attn.o_proj": "attn_output",
@@ -166,9 +175,5 @@ def as_gguf(head: RandomHead, path: Path) -> Path:
     }
     for name, array in head.arrays.items():
         short = name.removeprefix("markov_head.").replace("confidence_head.", "conf_")
-        writer.add_tensor(names.get(name, short), array + np.arange(len(array)) if name == "d2t" else array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        arrays[names.get(name, short)] = array + np.arange(len(array)) if name == "d2t" else array
+    return write_gguf(path, "dflash", c, {**known, **facts}, arrays)

@@ -10,7 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from cpuspec.config import ModelConfig
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.heads import Head, HeadFiles, find_reader
+from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.model.batch import ForwardBatch
 from tools.make_tiny_model import _gguf_name, _gguf_writer, random_weights, tiny_config
 
 F64 = NDArray[np.float64]
@@ -23,6 +27,27 @@ class RandomHead:
     path: Path
     config: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
+
+
+def opened(head: RandomHead, target: Checkpoint) -> Head:
+    """The head as its reader gives it beside a target."""
+    files = HeadFiles.read(head.path)
+    assert files
+    reader = find_reader(files)
+    assert reader, "a reader knows the layout"
+    return reader.read(files, target)
+
+
+def output_of(target: Checkpoint) -> NDArray[np.float32]:
+    """The target's output matrix."""
+    return target.tensors["embed" if target.config.tied_embeddings else "output"].dequantize()
+
+
+def states_of(target: Checkpoint, tokens: list[int], layers: tuple[int, ...]) -> F64:
+    """The target's outputs of these layers, side by side, of all tokens, from scratch."""
+    backend = make_backend("numpy", target, EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False))
+    batch = ForwardBatch(tokens, list(range(len(tokens))), [0], [0, len(tokens)], None, [0], layers)
+    return np.concatenate(backend.forward(batch, backend.new_cache(1, 64)).hidden, axis=1).astype(np.float64)
 
 
 def write_head(path: Path, config: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> RandomHead:
@@ -182,19 +207,35 @@ def make_nextn(path: Path, **shape: Any) -> Path:
     return path
 
 
-def as_gguf(head: RandomHead, path: Path) -> Path:
-    """An EAGLE-3 head as llama.cpp's converter writes it."""
+def write_gguf(
+    path: Path, architecture: str, c: Mapping[str, Any], facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
+) -> Path:
+    """A GGUF file of a head. c: the configuration of its layers. facts: keys of its own. arrays: tensors by llama.cpp's names."""
     import gguf
 
-    c, writer = head.config, gguf.GGUFWriter(path, "eagle3")
-    writer.add_block_count(1)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(c["num_hidden_layers"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_feed_forward_length(c["intermediate_size"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_head_count_kv(c["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_rope_freq_base(c["rope_theta"])
-    writer.add_array("eagle3.target_layers", c["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for key, value in facts.items():
+        add[type(value)](key, value)
+    for name, array in arrays.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def as_gguf(head: RandomHead, path: Path, **facts: Any) -> Path:
+    """An EAGLE-3 head as llama.cpp's converter writes it, and further keys."""
+    c, arrays = head.config, dict[str, NDArray[Any]]()
     names = {
         "fc.weight": "fc.weight",
         "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
@@ -212,18 +253,14 @@ def as_gguf(head: RandomHead, path: Path) -> Path:
     }
     for name, array in head.arrays.items():
         if name == "d2t":
-            writer.add_tensor("d2t", array + np.arange(len(array)))
+            arrays["d2t"] = array + np.arange(len(array))
+        elif name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = c["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            arrays[names[name]] = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         elif name != "t2d":
-            written = array
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
-                heads = c["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-                written = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-            writer.add_tensor(names[name], written)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+            arrays[names[name]] = array
+    layers = {"eagle3.target_layers": c["eagle_config"]["eagle_aux_hidden_state_layer_ids"]}
+    return write_gguf(path, "eagle3", c, {**layers, **facts}, arrays)
 
 
 def make_eagle1(path: Path, target: ModelConfig, *, bias: bool = True, seed: int = 2) -> RandomHead:

@@ -41,6 +41,7 @@ from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampl
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
 from cpuspec.topology import Core, Node, Topology
+from tests.block_heads import make_block_head
 from tests.processes import HANG_S, interruptible_children, started, wait_for
 from tests.stand_in_hub import COMMIT, Repository, StandInHub, running
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
@@ -1061,6 +1062,44 @@ def test_pull_of_a_chain_fetches_target_and_drafts(recipe: SimpleNamespace, cach
     paths = [recipe.path, snapshot(tmp_path) / "tiny-Q4_K_M.gguf", recipe.path]
     assert ok("pull", "tiny-fast", "tiny").split() == [str(path) for path in paths]
     assert hub.fetched() == ["tiny-Q8_0.gguf"]  # the other one has the same bytes
+
+
+def test_a_heads_recipe_fetches_and_runs_it_with_its_target(
+    recipe: SimpleNamespace, model: str, cache: Path, tmp_path: Path, hub: StandInHub
+) -> None:
+    target = open_checkpoint(model)
+    made = make_block_head(tmp_path / "head", target.config, (0,), layout="speculators")
+    files = {path.name: path.read_bytes() for path in made.path.iterdir()}
+    hub.repositories["some/head"] = Repository(files)
+    written = cache / "recipes" / "tiny-head.toml"
+
+    def write(norm_sha256: str) -> None:
+        written.write_text(
+            f'name = "tiny-head"\ndescription = "d"\narchitecture = "dflash"\nlicence = "MIT"\n'
+            f'[head]\ntarget = "tiny"\nnorm_sha256 = "{norm_sha256}"\n'
+            f'[files]\n"model.safetensors" = "{hashlib.sha256(files["model.safetensors"]).hexdigest()}"\n'
+            f'[[sources]]\nkind = "huggingface"\nname = "some/head:safetensors"\n'
+        )
+
+    norm = json.loads(ok("inspect", model, "--json", "--threads", "1"))["norm_sha256"]
+    write(norm)
+    options = (*NUMPY, "--max-tokens", "12", "--temperature", "0", "--json")
+    shown = json.loads(ok("generate", "a b a b", "-m", "tiny-head", *options))
+    assert shown["draft"] == "auto,tiny-head"
+    assert hub.fetched() == ["tiny-Q8_0.gguf", "config.json", "model.safetensors"]
+    drafted = json.loads(ok("generate", "a b a b", "-m", "tiny", "--draft", "tiny-head@3", *options))
+    plain = json.loads(ok("generate", "a b a b", "-m", "tiny-head", "--draft", "none", *options))
+    assert shown["token_ids"] == drafted["token_ids"] == plain["token_ids"]
+    assert drafted["stats"]["levels"]["tiny-head"]["num_draft_tokens"] > 0
+    rows = json.loads(ok("models", "--json"))
+    (row,) = [row for row in rows if row["name"] == "tiny-head"]
+    assert (row["source"], row["target"], row["fetched"]) == ("head", "tiny", True)
+    assert "tiny-head" in ok("models")
+    write("0" * 64)
+    refused = run("generate", "a b a b", "-m", "tiny-head", *options)
+    assert refused.exit_code == 1
+    assert f"has the sha256 {'0' * 64}, and that of" in " ".join(refused.stderr.split())
+    assert norm in refused.stderr
 
 
 def test_pull_follows_a_branch_of_the_hub(hub: StandInHub) -> None:

@@ -1,5 +1,6 @@
 """The result of every reader: a checked model, its tensors under canonical names, and the place of its vocabulary."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,11 @@ class Checkpoint:
                 f"{self.config.num_layers} layers; it would be ignored silently, so the model is refused"
             )
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+
+
+def norm_sha256(checkpoint: Checkpoint) -> str:
+    """sha256 of the numbers of a model's last norm, as little-endian f32. All quantizations of a model have the same."""
+    return hashlib.sha256(checkpoint.tensors["norm"].dequantize().astype("<f4").tobytes()).hexdigest()
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

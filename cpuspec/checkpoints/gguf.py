@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +11,6 @@ from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
-from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.config import ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
@@ -49,13 +47,12 @@ _UNSUPPORTED = (
 )
 
 
-def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
-    """Read the header of a GGUF file; weights stay on disk until used, except q and k of families whose rows are reordered.
+def checkpoint_of(file: GgufFile) -> Checkpoint:
+    """The model of a parsed GGUF file; weights stay on disk until used, except q and k of families whose rows are reordered.
 
-    path: of a model in several parts the first. Raises CheckpointError on anything damaged or not supported.
+    Raises CheckpointError on anything damaged or not supported.
     """
-    file = read_parts(path, mmap)
-    fields = Fields(str(path), file.metadata)
+    path, fields = file.path, Fields(str(file.path), file.metadata)
     kind = fields.text("general.type", "model")
     if kind != "model":
         raise CheckpointError(f"{path} holds a {kind[:40]!r}, wanted a model")
@@ -105,7 +102,7 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
     tensors, predicting, has_predicting = {}, {}, file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers")
     if file.arrays:
         raise CheckpointError(f"{file.path}: tensor {min(file.arrays)!r} holds integers, which no model of these families has")
-    for name, tensor in _scaled(file).items():
+    for name, tensor in scaled(file).items():
         layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
         if name in canonical:
             tensors[canonical[name]] = tensor
@@ -123,7 +120,7 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
     return tensors, predicting
 
 
-def _scaled(file: GgufFile) -> dict[str, QuantTensor]:
+def scaled(file: GgufFile) -> dict[str, QuantTensor]:
     """The file's tensors, each with the scale that a tensor `<name>.scale` beside `<name>.weight` has for the whole of it.
 
     `<name>.input_scale` is left out: it is for processors that round inputs to four bits. Raises CheckpointError on a scale of

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -21,24 +21,26 @@ from typing import Any
 
 from huggingface_hub import HfApi, errors, hf_hub_download
 
+from cpuspec.checkpoints.heads import is_named_head
 from cpuspec.checkpoints.hub import HUB_TIMEOUT_S, HubModel, Progress, choose, remember, snapshot_dir, write_ref
-from cpuspec.checkpoints.huggingface import read_config
+from cpuspec.checkpoints.huggingface import read_config, read_fields
 from cpuspec.environment import hub_cache_dir, hub_endpoint
 from cpuspec.errors import DownloadError, in_one_line
 
 _REPORT_EVERY_S = 0.1
 _SPARE_BYTES = 64 << 20
+_MOST_TOLD = 4  # files
 _MOST_QUOTED = 200  # characters of what the library says
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _LOGIN = "run `hf auth login`, or set HF_TOKEN"
 
 
-def download(model: HubModel, report: Progress, sha256: str = "") -> Path:
+def download(model: HubModel, report: Progress, hashes: Mapping[str, str]) -> Path:
     """The file or directory of `model` in huggingface_hub's cache, as the hub has it now; what is there is not fetched again.
 
-    sha256: that the file must have, where it is known. Raises DownloadError if the hub cannot be asked or delivers something else,
-    ConfigError if the name stands for no file of its repository, CheckpointError if its config.json is not supported, and OSError
-    if the disk cannot take it.
+    hashes: sha256 that large files must have, by name; "" is the name of what is opened.
+    Raises DownloadError if the hub cannot be asked or delivers something else, ConfigError if the name stands for no file of its
+    repository, CheckpointError if its config.json is not supported, and OSError if the disk cannot take it.
     """
     endpoint = hub_endpoint()
     with _explained(model), _warnings(lambda: None):
@@ -51,8 +53,10 @@ def download(model: HubModel, report: Progress, sha256: str = "") -> Path:
     if not re.fullmatch("[0-9a-f]{40}", commit):
         raise DownloadError(f"says that {model.revision} is the commit {commit[:50]!r}; wanted 40 hexadecimal digits")
     choice = choose(model, sizes)
-    if sha256 and (got := _sha256(files[choice.opened])) != sha256:
-        raise DownloadError(f"offers other bytes: sha256 {got}, wanted {sha256}")
+    for name, wanted in hashes.items():
+        file = files.get(name or choice.opened)
+        if (got := _sha256(file) if file else "of nothing") != wanted:
+            raise DownloadError(f"offers other bytes{f' of {name}' if name else ''}: sha256 {got}, wanted {wanted}")
     snapshot = snapshot_dir(model.repository, commit)
     missing = [name for name in choice.files if not _is_there(snapshot / name, sizes[name])]
     _check_room(sum(sizes[name] for name in missing))
@@ -72,12 +76,14 @@ def download(model: HubModel, report: Progress, sha256: str = "") -> Path:
                 )
             _check(Path(path), files[name])
         told.file_done(sizes[name])
-        if name == "config.json":
-            read_config(snapshot)  # a model that is not supported is told before its weights are fetched
+        # A model that is not supported is told before its weights are fetched.
+        if name == "config.json" and not is_named_head(fields := read_fields(snapshot)):
+            read_config(fields)
     write_ref(model, commit)
     remember(model, choice)
     if missing:
-        told.say(f"hub {model.repository} verified")
+        delivered = [f"{name} sha256 {sha256}" for name in choice.files if (sha256 := _sha256(files[name]))]
+        told.say(f"hub {model.repository} verified: commit {commit}, {', '.join(delivered[:_MOST_TOLD])}")
     return snapshot / choice.opened
 
 

@@ -35,8 +35,8 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
 
     Raises CheckpointError on anything damaged, missing or not supported.
     """
-    fields = _read_fields(directory)
-    config = _config_of(fields)
+    fields = read_fields(directory)
+    config = read_config(fields)
     family = FAMILIES[config.architecture]
     method = read_method(directory, fields)
     wanted = tensor_shapes(config)
@@ -102,17 +102,14 @@ def _read_pooling(directory: Path) -> str:
     return asked[0]
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """Shapes and flags of a directory's config.json. Raises CheckpointError on anything damaged or not supported."""
-    return _config_of(_read_fields(directory))
-
-
-def _read_fields(directory: Path) -> Fields:
+def read_fields(directory: Path) -> Fields:
+    """A directory's config.json. Raises CheckpointError if it is missing or damaged."""
     path = directory / "config.json"
     return Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
 
 
-def _config_of(fields: Fields) -> ModelConfig:
+def read_config(fields: Fields) -> ModelConfig:
+    """Shapes and flags of a config.json. Raises CheckpointError on anything not supported."""
     names_of = ((family, (family.hf_class, family.hf_wrapper, *family.hf_alike)) for family in FAMILIES.values())
     classes = {name: family for family, names in names_of for name in names if name}
     names = fields.items("architectures")

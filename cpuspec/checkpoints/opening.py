@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.gguf import open_gguf
+from cpuspec.checkpoints.gguf import checkpoint_of
+from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.huggingface import open_huggingface
 from cpuspec.errors import CheckpointError
 
@@ -27,4 +28,4 @@ def open_checkpoint(path: str | Path, mmap: bool = True) -> Checkpoint:
         return open_huggingface(path, mmap)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} is only a part of a model; give the directory that holds it and config.json")
-    return open_gguf(path, mmap)
+    return checkpoint_of(read_parts(path, mmap))

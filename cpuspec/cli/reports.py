@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cpuspec.backends.packed import verify_packed
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import norm_sha256
 from cpuspec.checkpoints.download import find_fetched
 from cpuspec.checkpoints.gguf_parts import part_paths
 from cpuspec.checkpoints.hub import revision_of
@@ -24,6 +25,8 @@ def known_models() -> tuple[list[Report], list[str]]:
     recipes, _, problems = load_all()
     rows = []
     for recipe in recipes.values():
+        if recipe.head:
+            continue
         path = find_fetched(recipe)
         rows.append(
             {
@@ -43,10 +46,23 @@ def known_models() -> tuple[list[Report], list[str]]:
 
 
 def known_chains() -> list[Report]:
-    """Every target with drafts that has a name of its own."""
+    """Every target with drafts that has a name of its own, and every head."""
+    recipes, chains, _ = load_all()
     return [
         {"name": chain.name, "source": "chain", "target": chain.target, "draft": str(chain.spec), "description": chain.description}
-        for chain in load_all()[1].values()
+        for chain in chains.values()
+    ] + [
+        {
+            "name": recipe.name,
+            "source": "head",
+            "target": recipe.head.target,
+            "draft": recipe.name,
+            "licence": recipe.licence,
+            "fetched": find_fetched(recipe) is not None,
+            "description": recipe.description,
+        }
+        for recipe in recipes.values()
+        if recipe.head
     ]
 
 
@@ -102,6 +118,7 @@ def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> 
         "revision": revision_of(checkpoint.path),
         "quantization": checkpoint.quantization,
         "config": asdict(config),
+        "norm_sha256": norm_sha256(checkpoint),
         **totals(tensors.values()),
         "formats": {
             name: totals(t for t in tensors.values() if t.format.name == name)

@@ -13,13 +13,15 @@ from typing import NamedTuple, cast
 
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend, settings_on
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.checkpoints.download import find_model, resolve_model
-from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
-from cpuspec.checkpoints.recipes import ChainRecipe, find_named
+from cpuspec.checkpoints.download import fetch, find_model
+from cpuspec.checkpoints.gguf import checkpoint_of
+from cpuspec.checkpoints.gguf_file import GgufFile
+from cpuspec.checkpoints.heads import Head, HeadFiles, find_reader, own_mtp
+from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named
 from cpuspec.config import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
 from cpuspec.engine.heads import casts_of_head, open_head
 from cpuspec.engine.own_weights import read_skipped, skip_layers
-from cpuspec.errors import ConfigError
+from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import Format, get_format
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
@@ -110,11 +112,14 @@ def _read(part: LevelSpec) -> _Drafter:
 
 
 def model_and_spec(model: str, spec: str | SpecConfig | None) -> tuple[str, SpecConfig]:
-    """The model's name or path, and how to draft for it. A chain's name stands for both; a given `spec` replaces its own.
+    """The model's name or path, and how to draft for it. The name of a chain or of a head's recipe stands for both.
 
+    A given `spec` replaces the chain's own, or the head.
     Raises ConfigError for a chain or a spec that cannot be read, and for a chain that names Python code: a chain is only data.
     """
     chain = find_named(model)
+    if isinstance(chain, Recipe) and chain.head:
+        return chain.head.target, SpecConfig((*AUTO.levels, LevelSpec(model))) if spec is None else SpecConfig.read(spec)
     if not isinstance(chain, ChainRecipe):
         return model, AUTO if spec is None else SpecConfig.read(spec)
     if spec is not None:
@@ -294,11 +299,17 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
             return _opened_head(own_mtp(target.checkpoint), part, drafter, target, backend, settings, verifier, num_tokens)
         weights, tokenizer = OWN_WEIGHTS[drafter.name](target.checkpoint, drafter.argument), target.tokenizer
     else:
-        path = resolve_model(drafter.model)
-        if found := find_reader(path, settings.mmap):
-            head = open_head(*found, target.checkpoint, target.tokenizer)
+        source = find_model(drafter.model)
+        path, made_for = source if isinstance(source, Path) else fetch(source), source.head if isinstance(source, Recipe) else None
+        files = HeadFiles.read(path, settings.mmap)
+        if files and (reader := find_reader(files)):
+            head = open_head(reader, files, target.checkpoint, target.tokenizer, made_for)
             return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
-        checkpoint = open_checkpoint(path, settings.mmap)
+        if made_for:
+            raise CheckpointError(f"{path} is no head of a known kind, and the recipe {drafter.model} says that it is one")
+        # Parsing a vocabulary of 150,000 tokens takes a third of a second: once is enough.
+        parsed = files.files if files else None
+        checkpoint = checkpoint_of(parsed) if isinstance(parsed, GgufFile) else open_checkpoint(path, settings.mmap)
         if drafter.name in HEAD_STYLES and (drafter.name == "tree" or checkpoint.mask_id is None):
             raise ConfigError(f"{part.drafter} drafts with a head that was trained for the target, and {path} is none")
         weights, tokenizer = (checkpoint, {}), make_tokenizer(checkpoint)

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
+from cpuspec.checkpoints.checkpoint import HfTokenizerFiles, norm_sha256
 from cpuspec.checkpoints.heads import Head, HeadFiles, HeadReader
+from cpuspec.checkpoints.recipes import HeadOf
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import Format, get_format
 from cpuspec.speculation.drafters.vocab import same_tokens
@@ -16,13 +17,20 @@ _FORMATS = {"int8": "q8_0", "int4": "int4_g32"}
 _MOST_BITS = 16
 
 
-def open_head(reader: HeadReader, files: HeadFiles, target: Checkpoint | None, tokenizer: Tokenizer) -> Head:
-    """Read a head for its target. tokenizer: the target's.
+def open_head(
+    reader: HeadReader, files: HeadFiles, target: Checkpoint | None, tokenizer: Tokenizer, made_for: HeadOf | None = None
+) -> Head:
+    """Read a head for its target. tokenizer: the target's. made_for: what its recipe says of the model that it was trained for.
 
     Raises ConfigError where the target is no checkpoint, CheckpointError for a head that is damaged or does not fit.
     """
     if target is None:
         raise ConfigError(f"{files.path} shares weights with the model that it was trained for, and this target is no checkpoint")
+    if made_for and made_for.norm_sha256 and (got := norm_sha256(target)) != made_for.norm_sha256:
+        raise CheckpointError(
+            f"{files.path} cannot draft: its recipe is for {made_for.target}, whose last norm has the sha256 "
+            f"{made_for.norm_sha256}, and that of {target.name} has {got}; use a head that was trained for this model"
+        )
     head = reader.read(files, target)
     if head.tokenizer:
         own = make_tokenizer(replace(head.model, vocabulary=HfTokenizerFiles(files.path, head.tokenizer)))

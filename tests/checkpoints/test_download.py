@@ -13,7 +13,7 @@ import pytest
 
 from cpuspec.checkpoints.download import fetch, find_fetched, model_path, resolve_model
 from cpuspec.checkpoints.hub import HubModel
-from cpuspec.checkpoints.recipes import PackagePart, PackageSource, Recipe
+from cpuspec.checkpoints.recipes import BesideSource, PackagePart, PackageSource, Recipe
 from cpuspec.errors import ConfigError, DownloadError
 
 CONTENT = hashlib.shake_256(b"a model").digest(300_000)
@@ -61,7 +61,7 @@ def real_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def make_recipe(*sources: HubModel | PackageSource, content: bytes = CONTENT) -> Recipe:
+def make_recipe(*sources: HubModel | PackageSource | BesideSource, content: bytes = CONTENT) -> Recipe:
     sha256 = hashlib.sha256(content).hexdigest()
     return Recipe("tiny", "a test", "llama", 1, "MIT", sources, "tiny.gguf", len(content), sha256)
 
@@ -327,6 +327,24 @@ def test_a_model_is_a_recipe_a_file_or_a_directory(shelf: Path, cache: Path, tmp
         with pytest.raises(ConfigError, match="no model is called") as caught:
             resolve_model(text)
         assert str(caught.value).isprintable()
+
+
+def test_what_lies_beside_a_recipe_is_checked_each_time(cache: Path) -> None:
+    directory, wanted = cache / "heads", hashlib.sha256(CONTENT).hexdigest()
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(CONTENT)
+    recipe = replace(make_recipe(BesideSource(directory)), file="", num_bytes=None, sha256="", files={"model.safetensors": wanted})
+    assert find_fetched(recipe) == fetch(recipe) == directory
+    one = replace(recipe, sources=(BesideSource(directory / "model.safetensors"),), sha256=wanted, files={})
+    assert fetch(one) == directory / "model.safetensors"
+    (directory / "model.safetensors").write_bytes(CONTENT[:-1] + b"?")
+    for damaged in (recipe, one):
+        assert find_fetched(damaged) is None
+        with pytest.raises(DownloadError, match=rf"model\.safetensors has other bytes: sha256 .*, wanted {wanted}"):
+            fetch(damaged)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(DownloadError, match=r"model\.safetensors cannot be read"):
+        fetch(recipe)
 
 
 def test_a_chains_name_is_not_a_models(cache: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,7 +116,8 @@ def test_a_hub_name_is_fetched_once_into_huggingface_hubs_cache(
     assert path.read_bytes() == FILES[file]
     assert revision_of(path) == COMMIT
     assert hub.fetched() == [file]
-    assert said[-1] == (len(FILES[file]), len(FILES[file]), f"hub {NAME} verified")
+    assert said[-1][:2] == (len(FILES[file]), len(FILES[file]))
+    assert said[-1][2] == f"hub {NAME} verified: commit {COMMIT}, {file} sha256 {hashlib.sha256(FILES[file]).hexdigest()}"
     assert [done for done, _, _ in said] == sorted(done for done, _, _ in said)
     # From now on nobody is asked.
     hub.asked.clear()
@@ -353,6 +355,28 @@ def test_a_model_that_is_not_supported_is_told_before_its_weights_are_fetched(hu
     with pytest.raises(CheckpointError, match="T5Model"):
         resolve_model("someone/tiny")
     assert hub.fetched() == ["config.json"]
+
+
+@pytest.mark.parametrize("kind", ["Eagle3Speculator", "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"])
+def test_a_head_is_fetched_though_it_is_no_model_by_itself(hub: StandInHub, kind: str) -> None:
+    config = json.dumps({**CONFIG, "architectures": [kind]}).encode()
+    hub.repositories["someone/head"] = Repository({"config.json": config, "model.safetensors": b"x" * 100})
+    directory = resolve_model("someone/head")
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_recipe_may_say_the_sha256_of_each_file(hub: StandInHub) -> None:
+    weights = b"x" * 100
+    files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": weights}
+    hub.repositories["someone/head"] = Repository(files)
+    sha256 = hashlib.sha256(weights).hexdigest()
+    named = replace(recipe("someone/head:safetensors"), file="", files={"model.safetensors": "0" * 64})
+    with pytest.raises(DownloadError, match=rf"other bytes of model\.safetensors: sha256 {sha256}, wanted 0000"):
+        fetch(named)
+    with pytest.raises(DownloadError, match=r"other bytes of other\.safetensors: sha256 of nothing"):
+        fetch(replace(named, files={"other.safetensors": sha256}))
+    assert hub.fetched() == []
+    assert (fetch(replace(named, files={"model.safetensors": sha256})) / "model.safetensors").read_bytes() == weights
 
 
 def test_a_redirect_to_another_host_is_followed_without_the_token(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:

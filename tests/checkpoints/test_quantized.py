@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpuspec import LLM, SamplingParams
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
@@ -18,6 +19,7 @@ from cpuspec.formats import QuantTensor, get_format
 from tests.backends.models import every_backend, forward
 from tests.checkpoints import quantizers
 from tests.checkpoints.quantizers import Quantize, opened, write
+from tools.make_tiny_model import make_tiny_hf
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 21).tolist()
 
@@ -161,6 +163,22 @@ def test_a_row_does_not_depend_on_its_batch_after_act_order(tmp_path: Path) -> N
     alone = np.concatenate([forward(backend, cache, {0: [token]}).logits for token in TOKENS])
     assert np.array_equal(together, alone)
     backend.close()
+
+
+# Kinds whose tensors have other types than plain weights.
+DRAFTERS = ["fp8 of blocks", "fp8 of rows", "gptq", "awq", "compressed-tensors int4", "compressed-tensors fp8 of matrices"]
+DRAFTERS += ["bitsandbytes nf4 nested", "bitsandbytes int8"]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_every_kind_may_draft(tmp_path: Path, kind: str) -> None:
+    config, quantize = KINDS[kind][0]
+    draft = write(tmp_path / "draft", config, quantize).directory
+    target = make_tiny_hf(tmp_path / "target", dtype="f16", tied=False, num_layers=1)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(target, "none", "numpy") as plain, LLM(target, f"{draft}@3", "numpy") as llm:
+        assert llm.generate([TOKENS], params)[0].token_ids == plain.generate([TOKENS], params)[0].token_ids
+        assert sum(level.num_draft_tokens for level in llm.levels.values()) > 0
 
 
 def test_layers_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.hub import HubModel
 from cpuspec.checkpoints.recipes import (
     DEFAULT_RECIPE,
+    BesideSource,
     ChainRecipe,
+    HeadOf,
     PackageSource,
     did_you_mean,
     find_named,
@@ -71,7 +73,7 @@ def test_every_shipped_recipe_reads_and_the_default_is_among_them() -> None:
     assert load_all()[2] == []
     for name, recipe in recipes.items():
         assert recipe.name == name
-        assert recipe.architecture in FAMILIES
+        assert recipe.head.target in recipes if recipe.head else recipe.architecture in FAMILIES
         # The public hub comes first, an index of packages is the second way.
         assert [type(source) for source in recipe.sources] in ([HubModel, PackageSource], [HubModel])
 
@@ -85,6 +87,62 @@ def test_a_recipe_says_everything_that_its_file_says(tmp_path: Path) -> None:
     assert [(part.package, part.num_bytes) for part in packages.parts] == [("tiny-part1", 20), ("tiny-part2", 10)]
     assert recipe.golden[0].token_ids == (1, 2, 3)
     assert recipe.layer_skip == {1: (7,), 2: (4, 7)}
+
+
+HEAD = """
+name = "tiny-head"
+description = "a test"
+architecture = "dflash"
+licence = "MIT"
+
+[head]
+target = "tiny"
+
+[files]
+"model.safetensors" = "{}"
+
+[[sources]]
+kind = "huggingface"
+name = "someone/head@v1:safetensors"
+
+[[sources]]
+kind = "beside"
+path = "heads/tiny"
+""".format("ab" * 32)
+
+
+def test_a_heads_recipe_says_for_which_model_it_is(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "tiny-head.toml", HEAD)
+    recipe = read_recipe(path)
+    assert (recipe.head, recipe.parameters) == (HeadOf("tiny"), 0)
+    assert recipe.hashes == {"model.safetensors": "ab" * 32}
+    assert recipe.sources == (HubModel("someone/head", "", "safetensors", "v1"), BesideSource(tmp_path / "heads" / "tiny"))
+    assert model_and_spec(str(path), None) == ("tiny", SpecConfig((LevelSpec("auto"), LevelSpec(str(path)))))
+    assert model_and_spec(str(path), "ngram") == ("tiny", SpecConfig.parse("ngram"))
+    write(cache / "recipes" / "tiny-head.toml", HEAD)
+    target, spec = model_and_spec("tiny-head", None)
+    check_spec(spec)
+    assert (target, str(spec), draft_models(spec)) == ("tiny", "auto,tiny-head", ["tiny-head"])
+    norm = read_recipe(write(path, HEAD.replace('target = "tiny"', f'target = "tiny"\nnorm_sha256 = "{"cd" * 32}"')))
+    assert norm.head == HeadOf("tiny", "cd" * 32)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('target = "tiny"', "", r"head: target is missing"),
+        ('target = "tiny"', 'target = "tiny"\nother = 1', r"head: no such key: other"),
+        ('target = "tiny"', 'target = "tiny"\nnorm_sha256 = "AB"', r"head: norm_sha256 is 'AB'"),
+        ('"model.safetensors" =', '"../model" =', r"files: \.\./model is"),
+        (f'= "{"ab" * 32}"', '= "ab"', r"files: model\.safetensors is 'ab'"),
+        ('path = "heads/tiny"', 'path = "../tiny"', r"path is '\.\./tiny'"),
+        ('path = "heads/tiny"', 'path = "heads/.."', r"path is 'heads/\.\.'"),
+        ('path = "heads/tiny"', 'path = "/tiny"', r"path is '/tiny'"),
+    ],
+)
+def test_a_wrong_key_of_a_heads_recipe_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_recipe(write(tmp_path / "x.toml", HEAD.replace(old, new)))
 
 
 SHORT = """

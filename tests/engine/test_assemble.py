@@ -9,6 +9,7 @@ import pytest
 
 from cpuspec.backends import BACKENDS
 from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints.gguf_file import GgufFile, read_gguf
 from cpuspec.config import EngineConfig, LevelSpec, SamplingParams, SpecConfig
 from cpuspec.engine.assemble import LOOKUPS, OWN_WEIGHTS, Target, build, check_spec, draft_models, open_spec
 from cpuspec.engine.llm import LLM
@@ -312,6 +313,18 @@ def test_a_chain_recipe_stands_for_a_target_with_its_drafts(models: Path, tmp_pa
     for spec, wanted in ((None, "ngram@3,self:q4_0@5"), ("none", "none"), ("ngram", "ngram")):
         with LLM(path, spec, threads=1) as llm:
             assert str(llm.spec) == wanted
+
+
+def test_a_draft_models_file_is_parsed_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = list[Path]()
+
+    def counted(path: Path, mmap: bool = True) -> GgufFile:
+        parsed.append(path)
+        return read_gguf(path, mmap)
+
+    monkeypatch.setattr("cpuspec.checkpoints.gguf_parts.read_gguf", counted)
+    LLM(models / "target.gguf", str(models / "draft.gguf"), "numpy").close()
+    assert parsed == [models / "target.gguf", models / "draft.gguf"]
 
 
 def test_the_target_is_released_when_its_draft_cannot_be_loaded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.heads import Head, find_reader
+from cpuspec.checkpoints.heads import Head
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError, CheckpointError, ConfigError
 from cpuspec.model.batch import ForwardBatch
@@ -17,14 +18,16 @@ from cpuspec.speculation.drafters.blocks import _MIN_CHANCE
 from cpuspec.speculation.drafters.heads import HeadProposer
 from tests.backends.models import every_backend, tiny
 from tests.block_heads import MASK_ID, accepted_chance, as_gguf, block_rows, make_block_head, markov_bias
-from tests.heads import RandomHead, write_head
+from tests.heads import RandomHead, opened, output_of, states_of, write_head
 
 SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4, head_format="file")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
-KINDS = {
+SCALES = {"input_embedding_scale": 0.5, "output_multiplier": 1.5, "final_logit_softcapping": 2.0}
+KINDS: dict[str, Any] = {
     "DFlash of z-lab": {},
     "DFlash of speculators": {"layout": "speculators", "num_drafted": 96},
     "causal DFlash": {"causal": True},
+    "scaled DFlash": {"scales": SCALES},
     "DSpark of DeepSpec": {"markov": "vanilla"},
     "DSpark of speculators": {"layout": "speculators", "markov": "vanilla", "num_drafted": 96},
     "gated DSpark": {"markov": "gated"},
@@ -47,18 +50,8 @@ def heads(target: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {kind: make_block_head(directory / str(i), target.config, **KINDS[kind]) for i, kind in enumerate(KINDS)}
 
 
-def opened(head: RandomHead, target: Checkpoint) -> Head:
-    found = find_reader(head.path)
-    assert found, "a reader knows the layout"
-    return found[0].read(found[1], target)
-
-
-def output_of(target: Checkpoint) -> np.ndarray:
-    return target.tensors["embed" if target.config.tied_embeddings else "output"].dequantize()
-
-
 @every_backend(("numba", "numpy", "torch"))
-@pytest.mark.parametrize("kind", ["DFlash of z-lab", "DFlash of speculators", "causal DFlash"])
+@pytest.mark.parametrize("kind", ["DFlash of z-lab", "DFlash of speculators", "causal DFlash", "scaled DFlash"])
 def test_a_block_computes_its_formulas(target: Checkpoint, heads: dict[str, RandomHead], kind: str, name: str) -> None:
     """Also where injected rows come in several parts, and beside another sequence."""
     made = heads[kind]
@@ -105,13 +98,6 @@ def test_a_block_changes_no_answer(target: Checkpoint, heads: dict[str, RandomHe
                     assert got == [answer.token_ids for answer in answers], about
             if about != "planned":
                 assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20, about
-
-
-def states_of(target: Checkpoint, tokens: list[int], layers: tuple[int, ...]) -> np.ndarray:
-    """The target's outputs of these layers, side by side, of all tokens, from scratch."""
-    backend = make_backend("numpy", target, SETTINGS)
-    batch = ForwardBatch(tokens, list(range(len(tokens))), [0], [0, len(tokens)], None, [0], layers)
-    return np.concatenate(backend.forward(batch, backend.new_cache(1, 64)).hidden, axis=1).astype(np.float64)
 
 
 def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:
@@ -181,8 +167,16 @@ def test_what_is_not_computed_is_refused(target: Checkpoint, heads: dict[str, Ra
 
     one = np.zeros((1, 1), np.float32)
     refused("DFlash of z-lab", "DFlash 2", {"layers.0.mlp_conv.base_kernel": one})
-    refused("DFlash of z-lab", "use_swa", dflash_config={"use_swa": True, "target_layer_ids": [0, 2], "mask_token_id": 3})
-    refused("DFlash of z-lab", "interleaved", rope_is_neox_style=False)
+    known = {"target_layer_ids": [0, 2], "mask_token_id": 3}
+    for key, value in {
+        "use_swa": True,
+        "attention_value_scale": 0.5,
+        "output_multiplier": 0,
+        "final_logit_softcapping": -1,
+    }.items():
+        refused("DFlash of z-lab", key, dflash_config={key: value, **known})
+    refused("DFlash of z-lab", "input_embedding_scale", input_embedding_scale="a")
+    refused("DFlash of z-lab", "rope_is_neox_style", rope_is_neox_style=False)
     refused("DFlash of z-lab", "block_size", block_size=1)
     refused("DFlash of z-lab", "inputs of layers", dflash_config={"target_layer_ids": [0, 9], "mask_token_id": 3})
     refused("DFlash of z-lab", "mask_token_id", dflash_config={"target_layer_ids": [0, 2], "mask_token_id": 320})
@@ -191,6 +185,8 @@ def test_what_is_not_computed_is_refused(target: Checkpoint, heads: dict[str, Ra
     refused("DSpark of DeepSpec", "markov_w1 has the shape", {"markov_head.markov_w1.weight": one})
     refused("gated DSpark", "gate_proj.weight is", {"markov_head.gate_proj.weight": one})
     refused("DSpark with confidence", "conf_proj.weight is", {"confidence_head.proj.weight": one})
+    (tmp_path / "damaged" / "mask_embedding.pt").write_bytes(b"")
+    refused("DFlash of z-lab", "is a pickle")
 
 
 def test_specs_that_a_block_cannot_do_are_refused(target: Checkpoint, heads: dict[str, RandomHead]) -> None:
@@ -225,6 +221,28 @@ def test_a_gguf_head_is_the_head_that_it_was_made_of(
     if ours.block.confidence is not None:
         assert np.array_equal(theirs.block.confidence, ours.block.confidence)
         assert theirs.block.confidence_bias == ours.block.confidence_bias
+    assert theirs.state_norm is not None
+    assert ours.state_norm is not None
+    assert np.array_equal(theirs.state_norm.weight, ours.state_norm.weight)
     if ours.block.markov:
         assert theirs.block.markov is not None
         assert np.array_equal(theirs.block.markov.w2.dequantize(), ours.block.markov.w2.dequantize())
+
+
+def test_what_a_gguf_head_asks_for_is_computed_or_refused(target: Checkpoint, heads: dict[str, RandomHead], tmp_path: Path) -> None:
+    made = heads["DFlash of z-lab"]
+    unchanged = {"attention.value_scale": 0.0, "logit_scale": 0.0, "embedding_scale": 1.0, "rope.dimension_count": 16}
+    path = as_gguf(made, tmp_path / "neutral.gguf", **{f"dflash.{key}": value for key, value in unchanged.items()})
+    assert opened(RandomHead(path, {}, {}), target).model.config.embedding_scale == 1
+    path = as_gguf(made, tmp_path / "scaled.gguf", **{"dflash.attention.scale": 0.5})
+    assert opened(RandomHead(path, {}, {}), target).model.config.query_scale == 0.5
+    for key, value in {
+        "attention.value_scale": 0.5,
+        "attention.sliding_window": 16,
+        "attention.scale": -1.0,
+        "rope.dimension_count": 8,
+        "logit_scale": [1.0, 2.0],
+    }.items():
+        path = as_gguf(made, tmp_path / "refused.gguf", **{f"dflash.{key}": value})
+        with pytest.raises(CheckpointError, match=key):
+            opened(RandomHead(path, {}, {}), target)

@@ -1,5 +1,6 @@
 """Trained heads: read as published, equal to their formulas on every backend, and drafts of theirs change no answer."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from cpuspec import LLM
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.checkpoints.heads import Head, find_reader, own_mtp
+from cpuspec.checkpoints.checkpoint import norm_sha256
+from cpuspec.checkpoints.heads import Head, own_mtp
 from cpuspec.config import EngineConfig, SamplingParams
-from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.errors import CheckpointError, ConfigError, DownloadError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.sequence import Sequence
@@ -26,6 +28,7 @@ from cpuspec.speculation.drafters.heads import HeadProposer, Rule
 from cpuspec.speculation.drafters.parallel import draft_at_once
 from cpuspec.speculation.head_context import DraftedRows, HeadRows
 from tests.backends.models import every_backend, tiny
+from tests.checkpoints.quantizers import compressed, save
 from tests.heads import (
     RandomHead,
     add_mtp,
@@ -39,6 +42,9 @@ from tests.heads import (
     make_oracle1,
     make_oracle3,
     mtp_rows,
+    opened,
+    output_of,
+    states_of,
     write_head,
 )
 from tests.speculation.exact import SOURCE, distance, rational_row
@@ -65,16 +71,6 @@ EAGLE3 = {
     "two layers": {"layout": "speculators", "num_layers": 2},
     "P-EAGLE": {"layout": "speculators", "num_layers": 2, "mask_id": 300},
 }
-
-
-def opened(head: RandomHead, target: Checkpoint) -> Head:
-    found = find_reader(head.path)
-    assert found, "a reader knows the layout"
-    return found[0].read(found[1], target)
-
-
-def output_of(target: Checkpoint) -> np.ndarray:
-    return target.tensors["embed" if target.config.tied_embeddings else "output"].dequantize()
 
 
 def rows_of(backend, head: Head, tokens: list[int], hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[no-untyped-def]
@@ -196,6 +192,37 @@ def test_a_gguf_head_is_the_head_that_it_was_made_of(target: Checkpoint, tmp_pat
     assert replace(theirs.model.config, norm_eps=1e-5) == ours.model.config
 
 
+def test_a_quantized_head_is_the_head_that_was_quantized(target: Checkpoint, tmp_path: Path) -> None:
+    made, rng, values = make_eagle3(tmp_path / "head", target.config), np.random.default_rng(5), {}
+    arrays: dict[str, Any] = {name: array for name, array in made.arrays.items() if name != "t2d"}
+    for name in [name for name in arrays if name.endswith("_proj.weight")]:
+        parts, values[name] = compressed(group=32)(rng, arrays.pop(name).shape)
+        arrays |= {f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()}
+    save(made.path / "model.safetensors", arrays)
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    (made.path / "config.json").write_text(json.dumps({**made.config, "quantization_config": quantization}))
+    head = opened(made, target)
+    for ours, theirs in (("q", "self_attn.q_proj"), ("o", "self_attn.o_proj"), ("down", "mlp.down_proj")):
+        tensor = head.model.tensors[f"layers.0.{ours}"]
+        assert tensor.format.name == "int4_g32"
+        assert np.allclose(tensor.dequantize(), values[f"midlayer.{theirs}.weight"], rtol=1e-6, atol=0)
+    assert head.token_ids is not None
+
+
+def test_what_a_gguf_head_asks_for_is_computed_or_refused(target: Checkpoint, tmp_path: Path) -> None:
+    made = make_eagle3(tmp_path / "head", target.config)
+    plain = opened(RandomHead(as_gguf(made, tmp_path / "plain.gguf"), {}, {}), target)
+    path = as_gguf(made, tmp_path / "scaled.gguf", **{"eagle3.logit_scale": 0.5, "eagle3.final_logit_softcapping": 20.0})
+    scaled = opened(RandomHead(path, {}, {}), target)
+    assert np.array_equal(scaled.model.tensors["norm"].dequantize(), plain.model.tensors["norm"].dequantize() * np.float32(0.5))
+    assert scaled.model.config.logit_softcap == 20
+    for key, value in {"attention.value_scale": 0.5, "attention.sliding_window": 8, "rope.dimension_count": 8}.items():
+        path = as_gguf(made, tmp_path / "refused.gguf", **{f"eagle3.{key}": value})
+        with pytest.raises(CheckpointError, match=key):
+            opened(RandomHead(path, {}, {}), target)
+
+
 # ------------------------------------------------------------------------------------------------------------------------- drafts
 
 SPECS = ("EAGLE3", "tree:EAGLE3@8", "draw:EAGLE3", "EAGLE1", "tree:EAGLE1@5", "PEAGLE", "ngram@2+EAGLE3@2", "EAGLE3@2+ngram@3")
@@ -259,13 +286,6 @@ def recorded(llm: LLM) -> Recorded:
     (level,) = llm._drafts
     assert isinstance(level, HeadProposer)
     return Recorded(level)
-
-
-def states_of(target: Checkpoint, tokens: list[int], layers: tuple[int, ...]) -> np.ndarray:
-    """The target's outputs of these layers, side by side, of all tokens, from scratch."""
-    backend = make_backend("numpy", target, SETTINGS)
-    batch = ForwardBatch(tokens, list(range(len(tokens))), [0], [0, len(tokens)], None, [0], layers)
-    return np.concatenate(backend.forward(batch, backend.new_cache(1, 64)).hidden, axis=1).astype(np.float64)
 
 
 def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:
@@ -462,6 +482,36 @@ def test_a_head_of_another_model_is_refused_with_what_was_got_and_wanted(
     parallel = heads["PEAGLE"]
     refused({**parallel.config, "mask_token_id": 320}, parallel.arrays, "mask_token_id is 320, wanted an id below 320")
     refused(parallel.config, {**parallel.arrays, "mask_hidden": np.zeros((1, 1, 5), np.float32)}, "mask_hidden has the shape")
+
+
+def test_a_recipe_ties_a_head_to_its_target(target: Checkpoint, heads: dict[str, RandomHead], tmp_path: Path) -> None:
+    made, path = make_eagle3(tmp_path / "heads" / "one", target.config), tmp_path / "one.toml"
+
+    def write(head: str, directory: str = "heads/one") -> None:
+        path.write_text(
+            f'name = "one"\ndescription = "a test"\narchitecture = "eagle3"\nlicence = "MIT"\n[head]\n{head}\n'
+            f'[[sources]]\nkind = "beside"\npath = "{directory}"\n'
+        )
+
+    named = f'target = "{target.path}"\nnorm_sha256 = "{norm_sha256(target)}"'
+    write(named)
+    with LLM(path, "none", settings=SETTINGS) as plain, LLM(path, settings=SETTINGS) as both, llm_over(target, f"{path}@3") as llm:
+        assert [level.name for level in both.explain()][-1] == "one.toml"
+        wanted = [answer.token_ids for answer in plain.generate(PROMPTS, PARAMS)]
+        for one in (both, llm):
+            assert [answer.token_ids for answer in one.generate(PROMPTS, PARAMS)] == wanted
+        assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20
+    other = replace(target, tensors={**target.tensors, "norm": QuantTensor.encode(get_format("f32"), np.ones(64))})
+    with pytest.raises(CheckpointError, match=rf"sha256 {norm_sha256(target)}, and that of .* has {norm_sha256(other)}"):
+        llm_over(other, str(path))
+    llm_over(other, str(made.path)).close()  # without a recipe, nothing says what it was trained for
+    write(named, "heads/none")
+    with pytest.raises(DownloadError, match="is not there"):
+        llm_over(target, str(path))
+    make_tiny_hf(tmp_path / "heads" / "model", **SMALL)
+    write(named, "heads/model")
+    with pytest.raises(CheckpointError, match="is no head of a known kind"):
+        llm_over(target, str(path))
 
 
 @pytest.mark.parametrize(

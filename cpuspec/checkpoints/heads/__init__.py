@@ -1,10 +1,11 @@
 """Trained heads: what people publish to draft for one target. A format is a row of `READERS`; its metadata say which it is."""
 
+import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
+from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.heads.dflash import is_block_head, read_block_head
 from cpuspec.checkpoints.heads.eagle import is_eagle1, is_eagle3, read_eagle1, read_eagle3
 from cpuspec.checkpoints.heads.gguf import is_gguf_block, is_gguf_eagle3, read_gguf_block, read_gguf_eagle3
@@ -13,7 +14,7 @@ from cpuspec.checkpoints.heads.medusa import is_medusa, read_medusa
 from cpuspec.checkpoints.heads.mlp_speculator import is_mlp_speculator, read_mlp_speculator
 from cpuspec.checkpoints.heads.mtp import is_mtp, own_mtp, read_mtp
 
-__all__ = ["READERS", "Head", "HeadFiles", "HeadNorm", "HeadReader", "find_reader", "own_mtp"]
+__all__ = ["READERS", "Head", "HeadFiles", "HeadNorm", "HeadReader", "find_reader", "is_named_head", "own_mtp"]
 
 
 class HeadReader(NamedTuple):
@@ -36,12 +37,15 @@ READERS = (
 )
 
 
-def find_reader(path: Path, mmap: bool = True) -> tuple[HeadReader, HeadFiles] | None:
-    """The reader of a head's directory or GGUF file, and its files; None for what is no head, such as a whole model.
+_NAMES = re.compile(r"eagle|dflash|dspark|medusa|mtp|speculator", re.IGNORECASE)
 
-    Raises CheckpointError for a damaged file.
-    """
-    if path.is_dir() and not (path / "config.json").exists():
-        return None
-    files = HeadFiles.read(path, mmap)
-    return next(((reader, files) for reader in READERS if reader.recognizes(files)), None)
+
+def is_named_head(fields: Fields) -> bool:
+    """Whether a config.json calls its model by the name of a kind of head. Some kinds have names of ordinary models."""
+    kinds = [fields.value(key) for key in ("model_type", "speculators_model_type")]
+    return any(_NAMES.search(str(name)) for name in [*fields.items("architectures"), *kinds])
+
+
+def find_reader(files: HeadFiles) -> HeadReader | None:
+    """The reader of a head's files; None for what is no head, such as a whole model."""
+    return next((reader for reader in READERS if reader.recognizes(files)), None)

@@ -4,10 +4,11 @@ Layouts: z-lab's (`dflash_config`), DeepSpec's (its keys at the top), speculator
 """
 
 import re
+from dataclasses import replace
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.heads.head import Block, Head, HeadFiles, HeadNorm, Markov, absolute_ids
+from cpuspec.checkpoints.heads.head import Block, Head, HeadFiles, HeadNorm, Markov, factor_of, num_drafted, with_logit_scale
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -18,7 +19,14 @@ _MOST_ROWS = 256  # of a block
 _KINDS = ("dflash", "dspark")
 _CLASSES = re.compile(r"[A-Za-z0-9]*(DFlash|DSpark)(Model|DraftModel|Speculator)")
 # What changes the computation and is not computed here, with the value at which it changes nothing.
-_UNSUPPORTED = {"use_swa": False, "attention_value_scale": 1, "output_multiplier": 1, "sliding_window_non_causal": False}
+_UNSUPPORTED = {
+    "use_swa": False,
+    "attention_value_scale": 1,
+    "sliding_window_non_causal": False,
+    "rope_is_neox_style": True,
+    "is_neox_style": True,
+}
+_MASK_EMBEDDING = "mask_embedding.pt"
 
 
 def is_block_head(files: HeadFiles) -> bool:
@@ -34,25 +42,18 @@ def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
     """A head of DFlash or DSpark. Raises CheckpointError for one that does not fit, or has parts that are not computed here."""
     fields = files.fields
     nested = fields.object("dflash_config")
-    if any("conv" in name or "candidate_selector" in name for name in files.tensors):
+    if any("conv" in name or "candidate_selector" in name for name in files.names):
         files.refuse("it is a head of DFlash 2, whose convolutions are not supported; use one of DFlash or DSpark")
     for place in (fields, nested):
         for key, neutral in _UNSUPPORTED.items():
             if place.value(key) not in (None, neutral):
                 files.refuse(f"its {key} is {str(place.value(key))[:40]}, which is not supported")
-    if fields.value("rope_is_neox_style") is False:
-        files.refuse("its queries and keys are interleaved (rope_is_neox_style), which is not supported")
+    if (files.path / _MASK_EMBEDDING).exists():
+        files.refuse(f"its {_MASK_EMBEDDING} is a pickle, which can run code and is never read")
     tensors, others = _sorted(files)
     layers = _layers(files, nested, target)
-    size = len(layers) * target.config.hidden_size
-    for name, tensor in (("fc.weight", tensors.get("encode")), ("hidden_norm.weight", tensors.get("hidden_norm"))):
-        if tensor is None:
-            files.refuse(f"tensor {name} is missing")
-    files.check(f"input, as numbers of {len(layers)} layers,", tensors["encode"].shape[-1], size, target)
-    output = tensors.get("output")
-    num_logits = output.shape[0] if output else target.config.vocab_size
-    offsets = files.arrays.get("d2t")
-    token_ids = files.token_ids(None if offsets is None else absolute_ids(offsets), num_logits, target)
+    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
+    token_ids = files.token_ids(num_logits, target)
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
     model = head_model(files, config, tensors, head, target)
@@ -62,7 +63,7 @@ def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
     return Head(
         "block",
         files.name,
-        model,
+        _scaled(model, fields, nested),
         layers,
         state_norm=norm,
         token_ids=token_ids,
@@ -84,6 +85,18 @@ def _sorted(files: HeadFiles) -> tuple[dict[str, QuantTensor], dict[str, QuantTe
         elif not DERIVED.fullmatch(name):
             tensors[canonical_name(name, _NAMES)] = tensor
     return tensors, others
+
+
+def _scaled(model: Checkpoint, fields: Fields, nested: Fields) -> Checkpoint:
+    """The model with what its configuration says of embeddings and logits."""
+
+    def factor(key: str, neutral: float = 1.0) -> float:
+        return factor_of(nested if key in nested else fields, key, neutral)
+
+    embedding, softcap = factor("input_embedding_scale"), factor("final_logit_softcapping", 0.0)
+    model = replace(model, config=replace(model.config, embedding_scale=embedding, logit_softcap=softcap))
+    # The multiplier is DFlash 2's name, the scale the one of others.
+    return with_logit_scale(model, factor("output_multiplier") * factor("logit_scale"))
 
 
 def _layers(files: HeadFiles, nested: Fields, target: Checkpoint) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import re
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, absolute_ids, target_norm
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, num_drafted, target_norm
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -26,8 +26,8 @@ _MASK = "mask_hidden"
 
 def is_eagle1(files: HeadFiles) -> bool:
     """Whether a directory has the layout of EAGLE-1: a Llama or Qwen2 of one layer, and a matrix `fc`."""
-    others = "speculators_model_type" in files.fields or "block_size" in files.fields or "hidden_norm.weight" in files.tensors
-    return not files.is_gguf and "fc.weight" in files.tensors and not others and not is_eagle3(files)
+    others = "speculators_model_type" in files.fields or "block_size" in files.fields or "hidden_norm.weight" in files.names
+    return not files.is_gguf and "fc.weight" in files.names and not others and not is_eagle3(files)
 
 
 def is_eagle3(files: HeadFiles) -> bool:
@@ -35,7 +35,7 @@ def is_eagle3(files: HeadFiles) -> bool:
     if files.is_gguf:
         return False
     kind, name = files.fields.value("speculators_model_type"), re.compile(r"(.*\.)?(midlayer|layers\.0)\.hidden_norm\.weight")
-    return kind in ("eagle3", "peagle") or (kind is None and any(map(name.fullmatch, files.tensors)))
+    return kind in ("eagle3", "peagle") or (kind is None and any(map(name.fullmatch, files.names)))
 
 
 def read_eagle1(files: HeadFiles, target: Checkpoint) -> Head:
@@ -51,7 +51,7 @@ def read_eagle1(files: HeadFiles, target: Checkpoint) -> Head:
 def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     """A head of EAGLE-3 or P-EAGLE, in the original layout or that of speculators."""
     fields = files.fields
-    is_parallel = _MASK in files.arrays or _MASK in files.tensors
+    is_parallel = _MASK in files.names
     nested = fields.object("eagle_config")
     ids = fields.items("eagle_aux_hidden_state_layer_ids") or nested.items("eagle_aux_hidden_state_layer_ids")
     count = target.config.num_layers
@@ -65,14 +65,8 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
         elif name != _MASK and not DERIVED.fullmatch(name):
             tensors[canonical_name(name, _NAMES_OF_3)] = tensor
     config = fields.object("transformer_layer_config") if "transformer_layer_config" in fields else fields
-    if "encode" not in tensors:
-        files.refuse("tensor fc.weight is missing")
-    size = tensors["encode"].shape[-1]
-    files.check(f"input, as numbers of {len(layers)} layers,", size, len(layers) * target.config.hidden_size, target)
-    output = tensors.get("output")
-    num_logits = output.shape[0] if output else target.config.vocab_size
-    offsets = files.arrays.get("d2t")
-    token_ids = files.token_ids(None if offsets is None else absolute_ids(offsets), num_logits, target)
+    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
+    token_ids = files.token_ids(num_logits, target)
     head = HeadConfig(
         "attention",
         normed_residual=fields.boolean("norm_before_residual", False),

@@ -15,7 +15,7 @@ from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf import rope_scaling, unpermuted
 from cpuspec.checkpoints.heads.dflash import block_size, side_heads
-from cpuspec.checkpoints.heads.head import I64, Block, Head, HeadFiles, HeadNorm, shared
+from cpuspec.checkpoints.heads.head import Block, Head, HeadFiles, HeadNorm, factor_of, num_drafted, shared, with_logit_scale
 from cpuspec.config import HeadConfig, ModelConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
@@ -36,8 +36,8 @@ _OTHERS_OF_BLOCKS = {
     "output.weight": "output",
     "token_embd.weight": "embed",
 }
-# What changes the computation of a block and is not computed here, with the value at which it changes nothing.
-_UNSUPPORTED = {"attention.sliding_window": 0, "attention.value_scale": 1, "embedding_scale": 1, "logit_scale": 1}
+# What changes the computation and is not computed here, with the values at which it changes nothing.
+_UNSUPPORTED = {"attention.sliding_window": (0,), "attention.value_scale": (0, 1)}
 _FACTORS, _FEATURE_NORM = "rope_freqs.weight", "enc.output_norm.weight"
 
 
@@ -53,16 +53,12 @@ def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     hidden = target.config.hidden_size
     files.check("size of its target's hidden states", fields.integer("target_hidden_size", hidden), hidden, target)
     tensors = _canonical(files, _OTHERS, {_FACTORS, _FEATURE_NORM})
-    encode, output = tensors.get("encode"), tensors.get("output")
-    if encode is None:
-        files.refuse("tensor fc.weight is missing")
-    files.check(f"input, as numbers of {len(layers)} layers,", encode.shape[-1], len(layers) * hidden, target)
-    num_logits = output.shape[0] if output else target.config.vocab_size
-    token_ids = _token_ids(files, num_logits, target)
+    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
+    token_ids = files.token_ids(num_logits, target)
     head = HeadConfig(
         "attention",
         normed_residual=fields.boolean("norm_before_residual", False),
-        feature_size=encode.shape[-1],
+        feature_size=size,
         num_logits=num_logits,
     )
     model = _model(files, fields, head, tensors, target)
@@ -71,8 +67,9 @@ def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
         files.refuse(f"norm_before_fc is {fields.boolean('norm_before_fc', False)}, and tensor {_FEATURE_NORM} says otherwise")
     norms: tuple[HeadNorm, ...] = ()
     if _FEATURE_NORM in files.tensors:
-        norms = (files.norm(_FEATURE_NORM, encode.shape[-1], config.norm_eps),)
-    return Head("eagle3", files.name, replace(model, tensors=unpermuted(config, model.tensors)), layers, norms, None, token_ids)
+        norms = (files.norm(_FEATURE_NORM, size, config.norm_eps),)
+    model = with_logit_scale(replace(model, tensors=unpermuted(config, model.tensors)), _factor(fields, "logit_scale"))
+    return Head("eagle3", files.name, model, layers, norms, None, token_ids)
 
 
 def is_gguf_block(files: HeadFiles) -> bool:
@@ -83,21 +80,13 @@ def is_gguf_block(files: HeadFiles) -> bool:
 def read_gguf_block(files: HeadFiles, target: Checkpoint) -> Head:
     """A DFlash or DSpark head of a GGUF file, beside its target."""
     fields = files.fields.under("dflash.")
-    for key, neutral in _UNSUPPORTED.items():
-        if fields.value(key) not in (None, neutral):
-            fields.fail(key, f"{neutral}: others are not supported")
-    if any("conv" in name or "selector" in name for name in files.tensors):
+    if any("conv" in name or "selector" in name for name in files.names):
         files.refuse("it is a head of DFlash 2, whose convolutions are not supported; use one of DFlash or DSpark")
     layers = _layers(files, fields, target)
     others = {name: one for name, one in files.tensors.items() if name.startswith(("markov_", "conf_"))}
     tensors = _canonical(files, _OTHERS_OF_BLOCKS, {_FACTORS, *others})
-    encode, output = tensors.get("encode"), tensors.get("output")
-    if encode is None:
-        files.refuse("tensor fc.weight is missing")
-    size = len(layers) * target.config.hidden_size
-    files.check(f"input, as numbers of {len(layers)} layers,", encode.shape[-1], size, target)
-    num_logits = output.shape[0] if output else target.config.vocab_size
-    token_ids = _token_ids(files, num_logits, target)
+    size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
+    token_ids = files.token_ids(num_logits, target)
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
     model = _model(files, fields, head, tensors, target)
     mask_id = files.fields.token_id("tokenizer.ggml.mask_token_id", model.config.vocab_size)
@@ -105,7 +94,7 @@ def read_gguf_block(files: HeadFiles, target: Checkpoint) -> Head:
     num_skipped = 0 if markov and fields.boolean("sample_from_anchor", True) else 1
     block = Block(block_size(fields), num_skipped, not fields.boolean("attention.causal", False), markov, confidence, bias)
     norm = HeadNorm(model.tensors["norm"].dequantize(), model.config.norm_eps)
-    number = block.size - num_skipped
+    number, model = block.size - num_skipped, with_logit_scale(model, _factor(fields, "logit_scale"))
     return Head("block", files.name, model, layers, (), norm, token_ids, number, mask_id=mask_id, block=block)
 
 
@@ -128,8 +117,9 @@ def _canonical(files: HeadFiles, others: Mapping[str, str], left_out: Set[str]) 
     return tensors
 
 
-def _token_ids(files: HeadFiles, num_logits: int, target: Checkpoint) -> I64 | None:
-    return files.token_ids(files.arrays["d2t"].astype(np.int64) if "d2t" in files.arrays else None, num_logits, target)
+def _factor(fields: Fields, key: str) -> float:
+    """A factor, for which 0 says that there is none."""
+    return factor_of(fields, key, 0.0) or 1.0
 
 
 def _model(files: HeadFiles, fields: Fields, head: HeadConfig, tensors: dict[str, QuantTensor], target: Checkpoint) -> Checkpoint:
@@ -150,6 +140,9 @@ def _config(files: HeadFiles, fields: Fields, head: HeadConfig, tensors: dict[st
     if heads < 1:
         fields.fail("attention.head_count", "at least 1")
     dims, context = fields.integer("attention.key_length", hidden // heads), target.config.context_length
+    for key, neutral in {**_UNSUPPORTED, "rope.dimension_count": (dims,), "attention.value_length": (dims,)}.items():
+        if key in fields and fields.number(key) not in neutral:
+            fields.fail(key, f"{' or '.join(map(str, neutral))}: others are not supported")
     return ModelConfig(
         architecture="llama",
         vocab_size=target.config.vocab_size,
@@ -166,5 +159,8 @@ def _config(files: HeadFiles, fields: Fields, head: HeadConfig, tensors: dict[st
         qkv_bias="layers.0.q_bias" in tensors,
         o_bias="layers.0.o_bias" in tensors,
         qk_norm="layers.0.q_norm" in tensors,
+        embedding_scale=_factor(fields, "embedding_scale"),
+        query_scale=factor_of(fields, "attention.scale", 0.0) or None,
+        logit_softcap=factor_of(fields, "final_logit_softcapping", 0.0),
         head=head,
     )

@@ -1,21 +1,26 @@
 """What every reader of a head gives back, and what it reads: the files of a head, whose layout only its reader knows."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields, read_json_object
+from cpuspec.checkpoints.gguf import scaled
+from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.heads.stages import Stage
 from cpuspec.checkpoints.huggingface import read_stored
+from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
 from cpuspec.errors import CheckpointError
-from cpuspec.formats import QuantTensor
+from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32
 
 I64 = NDArray[np.int64]
@@ -78,7 +83,7 @@ class Block:
 class Head:
     """A trained head that fits its target: a model that reads the target's hidden states, and how it is to be run.
 
-    method: how it drafts, a row of `speculation.drafters.heads.DRAFTERS`. name: for reports.
+    method: how it drafts, a row of `speculation.drafters.heads.RULES`. name: for reports.
     model: its tensors; those that it shares with the target are the target's own objects.
     layers: the target's layers, from 0, whose outputs it reads side by side, in this order.
     feature_norms: of these numbers, one after the other, before anything is computed of them.
@@ -107,28 +112,66 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class HeadFiles:
-    """The files of a head, read and not yet understood.
+    """Files that may be a head's. Their fields and the names of their tensors say whose; tensors are read when a reader asks.
 
-    fields: config.json, or a GGUF file's metadata. tensors: matrices and vectors of numbers; arrays: everything else, such as ids.
+    fields: config.json, or a GGUF file's metadata. files: tensors as safetensors have them, or the parsed GGUF file.
     """
 
     path: Path
     fields: Fields
-    tensors: Mapping[str, QuantTensor]
-    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    is_gguf: bool = False
+    files: Mapping[str, StoredTensor] | GgufFile
 
     @staticmethod
-    def read(path: Path, mmap: bool = True) -> "HeadFiles":
-        """A directory of config.json and safetensors, or a GGUF file. Raises CheckpointError for what is damaged or missing."""
+    def read(path: Path, mmap: bool = True) -> "HeadFiles | None":
+        """A directory of config.json and safetensors, or a GGUF file; None for others, which are no heads.
+
+        Raises CheckpointError for what is damaged or missing.
+        """
         if path.is_dir():
             config = path / "config.json"
-            stored = _read_stored(path, mmap)
-            arrays = {name: tensor.numbers_or_integers() for name, tensor in stored.items() if tensor.is_array}
-            tensors = {name: tensor.floats() for name, tensor in stored.items() if name not in arrays}
-            return HeadFiles(path, Fields(str(config), read_json_object(config, _MAX_CONFIG_BYTES)), tensors, arrays)
+            if not config.exists() or (path / openvino.MODEL).exists():
+                return None
+            return HeadFiles(path, Fields(str(config), read_json_object(config, _MAX_CONFIG_BYTES)), _read_stored(path, mmap))
+        if path.suffix == ".safetensors":
+            return None
         file = read_parts(path, mmap)
-        return HeadFiles(path, Fields(str(path), file.metadata), file.tensors, file.arrays, True)
+        return HeadFiles(path, Fields(str(path), file.metadata), file)
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether they are a GGUF file."""
+        return isinstance(self.files, GgufFile)
+
+    @cached_property
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self.files.tensors.keys() | self.files.arrays.keys() if isinstance(self.files, GgufFile) else self.files.keys()
+
+    @cached_property
+    def arrays(self) -> Mapping[str, NDArray[Any]]:
+        """What is no matrix and no vector of numbers, such as ids."""
+        if isinstance(self.files, GgufFile):
+            return self.files.arrays
+        parts = tuple(f".{part}" for part in self._method.parts) if self._method else ()
+        return {
+            name: tensor.numbers_or_integers()
+            for name, tensor in self.files.items()
+            if tensor.is_array and not name.endswith(parts)
+        }
+
+    @cached_property
+    def tensors(self) -> Mapping[str, QuantTensor]:
+        """Matrices and vectors, quantized ones by the names of plain weights. Raises CheckpointError for kinds not supported."""
+        if isinstance(self.files, GgufFile):
+            return scaled(self.files)
+        stored = {name: tensor for name, tensor in self.files.items() if name not in self.arrays}
+        if self._method:
+            return read_quantized(self.path, self._method, stored)
+        return {name: tensor.floats() for name, tensor in stored.items()}
+
+    @cached_property
+    def _method(self) -> Method | None:
+        return read_method(self.path, self.fields)
 
     @property
     def name(self) -> str:
@@ -174,12 +217,26 @@ class HeadFiles:
             )
         return found
 
-    def token_ids(self, ids: I64 | None, num_drafted: int, target: Checkpoint) -> I64 | None:
-        """The target's id of each drafted token, checked; None where the head drafts the whole vocabulary."""
+    def feature_size(self, encode: QuantTensor | None, layers: tuple[int, ...], target: Checkpoint) -> int:
+        """How many numbers of the target the matrix `fc` reads: those of the outputs of `layers`, side by side."""
+        if encode is None:
+            self.refuse("tensor fc.weight is missing")
+        size = len(layers) * target.config.hidden_size
+        self.check(f"input, as numbers of {len(layers)} layers,", encode.shape[-1], size, target)
+        return size
+
+    def token_ids(self, num_drafted: int, target: Checkpoint) -> I64 | None:
+        """The target's id of each drafted token, as `d2t` says; None where the head drafts the whole vocabulary.
+
+        `d2t` has these ids in GGUF files, and how far they are from the draft's own in safetensors.
+        """
         vocab_size = target.config.vocab_size
-        if ids is None:
+        if "d2t" not in self.arrays:
             self.check("number of drafted tokens, without a list of their ids,", num_drafted, vocab_size, target)
             return None
+        ids = self.arrays["d2t"].astype(np.int64)
+        if not self.is_gguf:
+            ids = ids.reshape(-1) + np.arange(ids.size)
         if ids.shape != (num_drafted,):
             self.refuse(f"d2t has the shape {list(ids.shape)}, and its output matrix {num_drafted} rows")
         return self.checked_ids("d2t", ids, target)
@@ -202,7 +259,7 @@ def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
     alone = path / f"{_MEDUSA}.safetensors"
     if alone.exists():
         return read_safetensors(alone, mmap)
-    if (path / f"{_MEDUSA}.pt").exists():
+    if (path / f"{_MEDUSA}.pt").exists() and not any(path.glob("model.safetensors*")):
         raise CheckpointError(
             f"{path} has its weights only as {_MEDUSA}.pt, a pickle, which can run code and is never read; convert it there, with "
             f"torch installed: python -c \"import torch, safetensors.torch as s; w = torch.load('{_MEDUSA}.pt', 'cpu', "
@@ -211,14 +268,30 @@ def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
     return read_stored(path, mmap)
 
 
-def absolute_ids(offsets: NDArray[Any]) -> I64:
-    """Ids of tokens of the target, of how far they are from the draft's (`d2t` in safetensors)."""
-    return offsets.astype(np.int64).reshape(-1) + np.arange(offsets.size)
+def num_drafted(tensors: Mapping[str, QuantTensor], target: Checkpoint) -> int:
+    """How many tokens a head can draft: the rows of its own output matrix, or else the target's."""
+    return tensors["output"].shape[0] if "output" in tensors else target.config.vocab_size
 
 
 def target_norm(target: Checkpoint) -> HeadNorm:
     """The target's norm before its logits: some heads were trained on hidden states behind it."""
     return HeadNorm(target.tensors["norm"].dequantize(), target.config.norm_eps)
+
+
+def factor_of(fields: Fields, key: str, neutral: float = 1.0) -> float:
+    """A factor above 0, or 0 where that is neutral, as files say for a factor or a cap that is not there."""
+    value = fields.number(key, neutral)
+    if not (1e-6 <= value <= 1e6 or value == neutral):
+        fields.fail(key, f"a number from 1e-6 to 1e6{'' if neutral else ', or 0 for none'}")
+    return value
+
+
+def with_logit_scale(model: Checkpoint, factor: float) -> Checkpoint:
+    """The model with logits times `factor`, which is one of the norm before them. A cap of logits comes behind it."""
+    if factor == 1:
+        return model
+    norm = QuantTensor.encode(get_format("f32"), model.tensors["norm"].dequantize() * np.float32(factor))
+    return replace(model, tensors={**model.tensors, "norm": norm})
 
 
 def shared(target: Checkpoint, own: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
