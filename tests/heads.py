@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.heads import Head, HeadFiles, find_reader
+from cpuspec.checkpoints.heads import Head, find_reader
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.model.batch import ForwardBatch
 from tools.make_tiny_model import _gguf_name, _gguf_writer, random_weights, tiny_config
@@ -31,11 +31,9 @@ class RandomHead:
 
 def opened(head: RandomHead, target: Checkpoint) -> Head:
     """The head as its reader gives it beside a target."""
-    files = HeadFiles.read(head.path)
-    assert files
-    reader = find_reader(files)
-    assert reader, "a reader knows the layout"
-    return reader.read(files, target)
+    found = find_reader(head.path)
+    assert found, "a reader knows the layout"
+    return found[0].read(found[1], target)
 
 
 def output_of(target: Checkpoint) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import fetch, find_model
 from cpuspec.checkpoints.gguf import checkpoint_of
 from cpuspec.checkpoints.gguf_file import GgufFile
-from cpuspec.checkpoints.heads import Head, HeadFiles, find_reader, own_mtp
+from cpuspec.checkpoints.heads import Head, HeadFiles, own_mtp, reader_of
 from cpuspec.checkpoints.recipes import ChainRecipe, Recipe, find_named
 from cpuspec.config import AUTO, BACKEND_SETTINGS, EngineConfig, LevelSpec, SpecConfig, read_backend
 from cpuspec.engine.heads import casts_of_head, open_head
@@ -302,7 +302,7 @@ def _open(part: LevelSpec, target: Target, verifier: Verifier, num_tokens: int) 
         source = find_model(drafter.model)
         path, made_for = source if isinstance(source, Path) else fetch(source), source.head if isinstance(source, Recipe) else None
         files = HeadFiles.read(path, settings.mmap)
-        if files and (reader := find_reader(files)):
+        if files and (reader := reader_of(files)):
             head = open_head(reader, files, target.checkpoint, target.tokenizer, made_for)
             return _opened_head(head, part, drafter, target, backend, settings, verifier, num_tokens)
         if made_for:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
@@ -14,7 +15,7 @@ from cpuspec.checkpoints.heads.medusa import is_medusa, read_medusa
 from cpuspec.checkpoints.heads.mlp_speculator import is_mlp_speculator, read_mlp_speculator
 from cpuspec.checkpoints.heads.mtp import is_mtp, own_mtp, read_mtp
 
-__all__ = ["READERS", "Head", "HeadFiles", "HeadNorm", "HeadReader", "find_reader", "is_named_head", "own_mtp"]
+__all__ = ["READERS", "Head", "HeadFiles", "HeadNorm", "HeadReader", "find_reader", "is_named_head", "own_mtp", "reader_of"]
 
 
 class HeadReader(NamedTuple):
@@ -46,6 +47,16 @@ def is_named_head(fields: Fields) -> bool:
     return any(_NAMES.search(str(name)) for name in [*fields.items("architectures"), *kinds])
 
 
-def find_reader(files: HeadFiles) -> HeadReader | None:
+def reader_of(files: HeadFiles) -> HeadReader | None:
     """The reader of a head's files; None for what is no head, such as a whole model."""
     return next((reader for reader in READERS if reader.recognizes(files)), None)
+
+
+def find_reader(path: Path, mmap: bool = True) -> tuple[HeadReader, HeadFiles] | None:
+    """The reader of a head's directory or GGUF file, and its files; None for what is no head.
+
+    Raises CheckpointError for a damaged file.
+    """
+    files = HeadFiles.read(path, mmap)
+    reader = reader_of(files) if files else None
+    return (reader, files) if files and reader else None
