@@ -13,6 +13,7 @@ from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.exploration import TrialBudget
 
 MAX_TOKENS = 16  # drafted by a model at once
+_LEAST = 0.02  # the least chance of a node that is looked at: a row costs more
 
 
 class Option(NamedTuple):
@@ -97,7 +98,7 @@ def best_tree(
     best, best_rate = (0, 1.0, costs.forward_s(num_seqs) / num_seqs, 0.0, 0), num_seqs / costs.forward_s(num_seqs)
     found = [(-chances[0][0], 0, 0, 1.0)]  # a heap of (-likely, depth, rank, likely of the parent)
     for n in range(1, limit + 1):
-        if not found:
+        if not found or -found[0][0] < _LEAST:
             break
         likely, depth, rank, before = heappop(found)
         claimed, deepest = claimed - likely, max(deepest, depth + 1)
