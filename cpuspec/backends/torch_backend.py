@@ -186,7 +186,8 @@ class TorchBackend:
     @torch.inference_mode()
     def project(self, rows: F32, name: str) -> F32:
         """The product of rows with one of a head's matrices."""
-        return self._forward(_Step((), (), False, {}), {}).linear(torch.from_numpy(rows).to(self.device), name).cpu().numpy()
+        forward = self._forward(_Step((), (), False, {}), {})
+        return forward.linear(torch.from_numpy(rows).to(self.device), name).cpu().numpy()
 
     @torch.inference_mode()
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:

@@ -130,7 +130,7 @@ class BlockTraining:
         attention = _BlockAttention(anchors, lengths, block.size, block.both_ways, weights.device)
         before = np.concatenate([np.arange(length) for length in lengths])
         features = torch.cat([weights.features(one, slice(length)) for one, length in zip(samples, lengths, strict=True)])
-        (hidden,) = Rows(config, weights.all, before, attention).linears(features, ("encode",), None)
+        hidden = weights.encoded(features)
         inject(config, Rows(config, weights.all, before, attention, given=hidden))
         own = np.arange(block.size)
         places = np.concatenate([at[:, None] + own for at in anchors])

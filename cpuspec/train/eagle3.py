@@ -107,7 +107,7 @@ class Eagle3Training:
         attention = _ChainAttention(starts.tolist(), weights.device)
         features = torch.cat([weights.features(one, slice(count)) for one, count in zip(samples, counts, strict=True)])
         embedded = weights.embedded(np.concatenate([one.token_ids[1:-1] for one in samples]).astype(np.int64))
-        (given,) = Rows(config, weights.all, places, attention).linears(features, ("encode",), None)
+        given = weights.encoded(features)
         previous = weights.on_device(np.maximum(np.arange(len(places)) - 1, 0))
         logits = []
         for step in range(self._loss.steps):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import CheckpointError
@@ -62,6 +63,10 @@ class HeadWeights:
     def features(self, sample: Sample, rows: slice) -> Tensor:
         """What the head reads of some tokens of a sample, [T, feature_size]."""
         return self.on_device(sample.hidden[rows][:, self._columns].reshape(len(sample.token_ids[rows]), -1))
+
+    def encoded(self, features: Tensor) -> Tensor:
+        """The head's hidden states [T, C] of what it reads."""
+        return functional.linear(features, self.all["encode"])
 
     def embedded(self, tokens: I64) -> Tensor:
         """Rows of the target's embedding, [T, C]."""

@@ -116,7 +116,7 @@ def test_a_tree_is_drafted_where_alternatives_are_worth_their_rows(
     assert (np.mean(branched) < 0.2) == (not branches)
 
 
-@pytest.mark.parametrize("chances", [(0.9, 0.05), (0.45, 0.35, 0.1)])
+@pytest.mark.parametrize("chances", [(0.9, 0.05), (0.45, 0.35, 0.1), (0.4, 0.3, 0.1)])
 def test_the_choice_is_no_worse_than_either_shape_alone(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, chances: tuple[float, ...]
 ) -> None:

@@ -20,9 +20,9 @@ class Ratio:
         self.gained = _DECAY * self.gained + gained
         self.spent = _DECAY * self.spent + spent
 
-    def expected(self, prior: float) -> float:
-        """The ratio, pulled towards `prior` while little was spent."""
-        return (self.gained + _PRIOR * prior) / (self.spent + _PRIOR)
+    def expected(self, prior: float, weight: float = _PRIOR) -> float:
+        """The ratio, pulled towards `prior` with this weight, in units of what is spent."""
+        return (self.gained + weight * prior) / (self.spent + weight)
 
 
 class Estimate:

@@ -23,7 +23,7 @@ from cpuspec.speculation.drafters.heads import HeadProposer
 from cpuspec.speculation.drafters.masks import MaskProposer
 from cpuspec.speculation.drafters.ranks import Ranks
 from cpuspec.speculation.drafters.translate import TranslatedProposer
-from cpuspec.speculation.planner.acceptance import Estimate
+from cpuspec.speculation.planner.acceptance import Estimate, Ratio
 from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, best_tree, choose
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TRIAL_ROUNDS, TRIAL_TOKENS, TrialBudget
@@ -40,6 +40,7 @@ _FAR_OFF = 10.0  # a lookup that takes longer by this factor counts as this: som
 _WORTH = 1.05  # a looked-up draft must promise this over none: what seems to gain less loses as often
 _WAIT = 3.0  # share of a model's price that is waited for, over the lookups' share of earlier requests; never more than all
 _FIRST_LOOKUP_ACCEPTANCE, _FIRST_MODEL_ACCEPTANCE = 1.0, 0.7  # of a lookup's claims, and of a model's tokens
+_TREES_PRIOR = 15.0  # accepted tokens of trees whose chances are believed before trees have shown otherwise
 _FIRST_GAIN = 0.25  # tokens that asking a lookup gains, before anything is known
 _FIRST_LOOKUP_S = 1e-4
 
@@ -135,7 +136,9 @@ class ModelDrafter:
         self.proposer = proposer
         self._in_one_pass = isinstance(proposer, HeadProposer | MaskProposer) and proposer.in_one_pass
         self._ranks: Ranks | None = None
-        self.worth = Estimate(1.0)  # of its trees: their nodes are the likeliest by its own word, which may be better or worse
+        # What its trees brought over what their ranks claim: their nodes are the likeliest by its own word, which may be better or
+        # worse. It fades in rounds without a tree, so that trees which did badly are tried again.
+        self._trees = Ratio()
         self._tree_forwards = [0.0]  # in forwards of one row, by the depth of the tree
         if isinstance(proposer, HeadProposer):
             self._ranks = proposer.counted_ranks()
@@ -150,11 +153,11 @@ class ModelDrafter:
         self._fed: dict[int, int] = {}  # by sequence id: its length when it was last drafted for
         self._missed_s: dict[int, float] = {}  # by sequence id: what drafts would have saved since
 
-    def best(self, costs: Costs, rate: float, limit: int, num_seqs: int = 1, worth: float = 1.0) -> Option:
-        """Its best draft for a verifier of these costs, whose tokens are accepted at that rate. worth: of trees (`best_tree`)."""
+    def best(self, costs: Costs, rate: float, limit: int, num_seqs: int = 1) -> Option:
+        """Its best draft for a verifier of these costs, whose tokens are accepted at that rate."""
         limit = min(limit, self.proposer.num_tokens)
         if isinstance(self.proposer, HeadProposer) and self._ranks:
-            chances = self._ranks.chances(rate)
+            chances, worth = self._ranks.chances(rate), self._trees.expected(1.0, _TREES_PRIOR)
             tree = best_tree(self, costs, chances[:DEPTHS], limit, self._tree_s, num_seqs, worth)
             if self.proposer.makes_trees:
                 return tree
@@ -201,7 +204,6 @@ class ModelDrafter:
             if option.risk_s:  # a trial begins
                 self._trial_rounds[seq.id] = TRIAL_ROUNDS
                 self.acceptance.restart(seq)
-                self.worth.restart(seq)
             if option.trial:
                 self._trial_rounds[seq.id] -= 1
         return drafts
@@ -210,15 +212,13 @@ class ModelDrafter:
         """Count a verified draft: evaluated tokens end at the first rejected one."""
         evaluated = min(num_accepted + 1, option.num_tokens)
         if isinstance(self.proposer, HeadProposer) and self._ranks:
-            if option.depth:
-                self.worth.record(seq, num_accepted, option.claimed)
+            self._trees.record(*((num_accepted, option.claimed) if option.depth else (0.0, 0.0)))
             num_accepted, evaluated = self.proposer.hits(seq)
         self.acceptance.record(seq, num_accepted, evaluated)
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence."""
         self.acceptance.end(seq)
-        self.worth.end(seq)
         for known in (self._fed, self._missed_s, self._trial_rounds):
             known.pop(seq.id, None)
 
@@ -344,7 +344,7 @@ class Planner:
     def _options_of(self, model: ModelDrafter, seq: Sequence, limit: int, num_seqs: int, known: list[Option]) -> list[Option]:
         """The model's best draft, if that pays beside the options that are known; else a trial that may."""
         instead = best_estimated(known)
-        option = model.best(self.costs, model.acceptance.expected(seq), limit, num_seqs, model.worth.expected(seq))
+        option = model.best(self.costs, model.acceptance.expected(seq), limit, num_seqs)
         if option.tokens_per_s > instead.tokens_per_s:
             self._left_to_models.add(seq.id)
             wait = min(1.0, _WAIT * (1 - self._left.usual))
@@ -405,9 +405,7 @@ class Planner:
         table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0)]
         for one in self._drafters:
             costs = (one.acceptance.usual, one.seconds / plain_s, cost_of_rows)
-            best = None
-            if isinstance(one, ModelDrafter):
-                best = one.best(self.costs, one.acceptance.usual, MAX_TOKENS, worth=one.worth.usual)
+            best = one.best(self.costs, one.acceptance.usual, MAX_TOKENS) if isinstance(one, ModelDrafter) else None
             planned = (best.num_tokens, best.tokens_per_s * plain_s, best.depth) if best else (None, None, 0)
             counts = (one.drafted.num_rounds, one.drafted.num_draft_tokens, one.drafted.num_accepted_tokens)
             table.append(PlannedDrafter(one.proposer.name, verifies, *counts, *costs, *planned))
