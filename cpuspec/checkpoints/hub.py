@@ -254,8 +254,8 @@ def _whole(model: HubModel, gguf: _Gguf) -> Choice:
 
 
 def _safetensors(model: HubModel, files: Mapping[str, int | None]) -> Choice:
-    """The repository's safetensors with their configuration and tokenizer. Raises ConfigError."""
-    weights = ["model.safetensors"] if "model.safetensors" in files else []
+    """The repository's safetensors with their configuration and tokenizer; Medusa's have their own name. Raises ConfigError."""
+    weights = [file for file in ("model.safetensors", "medusa_lm_head.safetensors") if file in files][:1]
     if not weights and "model.safetensors.index.json" in files:
         parts = {int(part["number"]): file for file in files if (part := _PART.fullmatch(file.removesuffix(".safetensors")))
                  and part["stem"] == "model" and file.endswith(".safetensors")}  # fmt: skip

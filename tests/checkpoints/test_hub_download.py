@@ -365,6 +365,12 @@ def test_a_head_is_fetched_though_it_is_no_model_by_itself(hub: StandInHub, kind
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_a_medusa_head_is_fetched_by_the_name_of_its_own_file(hub: StandInHub) -> None:
+    files = {"config.json": b'{"medusa_num_heads": 5, "medusa_num_layers": 1}', "medusa_lm_head.safetensors": b"x" * 100}
+    hub.repositories["someone/medusa"] = Repository(files)
+    assert sorted(path.name for path in resolve_model("someone/medusa").iterdir()) == sorted(files)
+
+
 def test_a_recipe_may_say_the_sha256_of_each_file(hub: StandInHub) -> None:
     weights = b"x" * 100
     files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": weights}

@@ -1,6 +1,9 @@
 """Medusa heads and MLP speculators: read as published, equal to their formulas on every backend, and drafts change no answer."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -111,11 +114,9 @@ def test_stages_change_no_answer(target: Checkpoint, heads: dict[str, RandomHead
     with llm_over(target, "none", name) as plain:
         wanted = [plain.generate(PROMPTS, one) for one in params]
     medusa, mlp = heads["Medusa, truncated vLLM"].path, heads["MLP, tied"].path
-    specs = [
-        str(made.path) for kind, made in heads.items() if kind.startswith(("Medusa, tw", "Medusa, vLLM", "MLP, of", "MLP, sc"))
-    ]
+    specs = [f"{medusa}@2", f"{mlp}@2+ngram@2"]
     for one in (medusa, mlp):
-        specs += [f"{one}@2", f"tree:{one}@9", f"draw:{one}", f"ngram@2+{one}", f"{one}@2+ngram@2", f"auto,{one}"]
+        specs += [f"tree:{one}@9", f"draw:{one}", f"ngram@2+{one}", f"auto,{one}"]
     for spec in specs:
         with llm_over(target, spec, name) as llm:
             for some, answers in zip(params, wanted, strict=True):
@@ -272,6 +273,20 @@ def test_heads_of_medusa_may_lie_in_a_file_of_their_own_and_pickles_are_never_re
         opened(replace(made, path=tmp_path), target)
     save_file(load_file(made.path / "model.safetensors"), tmp_path / "medusa_lm_head.safetensors")
     assert len(opened(replace(made, path=tmp_path), target).stages) == 3
+
+
+def test_the_line_that_converts_a_pickle_does(target: Checkpoint, heads: dict[str, RandomHead], tmp_path: Path) -> None:
+    torch, made = pytest.importorskip("torch"), heads["Medusa, two blocks"]
+    (tmp_path / "config.json").write_text(json.dumps(made.config))
+    torch.save({name: torch.from_numpy(array) for name, array in made.arrays.items()}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(CheckpointError) as refused:
+        opened(replace(made, path=tmp_path), target)
+    line = re.search(r'python -c "(.+)"', str(refused.value))
+    assert line
+    subprocess.run([sys.executable, "-c", line[1]], cwd=tmp_path, check=True)
+    ours, theirs = opened(replace(made, path=tmp_path), target), opened(made, target)
+    for name, tensor in theirs.model.tensors.items():
+        assert np.array_equal(tensor.dequantize(), ours.model.tensors[name].dequantize()), name
 
 
 def test_a_graph_engine_refuses_stages(target: Checkpoint, heads: dict[str, RandomHead]) -> None:

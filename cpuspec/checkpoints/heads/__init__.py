@@ -42,9 +42,9 @@ _NAMES = re.compile(r"eagle|dflash|dspark|medusa|mtp|speculator", re.IGNORECASE)
 
 
 def is_named_head(fields: Fields) -> bool:
-    """Whether a config.json calls its model by the name of a kind of head. Some kinds have names of ordinary models."""
+    """Whether a config.json names a kind of head, as its model or in a field. Some kinds have names of ordinary models."""
     kinds = [fields.value(key) for key in ("model_type", "speculators_model_type")]
-    return any(_NAMES.search(str(name)) for name in [*fields.items("architectures"), *kinds])
+    return "medusa_num_heads" in fields or any(_NAMES.search(str(name)) for name in [*fields.items("architectures"), *kinds])
 
 
 def reader_of(files: HeadFiles) -> HeadReader | None:

@@ -284,7 +284,7 @@ def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
     alone = path / f"{_MEDUSA}.safetensors"
     if alone.exists():
         return read_safetensors(alone, mmap)
-    if (path / f"{_MEDUSA}.pt").exists():
+    if (path / f"{_MEDUSA}.pt").exists() and not any(path.glob("model.safetensors*")):
         raise CheckpointError(
             f"{path} has its weights only as {_MEDUSA}.pt, a pickle, which can run code and is never read; convert it there, with "
             f"torch installed: python -c \"import torch, safetensors.torch as s; w = torch.load('{_MEDUSA}.pt', 'cpu', "

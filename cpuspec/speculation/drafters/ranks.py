@@ -22,6 +22,7 @@ class Ranks:
 
     def __init__(self, num_depths: int) -> None:
         self._counts = [[0.0] * (CHILDREN + 1) for _ in range(num_depths)]  # the last of a row: none of them
+        self._first, self._shares = self._shared()
 
     def record(self, offers: Offers, tokens: list[int]) -> tuple[int, int]:
         """Count the tokens that came, as far as the head had offers for them; returns how many were its likeliest, and how many
@@ -36,20 +37,27 @@ class Ranks:
             self._counts[depth] = [_DECAY * count for count in self._counts[depth]]
             self._counts[depth][rank] += 1
             hits, number = hits + (rank == 0), number + 1
+        self._first, self._shares = self._shared()
         return hits, number
 
     def chances(self, rate: float) -> list[list[float]]:
         """For each depth the chances of the ranks, once the token before is right, of a request whose drafts fare so that the
         likeliest token comes with `rate` on average.
         """
-        counts = [sum(row[rank] for row in self._counts) for rank in range(CHILDREN + 1)]
+        table = []
+        for likeliest, *others in self._shares:
+            first = min(likeliest * rate / self._first, _MOST)
+            left = (1 - first) / (1 - likeliest)
+            table.append([first, *(share * left for share in others)])
+        return table
+
+    def _shared(self) -> tuple[float, list[list[float]]]:
+        """The share of likeliest tokens at all depths, and the shares of the ranks at each."""
+        counts = [sum(column) for column in zip(*self._counts, strict=True)]
         known = _PRIOR + sum(counts)
         usual = [(_PRIOR * first + count) / known for first, count in zip(_FIRST, counts, strict=False)]
-        table = []
+        shares = []
         for row in self._counts:
             known = _SAME + sum(row)
-            shares = [(_SAME * share + count) / known for share, count in zip(usual, row, strict=False)]
-            first = min(shares[0] * rate / usual[0], _MOST)
-            others = (1 - first) / (1 - shares[0])
-            table.append([first, *(share * others for share in shares[1:])])
-        return table
+            shares.append([(_SAME * share + count) / known for share, count in zip(usual, row, strict=False)])
+        return usual[0], shares

@@ -25,9 +25,9 @@ class Ratio:
         self.gained += times * other.gained
         self.spent += times * other.spent
 
-    def expected(self, prior: float) -> float:
-        """The ratio, pulled towards `prior` while little was spent."""
-        return (self.gained + _PRIOR * prior) / (self.spent + _PRIOR)
+    def expected(self, prior: float, weight: float = _PRIOR) -> float:
+        """The ratio, pulled towards `prior` with this weight, in units of what is spent."""
+        return (self.gained + weight * prior) / (self.spent + weight)
 
 
 _NOTHING = Ratio()

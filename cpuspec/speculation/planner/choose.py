@@ -15,6 +15,7 @@ from cpuspec.speculation.planner.exploration import TrialBudget
 MAX_TOKENS = 16  # drafted by a model at once
 WORTH = 1.05  # a looked-up draft must promise this over none: what seems to gain less loses as often
 _LENGTHS = (1, 3, 7, 15)  # of drafts that are tried for the least acceptance that pays
+_LEAST = 0.02  # the least chance of a node that is looked at: a row costs more
 
 
 class Option(NamedTuple):
@@ -87,29 +88,32 @@ def best_tree(
     limit: int,
     drafting_s: Callable[[int], float],
     num_seqs: int = 1,
+    worth: float = 1.0,
 ) -> Option:
     """The best tree, at most `limit` nodes and perhaps none, of a head whose alternatives have these chances by depth and rank.
 
     Of n nodes the likeliest are the best ones (Sequoia, arXiv 2402.12374, without its bound on the depth). With one rank at each
-    depth it is a chain. drafting_s: seconds of drafting so many depths. costs, num_seqs: as in `best_length`.
+    depth it is a chain. drafting_s: seconds of drafting so many depths. worth: accepted tokens over those that the chances claim.
+    costs, num_seqs: as in `best_length`.
     """
-    tokens, deepest = 1.0, 0
-    best, best_rate = (0, 1.0, costs.forward_s(num_seqs) / num_seqs, 0), num_seqs / costs.forward_s(num_seqs)
+    claimed, deepest = 0.0, 0
+    best, best_rate = (0, 1.0, costs.forward_s(num_seqs) / num_seqs, 0.0, 0), num_seqs / costs.forward_s(num_seqs)
     found = [(-chances[0][0], 0, 0, 1.0)]  # a heap of (-likely, depth, rank, likely of the parent)
     for n in range(1, limit + 1):
-        if not found:
+        if not found or -found[0][0] < _LEAST:
             break
         likely, depth, rank, before = heappop(found)
-        tokens, deepest = tokens - likely, max(deepest, depth + 1)
+        claimed, deepest = claimed - likely, max(deepest, depth + 1)
         if rank + 1 < len(chances[depth]):
             heappush(found, (-before * chances[depth][rank + 1], depth, rank + 1, before))
         if depth + 1 < len(chances):
             heappush(found, (likely * chances[depth + 1][0], depth + 1, 0, -likely))
         seconds = drafting_s(deepest) + costs.forward_s(num_seqs * (n + 1)) / num_seqs
+        tokens = 1 + worth * claimed
         if tokens / seconds > best_rate:
-            best, best_rate = (n, tokens, seconds, deepest), tokens / seconds
-    num_tokens, tokens, seconds, deepest = best
-    return Option(drafter, num_tokens, tokens, seconds, depth=deepest)
+            best, best_rate = (n, tokens, seconds, claimed, deepest), tokens / seconds
+    num_tokens, tokens, seconds, claimed, deepest = best
+    return Option(drafter, num_tokens, tokens, seconds, claimed, depth=deepest)
 
 
 def best_prefix(drafter: object, draft: Draft, costs: Costs, rate: float, num_seqs: int, price: float = 1.0) -> Option:

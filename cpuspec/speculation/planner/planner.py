@@ -26,7 +26,7 @@ from cpuspec.speculation.drafters.heads import HeadProposer
 from cpuspec.speculation.drafters.masks import MaskProposer
 from cpuspec.speculation.drafters.ranks import Ranks
 from cpuspec.speculation.drafters.translate import TranslatedProposer
-from cpuspec.speculation.planner.acceptance import Estimate
+from cpuspec.speculation.planner.acceptance import Estimate, Ratio
 from cpuspec.speculation.planner.choose import (
     MAX_TOKENS,
     WORTH,
@@ -53,6 +53,7 @@ _LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
 _FAR_OFF = 10.0  # a lookup that takes longer by this factor counts as this: something else took the time
 _WAIT = 3.0  # share of a model's price that is waited for, over the lookups' share of earlier requests; never more than all
 _FIRST_LOOKUP_ACCEPTANCE, _FIRST_MODEL_ACCEPTANCE = 1.0, 0.7  # of a lookup's claims, and of a model's tokens
+_TREES_PRIOR = 15.0  # accepted tokens of trees whose chances are believed before trees have shown otherwise
 _FIRST_GAIN = 0.25  # tokens that asking a lookup gains, before anything is known
 _FIRST_LOOKUP_S = 1e-4
 
@@ -148,6 +149,9 @@ class ModelDrafter:
         self.proposer = proposer
         self._in_one_pass = isinstance(proposer, HeadProposer | MaskProposer) and proposer.in_one_pass
         self._ranks: Ranks | None = None
+        # What its trees brought over what their ranks claim: their nodes are the likeliest by its own word, which may be better or
+        # worse. It fades in rounds without a tree, so that trees which did badly are tried again.
+        self._trees = Ratio()
         self._tree_forwards = [0.0]  # in forwards of one row, by the depth of the tree
         if isinstance(proposer, HeadProposer):
             self._ranks = proposer.counted_ranks()
@@ -166,8 +170,8 @@ class ModelDrafter:
         """Its best draft for a verifier of these costs, whose tokens are accepted at that rate."""
         limit = min(limit, self.proposer.num_tokens)
         if isinstance(self.proposer, HeadProposer) and self._ranks:
-            chances = self._ranks.chances(rate)
-            tree = best_tree(self, costs, chances[:DEPTHS], limit, self._tree_s, num_seqs)
+            chances, worth = self._ranks.chances(rate), self._trees.expected(1.0, _TREES_PRIOR)
+            tree = best_tree(self, costs, chances[:DEPTHS], limit, self._tree_s, num_seqs, worth)
             if self.proposer.makes_trees:
                 return tree
             chain = best_tree(self, costs, [[first] for first, *_ in chances], limit, self._chain_s, num_seqs)
@@ -221,6 +225,7 @@ class ModelDrafter:
         """Count a verified draft: evaluated tokens end at the first rejected one."""
         evaluated = min(num_accepted + 1, option.num_tokens)
         if isinstance(self.proposer, HeadProposer) and self._ranks:
+            self._trees.record(*((num_accepted, option.claimed) if option.depth else (0.0, 0.0)))
             num_accepted, evaluated = self.proposer.hits(seq)
         self.acceptance.record(seq, num_accepted, evaluated)
 
