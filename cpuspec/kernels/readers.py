@@ -27,7 +27,7 @@ class Group:
 
 # Scales that a group has, where it is not one.
 NUM_SCALES: Mapping[str, int] = MappingProxyType(
-    dict.fromkeys(("q2_k", "q3_k", "q6_k", "nvfp4", "nvfp4_global", "iq2_xs", "iq2_s"), 2)
+    dict.fromkeys(("q2_k", "q3_k", "q6_k", "nvfp4", "nvfp4_global", "iq1_m", "iq2_xs", "iq2_s"), 2)
 )
 
 Reader = Callable[[Value, Value, Value], Group]  # (address of a panel, its groups, one of them) -> Group
@@ -169,7 +169,7 @@ def _nvfp4(tensor_scale: bool) -> Reader:
 
 
 def _grids(row: Format) -> Reader:
-    """iq2 and iq3: planes codes (two bits and signs, or nibbles), scales of four bits, d. A panel is a superblock."""
+    """iq1, iq2 and iq3: planes codes (two bits and signs, or nibbles), scales of four bits, d. A panel is a superblock."""
     assert row.affine is not None, "a format of codes"
     assert row.affine.levels is not None, "codes with levels"
     levels, code_bytes = row.affine.levels, 64 * row.code_bits
