@@ -3,7 +3,7 @@
 Layouts as GGUF files store them, and the grids: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml. A point gives
 magnitudes; the eighth sign of each eight values makes the number of minuses even, except in iq2_s and iq3_s, which store it. Scales
 are odd multiples of d or a part of it, four bits for each 32 values (iq2_xs and iq2_s: for each 16).
-In iq1 a point gives -1, 0 or 1 for each of eight values, and a bit moves 32 values (iq1_s) or eight (iq1_m) up or down by an eighth.
+In iq1 a point gives -1, 0 or 1 for each of eight values; a bit moves 32 values (iq1_s) or eight (iq1_m) up or down by an eighth.
 Scales have three bits, for each 32 values or for each 16.
 
 A code here is a magnitude and above it the sign, of one value. Kernels read it: 3 bits for one and two, 4 for three. To look points
@@ -400,7 +400,7 @@ def parts_iq1_m(fields: NDArray) -> Parts:
     four_bits = np.stack([fields["tops"] & 15, fields["tops"] >> 4], axis=2).reshape(len(fields), -1)
     words = fields["words"]
     three_bits = (words[:, :, None] >> _TOPS & 7).astype(np.uint8).reshape(len(words), -1)
-    down = (four_bits >> 3) * np.uint8(255)
+    down = (four_bits >> 3).astype(np.uint8) * np.uint8(255)
     d = np.bitwise_or.reduce((words & 0xF000) >> _D_OF_IQ1_M, axis=1).astype("<u2").view("<f2")
     return {"d": d, **_parts(_IQ1, fields["points"] | (four_bits & 7).astype(np.uint16) << 8, down, _halves(three_bits))}
 
@@ -408,7 +408,7 @@ def parts_iq1_m(fields: NDArray) -> Parts:
 def fields_iq1_m(parts: Parts) -> Parts:
     """The reverse."""
     indices, down = _IQ1.split(parts["codes"])
-    four_bits = (indices >> 8).astype(np.uint8) | (down & 1) << np.uint8(3)
+    four_bits = ((indices >> 8) | (down & 1) << 3).astype(np.uint8)
     scales = parts["scales"]
     three_bits = np.stack([scales & 7, scales >> 4], axis=2).reshape(-1, 4, 4).astype(np.uint16)
     d = np.ascontiguousarray(parts["d"], "<f2").view("<u2").reshape(-1, 1)
