@@ -1,7 +1,7 @@
 """Packed weights into registers, format by format: the one place where kernels know what the bytes of `formats.packing` mean."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -148,10 +148,12 @@ def _iq4_xs(at: Value, groups: Value, group: Value) -> Group:
 
 
 def _nl4(at: Value, groups: Value, group: Value) -> Group:
-    """Planes codes, bytes of scales."""
-    byte = (at + groups * 256 + group * 16).load(vector_of(I8)).sext(vector_of(I16))
-    scale = (byte << 7 & 0xBF80).bits(vector_of(F16)).fpext(F32X16)
-    return _looked_up(nl4.LEVELS, _nibbles(at + group * 256), [scale])
+    """Planes codes, heads of scale and move."""
+    heads = at + groups * 256 + group * 32
+    top = heads.load(vector_of(I16)) & (0xFFFF - nl4.MOVE_BITS)
+    scale = top.bits(vector_of(F16)).fpext(F32X16)
+    move = (heads.u16_codes() & nl4.MOVE_BITS) + nl4.LEAST_MOVE
+    return replace(_looked_up(nl4.LEVELS, _nibbles(at + group * 256), [scale]), minima=(scale * move.sitofp(F32X16),))
 
 
 def _nvfp4(tensor_scale: bool) -> Reader:
