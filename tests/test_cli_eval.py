@@ -73,6 +73,25 @@ def test_a_model_is_compared_with_the_logits_that_another_left(model: str, other
     assert "KL divergence" in run("kl", other_model, logits, *NUMPY).stdout
 
 
+def test_keys_and_values_in_fewer_bits_are_compared_with_f32_at_each_depth(model: str, text: str) -> None:
+    how = ("kv", model, text, "--depth", "24,40", "--rows", "8", "--formats", "f16,int8,int4")
+    report = shown(*how, *NUMPY)
+    assert [(one["depth"], one["kv_format"]) for one in report["formats"]] == [
+        (depth, name) for depth in (24, 40) for name in ("f16", "int8", "int4")
+    ]
+    for depth in (24, 40):
+        f16, int8, int4 = (one["kl_mean"] for one in report["formats"] if one["depth"] == depth)
+        assert 0 <= f16 < int8 < int4
+    assert all(one["num_tokens"] == 8 for one in report["formats"])
+    assert "same likeliest" in run(*how, *NUMPY).stdout
+    for wrong, message in (
+        (("--depth", "9"), "at least 10 tokens"),
+        (("--depth", "100000"), "is more than the model's context"),
+        (("--formats", "q4_0"), "'q4_0' is not known"),
+    ):
+        assert message in run("kv", model, text, "--rows", "8", *wrong, *NUMPY).output
+
+
 def test_what_cannot_be_measured_is_said_in_a_line(model: str, text: str, tmp_path: Path) -> None:
     for arguments, code, message in (
         (("perplexity", model, f"{text}.gone"), 1, "cannot be read"),

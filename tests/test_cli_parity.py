@@ -164,7 +164,7 @@ def test_a_limit_that_is_not_kept_exits_with_1_and_is_named(
         (("onnxruntime:activations=int4", "numpy"), "activations must be one of auto, int8, f32"),
         (("numpy:speed=9", "numpy"), "SETTING=VALUE"),
         (("numpy:threads=1,", "numpy"), "SETTING=VALUE"),
-        (("numpy:kv_format=q4_0", "numpy"), "f32, f16, bf16, int8"),
+        (("numpy:kv_format=q4_0", "numpy"), "f32, f16, bf16, int8, int4"),
         (("numpy",), "nothing to compare with"),
         (("RECORD",), "nothing to compare with"),
         (("RECORD", "numpy", "--record", "x.json"), "is a record already"),

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from cpuspec import model
 from cpuspec.backends.numa import interleave_pages, nodes_to_use
 from cpuspec.backends.packed import content_hash, packed_matrices
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.formats import Cast, Format, QuantTensor
-from cpuspec.formats.kv import get_kv_format, stored_bytes
+from cpuspec.formats.kv import get_kv_format, hadamard_size, stored_bytes
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes
 from cpuspec.kernels import (
     attention,
@@ -48,7 +48,7 @@ from cpuspec.kernels.team import Team
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, inject, query_scale
+from cpuspec.model.transformer import Layer, decode, inject, query_scale
 from cpuspec.topology import read_topology
 
 _SMALL = 768  # hidden size under which a model is small
@@ -118,17 +118,14 @@ class NumbaBackend:
         self._partials = aligned_bytes((0,))
         self._tasks = np.empty(self.max_rows, layout.TASK)
         self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
-        self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format.name)
+        centres = key_centres(c, kv_format, tensors)
+        self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres)
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
         self._programs: list[program.Program] = []
         self._program = self._new_program(self._writer.operations)
-        self._encoded: F32 | None = None
-        if c.head and c.head.feature_size:
-            written = len(self._writer.operations)
-            self._encoded = encode_features(self._writer).numbers
-            self._encoder = self._new_program(self._writer.operations[written:])
+        self._projections: dict[str, program.Program] = {}  # by the name of the matrix
         if c.head and c.head.injects:
             written = len(self._writer.operations)
             inject(c, self._writer)
@@ -220,19 +217,24 @@ class NumbaBackend:
             output.best = self._picked[:num_logits]
         return output
 
-    def encode(self, features: F32) -> F32:
-        """A head's hidden states of its target's layers, in chunks that a forward takes."""
-        assert self._encoded is not None, "asked of heads that have the matrix"
-        hidden = np.empty((len(features), self.config.hidden_size), np.float32)
+    def project(self, rows: F32, name: str) -> F32:
+        """The product of rows with one of a head's matrices, in chunks that a forward takes."""
+        num_outputs, num_inputs = self._matrices[name].shape
+        outputs = np.empty((len(rows), _round_up(num_outputs, TILE)), np.float32)
         with self._team.lock:
-            for start in range(0, len(features), self.max_rows):
-                rows = features[start : start + self.max_rows]
-                self._writer.rooms["features"][: len(rows), : rows.shape[1]] = rows
-                numbers = [0] * len(rows)
-                self._encoder.enter(numbers, numbers, [], [0], [0, len(rows)], [0], [0], 0, None, self._room_for_logits(1))
-                self._run(self._encoder)
-                hidden[start : start + len(rows)] = self._encoded[: len(rows), : hidden.shape[1]]
-        return hidden
+            if name not in self._projections:
+                written = len(self._writer.operations)
+                self._writer.project(name)
+                self._projections[name] = self._new_program(self._writer.operations[written:])
+            entered, room = self._projections[name], self._writer.rooms[f"given {num_inputs}"]
+            for start in range(0, len(rows), self.max_rows):
+                some = rows[start : start + self.max_rows]
+                room[: len(some), :num_inputs] = some
+                numbers = [0] * len(some)
+                to = outputs[start : start + len(some)]
+                entered.enter(numbers, numbers, [], range(len(some)), [0, len(some)], [0], [0], 0, None, to)
+                self._run(entered)
+        return outputs[:, :num_outputs]
 
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Append keys and values of hidden states."""
@@ -343,7 +345,7 @@ class _Writer:
 
     def __init__(
         self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor], vectors: Mapping[str, F32],
-        orders: Mapping[str, I32], embedding: QuantTensor, kv_format: str,
+        orders: Mapping[str, I32], embedding: QuantTensor, kv_format: Format, centres: Mapping[int, F32],
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
@@ -353,7 +355,8 @@ class _Writer:
             decoder is not None and embedding.order is None and not config.takes_hidden
         )  # otherwise `first` is written before a forward
         self._decoder = decoder or 0
-        self._config, self._max_rows, self._kv_format = config, max_rows, kv_format
+        self._config, self._max_rows, self._kv_format, self._centres = config, max_rows, kv_format.name, centres
+        self._hadamard = hadamard_size(kv_format, config.head_dim)
         self._matrices, self._vectors, self._embedding = matrices, vectors, embedding
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
@@ -385,10 +388,10 @@ class _Writer:
         self.first["join"] = norms or (None, None)
         return _Rows(self._rows("join", 2 * self._config.hidden_size))
 
-    def features(self) -> _Rows:
-        """Written by `NumbaBackend.encode`."""
-        assert self._config.head, "a head encodes"
-        return _Rows(self._rows("features", self._config.head.feature_size))
+    def project(self, name: str) -> None:
+        """The product of rows that `NumbaBackend.project` writes, to where the logits of others go."""
+        num_inputs = self._matrices[name].shape[1]
+        self._write_linears(_Rows(self._rows(f"given {num_inputs}", num_inputs)), {name: None})
 
     def linears(self, x: _Rows, names: tuple[str, ...], norm: str | None) -> tuple[_Rows, ...]:
         outputs = {name: self._rows(name.rsplit(".", 1)[-1], self._matrices[name].shape[0]) for name in names}
@@ -411,7 +414,8 @@ class _Writer:
             "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(self._vectors.get(layer.weight("k_norm"))),
             "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": c.norm_eps, "scale": query_scale(c),
             "rotation": layout.NO_ROTATION if layer.rope is None else self.ropes.index(layer.rope),
-            "append": attention.append_kernel(self._kv_format),
+            "append": attention.append_kernel(self._kv_format), "hadamard": self._hadamard,
+            "centres": _at(self._centres.get(layer.index)),
         }  # fmt: skip
         if q:
             operands |= {"queries": _at(q.numbers), "q_stride": q.numbers.strides[0]}
@@ -428,7 +432,7 @@ class _Writer:
             "kernel": attention.attend_kernel(self._kv_format, layer.window is not None, c.attention_softcap > 0),
             "partials_at": attention.partials_offset(self._kv_format, c.head_dim),
             "partial_bytes": attention.partial_bytes(self._kv_format, c.head_dim),
-            "window": layer.window or 0, "cap": c.attention_softcap,
+            "window": layer.window or 0, "cap": c.attention_softcap, "hadamard": self._hadamard,
         }  # fmt: skip
         self.operations.append(("attend", attend))
         return _Rows(out)
@@ -454,23 +458,27 @@ class _Writer:
         self.operations.append(("keep", operands | {"row_bytes": 4 * self._config.hidden_size}))
 
     def logits(self, x: _Rows, name: str, norm: str | None) -> _Rows:
-        self._write_linears(x, {name: None}, norm)
+        self._write_linears(x, {name: None}, norm, cap=self._config.logit_softcap)
         tiles = len(self._matrices[name].data)
         self.operations.append(("pick", {"tiles": tiles, "stride": 4 * TILE * tiles}))
         return x
 
-    def _write_linears(self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None = None, residual: bool = False) -> None:
+    def _write_linears(
+        self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None = None, residual: bool = False, cap: float = 0.0
+    ) -> None:
         """Prepare rows, once for all matrices that want them in the same order, and multiply them. No output: the logits.
-        residual: add to the output.
+        residual: add to the output. cap: of logits.
         """
         by_order: dict[bytes, dict[str, F32 | None]] = {}
         for name, out in outputs.items():
             order = self._orders.get(name)
             by_order.setdefault(b"" if order is None else order.tobytes(), {})[name] = out
         for some in by_order.values():
-            self._write_linears_of_one_order(x, some, norm, residual)
+            self._write_linears_of_one_order(x, some, norm, residual, cap)
 
-    def _write_linears_of_one_order(self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None, residual: bool) -> None:
+    def _write_linears_of_one_order(
+        self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None, residual: bool, cap: float
+    ) -> None:
         """Up to three matrices."""
         c = self._config
         matrices = {name: self._matrices[name] for name in outputs}
@@ -497,7 +505,7 @@ class _Writer:
         ]  # fmt: skip
         product = {"num_tensors": len(tensors), "features": features, "tensors": tensors}
         if logits:
-            product |= {"vocab": c.num_logits, "cap": c.logit_softcap}
+            product |= {"vocab": next(iter(matrices.values())).shape[0], "cap": cap}
         self.operations += [("prepare", prepare), ("linear", product)]
 
     def _rows(self, part: str, features: int) -> F32:
@@ -527,10 +535,12 @@ def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
 
 
 def _is_precise(config: ModelConfig, name: str) -> bool:
-    """Whether a matrix reads 16-bit activations: the logits', those that read a target's raw outputs, and in small models
-    the values' and the MLP's last, where 8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3 without, 0.52e-3 with
-    them; a larger model needs neither).
+    """Whether a matrix reads 16-bit activations: the logits', those that read a target's raw outputs, all of a head without layers,
+    and in small models the values' and the MLP's last, where 8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3
+    without, 0.52e-3 with them; a larger model needs neither).
     """
+    if config.head and config.head.fuses == "alone":
+        return True
     return name in ("output", "encode", "fuse") or (config.hidden_size < _SMALL and name.endswith((".v", ".down")))
 
 

@@ -12,15 +12,15 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
-from cpuspec.formats.kv import get_kv_format, rounded
+from cpuspec.formats.kv import get_kv_format, remembered
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, inject, query_scale
+from cpuspec.model.transformer import Layer, decode, inject, query_scale
 
 Array = NDArray[np.floating]
 
@@ -40,6 +40,7 @@ class Model:
     config: ModelConfig
     dtype: np.dtype
     kv_format: Format
+    centres: Mapping[int, NDArray[np.float32]]  # of `key_centres`
     embedding: QuantTensor
     weights: Mapping[str, Array]
     rounded_inputs: frozenset[str]  # matrices whose inputs are rounded to int8
@@ -86,6 +87,7 @@ class NumpyBackend:
             self.config,
             made,
             get_kv_format(engine.kv_format),
+            key_centres(self.config, get_kv_format(engine.kv_format), tensors),
             checkpoint.tensors["embed"],
             weights,
             in_codes if engine.activations == "int8" else frozenset(),
@@ -110,10 +112,10 @@ class NumpyBackend:
         cache.advance(batch)
         return ForwardOutput(logits.astype(np.float32, copy=False), tuple(forward.kept[i] for i in batch.hidden_layers))
 
-    def encode(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A head's hidden states of its target's layers."""
-        nothing = ForwardBatch([], [], [], [0])
-        return encode_features(Forward(self._model, nothing, self.new_cache(1, 1), features)).astype(np.float32, copy=False)
+    def project(self, rows: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+        """The product of rows with one of a head's matrices."""
+        forward = Forward(self._model, ForwardBatch([], [], [], [0]), self.new_cache(1, 1))
+        return forward.linear(rows.astype(self._model.dtype), name).astype(np.float32, copy=False)
 
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Append keys and values of hidden states."""
@@ -128,9 +130,8 @@ class NumpyBackend:
 class Forward:
     """The operations of one forward, each as it is defined (`Operations` in `model.transformer`)."""
 
-    def __init__(self, model: Model, batch: ForwardBatch, cache: KVCache, features: NDArray[np.float32] | None = None) -> None:
+    def __init__(self, model: Model, batch: ForwardBatch, cache: KVCache) -> None:
         self.kept: dict[int, NDArray[np.float32]] = {}
-        self._features = features
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
         self._rotations: dict[Rope, tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
@@ -144,10 +145,6 @@ class Forward:
     def join(self, x: Array, norms: tuple[str, str] | None) -> Array:
         of_x, of_hidden = norms or (None, None)
         return np.concatenate([self.norm(x, of_x), self.hidden(of_hidden)], axis=1)
-
-    def features(self) -> Array:
-        assert self._features is not None, "given to `encode`"
-        return self._features.astype(self._model.dtype)
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
         normed = self.norm(x, norm)
@@ -191,11 +188,13 @@ class Forward:
 
     def _append(self, layer: Layer, k: Array, v: Array) -> None:
         v, batch = v.reshape(len(v), -1, self._config.head_dim), self._batch
+        if layer.index in self._model.centres:
+            k = k - self._model.centres[layer.index]
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
             storage, prefix = self._cache.storage(slot), self._cache.lengths[slot]
             for held, new in ((storage.keys, k), (storage.values, v)):
                 given = new[start:end].astype(np.float32, copy=False)
-                held[layer.index, prefix : prefix + end - start] = rounded(self._model.kv_format, given)
+                held[layer.index, prefix : prefix + end - start] = remembered(self._model.kv_format, given)
 
     def gate(self, gate: Array, up: Array) -> Array:
         if self._config.activation == "silu":

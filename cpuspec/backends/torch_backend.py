@@ -22,18 +22,18 @@ from torch.nn import functional
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
 from cpuspec.backends.torch_weights import Codes, Matrix, Values, few_rows_kernel
-from cpuspec.backends.weights import LoadedWeights, WeightTensor, weight_tensors
+from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format
-from cpuspec.formats.kv import get_kv_format
+from cpuspec.formats.kv import get_kv_format, hadamard, hadamard_size
 from cpuspec.kernels.encode import recode
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, inject, layers_of, query_scale
+from cpuspec.model.transformer import Layer, decode, inject, layers_of, query_scale
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
@@ -76,6 +76,25 @@ class _Step:
         return len(self.tensors["x"]), len(self.tensors["logit_rows"]), self.hidden_layers, places
 
 
+@dataclass(frozen=True)
+class _HeadChanges:
+    """What is done to heads around a cache in codes. hadamard: a matrix F32 [D, D] that queries, keys, values and results are
+    multiplied with; centres: what is subtracted from the keys of a layer, F32 [G, D] by the layer's index.
+    """
+
+    hadamard: Tensor | None
+    centres: Mapping[int, Tensor]
+
+    def turned(self, heads: Tensor) -> Tensor:
+        """Heads [..., D] times the matrix, if there is one."""
+        return heads if self.hadamard is None else heads @ self.hadamard
+
+    def kept(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values F32 [t, G, D] as they go to the cache."""
+        centre = self.centres.get(layer.index)
+        return self.turned(k if centre is None else k - centre), self.turned(v)
+
+
 class TorchBackend:
     """The transformer in torch.
 
@@ -102,13 +121,19 @@ class TorchBackend:
         self.device = find_device(engine.device)
         self._kind = _WeightKind.chosen(engine, self.device)
         self._recorder = Recorder(record_cuda_graph) if self.device.type == "cuda" else None
-        self._kv_layout = KV_LAYOUTS[get_kv_format(engine.kv_format).name]
+        kv_format = get_kv_format(engine.kv_format)
+        self._kv_layout = KV_LAYOUTS[kv_format.name]
         self._embed = checkpoint.tensors["embed"]  # stays where the file is: a forward wants a few rows of it
         layers = layers_of(self.config)
         self._ropes = {layer.rope for layer in layers if layer.rope is not None}
         self._windows = {layer.window for layer in layers}
         tensors = weight_tensors(checkpoint, casts, lambda tensor, format: Cast(tensor, format, recode))
         del tensors["embed"]
+        size, dims = hadamard_size(kv_format, self.config.head_dim), self.config.head_dim
+        self._heads = _HeadChanges(
+            torch.from_numpy(hadamard(np.eye(dims, dtype=np.float32), size)).to(self.device) if size else None,
+            {index: torch.from_numpy(c).to(self.device) for index, c in key_centres(self.config, kv_format, tensors).items()},
+        )
         shared = share._weights if share and (share.device, share._kind) == (self.device, self._kind) else None
         try:
             self._weights = LoadedWeights(tensors, self._load, shared)
@@ -159,11 +184,10 @@ class TorchBackend:
         return output
 
     @torch.inference_mode()
-    def encode(self, features: F32) -> F32:
-        """A head's hidden states of its target's layers."""
-        nothing = _Step((), (), False, {})
-        given: dict[Hashable, Tensor] = {"features": torch.from_numpy(features).to(self.device)}
-        return encode_features(_Forward(self.config, self._matrices, self._vectors, nothing, given)).cpu().numpy()
+    def project(self, rows: F32, name: str) -> F32:
+        """The product of rows with one of a head's matrices."""
+        forward = self._forward(_Step((), (), False, {}), {})
+        return forward.linear(torch.from_numpy(rows).to(self.device), name).cpu().numpy()
 
     @torch.inference_mode()
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
@@ -171,7 +195,7 @@ class TorchBackend:
         batch.check(self.config, cache, self.max_rows, injects=True)
         step = self._step(batch, cache, for_recording=False)
         given = {name: tensor.to(self.device) for name, tensor in step.tensors.items()}
-        inject(self.config, _Forward(self.config, self._matrices, self._vectors, step, given))
+        inject(self.config, self._forward(step, given))
         cache.advance(batch)
 
     def close(self) -> None:
@@ -211,10 +235,13 @@ class TorchBackend:
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return _Step(tuple(parts), batch.hidden_layers, for_recording, tensors)
 
+    def _forward(self, step: _Step, tensors: Mapping[Hashable, Tensor]) -> "_Forward":
+        return _Forward(self.config, self._matrices, self._vectors, self._heads, step, tensors)
+
     def _run(self, step: _Step, tensors: Sequence[Tensor]) -> Outputs:
         """Logits F32 [n, V] of the asked rows, their best ids I64 [n], and hidden states F32 [T, C] of the asked layers."""
         inputs = dict(zip(step.tensors, tensors, strict=True))
-        forward = _Forward(self.config, self._matrices, self._vectors, step, inputs)
+        forward = self._forward(step, inputs)
         logits = decode(self.config, forward)
         return logits, best_ids(logits), *(forward.kept[layer] for layer in step.hidden_layers)
 
@@ -227,11 +254,13 @@ class _Forward:
         config: ModelConfig,
         matrices: Mapping[str, Matrix],
         vectors: Mapping[str, Tensor],
+        heads: _HeadChanges,
         step: _Step,
         tensors: Mapping[Hashable, Tensor],
     ) -> None:
         self.kept: dict[int, Tensor] = {}
         self._config, self._matrices, self._vectors, self._step, self._tensors = config, matrices, vectors, step, tensors
+        self._heads = heads
 
     def embed(self) -> Tensor:
         return self._tensors["x"] * self._config.embedding_scale
@@ -243,12 +272,9 @@ class _Forward:
         of_x, of_hidden = norms or (None, None)
         return torch.cat([self._norm(x, of_x), self.hidden(of_hidden)], dim=1)
 
-    def features(self) -> Tensor:
-        return self._tensors["features"]
-
     def linears(self, x: Tensor, names: tuple[str, ...], norm: str | None) -> tuple[Tensor, ...]:
         normed = self._norm(x, norm)
-        return tuple(self._linear(normed, name) for name in names)
+        return tuple(self.linear(normed, name) for name in names)
 
     def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, H, D] and keys [T, G, D]."""
@@ -263,11 +289,12 @@ class _Forward:
         return _rotate(heads, self._tensors["cos", layer.rope], self._tensors["sin", layer.rope])
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, v = q * query_scale(self._config), v.unflatten(1, (-1, self._config.head_dim))
+        q, v = self._heads.turned(q * query_scale(self._config)), v.unflatten(1, (-1, self._config.head_dim))
+        k, v = self._heads.kept(layer, k, v)
         return torch.cat([self._attend(layer, b, q[p.rows], k[p.rows], v[p.rows]) for b, p in enumerate(self._step.parts)])
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        k, v = self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim))
+        k, v = self._heads.kept(layer, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim)))
         for b, part in enumerate(self._step.parts):
             part.storage.append(layer.index, self._tensors["at", b], k[part.rows], v[part.rows])
 
@@ -276,14 +303,14 @@ class _Forward:
         return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
-        return x + self._norm(self._linear(branch, name), norm)
+        return x + self._norm(self.linear(branch, name), norm)
 
     def keep(self, layer: Layer, x: Tensor) -> None:
         if layer.index in self._step.hidden_layers:
             self.kept[layer.index] = x
 
     def logits(self, x: Tensor, name: str, norm: str | None) -> Tensor:
-        logits = self._linear(self._norm(x[self._tensors["logit_rows"]], norm), name)
+        logits = self.linear(self._norm(x[self._tensors["logit_rows"]], norm), name)
         return _softcapped(logits, self._config.logit_softcap)
 
     def _norm(self, x: Tensor, name: str | None) -> Tensor:
@@ -292,7 +319,7 @@ class _Forward:
             return x
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.norm_eps) * self._vectors[name]
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
+    def linear(self, x: Tensor, name: str) -> Tensor:
         y, bias = self._matrices[name].times(x), self._vectors.get(name + "_bias")
         return y if bias is None else y + bias
 
@@ -314,7 +341,7 @@ class _Forward:
             scores = _softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), self._config.attention_softcap)
             weights = scores.masked_fill(~mask[rows], -torch.inf).softmax(-1)
             out[rows] = (weights.flatten(1, 2) @ values).view(some.shape).permute(2, 0, 1, 3)
-        return out.flatten(1)
+        return self._heads.turned(out).flatten(1)
 
 
 def find_device(name: str) -> torch.device:

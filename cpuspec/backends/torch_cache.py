@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cpuspec.errors import CacheError
-from cpuspec.formats.kv import GROUP
+from cpuspec.formats.kv import GROUP, INT4_GROUP, LANES
 from cpuspec.model.batch import I32
 
 _SMALLEST = 256  # tokens that the first allocation of a slot holds
@@ -46,6 +46,30 @@ def _encode_int8(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.flatten(-2), d, m
 
 
+def _encode_int4(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `formats.kv.encode_int4`: codes 0..15 from each group's minimum m to its maximum, d and m rounded first."""
+    groups = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % INT4_GROUP)).unflatten(-1, (-1, INT4_GROUP))
+    m = groups.amin(-1).to(torch.float16)
+    above = groups - m.to(torch.float32)[..., None]
+    d = (above.amax(-1) / 15).to(torch.float16)
+    inverse = torch.where(d > 0, 1 / d.to(torch.float32), 0)[..., None]
+    codes = torch.nan_to_num(torch.round(above * inverse).clamp(0, 15)).to(torch.uint8).unflatten(-1, (-1, 2, LANES))
+    return (codes[..., 0, :] | codes[..., 1, :] << 4).flatten(-3), d, m
+
+
+def _decode_int4(planes: tuple[Tensor, ...], dims: int) -> Tensor:
+    """d * code + m."""
+    packed, d, m = planes
+    packed = packed.unflatten(-1, (-1, 1, LANES))
+    codes = torch.cat([packed & 0x0F, packed >> 4], dim=-2).flatten(-3).unflatten(-1, (-1, INT4_GROUP)).to(torch.float32)
+    return (d.to(torch.float32)[..., None] * codes + m.to(torch.float32)[..., None]).flatten(-2)[..., :dims]
+
+
+def _int4_widths(dims: int) -> tuple[tuple[int, torch.dtype], ...]:
+    groups = -(-dims // INT4_GROUP)
+    return (groups * INT4_GROUP // 2, torch.uint8), (groups, torch.float16), (groups, torch.float16)
+
+
 def _decode_int8(planes: tuple[Tensor, ...], dims: int) -> Tensor:
     """d * code + m."""
     codes, d, m = (plane.to(torch.float32) for plane in planes)
@@ -63,6 +87,7 @@ KV_LAYOUTS: Mapping[str, KVLayout] = MappingProxyType(
         "f16": _floats(torch.float16),
         "bf16": _floats(torch.bfloat16),
         "int8": KVLayout(_int8_widths, _encode_int8, _decode_int8),
+        "int4": KVLayout(_int4_widths, _encode_int4, _decode_int4),
     }
 )
 

@@ -1,4 +1,5 @@
-"""What every backend does when it loads a checkpoint: the tied output matrix, casts, and weights that are in memory once.
+"""What every backend does when it loads a checkpoint: the tied output matrix, casts, weights that are in memory once, and what all
+keys of a head have in common.
 
 Knows names and tensor objects. What a weight becomes (packed for kernels, dequantized, a torch tensor) is the backend's affair:
 
@@ -12,7 +13,11 @@ from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import ModelConfig
 from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.model.batch import F32
+from cpuspec.model.rope import mean_over_positions
+from cpuspec.model.transformer import layers_of
 
 WeightTensor = QuantTensor | Cast
 
@@ -40,6 +45,25 @@ def weight_tensors(
     if checkpoint.config.tied_embeddings:
         tensors["output"] = tensors["embed"]
     return {name: cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
+
+
+def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, WeightTensor]) -> dict[int, F32]:
+    """What is subtracted from the keys of a layer before the cache keeps them, F32 [G, D] by the layer's index: the mean of the key
+    bias over positions.
+
+    It shifts all scores of a query alike, and softmax does not see that. A bias may be many times larger than what tells keys apart
+    (Qwen2.5: 354 in one dimension), and the steps of a format in codes are as long as the largest number wants them. Nothing for
+    other formats, for soft-capped scores, which see it, and where a norm follows the bias.
+    """
+    if kv_format.affine is None or config.attention_softcap or config.qk_norm:
+        return {}
+    biases = {layer: tensors.get(layer.weight("k_bias")) for layer in layers_of(config)}
+    shape = config.num_kv_heads, config.head_dim
+    return {
+        layer.index: mean_over_positions(layer.rope, bias.dequantize().reshape(shape))
+        for layer, bias in biases.items()
+        if bias is not None
+    }
 
 
 class LoadedWeights(Mapping[str, W]):

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
-from cpuspec.cli.console import Report, StepProgress, busy, exit_codes, print_facts, print_report
+from cpuspec.cli.console import Report, StepProgress, busy, exit_codes, print_facts, print_report, print_table
 from cpuspec.cli.eval_compare import arms, beside, drift, forms
 from cpuspec.cli.eval_tasks import HOW, describe_eval, harness, task
 from cpuspec.cli.opening import open_target
@@ -19,7 +20,8 @@ from cpuspec.cli.reports import totals
 from cpuspec.evaluate.logits_file import LogitsFile, writing
 from cpuspec.evaluate.perplexity import CONTEXT, compare_with_file, measure_perplexity, side_by_side, sliding
 from cpuspec.evaluate.prompts import read_text
-from cpuspec.evaluate.quality import TOP_K
+from cpuspec.evaluate.quality import TOP_K, compare_rows, last_rows
+from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 eval_app = typer.Typer(no_args_is_help=True, help="Measure how good a model is: texts, tasks, formats, and what answers cost.")
@@ -124,6 +126,79 @@ def kl(
         "context": file.context,
     }
     print_report({"benchmark": "kl", **about, "top_k": TOP_K, **asdict(found)}, as_json, _show_kl)
+
+
+@eval_app.command()
+@exit_codes()
+@options.takes_running(*(name for name in HOW if name != "kv_format"))
+def kv(
+    model: options.ModelArgument,
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A file of plain text that is long enough.")],
+    *,
+    depths: Annotated[str, typer.Option("--depth", "-c", metavar="N,N", help="Tokens of a window, the text's first.")] = "4096",
+    formats: Annotated[
+        str, typer.Option("--formats", metavar="F,F", help="Formats of keys and values, each against f32.")
+    ] = "f16,int8,int4",
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Rows that count: a window's last ones.")] = 512,
+    running: options.Running,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Measure what keys and values in fewer bits cost deep in a context: KL divergence from the same backend with f32.
+
+    A window is read from an empty cache, and its last rows are compared: they look back on all that was rounded.
+    """
+    lengths = options.read_numbers(depths, "--depth")
+    with options.usage_errors():
+        kept = {name.strip(): get_kv_format(name.strip()) for name in formats.split(",")}
+    checkpoint = open_target(model)
+    tokenizer = make_tokenizer(checkpoint)
+    with busy(f"reading {text}"):
+        ids = [*tokenizer.prefix, *tokenizer.encode(read_text(text))]
+    longest = max(lengths, default=0)
+    if not lengths or min(lengths) < rows + 2:
+        raise typer.BadParameter(f"--depth must be at least {rows + 2} tokens, two more than --rows, got {depths!r}")
+    if longest > checkpoint.config.context_length or longest > len(ids):
+        raise typer.BadParameter(
+            f"--depth {longest} is more than the model's context of {checkpoint.config.context_length} tokens, "
+            f"or than the {len(ids)} tokens of the text"
+        )
+    found: list[Report] = []
+    passes = [(length, name) for length in lengths for name in ("f32", *kept)]
+    with StepProgress(tenths=True) as progress:
+        for number, (length, name) in enumerate(passes):
+            done, total = (sum(one for one, _ in some) for some in (passes[:number], passes))
+            how = running._replace(settings=replace(running.settings, kv_format=name))
+            with _loaded(model, checkpoint, how) as backend:
+                logits = last_rows(backend, ids[:length], rows, partial(_show_fed, progress, done, total))
+            if name == "f32":
+                reference = logits
+                continue
+            quality = compare_rows(reference, logits, ids[length - rows : length])
+            bits = 8 * stored_bytes(kept[name], checkpoint.config.head_dim) / checkpoint.config.head_dim
+            found.append({"depth": length, "kv_format": name, "bits": bits, **asdict(quality)})
+    report = {"benchmark": "kv", **describe_eval(model, running), "text": text.name, "rows": rows, "formats": found}
+    print_report(report, as_json, _show_kv)
+
+
+def _show_fed(progress: StepProgress, done: int, total: int, fed: int) -> None:
+    progress("keys and values", done + fed, total)
+
+
+def _show_kv(report: Report) -> None:
+    columns = ("depth", "format", "bits", "KL divergence", "99 %", "same likeliest", "perplexity over f32's")
+    table = [
+        (
+            str(one["depth"]),
+            one["kv_format"],
+            f"{one['bits']:.3g}",
+            f"{one['kl_mean']:.6f} ± {one['kl_error']:.6f}",
+            f"{one['kl_p99']:.6f}",
+            f"{one['same_top']:.2%}",
+            f"{one['perplexity_ratio']:.4f} ± {one['perplexity_ratio'] * one['log_ratio_error']:.4f}",
+        )
+        for one in report["formats"]
+    ]
+    print_table(columns, table)
 
 
 def _bos_id(tokenizer: Tokenizer) -> int | None:

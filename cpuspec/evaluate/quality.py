@@ -132,6 +132,34 @@ def compare(
     return meter.quality(difference)
 
 
+def last_rows(backend: Backend, tokens: Sequence[int], count: int, on_rows: Callable[[int], None] = lambda rows: None) -> F32:
+    """Logits [count, V] of a text's last rows that have a token behind them. on_rows is told how many tokens have been fed.
+
+    Raises ConfigError for a text of fewer than two tokens more than rows.
+    """
+    if not 0 < count < len(tokens) - 1:
+        raise ConfigError(f"the last {count} rows need a text of at least {count + 2} tokens, got {len(tokens)}")
+    fed, first, rows = len(tokens) - 1, len(tokens) - 1 - count, []
+    scorer = Scorer(backend, fed)
+    for end in (*range(backend.max_rows, first, backend.max_rows), first):
+        for _ in scorer.logits(tokens[:end], end):
+            pass
+        on_rows(end)
+    for some in scorer.logits(tokens[:fed], first):
+        rows.append(some)
+        on_rows(first + sum(map(len, rows)))
+    return np.concatenate(rows)
+
+
+def compare_rows(reference: F32, other: F32, following: Sequence[int]) -> Quality:
+    """Compare logits [rows, V] of the same rows. following: the token behind each."""
+    meter = QualityMeter()
+    for start in range(0, len(reference), _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        meter.add(log_softmax(reference[part]), log_softmax(other[part]), following[part])
+    return meter.quality(float(np.abs(reference - other).max()))
+
+
 class Scorer:
     """Logits of texts, one after the other. What a text's beginning shares with the last text is not computed again."""
 

@@ -1,19 +1,23 @@
 """The formats of keys and values in the cache. The row of a token and a head is encoded by itself.
 
 Groups with a scale run along the dimensions and never across tokens: forgetting a token leaves the others as they are.
+What attention computes stays the same if queries, keys and values are multiplied with an orthogonal matrix and the result is
+multiplied back. With Hadamard's matrix no dimension is much larger than the others of its group (QuaRot, arXiv 2404.00456).
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.errors import FormatError
 from cpuspec.formats.floats import BF16, F16, F32_FORMAT
 from cpuspec.formats.format import F32, U8, Affine, Format, Parts
 
 LANES = 16  # stored rows are padded with zeros to whole vectors, and to whole groups
-GROUP = 32
+GROUP, INT4_GROUP = 32, 64  # numbers with a scale
 
 
 def encode_int8(values: F32) -> Parts:
@@ -30,9 +34,39 @@ def encode_int8(values: F32) -> Parts:
     return {"d": d, "base": base, "codes": np.nan_to_num(np.clip(np.rint(centred * inverse), -127, 127)).astype(np.int8)}
 
 
+def encode_int4(values: F32) -> Parts:
+    """Codes 0..15 from the group's minimum, which is `base`, to its maximum. d and base are rounded first, as in int8."""
+    base = values.min(axis=1, keepdims=True).astype(np.float16)
+    above = values - base.astype(np.float32)
+    d = (above.max(axis=1, keepdims=True) / np.float32(15)).astype(np.float16)
+    inverse = np.where(d > 0, np.float32(1) / d.astype(np.float32), np.float32(0))
+    return {"d": d, "base": base, "codes": np.nan_to_num(np.clip(np.rint(above * inverse), 0, 15)).astype(np.uint8)}
+
+
+def _codes_of_halves(fields: NDArray[Any]) -> Parts:
+    """Byte j of each 16 has number j of 32 in its low half, and number 16 + j in its high half."""
+    packed = fields["codes"].reshape(len(fields), -1, 1, LANES)
+    return {"codes": np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(len(fields), -1)}
+
+
+def _halves_of_codes(parts: Parts) -> Parts:
+    codes = parts["codes"].reshape(len(parts["codes"]), -1, 2, LANES)
+    return {"codes": (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(len(codes), -1)}
+
+
 INT8 = Format("int8", np.dtype([("d", "<f2"), ("base", "<f2"), ("codes", "i1", GROUP)]), GROUP, encode_int8, affine=Affine(-1))
 
-KV_FORMATS: Mapping[str, Format] = MappingProxyType({row.name: row for row in (F32_FORMAT, F16, BF16, INT8)})
+INT4 = Format(
+    "int4",
+    np.dtype([("d", "<f2"), ("base", "<f2"), ("codes", "u1", INT4_GROUP // 2)]),
+    INT4_GROUP,
+    encode_int4,
+    _codes_of_halves,
+    _halves_of_codes,
+    Affine(-1),
+)
+
+KV_FORMATS: Mapping[str, Format] = MappingProxyType({row.name: row for row in (F32_FORMAT, F16, BF16, INT8, INT4)})
 
 
 def get_kv_format(name: str) -> Format:
@@ -41,6 +75,26 @@ def get_kv_format(name: str) -> Format:
         return KV_FORMATS[name]
     except KeyError:
         raise FormatError(f"KV format {name!r} is not known; wanted one of {', '.join(KV_FORMATS)}") from None
+
+
+def hadamard_size(format: Format, dims: int) -> int:
+    """How many dimensions of a head are multiplied with Hadamard's matrix at a time before the format keeps them: the largest
+    power of two that divides `dims`. 0 for none: the format has bits enough, or the power is below a vector.
+    """
+    size = dims & -dims
+    return size if format is INT4 and size >= LANES else 0
+
+
+def hadamard(rows: F32, size: int) -> F32:
+    """Rows [..., D], each `size` numbers (`hadamard_size`) times Hadamard's matrix, which is its own inverse; 0: the same rows."""
+    if size == 0:
+        return rows
+    turned, half = rows.reshape(-1, size), size // 2
+    while half:
+        pairs = turned.reshape(-1, 2, half)
+        turned = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        half //= 2
+    return (turned * (np.float32(1) / np.sqrt(np.float32(size)))).reshape(rows.shape)
 
 
 def stored_dims(format: Format, dims: int) -> int:
@@ -63,5 +117,11 @@ def encode_rows(format: Format, rows: F32) -> U8:
 
 
 def rounded(format: Format, rows: F32) -> F32:
-    """Keys or values [..., D] after a round trip through the cache."""
+    """Keys or values [..., D] as they are decoded again."""
     return format.decode(encode_rows(format, rows))[..., : rows.shape[-1]]
+
+
+def remembered(format: Format, rows: F32) -> F32:
+    """Keys or values [..., D] as attention finds them in the cache."""
+    size = hadamard_size(format, rows.shape[-1])
+    return hadamard(rounded(format, hadamard(rows, size)), size)

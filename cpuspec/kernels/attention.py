@@ -11,7 +11,8 @@ over, and in the first one that is, earlier positions have no weight.
 
 A head's cache is a row of chunks: all keys of a chunk, then all its values. Keys lie in blocks of 16 positions, [group of
 dimensions][16 scales, 16 shifts][dimension][16 positions], so that 16 scores are sixteen lanes and no sum crosses lanes. Values lie
-as rows [group of dimensions][scale, shift][dimension]. Only int8 has groups with scales and shifts; other rows are plain numbers.
+as rows [group of dimensions][scale, shift][dimension]. int8 and int4 have groups with scales and shifts; other rows are plain
+numbers. In int4 two dimensions share a byte: byte j of each 16 has dimension j of 32 in its low half and 16 + j in its high half.
 
 Tree rows see the cached prefix and then their ancestors, which lie anywhere after it. `path` lists the cache index of logical
 positions from `straight` on (a multiple of 16, at or below the prefix). A chain has straight = its length.
@@ -20,7 +21,7 @@ What a call is told about its queries is a `layout.WALK` at the start of the thr
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -32,7 +33,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from cpuspec.formats.kv import GROUP, get_kv_format, stored_bytes, stored_dims
+from cpuspec.formats.kv import INT4, INT8, get_kv_format, stored_bytes, stored_dims
 from cpuspec.formats.tensor import U8
 from cpuspec.kernels import isa, machine_code, simd
 from cpuspec.kernels.layout import MAX_QUERIES, WALK, walk_at
@@ -68,11 +69,27 @@ _GATHERED = _POWERS + _SCORES_STRIDE
 class _Coding:
     """How kernels read and write sixteen numbers of a KV format."""
 
-    size: int  # bytes of a number
-    scaled: bool  # whether a group of GROUP dimensions has a scale and a shift (f16)
-    read: Callable[[Value], Value]  # address -> f32x16
-    write: Callable[[Value], Value]  # f32x16 -> sixteen elements; the numbers of a scaled group are codes already
+    size: int  # bytes of an element
+    group: int  # dimensions that have a scale and a shift (f16), 0 where there are none
+    read: Callable[[Value, Value], Value]  # address, which half of bytes (i32 0 or 1; read where there are two) -> f32x16
+    write: Callable[[Value], Value]  # f32x16 -> sixteen elements; the numbers of a group with a scale are codes already
     near: bool = False  # whether they lie in the nearest cache already
+    halves: int = 1  # numbers of an element: 2 where a byte has two
+
+    @property
+    def header(self) -> int:
+        """Bytes before the numbers of a group."""
+        return 4 if self.group else 0
+
+    @property
+    def unit(self) -> int:
+        """What dimensions are padded to."""
+        return self.group or LANES
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of so many dimensions, the group's header included."""
+        return self.header + self.unit * self.size // self.halves
 
 
 def _to_bf16(values: Value) -> Value:
@@ -86,13 +103,18 @@ def _to_i8(values: Value) -> Value:
     return call("llvm.fptosi.sat.v16i32.v16f32", I32X16, values).trunc(vector_of(I8))
 
 
+def _half_bytes(address: Value, half: Value) -> Value:
+    return (address.u8_codes() >> (half * 4).splat() & 15).sitofp(F32X16)
+
+
 _CODINGS: Mapping[str, _Coding] = MappingProxyType(
     {
-        _PANEL: _Coding(4, False, Value.f32, lambda values: values, near=True),
-        "f32": _Coding(4, False, Value.f32, lambda values: values),
-        "f16": _Coding(2, False, Value.f16, lambda values: values.fptrunc(vector_of(F16))),
-        "bf16": _Coding(2, False, Value.bf16, _to_bf16),
-        "int8": _Coding(1, True, Value.i8, _to_i8),
+        _PANEL: _Coding(4, 0, lambda at, half: at.f32(), lambda values: values, near=True),
+        "f32": _Coding(4, 0, lambda at, half: at.f32(), lambda values: values),
+        "f16": _Coding(2, 0, lambda at, half: at.f16(), lambda values: values.fptrunc(vector_of(F16))),
+        "bf16": _Coding(2, 0, lambda at, half: at.bf16(), _to_bf16),
+        "int8": _Coding(1, INT8.block_size, lambda at, half: at.i8(), _to_i8),
+        "int4": _Coding(1, INT4.block_size, _half_bytes, _to_i8, halves=2),
     }
 )
 
@@ -186,48 +208,39 @@ def _copy_rows_function() -> Callable[..., None]:
     return machine_code.function(machine_code.address("copy_rows", 10, lambda: _copy_rows), 10)
 
 
-def _copy_rows(size, header, unit, dims, heads, num_heads, head_size, rows, num_rows, first):
-    stored, row_bytes = _stored(unit, dims), _row_bytes(size, header, unit, dims)
+def _copy_rows(size, header, unit, unit_bytes, dims, heads, num_heads, head_size, rows, num_rows, first):
+    units = _units(unit, dims)
     for head in range(heads, heads + num_heads * head_size, head_size):
         for i in range(num_rows):
-            _copy_position(size, header, row_bytes, stored, head, first + i, head, simd.peek_i64(rows + 8 * i))
+            _copy_position(size, header, unit_bytes, units, head, first + i, head, simd.peek_i64(rows + 8 * i))
 
 
-def _shape(format_name: str) -> tuple[int, int, int]:
-    """Bytes of a number, bytes before each group of GROUP dimensions, and what dimensions are padded to."""
+def _shape(format_name: str) -> tuple[int, int, int, int]:
+    """Bytes of an element, of a unit's header, dimensions of a unit, and its bytes: what a row is made of."""
     coding = _CODINGS[format_name]
-    return coding.size, 4 * coding.scaled, get_kv_format(format_name).block_size if coding.scaled else LANES
+    return coding.size, coding.header, coding.unit, coding.unit_bytes
 
 
 @compiled
-def _stored(unit, dims):
-    return (dims + unit - 1) // unit * unit
+def _units(unit, dims):
+    return (dims + unit - 1) // unit
 
 
-@compiled
-def _row_bytes(size, header, unit, dims):
-    return _stored(unit, dims) * (GROUP * size + header) // GROUP
+def _append(name: str, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:
+    halves = _CODINGS[name].halves
 
-
-@compiled
-def _offset(size, header, dim):
-    """Where a dimension lies in a row; sixteen times that in a block of keys. The header of its group lies before the group."""
-    return dim * size + (dim // GROUP + 1) * header
-
-
-def _append(name: str, size: int, header: int, unit: int) -> Callable[..., None]:
     def append(head, dims, index, key, value):
-        row_bytes = _row_bytes(size, header, unit, dims)
+        row_bytes = _units(unit, dims) * unit_bytes
         chunk, place = head + index // CHUNK * (2 * CHUNK * row_bytes), index % CHUNK
         block = chunk + place // LANES * (LANES * row_bytes)
         lane, row = place % LANES, chunk + (CHUNK + place) * row_bytes
         for first in range(0, dims, unit):
             k, v = key + 4 * first, value + 4 * first
-            count, at = dims - first, _offset(size, header, first)
-            key_at, key_stride = block + LANES * at + lane * size, LANES * size
+            count, at = dims - first, first // unit * unit_bytes
+            key_at, key_stride = block + LANES * (at + header) + lane * size, LANES * size
             if header > 0:
-                _write_group(k, count, key_at, key_stride, block + LANES * (at - header) + 2 * lane, 2 * LANES)
-                _write_group(v, count, row + at, size, row + at - header, 2)
+                _write_group(halves, unit, k, count, key_at, key_stride, block + LANES * at + 2 * lane, 2 * LANES)
+                _write_group(halves, unit, v, count, row + at + header, size, row + at, 2)
             else:
                 _write_numbers(name, _load_part(k, count), key_at, key_stride)
                 _write_numbers(name, _load_part(v, count), row + at, size)
@@ -236,20 +249,39 @@ def _append(name: str, size: int, header: int, unit: int) -> Callable[..., None]
 
 
 @compiled
-def _write_group(source, count, to, stride, header, shift_after):
-    """Write up to GROUP numbers as "int8" of `formats.kv` does: its codes `stride` apart, and its scale and shift at `header`."""
-    low, high = _load_part(source, count), _load_part(source + 64, count - LANES)
-    largest, smallest = simd.max_lanes(simd.max_f32(low, high)), simd.min_lanes(simd.min_f32(low, high))
-    shift = simd.as_f16(smallest * simd.half() + largest * simd.half())
+def _write_group(halves, group, source, count, to, stride, header, shift_after):
+    """Write up to `group` numbers as `formats.kv` does, "int4" where halves is 2, else "int8": codes `stride` bytes apart, and the
+    group's scale and shift at `header`.
+    """
+    largest = smallest = _load_part(source, count)
+    for at in range(LANES, group, LANES):
+        values = _load_part(source + 4 * at, count - at)
+        largest, smallest = simd.max_f32(largest, values), simd.min_f32(smallest, values)
+    high, low = simd.max_lanes(largest), simd.min_lanes(smallest)
+    if halves == 2:
+        shift = simd.as_f16(low)
+        scale = simd.as_f16((high - shift) / simd.to_float(15))
+    else:
+        shift = simd.as_f16(low * simd.half() + high * simd.half())
+        scale = simd.as_f16(max(high - shift, shift - low) / simd.to_float(127))
     simd.poke_f16(header + shift_after, shift)
-    low, high = low - simd.splat_f32(shift), high - simd.splat_f32(shift)
-    scale = simd.as_f16(simd.max_lanes(simd.max_f32(simd.abs_f32(low), simd.abs_f32(high))) / simd.to_float(127))
     simd.poke_f16(header, scale)
-    inverse, limit = simd.splat_f32(simd.inverse_or_zero(scale)), simd.splat_f32(127.0)
-    for half in range(2):
-        codes = simd.round_f32((low if half == 0 else high) * inverse)
-        codes = simd.min_f32(simd.max_f32(codes, simd.splat_f32(-127.0)), limit)
-        _write_numbers("int8", codes, to + half * LANES * stride, stride)
+    inverse, offset = simd.splat_f32(simd.inverse_or_zero(scale)), simd.splat_f32(shift)
+    for at in range(0, group, halves * LANES):
+        codes = (_load_part(source + 4 * at, count - at) - offset) * inverse
+        if halves == 2:
+            later = (_load_part(source + 4 * at + 64, count - at - LANES) - offset) * inverse
+            codes = _nearest(codes, 0, 15) + _nearest(later, 0, 15) * simd.splat_f32(simd.to_float(16))
+        else:
+            codes = _nearest(codes, -127, 127)
+        _write_numbers("int8", codes, to + at // halves * stride, stride)
+
+
+@compiled
+def _nearest(values, least, most):
+    """The nearest whole numbers from `least` to `most`."""
+    above = simd.max_f32(simd.round_f32(values), simd.splat_f32(simd.to_float(least)))
+    return simd.min_f32(above, simd.splat_f32(simd.to_float(most)))
 
 
 def _load_masked(o: Ops, address: Value, count: Value) -> Value:
@@ -284,10 +316,11 @@ _fetch = simd.operation((types.int64,), types.void, lambda o, at: at.fetch(0, 64
 _copy = simd.operation((types.int64, types.int64, types.int64), types.void, _memcpy)
 
 
-def _attend(name: str, size: int, header: int, unit: int, windowed: bool, capped: bool) -> Callable[..., None]:
+def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windowed: bool, capped: bool) -> Callable[..., None]:
     def attend(count, head, dims, first, straight, path, scratch):
         walk = walk_at(scratch)
-        stored, row_bytes = _stored(unit, dims), _row_bytes(size, header, unit, dims)
+        units = _units(unit, dims)
+        stored, row_bytes = units * unit, units * unit_bytes
         chunk, gathered, scores = head + first * (2 * row_bytes), scratch + _GATHERED, scratch + _SCORES
         shortest = longest = _end(walk, 0, first)
         earliest = latest = _start(walk, 0, first, windowed)
@@ -302,7 +335,7 @@ def _attend(name: str, size: int, header: int, unit: int, windowed: bool, capped
         if tree:
             for place in range(max(inside, earliest), longest):
                 index = simd.peek_i64(path + 8 * (first + place - straight))
-                _copy_position(size, header, row_bytes, stored, gathered, place, head, index)
+                _copy_position(size, header, unit_bytes, units, gathered, place, head, index)
         step = _even_step(count)
         for piece in range(1 + tree):
             keys, begin, end = (gathered, inside, longest) if piece else (chunk, 0, inside)
@@ -371,20 +404,20 @@ def _start(walk, number, first, windowed):
 
 
 @compiled
-def _copy_position(size, header, row_bytes, stored, to, index, source, source_index):
+def _copy_position(size, header, unit_bytes, units, to, index, source, source_index):
     """Copy a key and a value, bit for bit, from an index of one head's cache to an index of another's."""
+    row_bytes = units * unit_bytes
     chunk, place = to + index // CHUNK * (2 * CHUNK * row_bytes), index % CHUNK
     source_chunk, source_place = source + source_index // CHUNK * (2 * CHUNK * row_bytes), source_index % CHUNK
     _copy(chunk + (CHUNK + place) * row_bytes, source_chunk + (CHUNK + source_place) * row_bytes, row_bytes)
     block = chunk + place // LANES * (LANES * row_bytes)
     source_block = source_chunk + source_place // LANES * (LANES * row_bytes)
     lane, source_lane = place % LANES, source_place % LANES
-    for dim in range(stored):
-        at = LANES * _offset(size, header, dim)
-        _copy(block + at + lane * size, source_block + at + source_lane * size, size)
-        if header > 0 and dim % GROUP == 0:
-            for part in range(at - LANES * header, at, 2 * LANES):
-                _copy(block + part + 2 * lane, source_block + part + 2 * source_lane, 2)
+    for at in range(0, LANES * row_bytes, LANES * unit_bytes):
+        for part in range(at, at + LANES * header, 2 * LANES):
+            _copy(block + part + 2 * lane, source_block + part + 2 * source_lane, 2)
+        for part in range(at + LANES * header, at + LANES * unit_bytes, LANES * size):
+            _copy(block + part + lane * size, source_block + part + source_lane * size, size)
 
 
 @compiled
@@ -452,15 +485,15 @@ def _score(typingctx, name, count, walk, keys, row_bytes, dims, blocks, to):
             here = [keys + (first + n) * block_bytes for n in range(together)]
             sums = [o.variables(together) for _ in queries]
 
-            def add_dims(at: Value, first_dim: Value, number: Value, scales: list[Any]) -> None:
+            def add_dims(at: Value, first_dim: Value, number: Value, half: int, scales: list[Any]) -> None:
                 with o.loop(number) as index:
                     offset = at + index * (LANES * coding.size)
                     found = []
                     for block, scale in zip(here, scales, strict=True):
                         address = block + offset
-                        if not coding.near:
+                        if not coding.near and half == 0:
                             (address + block_bytes * together).fetch(0, LANES * coding.size)
-                        key = coding.read(address)
+                        key = coding.read(address, o.number(half, I32))
                         found.append(fma(key, *scale) if scale else key)
                     dim = first_dim + index
                     for query, totals in zip(queries, sums, strict=True):
@@ -468,14 +501,14 @@ def _score(typingctx, name, count, walk, keys, row_bytes, dims, blocks, to):
                         for key, total in zip(found, totals, strict=True):
                             total.set(fma(number_of_query, key, total.get()))
 
-            if coding.scaled:
-                with o.loop(dims.rounded_up(GROUP)) as group:
-                    first_dim = group * GROUP
-                    at = group * (LANES * (4 + GROUP * coding.size))
+            if coding.group:
+                with o.loop(dims.rounded_up(coding.group)) as group:
+                    at = group * (LANES * coding.unit_bytes)
                     scales = [((block + at).f16(), (block + at + 2 * LANES).f16()) for block in here]
-                    add_dims(at + 4 * LANES, first_dim, (dims - first_dim).smaller(GROUP), scales)
+                    for part in _parts(coding, at, group, dims):
+                        add_dims(*part, scales)
             else:
-                add_dims(o.number(0), o.number(0), dims, [()] * together)
+                add_dims(o.number(0), o.number(0), dims, 0, [()] * together)
             for r, totals in enumerate(sums):
                 row = to + first * 64 + r * _SCORES_STRIDE
                 for n, total in enumerate(totals):
@@ -504,14 +537,14 @@ def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, posit
 
         def some(partials: list[Value], first: Value, width: int) -> None:
             """For `width` vectors of dimensions from `first` on."""
-            scales, numbers = _place(coding, rows, first)
+            scales, numbers, half = _place(coding, rows, first)
             sums = [[o.variable((partial + first * 4 + 64 * w).f32()) for w in range(width)] for partial in partials]
             with o.loop(positions) as index:
                 row = index * row_bytes
                 here = numbers + row
                 if not coding.near:
                     (here + row_bytes * _POSITIONS).fetch(0, width * LANES * coding.size)
-                values = [_value(coding, here, scales + row, w) for w in range(width)]
+                values = [_value(coding, here, scales + row, half, w) for w in range(width)]
                 for r, totals in enumerate(sums):
                     weight = (weights + index * 4 + r * _SCORES_STRIDE).every(F32)
                     for value, total in zip(values, totals, strict=True):
@@ -530,13 +563,26 @@ def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, posit
     return types.void(name, *[types.int64] * 8), codegen
 
 
-def _value(coding: _Coding, numbers: Value, scales: Value, vector: int) -> Value:
-    """Sixteen dimensions of a value: the `vector`-th of some, whose first group's scale and shift lie at `scales`."""
-    group = vector * LANES // GROUP if coding.scaled else 0
-    values = coding.read(numbers + (vector * LANES * coding.size + 4 * group))
-    if not coding.scaled:
+def _parts(coding: _Coding, at: Value, group: Value, dims: Value) -> Iterator[tuple[Value, Value, Value, int]]:
+    """Of a group of dimensions of a block of keys, in the order of the dimensions, those that have one half of their bytes: where
+    in the block they lie, the first dimension, how many there are, which half.
+    """
+    together = LANES if coding.halves == 2 else coding.group
+    for offset in range(0, coding.group, together):
+        first_dim, element = group * coding.group + offset, offset // (coding.halves * together) * together
+        where = at + LANES * (coding.header + element * coding.size)
+        yield where, first_dim, (dims - first_dim).smaller(together), offset // together % coding.halves
+
+
+def _value(coding: _Coding, numbers: Value, scales: Value, half: Value, vector: int) -> Value:
+    """Sixteen dimensions of a value: the `vector`-th from where `_place` says. More than one begin at a whole group, or at a half
+    or a quarter of one, so that all of them are of it.
+    """
+    group, element = vector * LANES // coding.unit, vector // coding.halves * LANES * coding.size
+    values = coding.read(numbers + (element + group * coding.header), half if vector == 0 else half.like(vector % coding.halves))
+    if not coding.group:
         return values
-    at = scales + group * (4 + GROUP * coding.size)
+    at = scales + group * coding.unit_bytes
     scale, shift = ((at + offset).every(F16).fpext(F32X16) for offset in (0, 2))
     return fma(values, scale, shift)
 
@@ -577,19 +623,20 @@ def _widen_keys(typingctx, name, keys, dims, panel):
         keys, dims, panel = map(o.value, args[1:])
         number_bytes = LANES * coding.size
 
-        def widen_dims(at: Value, first_dim: Value, number: Value, scale: list[Value]) -> None:
+        def widen_dims(at: Value, first_dim: Value, number: Value, half: int, scale: list[Value]) -> None:
             with o.loop(number) as index:
                 address = at + index * number_bytes
-                key = coding.read(address)
+                key = coding.read(address, o.number(half, I32))
                 (panel + (first_dim + index) * 64).store(fma(key, *scale) if scale else key)
 
-        if coding.scaled:
-            with o.loop(dims.rounded_up(GROUP)) as group:
-                at, first_dim = keys + group * (LANES * (4 + GROUP * coding.size)), group * GROUP
+        if coding.group:
+            with o.loop(dims.rounded_up(coding.group)) as group:
+                at = keys + group * (LANES * coding.unit_bytes)
                 scale = [at.f16(), (at + 2 * LANES).f16()]
-                widen_dims(at + 4 * LANES, first_dim, (dims - first_dim).smaller(GROUP), scale)
+                for part in _parts(coding, at, group, dims):
+                    widen_dims(*part, scale)
         else:
-            widen_dims(keys, o.number(0), dims, [])
+            widen_dims(keys, o.number(0), dims, 0, [])
         return context.get_dummy_value()
 
     return types.void(name, *[types.int64] * 3), codegen
@@ -603,13 +650,13 @@ def _widen_values(typingctx, name, rows, row_bytes, first, vectors, positions, p
     def codegen(context, builder, sig, args):
         o = Ops(builder)
         rows, row_bytes, first, vectors, positions, panel = map(o.value, args[1:])
-        scales, numbers = _place(coding, rows, first * LANES)
+        scales, numbers, half = _place(coding, rows, first * LANES)
 
         def body(number: int) -> None:
             with o.loop(positions) as index:
                 row = index * row_bytes
                 for w in range(number):
-                    (panel + index * (64 * number) + 64 * w).store(_value(coding, numbers + row, scales + row, w))
+                    (panel + index * (64 * number) + 64 * w).store(_value(coding, numbers + row, scales + row, half, w))
 
         o.switch(vectors, {number: functools.partial(body, number) for number in range(1, _PANEL_VECTORS + 1)})
         return context.get_dummy_value()
@@ -617,10 +664,11 @@ def _widen_values(typingctx, name, rows, row_bytes, first, vectors, positions, p
     return types.void(name, *[types.int64] * 6), codegen
 
 
-def _place(coding: _Coding, rows: Value, first: Value) -> tuple[Value, Value]:
-    """Where a value's scales and numbers lie from dimension `first` on."""
-    group = first // GROUP if coding.scaled else first.like(0)
-    return rows + group * (4 + GROUP * coding.size), rows + first * coding.size + (group + 1) * (4 * coding.scaled)
+def _place(coding: _Coding, rows: Value, first: Value) -> tuple[Value, Value, Value]:
+    """Where a value's scales and numbers lie from dimension `first` on, a multiple of 16, and in which half of their bytes."""
+    unit, vector = rows + first // coding.unit * coding.unit_bytes, first % coding.unit // LANES
+    element = vector // coding.halves * (LANES * coding.size)
+    return unit, unit + coding.header + element, (vector % coding.halves).trunc(I32)
 
 
 def _in_steps(o: Ops, total: Value, number: int, body: Callable[[Value, int], None]) -> None:

@@ -117,6 +117,8 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             scale=_F32,  # of queries
             **dict.fromkeys(("heads", "kv_heads", "dims", "layer", "append"), _I64),
             rotation=_I64,  # number of the table, or NO_ROTATION
+            centres=_I64,  # of keys, f32 [kv_heads][dims] (`backends.weights.key_centres`), or 0
+            hadamard=_I64,  # of `formats.kv.hadamard_size`, for queries, keys and values
         ),
         "attend": _record(
             **dict.fromkeys(("queries", "stride", "out", "out_stride", "heads", "kv_heads", "dims", "layer", "kernel"), _I64),
@@ -124,6 +126,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             partial_bytes=_I64,
             window=_I64,  # positions that a row sees, itself included; 0 for all
             cap=_F32,  # of soft-capped scores
+            hadamard=_I64,  # of results
         ),
         # rows += RMS norm of `branch`, times weight
         "add": _record(**dict.fromkeys(("rows", "branch", "stride", "weight", "features"), _I64), eps=_F32),

@@ -14,7 +14,16 @@ from cpuspec.kernels.layout import DONE, team_at, walk_at
 from cpuspec.kernels.ops import Ops
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
-from cpuspec.kernels.pointwise import add_normed, cap_numbers, prepare_row, rotate_head, rows_of_block, scale_numbers
+from cpuspec.kernels.pointwise import (
+    add_normed,
+    cap_numbers,
+    hadamard_head,
+    prepare_row,
+    rotate_head,
+    rows_of_block,
+    scale_numbers,
+    subtract,
+)
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
 from cpuspec.kernels.sharing import PIECES, parts_of_row, piece, share, take
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
@@ -147,10 +156,17 @@ def _rotate(op, state, item):
     if head < heads:
         query = op.queries + row * op.q_stride + head * dims * 4
         rotate_head(query, dims, cosines, sines, op.q_norm, op.eps, op.scale)
+        if op.hadamard != 0:
+            hadamard_head(query, dims, op.hadamard)
     else:
         head -= heads
         key, value = op.keys + row * op.k_stride + head * dims * 4, op.values + row * op.v_stride + head * dims * 4
         rotate_head(key, dims, cosines, sines, op.k_norm, op.eps, simd.to_float(1))
+        if op.centres != 0:
+            subtract(key, op.centres + 4 * head * dims, dims)
+        if op.hadamard != 0:
+            hadamard_head(key, dims, op.hadamard)
+            hadamard_head(value, dims, op.hadamard)
         cached = _cached_head(state, row, op.layer, kv_heads, head)
         _call(op.append, (cached, dims, state.places[row].cache_index, key, value))
 
@@ -198,7 +214,10 @@ def _attend(op, state, counter, threads, thread):
                     merge(partial + earliest * size, partial + later * size, size)
                 partial += earliest * size
             head = kv_head * group + query % group
-            finish(partial, size, op.dims, op.out + here * op.out_stride + head * op.dims * 4)
+            out = op.out + here * op.out_stride + head * op.dims * 4
+            finish(partial, size, op.dims, out)
+            if op.hadamard != 0:
+                hadamard_head(out, op.dims, op.hadamard)
 
 
 @compiled

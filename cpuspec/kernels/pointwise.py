@@ -259,6 +259,30 @@ def rotate_head(head, dims, cosines, sines, weight, eps, scale):
 
 
 @compiled
+def hadamard_head(head, dims, size):
+    """In place, as `formats.kv.hadamard` to the bit: each `size` of the head's numbers times Hadamard's matrix."""
+    factor = simd.splat_f32(simd.to_float(1) / simd.sqrt_f32(simd.to_float(size)))
+    for first in range(head, head + 4 * dims, 4 * size):
+        half = size // 2
+        while half >= simd.LANES:
+            for start in range(first, first + 4 * size, 8 * half):
+                for at in range(start, start + 4 * half, 64):
+                    low, high = simd.load_f32(at), simd.load_f32(at + 4 * half)
+                    simd.store_f32(at, low + high)
+                    simd.store_f32(at + 4 * half, low - high)
+            half //= 2
+        for at in range(first, first + 4 * size, 64):
+            simd.store_f32(at, simd.hadamard_lanes(simd.load_f32(at)) * factor)
+
+
+@compiled
+def subtract(numbers, others, count):
+    """numbers -= others, `count` of each."""
+    for at in range(0, 4 * count, 4):
+        simd.poke_f32(numbers + at, simd.peek_f32(numbers + at) - simd.peek_f32(others + at))
+
+
+@compiled
 def rows_of_block(row, rows):
     """How many rows the block of `row` holds, of a batch of `rows`."""
     return min(BLOCK_ROWS, rows - row // BLOCK_ROWS * BLOCK_ROWS)

@@ -124,6 +124,14 @@ def _gather(o: Ops, address: Value, indices: Value) -> Value:
     return found
 
 
+def _hadamard_lanes(o: Ops, values: Value) -> Value:
+    """Lanes times Hadamard's matrix of order 16, without its factor: sums and differences of lanes 8, 4, 2 and 1 apart."""
+    for apart in (8, 4, 2, 1):
+        signs = o.value(ir.Constant(F32X16, [-1.0 if lane & apart else 1.0 for lane in range(LANES)]))
+        values = values * signs + values.shuffled([lane ^ apart for lane in range(LANES)])
+    return values
+
+
 _a, _i, _f = types.int64, types.int32, types.float32
 
 # Scalars at an address.
@@ -193,6 +201,7 @@ rounded_to_bf16 = operation((f32x16,), f32x16, lambda o, v: ops.bf16_bits(v, 0xF
 rounded_to_f16 = operation((f32x16,), f32x16, lambda o, v: v.fptrunc(vector_of(F16)).fpext(F32X16))
 first_equal = operation((f32x16, f32x16), types.int64, _first_equal)  # the first lane in which both are equal, 16 if none is
 first_lanes = operation((f32x16, _i, f32x16), f32x16, _first_lanes)  # lanes below `count` from the first, others from the last
+hadamard_lanes = operation((f32x16,), f32x16, _hadamard_lanes)
 swap_middles = operation(  # of each four lanes
     (i32x16,), i32x16, lambda o, v: v.shuffled([4 * (n // 4) + (0, 2, 1, 3)[n % 4] for n in range(LANES)])
 )

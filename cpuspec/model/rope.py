@@ -14,6 +14,8 @@ from cpuspec.model.batch import F32
 
 F64 = NDArray[np.float64]
 
+_MANY_POSITIONS = 4096
+
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> F64:
     """Radians per position of each pair of dimensions, [D/2]. Pair i is dimensions (i, i + D/2)."""
@@ -60,6 +62,16 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def mean_over_positions(rope: Rope | None, heads: F32) -> F32:
+    """Heads [..., D] turned to each of the first positions, and their mean: what turns quickly is lost in it."""
+    if rope is None:
+        return heads
+    cosines, sines = (t.mean(axis=0, dtype=np.float64) for t in rope_table(rope, heads.shape[-1], np.arange(_MANY_POSITIONS)))
+    first, second = np.split(heads.astype(np.float64), 2, axis=-1)
+    mean = np.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+    return mean.astype(np.float16).astype(np.float32)  # rounded, so that the order of sums does not show
 
 
 def rope_table(rope: Rope, head_dim: int, positions: NDArray[np.integer]) -> tuple[F32, F32]:

@@ -56,7 +56,8 @@ def run(weights: Weights, chunks: I32, on_inputs: OnInputs, done: Mapping[str, Q
         q_start=np.arange(count + 1, dtype=np.int32) * np.int32(length),
     )
     f32 = get_format("f32")
-    model = Model(config, np.dtype(np.float32), f32, weights.checkpoint.tensors["embed"], _Values(weights, done), frozenset())
+    values, embedding = _Values(weights, done), weights.checkpoint.tensors["embed"]
+    model = Model(config, np.dtype(np.float32), f32, {}, embedding, values, frozenset())
     return decode(config, _Watched(Forward(model, batch, cache), on_inputs, with_logits))
 
 
@@ -91,7 +92,7 @@ class _Watched:
     def __init__(self, forward: Forward, on_inputs: OnInputs, with_logits: bool) -> None:
         self._forward, self._on_inputs, self._with_logits = forward, on_inputs, with_logits
         self.embed, self.rotate, self.attention, self.gate = forward.embed, forward.rotate, forward.attention, forward.gate
-        self.hidden, self.join, self.features = forward.hidden, forward.join, forward.features  # of draft heads alone
+        self.hidden, self.join = forward.hidden, forward.join  # of draft heads alone
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
         normed = self._forward.norm(x, norm)

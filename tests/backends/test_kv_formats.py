@@ -3,19 +3,21 @@
 Sequences are longer than a chunk of attention, so that records are folded, and chunks go to several threads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.backends.weights import key_centres
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import FormatError
+from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels.attention import CHUNK
-from tests.backends.models import forward, tiny
+from tests.backends.models import every_backend, forward, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, CHUNK + 44).tolist()
 SHAPES = {
@@ -63,7 +65,7 @@ def _in_chunks(backend: Backend, tokens: list[int], size: int, capacity: int = 3
 def test_logits_agree_with_the_reference_to_what_rounding_the_other_way_makes(case: _Case, alone: np.ndarray) -> None:
     slow = NumpyBackend(case.checkpoint, EngineConfig(max_rows=64, kv_format=case.kv_format), np.float64)
     wanted = _in_chunks(slow, TOKENS, 64)
-    budgets = {"f32": 1e-4, "f16": 3e-3, "bf16": 2e-2, "int8": 3e-2}
+    budgets = {"f32": 1e-4, "f16": 3e-3, "bf16": 2e-2, "int8": 3e-2, "int4": 0.3}
     assert np.abs(alone - wanted).max() < budgets[case.kv_format]
     if case.kv_format == "f32":
         return
@@ -130,10 +132,10 @@ def test_a_tree_row_has_the_bits_of_its_path_and_what_is_kept_of_it_too(case: _C
 
 def test_bytes_per_token_are_what_a_slot_holds(case: _Case) -> None:
     backend, config = case.backend(), case.checkpoint.config
-    bits = {"f32": 32, "f16": 16, "bf16": 16, "int8": 9}[case.kv_format]
-    padded = -(-config.head_dim // (32 if case.kv_format == "int8" else 16)) * (32 if case.kv_format == "int8" else 16)
+    bits, unit = {"f32": (32, 16), "f16": (16, 16), "bf16": (16, 16), "int8": (9, 32), "int4": (4.5, 64)}[case.kv_format]
+    padded = -(-config.head_dim // unit) * unit
     cache = backend.new_cache(1, 4 * CHUNK)
-    assert cache.bytes_per_token == 2 * config.num_layers * config.num_kv_heads * padded * bits // 8
+    assert cache.bytes_per_token == 2 * config.num_layers * config.num_kv_heads * padded * bits / 8
     assert cache.storage(0).memory.nbytes == 4 * CHUNK * cache.bytes_per_token
     backend.close()
 
@@ -161,7 +163,48 @@ def test_long_walks_are_shared_among_threads_without_a_trace(tmp_path_factory) -
     assert len({row.tobytes() for row in results[0]}) == 40
 
 
+@pytest.fixture(scope="module")
+def unbiased(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory, architecture="qwen2", weight_format="f32", num_layers=2, head_dim=64, rope_base=1e6)
+
+
+@pytest.fixture(scope="module")
+def biased(unbiased: Checkpoint) -> Checkpoint:
+    """A model whose key bias is 200 in a dimension that hardly turns, as in Qwen2.5's first layer."""
+    tensors = dict(unbiased.tensors)
+    for name in ("layers.0.k_bias", "layers.1.k_bias"):
+        bias = tensors[name].dequantize()
+        bias[31::64] = 200
+        tensors[name] = QuantTensor.encode(tensors[name].format, bias)
+    return replace(unbiased, tensors=tensors)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "int4"])
+@every_backend(["numba", "numpy", "torch"])
+def test_what_all_keys_of_a_head_have_in_common_costs_codes_nothing(
+    biased: Checkpoint, unbiased: Checkpoint, name: str, kv_format: str
+) -> None:
+    """Softmax does not see it, so a cache in codes leaves it out; with it, the steps of the codes would be several units long."""
+
+    def lost(name: str, checkpoint: Checkpoint) -> float:
+        backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=64, kv_format=kv_format))
+        exact = NumpyBackend(checkpoint, EngineConfig(max_rows=64, kv_format="f32"), np.float64)
+        found, wanted = (_in_chunks(one, TOKENS[:64], 64) for one in (backend, exact))
+        backend.close()
+        return float(np.square(found - wanted).mean())
+
+    assert lost(name, biased) < 3 * lost("numpy", unbiased)
+
+
+def test_keys_have_a_centre_only_where_scores_do_not_show_it(biased: Checkpoint) -> None:
+    centres = key_centres(biased.config, KV_FORMATS["int8"], biased.tensors)
+    assert [centre.shape for centre in centres.values()] == [(biased.config.num_kv_heads, 64)] * 2
+    assert all(199 < centre[0, 31] < 201 for centre in centres.values())
+    for kv_format, changes in (("f16", {}), ("int4", {"attention_softcap": 50.0}), ("int4", {"qk_norm": True})):
+        assert not key_centres(replace(biased.config, **changes), KV_FORMATS[kv_format], biased.tensors)
+
+
 @pytest.mark.parametrize("name", ["numba", "numpy"])
 def test_an_unknown_format_is_a_clear_error(checkpoint: Checkpoint, name: str) -> None:
-    with pytest.raises(FormatError, match="'fp8' is not known; wanted one of f32, f16, bf16, int8"):
+    with pytest.raises(FormatError, match="'fp8' is not known; wanted one of f32, f16, bf16, int8, int4"):
         make_backend(name, checkpoint, EngineConfig(threads=1, kv_format="fp8"))

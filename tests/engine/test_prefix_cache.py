@@ -110,16 +110,17 @@ def test_models_of_a_chain_share_the_memory(opened: Callable[..., LLM]) -> None:
     assert (draft.limit_bytes, target.limit_bytes) == (1_000_000, 2_000_000)  # of one layer, and of two
 
 
-def test_a_prefix_is_saved_and_restored(opened: Callable[..., LLM], models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_format", ["f16", "int4"])
+def test_a_prefix_is_saved_and_restored(opened: Callable[..., LLM], models: Path, tmp_path: Path, kv_format: str) -> None:
     first, *_, last = conversations()
-    llm = opened()
+    llm = opened(kv_format=kv_format)
     expected = llm.generate([first], PARAMS["greedy"])
     assert llm.save_prefix(first, tmp_path / "saved") == 336  # of 340, in steps of 16
     with pytest.raises(CacheError, match="nothing to save; run the prompt first"):
         llm.save_prefix(last, tmp_path / "other")
     with pytest.raises(CacheError, match=r"gone.* cannot be written: No such file or directory"):
         llm.save_prefix(first, tmp_path / "gone" / "saved")
-    other = opened()
+    other = opened(kv_format=kv_format)
     assert other.restore_prefix(tmp_path / "saved") == 336
     answers = other.generate([first], PARAMS["greedy"])
     assert shown(answers) == shown(expected)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cpuspec.formats.kv import GROUP, KV_FORMATS, encode_rows, rounded
+from cpuspec.formats.kv import KV_FORMATS, encode_rows, rounded
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import attention, pointwise
 from cpuspec.kernels.layout import WALK
@@ -83,7 +83,7 @@ class _Head:
             return block.reshape(-1, 16, self.format.block_bytes)[:, lane].tobytes(), values[index % attention.CHUNK].tobytes()
         groups = block.reshape(-1, 16 * self.format.block_bytes)
         scales = groups[:, :64].reshape(-1, 2, 16, 2)[:, :, lane].reshape(len(groups), 4)
-        codes = groups[:, 64:].reshape(-1, GROUP, 16)[:, :, lane]
+        codes = groups[:, 64:].reshape(len(groups), -1, 16)[:, :, lane]
         return np.concatenate([scales, codes], axis=1).tobytes(), values[index % attention.CHUNK].tobytes()
 
 

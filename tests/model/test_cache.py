@@ -12,6 +12,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.errors import CacheError
 from cpuspec.formats import Format, get_format
+from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
@@ -26,11 +27,11 @@ def checkpoint(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
     return tiny(tmp_path_factory)
 
 
-@pytest.mark.parametrize("kv_format", ["f16", "int8"])
+@pytest.mark.parametrize("kv_format", ["f16", "int8", "int4"])
 @pytest.mark.parametrize("length", [1, 13, 33])
 @every_backend(BACKENDS)
 def test_a_copied_prefix_is_continued_with_the_same_bits(checkpoint: Checkpoint, name: str, length: int, kv_format: str) -> None:
-    if name in ("onnxruntime", "openvino") and kv_format == "int8":  # which graphs do not have
+    if name in ("onnxruntime", "openvino") and kv_format in ("int8", "int4"):  # which graphs do not have
         kv_format = "bf16"
     backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=64, kv_format=kv_format))
     cache = backend.new_cache(3, 64)
@@ -44,7 +45,7 @@ def test_a_copied_prefix_is_continued_with_the_same_bits(checkpoint: Checkpoint,
     backend.close()
 
 
-@pytest.mark.parametrize("kv_format", ["f32", "f16", "bf16", "int8"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize(("held", "wanted"), [(300, 288), (512, 511), (272, 259), (48, 33), (16, 1)])
 def test_blocks_that_were_kept_elsewhere_are_continued_with_the_same_bits(
     checkpoint: Checkpoint, kv_format: str, held: int, wanted: int
@@ -90,7 +91,14 @@ def test_blocks_of_another_model_format_or_weights_have_another_identity(checkpo
 
     other, longer = tiny(tmp_path_factory, seed=9), replace(checkpoint, config=replace(checkpoint.config, rope_base=5000.0))
     cast = identity(checkpoint, casts={"layers.0.q": get_format("q8_0")})
-    found = [identity(checkpoint), identity(checkpoint, "int8"), identity(other), identity(longer), cast]
+    found = [
+        identity(checkpoint),
+        identity(checkpoint, "int8"),
+        identity(checkpoint, "int4"),
+        identity(other),
+        identity(longer),
+        cast,
+    ]
     assert len(set(found)) == len(found)
     assert identity(checkpoint) == found[0]
 
