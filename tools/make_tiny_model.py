@@ -43,7 +43,7 @@ SHAPES: Mapping[str, ModelConfig] = {
 # What llama-quantize takes where the rows do not fill superblocks.
 _FALLBACK = {
     **{"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"},
-    **dict.fromkeys(("iq4_xs", "nvfp4", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs"), "iq4_nl"),
+    **dict.fromkeys(("iq4_xs", "nvfp4", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s"), "iq4_nl"),
     **dict.fromkeys(("tq1_0", "tq2_0"), "q4_0"),
 }
 

@@ -48,7 +48,7 @@ _FORMATS = {row.gguf_type: row for row in FORMATS.values() if row.gguf_type is n
 GGUF_FORMATS = tuple(row.name for number, row in _FORMATS.items() if number < OWN_GGUF_TYPES)
 
 _OTHER_TYPES = {
-    9: "Q8_1", 15: "Q8_K", 19: "IQ1_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 41: "Q1_0", 42: "Q2_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
 
 _INTEGERS: dict[int, np.dtype] = {24: np.dtype("i1"), 25: np.dtype("<i2"), 26: np.dtype("<i4"), 27: np.dtype("<i8")}

@@ -1,11 +1,13 @@
-"""Two and three bits on grids: iq2_xxs, iq2_xs, iq2_s (eight values are a point of a grid), iq3_xxs, iq3_s (four are), and signs.
+"""One to three bits on grids: iq1_s, iq1_m, iq2_xxs, iq2_xs, iq2_s (eight values are a point of a grid), iq3_xxs, iq3_s (four).
 
 Layouts as GGUF files store them, and the grids: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml. A point gives
 magnitudes; the eighth sign of each eight values makes the number of minuses even, except in iq2_s and iq3_s, which store it. Scales
 are odd multiples of d or a part of it, four bits for each 32 values (iq2_xs and iq2_s: for each 16).
+In iq1 a point gives -1, 0 or 1 for each of eight values; a bit moves 32 values (iq1_s) or eight (iq1_m) up or down by an eighth.
+Scales have three bits, for each 32 values or for each 16.
 
-A code here is a magnitude and above it the sign, of one value. Kernels read it: 3 bits for two, 4 for three. To look points up is
-slower than to read the difference (benchmarks/LOG.md), and each instruction set would need a way of its own.
+A code here is a magnitude and above it the sign, of one value. Kernels read it: 3 bits for one and two, 4 for three. To look points
+up is slower than to read the difference (benchmarks/LOG.md), and each instruction set would need a way of its own.
 """
 
 import base64
@@ -35,13 +37,15 @@ _SHARES = (0.2, 0.58, 0.75, 0.9, 1.05, 1.2)
 class Grid:
     """The points that some values may be together. Points are numbered in ascending order, the last of their values counting most.
 
-    held: which of all points there are, a bit for each, compressed. magnitudes: what a value may be, in units of `unit`.
+    held: which of all points there are, a bit for each, compressed. magnitudes: what a value may be, in units of `unit`. moved: by
+    which a sign moves a value down, and no sign up; 0 where it makes the value negative instead.
     """
 
     dims: int
     magnitudes: tuple[int, ...]
     unit: float
     held: str
+    moved: int = 0
 
     @property
     def sign(self) -> int:
@@ -52,8 +56,12 @@ class Grid:
     def levels(self) -> tuple[int, ...]:
         """What each code stands for, in units of `unit`; 0 for codes that do not occur."""
         places = range(1 << self.sign)
-        sizes = [self.magnitudes[place] if place < len(self.magnitudes) else 0 for place in places]
-        return (*sizes, *(-size for size in sizes))
+        sizes = [self.magnitudes[place] if place < len(self.magnitudes) else None for place in places]
+        plus, minus = [
+            tuple(0 if size is None else size + sign * self.moved if self.moved else sign * size for size in sizes)
+            for sign in (1, -1)
+        ]
+        return (*plus, *minus)
 
     def codes(self, indices: NDArray[Any], signs: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Codes [n, 256] of points [n, 256 / dims] and bytes of eight signs [n, 32]."""
@@ -144,6 +152,20 @@ _IQ2_S = Grid(
     "HneH&<4|id_Zsqi~d9|fZw$~1nHWO$bgs-@JBFei6qb36Asxo<#s4;BRhd~d<sfnbhG0<$t^)oE$@gK%zO1xyELVB%s1k`FAKZeJ@WjCtPZ6s4%XC=!ChZ"
     "<C{I5t%jB|RQ$q0^0H^%ZVVCdNfJ9HPfzZdmWSrg_I({bPgptf%^rJMcpz`hTS7u<>s9rVvW-WSa`T|j+oGk",
 )
+_IQ1 = Grid(
+    8,
+    (-8, 0, 8),
+    1 / 8,
+    "c-k#eO>0z16uqyx#k83y_qA0qE*kA7fk#%6iL;cd<W&+S(JE7AEBc6nlGQ*KX*Z#@1057+gows$6w-}Cbfte_m;o2UY|_#*VZa~*x^U%6T=`Mm&aUdhx#y"
+    "gF&eKOplgaU0)cQ?aLaWb`!=%}lC@i-gZEZ5CFdhU_><`D{U2pdIZAiiRBZ^Tjpc--1mjt-&r-O_l7bZy)3*%3zRUeyRXfJ~s5?<5PM<UK4aB<I3L}>n{h"
+    "nc{+>K$G67mn>zvR$=UOtZPa7LUsmQWQ2bN)ou!Kj_yfb~LQyR=nku)`P+=g=?+GNRyF#AueD^;Yg67k)HG=(os>Uh!rG~(gRxZza2HhyPsM)=qh9|ehXU"
+    "ldkU;_wA!C+2Fv`rcq!34!0Fqz%0;&7#XeAmBu`}t6ci#>+3WlSwzITy{$0C$RU8lhlWkibbyz6nxOL=l|4%yAAJ4G^LV^S*V!(*CwdNU%)Qrh$#q9cyW*"
+    "tq|@QQ}j896#XTv`6q5lhc&*LLPVeEGcad$xT4&D*b^FV9bJ+^}ih*A`2jX2rIue$9q9{)`S!jt!g=X1D{vGEMnukjj}Wcvs!oqc~_d61@aP1V3Bvcjc9u"
+    "Wpgt6=l#-;vm1GpU-HX*>(|GJ!F2C{R9{8qA7trFiLFJ0VD+S2Ny_0+jiaiUvPbU!Gt<44HyL$nQ%A{iI)xZW(;0iU=zRoe)YSg8LFF!L&Ei&Q)FngSxd="
+    "=b)ez8IIEAq?gCPR1z1`cE#svx$dBcgrdMr~`+vY{G*{j)LdH7J(;|V_S3+rEqj0{aUGZ~5`z3=#nUT2ypkIbf^7Qd%#dKF#22&cWI$B=(k{y*i-P-%7a6"
+    "aqltG8tC11XWn$8wuQe)#`Rb$ezM@h+=MX6ehv4>@KW-1MD8)wE",
+    moved=1,
+)
 _IQ3_XXS = Grid(
     4,
     (2, 6, 10, 14, 18, 22, 26, 31),
@@ -208,6 +230,51 @@ def _fit(grid: Grid, sizes: F32, weights: F32 | None) -> F32:
         better = gain > best_gain
         best_scale, best_gain = np.where(better, scale, best_scale), np.where(better, gain, best_gain)
     return best_scale
+
+
+# Where the largest magnitude of a group of iq1 goes in a search for the scale, times the larger level: as in any format of three
+# levels, most of them are beyond it.
+_SHARES_OF_IQ1 = (0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4)
+
+
+def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = None) -> Parts:
+    """Scales by least squares for each `group` values, then for each `shared` values the move up or down, and the nearest points.
+
+    importance: of each value, [n, 256].
+    """
+    x = values.reshape(-1, group)
+    weights = None if importance is None else importance.reshape(-1, group)
+    peak = np.abs(x).max(axis=1, keepdims=True)
+    scales, best_gain = peak[:, 0] / _IQ1.levels[2], np.zeros(len(x), np.float32)
+    weighted = x if weights is None else x * weights
+    for sign in (1, -1):
+        for share in _SHARES_OF_IQ1:
+            levels = _levels_of_iq1(x, peak / np.float32(8 * share), sign, weights)
+            along = (levels * weighted).sum(axis=1)
+            scale = along * search.inverse((levels * levels if weights is None else levels * levels * weights).sum(axis=1))
+            gain = np.where(along > 0, along * scale, 0)
+            better = gain > best_gain
+            scales, best_gain = np.where(better, scale, scales), np.where(better, gain, best_gain)
+    scales = scales.reshape(len(values), -1)
+    d = (scales.max(axis=1, keepdims=True) / np.float32(15 * _IQ1.unit)).astype("<f2")
+    step = d.astype(np.float32) * np.float32(_IQ1.unit)
+    three_bits = np.clip(np.rint((scales * search.inverse(step) - 1) / 2), 0, 7).astype(np.uint8)
+    stored = np.repeat(step * (2 * three_bits.astype(np.float32) + 1), group // shared, axis=1).reshape(-1, 1)
+    x, weights = values.reshape(-1, shared), None if importance is None else importance.reshape(-1, shared)
+    up, down = (_levels_of_iq1(x, stored, sign, weights) for sign in (1, -1))
+    errors = [np.square(levels * stored - x) * (1 if weights is None else weights) for levels in (up, down)]
+    is_down = (errors[1].sum(axis=1) < errors[0].sum(axis=1))[:, None]
+    places = np.where(is_down, down + _IQ1.moved, up - _IQ1.moved) / 8 + 1
+    codes = places.astype(np.uint8) | is_down.astype(np.uint8) << _IQ1.sign
+    return {"d": d, "codes": codes.reshape(len(values), -1), "scales": _halves(three_bits)}
+
+
+def _levels_of_iq1(x: F32, scales: F32, sign: int, weights: F32 | None) -> F32:
+    """The levels [n, k] of the nearest points, all moved by `sign`, under scales [n, 1]."""
+    moved = np.float32(sign * _IQ1.moved)
+    sizes = (x * search.inverse(scales) - moved).reshape(-1, 8)
+    places = _IQ1.nearest(sizes, None if weights is None else weights.reshape(-1, 8))
+    return np.array(_IQ1.magnitudes, np.float32)[places].reshape(x.shape) + moved
 
 
 _SEVENS = np.arange(0, 28, 7, dtype=np.uint32)  # shifts of the signs of 32 values, in a word whose top four bits are their scale
@@ -308,37 +375,97 @@ def fields_iq3_s(parts: Parts) -> Parts:
     return {"points": indices.astype(np.uint8), "tops": tops, "signs": signs}
 
 
+_TOPS = np.arange(0, 12, 3, dtype=np.uint16)  # shifts of three bits in a word
+_D_OF_IQ1_M = np.arange(12, -4, -4, dtype=np.uint16)  # right shifts of the four bits of d that the top of a word holds
+
+
+def parts_iq1_s(fields: NDArray) -> Parts:
+    """Low eight bits of points; for each 32 values a word: top three bits of four points, the scale, whether values move down."""
+    words = fields["words"]
+    tops = (words[:, :, None] >> _TOPS & 7).reshape(len(words), -1)
+    down = np.repeat(words >> 15, 4, axis=1).astype(np.uint8) * np.uint8(255)
+    return _parts(_IQ1, fields["points"] | tops << 8, down, _halves((words >> 12 & 7).astype(np.uint8)))
+
+
+def fields_iq1_s(parts: Parts) -> Parts:
+    """The reverse."""
+    indices, down = _IQ1.split(parts["codes"])
+    tops = np.bitwise_or.reduce((indices >> 8).reshape(-1, 8, 4) << _TOPS, axis=2)
+    three_bits = np.stack([parts["scales"] & 7, parts["scales"] >> 4], axis=2).reshape(-1, 8).astype(np.uint16)
+    return {"points": indices.astype(np.uint8), "words": tops | three_bits << 12 | (down[:, ::4] & 1).astype(np.uint16) << 15}
+
+
+def parts_iq1_m(fields: NDArray) -> Parts:
+    """Low eight bits of points; their top three and whether eight values move down, four bits each; words of four scales and d."""
+    four_bits = np.stack([fields["tops"] & 15, fields["tops"] >> 4], axis=2).reshape(len(fields), -1)
+    words = fields["words"]
+    three_bits = (words[:, :, None] >> _TOPS & 7).astype(np.uint8).reshape(len(words), -1)
+    down = (four_bits >> 3).astype(np.uint8) * np.uint8(255)
+    d = np.bitwise_or.reduce((words & 0xF000) >> _D_OF_IQ1_M, axis=1).astype("<u2").view("<f2")
+    return {"d": d, **_parts(_IQ1, fields["points"] | (four_bits & 7).astype(np.uint16) << 8, down, _halves(three_bits))}
+
+
+def fields_iq1_m(parts: Parts) -> Parts:
+    """The reverse."""
+    indices, down = _IQ1.split(parts["codes"])
+    four_bits = ((indices >> 8) | (down & 1) << 3).astype(np.uint8)
+    scales = parts["scales"]
+    three_bits = np.stack([scales & 7, scales >> 4], axis=2).reshape(-1, 4, 4).astype(np.uint16)
+    d = np.ascontiguousarray(parts["d"], "<f2").view("<u2").reshape(-1, 1)
+    words = np.bitwise_or.reduce(three_bits << _TOPS, axis=2) | (d << _D_OF_IQ1_M & 0xF000)
+    return {"points": indices.astype(np.uint8), "tops": _halves(four_bits), "words": words}
+
+
 def _format(
-    name: str, gguf_type: int, grid: Grid, group: int, even: bool, fields: list[tuple[Any, ...]],
+    name: str, gguf_type: int, grid: Grid, group: int, encode: Callable[..., Parts], fields: list[tuple[Any, ...]],
     to_parts: Callable[[NDArray], Parts], to_fields: Callable[[Parts], Parts],
 ) -> Format:  # fmt: skip
     codes = (bits(2), bits(1, at=2)) if grid.sign == 2 else (bits(4),)
     return Format(
         name,
-        np.dtype([("d", "<f2"), *fields]),
+        np.dtype(fields),
         SUPERBLOCK,
-        partial(encode, grid, group, even),
+        encode,
         to_parts,
         to_fields,
         Affine(levels=grid.levels),
         planes=(*codes, words("scales", 4 / group, "u1"), lanes("d", "<f2", SUPERBLOCK)),
         reader="grids",
         gguf_type=gguf_type,
-        encode_weighed=partial(encode, grid, group, even),
+        encode_weighed=encode,
         free_codes=False,
     )
 
 
+_D = ("d", "<f2")
+
 FORMATS = (
-    _format("iq2_xxs", 16, _IQ2_XXS, 32, True, [("points", "<u4", 16)], parts_iq2_xxs, fields_iq2_xxs),
-    _format("iq2_xs", 17, _IQ2_XS, 16, True, [("points", "<u2", 32), ("scales", "u1", 8)], parts_iq2_xs, fields_iq2_xs),
     _format(
-        "iq2_s", 22, _IQ2_S, 16, False, [("points", "u1", 32), ("signs", "u1", 32), ("tops", "u1", 8), ("scales", "u1", 8)],
-        parts_iq2_s, fields_iq2_s,
+        "iq1_s", 19, _IQ1, 32, partial(encode_iq1, 32, 32), [_D, ("points", "u1", 32), ("words", "<u2", 8)],
+        parts_iq1_s, fields_iq1_s,
     ),
-    _format("iq3_xxs", 18, _IQ3_XXS, 32, True, [("points", "u1", 64), ("words", "<u4", 8)], parts_iq3_xxs, fields_iq3_xxs),
     _format(
-        "iq3_s", 21, _IQ3_S, 32, False, [("points", "u1", 64), ("tops", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)],
-        parts_iq3_s, fields_iq3_s,
+        "iq1_m", 29, _IQ1, 16, partial(encode_iq1, 16, 8), [("points", "u1", 32), ("tops", "u1", 16), ("words", "<u2", 4)],
+        parts_iq1_m, fields_iq1_m,
+    ),
+    _format(
+        "iq2_xxs", 16, _IQ2_XXS, 32, partial(encode, _IQ2_XXS, 32, True), [_D, ("points", "<u4", 16)],
+        parts_iq2_xxs, fields_iq2_xxs,
+    ),
+    _format(
+        "iq2_xs", 17, _IQ2_XS, 16, partial(encode, _IQ2_XS, 16, True), [_D, ("points", "<u2", 32), ("scales", "u1", 8)],
+        parts_iq2_xs, fields_iq2_xs,
+    ),
+    _format(
+        "iq2_s", 22, _IQ2_S, 16, partial(encode, _IQ2_S, 16, False),
+        [_D, ("points", "u1", 32), ("signs", "u1", 32), ("tops", "u1", 8), ("scales", "u1", 8)], parts_iq2_s, fields_iq2_s,
+    ),
+    _format(
+        "iq3_xxs", 18, _IQ3_XXS, 32, partial(encode, _IQ3_XXS, 32, True), [_D, ("points", "u1", 64), ("words", "<u4", 8)],
+        parts_iq3_xxs, fields_iq3_xxs,
+    ),
+    _format(
+        "iq3_s", 21, _IQ3_S, 32, partial(encode, _IQ3_S, 32, False),
+        [_D, ("points", "u1", 64), ("tops", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)], parts_iq3_s, fields_iq3_s,
     ),
 )  # fmt: skip

@@ -49,7 +49,11 @@ def group_integers(tensor: QuantTensor) -> GroupedIntegers | None:
         codes, scales = parts["codes"], per_group(d, s)
         group = codes.shape[1] // scales.shape[1]
         if affine.levels:
-            return GroupedIntegers(8, group, (np.array(affine.levels) + 128).astype(np.uint8)[codes], scales)
+            levels = np.array(affine.levels, np.int16)[codes]
+            if z is not None:
+                assert affine.zero == 1, "levels move by whole numbers"
+                levels -= z.astype(np.int16).repeat(group, axis=1)
+            return GroupedIntegers(8, group, (levels + 128).astype(np.uint8), scales)
         # Codes move so that the middle of the file's is the middle of these.
         bits, middle = 4 if file_bits <= 4 else 8, 1 << file_bits - 1
         moved = codes + np.uint8((1 << bits - 1) - middle)

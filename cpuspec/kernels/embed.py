@@ -4,15 +4,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 
-import numpy as np
-
 from cpuspec.formats import int4, nl4
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.formats.nonlinear import LEVELS
 from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.options import compiled
 
-_NL4_LEVELS, _ONE_OVER_TINY = nl4.LEVELS, np.float32(2.0**112)
+_NL4_LEVELS = nl4.LEVELS
 
 Decoder = Callable[[int, int, int], None]  # (address of the first block, blocks, address of the values) -> None
 
@@ -115,15 +113,15 @@ def _mxfp4(row, blocks, out):
 
 
 def _nl4(row, blocks, out):
-    """Scale, nibbles."""
+    """Scale and move, nibbles."""
     for block in range(blocks):
-        at, to = row + 17 * block, out + 128 * block
-        byte = simd.peek_u8(at)
-        bits = (byte & 128) << 24 | ((byte & 127) << 20)  # of an f32 whose exponent lacks 112
-        scale = simd.f32_bits(simd.int32(bits)) * _ONE_OVER_TINY
+        at, to = row + 18 * block, out + 128 * block
+        move = (simd.peek_u8(at) & 15) - 7
+        simd.poke_i16(to, simd.peek_u16(at) & 0xFFF0)  # where values will be
+        scale = simd.peek_f16(to)
         for i in range(32):
-            code = simd.peek_u8(at + 1 + i % 16) >> i // 16 * 4 & 15
-            simd.poke_f32(to + 4 * i, scale * simd.to_float(_NL4_LEVELS[code]))
+            code = simd.peek_u8(at + 2 + i % 16) >> i // 16 * 4 & 15
+            simd.poke_f32(to + 4 * i, scale * simd.to_float(_NL4_LEVELS[code] + move))
 
 
 def _iq4_nl(row, blocks, out):

@@ -1,7 +1,7 @@
 """Packed weights into registers, format by format: the one place where kernels know what the bytes of `formats.packing` mean."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -27,7 +27,7 @@ class Group:
 
 # Scales that a group has, where it is not one.
 NUM_SCALES: Mapping[str, int] = MappingProxyType(
-    dict.fromkeys(("q2_k", "q3_k", "q6_k", "nvfp4", "nvfp4_global", "iq2_xs", "iq2_s"), 2)
+    dict.fromkeys(("q2_k", "q3_k", "q6_k", "nvfp4", "nvfp4_global", "iq1_m", "iq2_xs", "iq2_s"), 2)
 )
 
 Reader = Callable[[Value, Value, Value], Group]  # (address of a panel, its groups, one of them) -> Group
@@ -148,10 +148,12 @@ def _iq4_xs(at: Value, groups: Value, group: Value) -> Group:
 
 
 def _nl4(at: Value, groups: Value, group: Value) -> Group:
-    """Planes codes, bytes of scales."""
-    byte = (at + groups * 256 + group * 16).load(vector_of(I8)).sext(vector_of(I16))
-    scale = (byte << 7 & 0xBF80).bits(vector_of(F16)).fpext(F32X16)
-    return _looked_up(nl4.LEVELS, _nibbles(at + group * 256), [scale])
+    """Planes codes, heads of scale and move."""
+    heads = at + groups * 256 + group * 32
+    top = heads.load(vector_of(I16)) & (0xFFFF - nl4.MOVE_BITS)
+    scale = top.bits(vector_of(F16)).fpext(F32X16)
+    move = (heads.u16_codes() & nl4.MOVE_BITS) + nl4.LEAST_MOVE
+    return replace(_looked_up(nl4.LEVELS, _nibbles(at + group * 256), [scale]), minima=(scale * move.sitofp(F32X16),))
 
 
 def _nvfp4(tensor_scale: bool) -> Reader:
@@ -169,7 +171,7 @@ def _nvfp4(tensor_scale: bool) -> Reader:
 
 
 def _grids(row: Format) -> Reader:
-    """iq2 and iq3: planes codes (two bits and signs, or nibbles), scales of four bits, d. A panel is a superblock."""
+    """iq1, iq2 and iq3: planes codes (two bits and signs, or nibbles), scales of four bits, d. A panel is a superblock."""
     assert row.affine is not None, "a format of codes"
     assert row.affine.levels is not None, "codes with levels"
     levels, code_bytes = row.affine.levels, 64 * row.code_bits

@@ -34,7 +34,7 @@ def _codes(name: str) -> QuantTensor:
     levels = format.affine.levels if format.affine else None
     if format.reader != "grids":
         parts["codes"][0] = ((1 << format.code_bits) if levels is None else len(levels)) - 1
-    for part in {"d", "base"} & set(format.layout.names or ()):
+    for part in {"d", "base"} & parts.keys():
         parts[part] = (0.01 * rng.standard_normal(parts[part].shape)).astype("<f2")
     if "e" in parts:
         parts["e"] = rng.integers(110, 140, parts["e"].shape, np.uint8)
