@@ -205,7 +205,7 @@ def copy_rows(format_name: str, dims: int, heads: U8, rows: NDArray[np.int32], f
 
 @cache
 def _copy_rows_function() -> Callable[..., None]:
-    return machine_code.function(machine_code.address("copy_rows", 10, lambda: _copy_rows), 10)
+    return machine_code.function(machine_code.address("copy_rows", 11, lambda: _copy_rows), 11)
 
 
 def _copy_rows(size, header, unit, unit_bytes, dims, heads, num_heads, head_size, rows, num_rows, first):
