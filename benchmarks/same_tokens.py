@@ -5,9 +5,9 @@
     python benchmarks/same_tokens.py tiny.gguf --pure --llama-cpp PROGRAMS_DIR --json benchmarks/results/same-tokens.json
 
 A model is written in each type, both engines read the file, and ten prompts are continued. A model whose widths are multiples of
-256 fits every type. Where two answers part, both engines have the same tokens before, and how likely each finds the two tokens
-shows whether they compute the same: the margin there must be within the numerics, twice the largest difference of a token's log
-probability before. --speed times decoding of both in turns, too.
+256 fits every type. The judge is numpy with the file's weights in f32: an engine's numerics are how far its log probabilities of the
+tokens are from the judge's. Where two answers part, the two tokens must be as near to each other as the numerics are large, and
+neither engine may be much further off than the other. --speed times decoding of both in turns, too.
 """
 
 import json
@@ -35,10 +35,10 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CpuspecError
-from cpuspec.evaluate.quality import log_softmax
+from cpuspec.evaluate.quality import F64, last_rows, log_softmax
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.model.cache import KVCache
-from cpuspec.quantize.job import Job, Made, quantize
+from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.mixes import TYPES
 from cpuspec.sampling import argmax
 from cpuspec.tokenizer import make_tokenizer
@@ -55,65 +55,60 @@ PROMPTS = (
     "SELECT name, COUNT(*) FROM users",
     "A list of fruits:\n1. Apples\n2.",
 )
-_START_S, _ANSWER_S, _TOP = 120, 300, 20
+_START_S, _ANSWER_S = 120, 300
+
+# How many times an error two tokens may be apart where answers part, and two engines' errors from each other; and what is no error.
+_TIMES, _LEAST = 4, 1e-3
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens, and for each the log probabilities of the likeliest ids before it."""
+    """Greedy tokens and their log probabilities."""
 
     tokens: list[int]
-    likely: list[dict[int, float]]
+    log_probs: list[float]
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first place in which two answers differ. margin: how much likelier each engine finds its own token, the larger of both, in
-    nats; None where an engine does not list the other's token.
-    """
+    """The first place in which two answers differ. margin: between the two tokens' log probabilities, by the judge."""
 
     prompt: int
     place: int
     ours: int
     theirs: int
-    margin: float | None
+    margin: float
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One type. difference: the largest difference of the log probability of a token that both chose. ratio: of speeds, ours over
-    theirs, the median of the rounds.
-    """
+    """Two engines' answers. errors: root mean squares of what their log probabilities of chosen tokens differ from the judge's."""
 
-    type: str
-    formats: dict[str, int]
-    num_bytes: int
     num_same: int
-    num_prompts: int
     num_tokens_compared: int
-    difference: float
+    our_error: float
+    their_error: float
     partings: list[Parting]
-    within_numerics: bool
-    ours_tokens_per_s: list[float]
-    theirs_tokens_per_s: list[float]
-    ratio: float | None
+
+    @property
+    def within_numerics(self) -> bool:
+        """Whether both compute the same, as far as their errors tell."""
+        alike = max(self.our_error, self.their_error) <= _TIMES * min(self.our_error, self.their_error) + _LEAST
+        return alike and all(one.margin <= _TIMES * (self.our_error + self.their_error) + _LEAST for one in self.partings)
 
 
-def compare(ours: Sequence[Answer], theirs: Sequence[Answer]) -> tuple[float, list[Parting], int]:
-    """The largest difference of a chosen token's log probability where answers agree, where they part, and tokens compared."""
-    difference, partings, compared = 0.0, [], 0
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        pairs = zip(a.tokens, b.tokens, a.likely, b.likely, strict=False)
-        for place, (own, other, own_likely, other_likely) in enumerate(pairs):
-            compared += 1
+def compare(ours: Sequence[Answer], theirs: Sequence[Answer], judged: Sequence[F64]) -> Comparison:
+    """judged: of each of our answers the judge's log probabilities [tokens, V], each row behind the tokens before."""
+    partings, own_errors, other_errors = [], [], []
+    for number, (a, b, rows) in enumerate(zip(ours, theirs, judged, strict=True)):
+        for place, (own, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
+            own_errors.append(a.log_probs[place] - rows[place, own])
+            other_errors.append(b.log_probs[place] - rows[place, other])
             if own != other:
-                known = {own, other} <= own_likely.keys() & other_likely.keys()
-                margins = (own_likely[own] - own_likely[other], other_likely[other] - other_likely[own]) if known else None
-                partings.append(Parting(number, place, own, other, max(margins) if margins else None))
+                partings.append(Parting(number, place, own, other, abs(float(rows[place, own] - rows[place, other]))))
                 break
-            if own in own_likely and own in other_likely:
-                difference = max(difference, abs(own_likely[own] - other_likely[own]))
-    return difference, partings, compared
+    our_error, their_error = (float(np.sqrt(np.mean(np.square(some)))) for some in (own_errors, other_errors))
+    return Comparison(len(ours) - len(partings), len(own_errors), our_error, their_error, partings)
 
 
 class LlamaServer:
@@ -141,24 +136,23 @@ class LlamaServer:
                     raise PeerError(f"llama-server did not start with {model.name}; it ended with {code}") from None
                 time.sleep(0.2)
 
-    def answer(self, prompt: Sequence[int], num_tokens: int, num_likely: int = _TOP) -> tuple[Answer, float]:
-        """The greedy continuation of token ids, and tokens a second behind the first."""
+    def answer(self, prompt: Sequence[int], num_tokens: int, with_log_probs: bool = True) -> tuple[Answer, float]:
+        """The greedy continuation of token ids, up to the end of the answer, and tokens a second."""
         asked = {
             "prompt": list(prompt),
             "n_predict": num_tokens,
             "temperature": 0,
             "return_tokens": True,
-            "n_probs": num_likely,
+            "n_probs": int(with_log_probs),
             "cache_prompt": False,
-            "ignore_eos": True,
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
             got = json.load(reply)
-        likely = [{one["id"]: one["logprob"] for one in place["top_logprobs"]} for place in got.get("completion_probabilities", [])]
-        return Answer(got["tokens"], likely), got["timings"]["predicted_per_second"]
+        log_probs = [place["logprob"] for place in got.get("completion_probabilities", [])]
+        return Answer(got["tokens"], log_probs), got["timings"]["predicted_per_second"]
 
     def close(self) -> None:
         """End the server."""
@@ -190,10 +184,9 @@ def own_answer(backend: Backend, prompt: Sequence[int], num_tokens: int) -> Answ
     cache, answer, rows = backend.new_cache(1, len(prompt) + num_tokens), Answer([], []), list(prompt)
     for _ in range(num_tokens):
         log_probs = log_softmax(_forward(backend, cache, rows))[0]
-        best = np.argsort(-log_probs, kind="stable")[:_TOP].tolist()
-        answer.tokens.append(best[0])
-        answer.likely.append({token: float(log_probs[token]) for token in best})
-        rows = best[:1]
+        rows = [int(log_probs.argmax())]
+        answer.tokens.append(rows[0])
+        answer.log_probs.append(float(log_probs[rows[0]]))
     return answer
 
 
@@ -220,32 +213,20 @@ def _forward(backend: Backend, cache: KVCache, tokens: Sequence[int]) -> F32:
     return backend.forward(batch, cache).logits
 
 
-def measure(path: Path, made: Made, type_name: str, prompts: Sequence[list[int]], how: "How") -> Comparison:
-    """Both engines on one file."""
-    checkpoint = open_checkpoint(path)
-    speeds: list[tuple[float, float]] = []
+def measure(path: Path, prompts: Sequence[list[int]], how: "How") -> tuple[Comparison, list[tuple[float, float]]]:
+    """Both engines on one file, and of each round of speed the tokens/s of both."""
+    checkpoint, speeds = open_checkpoint(path), []
     with closing(make_backend("numba", checkpoint, EngineConfig(threads=how.threads, keep_packed=False))) as backend:
         ours = [own_answer(backend, prompt, how.num_tokens) for prompt in prompts]
         with serving(how.build, path, how.threads) as server:
             theirs = [server.answer(prompt, how.num_tokens)[0] for prompt in prompts]
             for _ in range(how.speed_rounds):
                 own = own_tokens_per_s(backend, prompts[0], how.num_tokens)
-                speeds.append((own, server.answer(prompts[0], how.num_tokens, 0)[1]))
-    difference, partings, compared = compare(ours, theirs)
-    return Comparison(
-        type=type_name,
-        formats=made.formats,
-        num_bytes=made.num_bytes,
-        num_same=len(prompts) - len(partings),
-        num_prompts=len(prompts),
-        num_tokens_compared=compared,
-        difference=difference,
-        partings=partings,
-        within_numerics=all(one.margin is not None and one.margin <= 2 * difference for one in partings),
-        ours_tokens_per_s=[own for own, _ in speeds],
-        theirs_tokens_per_s=[other for _, other in speeds],
-        ratio=statistics.median(own / other for own, other in speeds) if speeds else None,
-    )
+                speeds.append((own, server.answer(prompts[0], how.num_tokens, with_log_probs=False)[1]))
+    judge = make_backend("numpy", checkpoint, EngineConfig(kv_format="f32"))
+    texts = [[*prompt, *answer.tokens[:-1]] for prompt, answer in zip(prompts, ours, strict=True)]
+    judged = [log_softmax(last_rows(judge, [*text, 0], how.num_tokens)) for text in texts]
+    return compare(ours, theirs, judged), speeds
 
 
 @dataclass(frozen=True)
@@ -270,7 +251,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
     """Print a line for each type; ends with 1 if an answer parts beyond what the numerics explain."""
-    found: list[Comparison] = []
+    arms: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     rounds = Rounds(1, threads)
     with tempfile.TemporaryDirectory() as room:
@@ -288,23 +269,27 @@ def main(
                 path = directory / f"{type_name}.gguf"
                 try:
                     made = quantize(checkpoint, path, Job(type_name, pure=pure), threads)
-                    one = measure(path, made, type_name, prompts, how)
+                    one, speeds = measure(path, prompts, how)
                 except (PeerError, CpuspecError, OSError) as error:
                     failed[type_name] = str(error)
                     say(f"{type_name}: {error}")
                     continue
                 finally:
                     path.unlink(missing_ok=True)
-                found.append(one)
-                margins = ", ".join("unknown" if part.margin is None else f"{part.margin:.4f}" for part in one.partings)
-                told = f"{one.num_same} of {one.num_prompts} the same, log probabilities differ by {one.difference:.4f} at most"
-                told += f"; margins where they part: {margins}" if margins else ""
-                say(f"{type_name}: {told}" + (f"; {one.ratio:.2f} of llama.cpp's speed" if one.ratio else ""))
+                ratio = statistics.median(own / other for own, other in speeds) if speeds else None
+                fits = one.within_numerics
+                arm = {"type": type_name, "formats": made.formats, "num_bytes": made.num_bytes, **asdict(one)}
+                arms.append({**arm, "within_numerics": fits, "tokens_per_s": speeds, "ratio": ratio})
+                told = f"{one.num_same} of {len(prompts)} the same, errors {one.our_error:.4f} and {one.their_error:.4f}"
+                if one.partings:
+                    told += ", margins where they part " + " ".join(f"{part.margin:.4f}" for part in one.partings)
+                told += "" if fits else ": MORE THAN NUMERICS"
+                say(f"{type_name}: {told}" + (f"; {ratio:.2f} of llama.cpp's speed" if ratio else ""))
     result = record("same_tokens", checkpoint.path.name, rounds)
-    result |= {"llama_cpp": how.build.about, "num_tokens": num_tokens, "types": [asdict(one) for one in found], "failed": failed}
-    print(json.dumps(result["types"], indent=2))
+    result |= {"llama_cpp": how.build.about, "num_tokens": num_tokens, "arms": arms, "failed": failed}
+    print(json.dumps(arms, indent=2))
     save(result, json_file)
-    if failed or not all(one.within_numerics for one in found):
+    if failed or not all(arm["within_numerics"] for arm in arms):
         raise typer.Exit(1)
 
 
