@@ -16,9 +16,7 @@ with tools are as the server makes them.
 import asyncio
 import hashlib
 import json
-import os
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +28,7 @@ from typing import Annotated, Any
 import typer
 from prefixes import system_prompt
 from record import Rounds, record, save, say
-from serving import Arm, serving
+from serving import own_arm, serving
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints.download import resolve_model
@@ -99,10 +97,8 @@ def main(
         for one in asks:
             one.prompt = own_prompt(llm, one)
         with tempfile.TemporaryDirectory() as directory:
-            command = [sys.executable, "-m", "cpuspec", "serve", str(path), "--draft", draft, "--threads", str(threads)]
-            command += ["--context-length", str(context), "--max-sequences", str(clients), "--max-waiting", str(4 * clients)]
-            command += ["--prefix-cache-gb", str(prefix_cache_gb), "--prefix-cache-dir", directory, "--drain-s", "5"]
-            arm = Arm("cpuspec", draft, tuple(command), dict(os.environ), "/ready")
+            kept = ("--prefix-cache-gb", str(prefix_cache_gb), "--prefix-cache-dir", directory)
+            arm = own_arm(path, draft, threads, clients, context, "--max-waiting", str(4 * clients), "--drain-s", "5", *kept)
             passed, parts = Rounds(RESTARTS + 1, threads), [asks[number :: RESTARTS + 1] for number in range(RESTARTS + 1)]
             for number in passed:
                 with serving(arm) as client:

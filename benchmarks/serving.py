@@ -146,6 +146,15 @@ def read_edits(text: str) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": EDIT.format(file)}] for file in files[: int(count)]]
 
 
+def own_arm(
+    path: Path, draft: str, threads: int, slots: int, context: int, *more: str, environment: Mapping[str, str] = os.environ
+) -> Arm:
+    """`cpuspec serve` on a file. slots: answers at once. context: tokens of each. more: further options."""
+    command = (sys.executable, "-m", "cpuspec", "serve", str(path), "--draft", draft, "--threads", str(threads))
+    command += ("--max-sequences", str(slots), "--context-length", str(context), *more)
+    return Arm("cpuspec", draft, command, environment, "/ready")
+
+
 def make_arms(
     path: Path,
     slots: int,
@@ -159,11 +168,11 @@ def make_arms(
 ) -> tuple[list[Arm], dict[str, Any]]:
     """The servers that take part, and the instructions that each uses. Raises PeerError."""
     read_instruction_sets(isa)
-    own = (sys.executable, "-m", "cpuspec", "serve", str(path), "--threads", str(threads), "--max-sequences", str(slots))
     # Without a directory for prompts: a server would find those of the one before it.
-    own += ("--context-length", str(context), "--drain-s", "0", "--prefix-cache-dir", "none")
-    environment = {**os.environ, **held_back(isa)}
-    arms = [Arm("cpuspec", one, (*own, "--draft", one), environment, "/ready") for one in dict.fromkeys(["none", *drafts])]
+    alone, environment = ("--drain-s", "0", "--prefix-cache-dir", "none"), {**os.environ, **held_back(isa)}
+    arms = [
+        own_arm(path, one, threads, slots, context, *alone, environment=environment) for one in dict.fromkeys(["none", *drafts])
+    ]
     instructions = {arm.name: in_use() if isa == NATIVE else isa for arm in arms}
     about: dict[str, Any] = {"instructions": instructions}
     if programs is not None:

@@ -23,7 +23,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ import typer
 from prefixes import system_prompt
 from record import Rounds, record, save, say
 from served_identity import Ask, make_asks
-from serving import Arm, serving
+from serving import own_arm, serving
 
 from cpuspec import LLM
 from cpuspec.checkpoints.download import resolve_model
@@ -111,11 +110,9 @@ def main(
         long = system_prompt(llm, 400)
     asks = make_asks(texts, [long[at:] for at in range(0, 300, 60)], 20 * len(texts))
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "cpuspec", "serve", str(path), "--draft", draft, "--threads", str(threads)]
+        kept = ("--prefix-cache-gb", str(prefix_cache_gb), "--prefix-cache-dir", directory, "--prefix-disk-gb", "0.5")
         # A place more than clients, so that a probe does not wait in the queue.
-        command += ["--context-length", str(context), "--max-sequences", str(clients + 1), "--max-waiting", str(2 * clients)]
-        command += ["--prefix-cache-gb", str(prefix_cache_gb), "--prefix-cache-dir", directory, "--prefix-disk-gb", "0.5"]
-        arm = Arm("cpuspec", draft, (*command, "--drain-s", "0"), dict(os.environ), "/ready")
+        arm = own_arm(path, draft, threads, clients + 1, context, "--max-waiting", str(2 * clients), "--drain-s", "0", *kept)
         soak, passed = Soak(), Rounds(1, threads)
         for _ in passed:
             with serving(arm) as client:

@@ -10,8 +10,6 @@ ended by itself is checked by jsonschema-rs, which knows nothing of how it was m
 
 import asyncio
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -21,7 +19,7 @@ import jsonschema_rs
 import typer
 from peers_errors import PeerError
 from record import Rounds, record, save, say, spread
-from serving import Arm, serving
+from serving import Arm, own_arm, serving
 
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.errors import CpuspecError
@@ -169,9 +167,7 @@ def make_requests(count: int, max_tokens: int) -> list[tuple[dict[str, Any], dic
 
 def make_arm(path: Path, draft: str, slots: int, threads: int) -> Arm:
     """The server of some arms."""
-    command = (sys.executable, "-m", "cpuspec", "serve", str(path), "--threads", str(threads), "--max-sequences", str(slots))
-    command += ("--context-length", "2048", "--prefix-cache-gb", "0", "--drain-s", "0", "--draft", draft)
-    return Arm("cpuspec", draft, command, os.environ, "/ready")
+    return own_arm(path, draft, threads, slots, 2048, "--prefix-cache-gb", "0", "--drain-s", "0")
 
 
 async def ask_all(client: Client, bodies: Sequence[dict[str, Any]], count: int) -> tuple[list[dict[str, Any]], float]:

@@ -118,13 +118,15 @@ class HeadConfig:
     fuses: where its rows read the target's hidden state h beside the embedding e of the token that follows. "matrix": a matrix
     makes C numbers of both (EAGLE, arXiv 2401.15077; multi-token prediction, arXiv 2412.19437, section 2.2). "attention": queries,
     keys and values of the first layer read both, and branches are added to h (EAGLE-3, arXiv 2503.01840). "none": rows are tokens
-    alone.
+    alone. "alone": rows are hidden states alone, and the head has no layers: matrices make logits of them (Medusa, arXiv
+    2401.10774; MLP speculators, arXiv 2404.19124).
     input_norms: whether e and h have RMS norms. fuse_bias: whether the matrix has one. normed_residual: with "attention", whether
     branches are added to the normed h. first_norm: with "matrix", whether the first layer's attention has an RMS norm before it.
     final_norm: whether logits have one before them.
     feature_size: numbers of the target's layers, side by side, that `encode` makes one h of; 0 where h comes as it is.
     injects: whether every layer's keys and values are made of h, too (DFlash, arXiv 2602.06036; `model.transformer.inject`).
     num_logits: tokens that the head can draft, rows of its output matrix; None for the whole vocabulary.
+    tensors: with "alone", names and shapes of its matrices and their biases.
     """
 
     fuses: str = "matrix"
@@ -136,10 +138,11 @@ class HeadConfig:
     feature_size: int = 0
     num_logits: int | None = None
     injects: bool = False
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.fuses not in ("matrix", "attention", "none"):
-            raise ConfigError(f"fuses {self.fuses!r} is not supported; wanted matrix, attention or none")
+        if self.fuses not in ("matrix", "attention", "none", "alone"):
+            raise ConfigError(f"fuses {self.fuses!r} is not supported; wanted matrix, attention, none or alone")
         if not _fits(partial(whole, low=0, high=1 << 22), self.feature_size):
             raise ConfigError(f"feature_size must be an integer from 0 to {1 << 22}, got {_shown(self.feature_size)}")
         if self.num_logits is not None and not _fits(partial(whole, low=1, high=1 << 24), self.num_logits):
@@ -234,7 +237,7 @@ class ModelConfig:
 
     @property
     def takes_hidden(self) -> bool:
-        """Whether each row begins with a token and a hidden state."""
+        """Whether each row begins with a hidden state, and, unless it is "alone", a token."""
         return self.head is not None and self.head.fuses != "none"
 
     @property
@@ -541,6 +544,7 @@ DTYPES = ("auto", "f32", "bf16", "f16")
 WEIGHTS = ("auto", "values", "codes")
 ACTIVATIONS = ("auto", "int8", "f32")
 HEAD_FORMATS = ("int8", "int4", "file")
+POOLINGS = ("last", "mean", "cls")  # of a text's states, for its embedding: the last token's, the mean of all, the first one's
 
 
 @dataclass(frozen=True)
@@ -675,6 +679,12 @@ class ServerConfig:
         _optional(_TEXT),
         "Directory that /slots may save prompts to and restore them from; by default that is refused.",
         "DIR",
+    )
+    pooling: str | None = _setting(
+        None,
+        _optional(_choice(POOLINGS)),
+        "Make embeddings of which states: last, mean or cls; by default as the model's files say.",
+        "POOLING",
     )
     drain_s: float = _setting(
         30.0, _NOT_NEGATIVE, "Seconds that running requests have left when the server is told to end (SIGTERM, Ctrl-C).", "S"

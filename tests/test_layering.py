@@ -38,6 +38,7 @@ LAYERS = (
     ("batch",),
     ("ray",),
     ("evaluate",),
+    ("train",),
     ("cli",),
     ("__main__",),
 )
@@ -53,7 +54,7 @@ HOMES = {
     "rich": {"cli"},
     "huggingface_hub": {"checkpoints"},
     "llguidance": {"grammar", "grammar_trial"},
-    "torch": {"backends"},
+    "torch": {"backends", "train"},
     "triton": {"backends"},
     "transformers": set(),
     "onnx": {"backends"},

@@ -61,8 +61,11 @@ class Backend(Protocol):
 class HeadBackend(Backend, Protocol):
     """A backend that runs a head, as each of ours can."""
 
-    def encode(self, features: F32) -> F32:
-        """Hidden states [T, C] of any number of rows [T, feature_size], where the head has a `feature_size`."""
+    def project(self, rows: F32, name: str) -> F32:
+        """The product [T, N] of any number of rows [T, K] with one of the head's matrices [N, K], plus its bias if it has one.
+
+        `encode`, where the head has a `feature_size`, makes hidden states of features.
+        """
         ...
 
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:

@@ -55,8 +55,11 @@ class GraphBackend:
     shared_bytes = 0
 
     def __init__(self, config: ModelConfig, engine: EngineConfig, stored: Format | None = None) -> None:
-        if config.head and config.head.injects:
-            raise BackendError(f"{self.name} cannot put a head's hidden states into its cache; use numba, numpy or torch")
+        if config.head and (config.head.injects or config.head.fuses == "alone"):
+            raise BackendError(
+                f"{self.name} runs whole forwards of heads, and this one is none, or fills its cache between them; "
+                "use numba, numpy or torch for it, as in numba:HEAD"
+            )
         self.config = config
         self.max_rows = engine.max_rows
         self.threads = engine.threads or usable_cores()
@@ -100,10 +103,11 @@ class GraphBackend:
         cache.advance(batch)
         return ForwardOutput(logits, tuple(hidden[layer] for layer in batch.hidden_layers))
 
-    def encode(self, features: F32) -> F32:
+    def project(self, rows: F32, name: str) -> F32:
         """A head's hidden states of its target's layers."""
+        assert name == "encode", "the only one outside of the graph"
         assert self._encoder is not None, "asked of heads that have the matrix"
-        return features @ self._encoder.T
+        return rows @ self._encoder.T
 
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Never asked: heads that inject are refused."""

@@ -48,7 +48,7 @@ from cpuspec.kernels.team import Team
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, inject, query_scale
+from cpuspec.model.transformer import Layer, decode, inject, query_scale
 from cpuspec.topology import read_topology
 
 _SMALL = 768  # hidden size under which a model is small
@@ -125,11 +125,7 @@ class NumbaBackend:
         self._num_positions = 0  # whose cosines and sines are known
         self._programs: list[program.Program] = []
         self._program = self._new_program(self._writer.operations)
-        self._encoded: F32 | None = None
-        if c.head and c.head.feature_size:
-            written = len(self._writer.operations)
-            self._encoded = encode_features(self._writer).numbers
-            self._encoder = self._new_program(self._writer.operations[written:])
+        self._projections: dict[str, program.Program] = {}  # by the name of the matrix
         if c.head and c.head.injects:
             written = len(self._writer.operations)
             inject(c, self._writer)
@@ -221,19 +217,24 @@ class NumbaBackend:
             output.best = self._picked[:num_logits]
         return output
 
-    def encode(self, features: F32) -> F32:
-        """A head's hidden states of its target's layers, in chunks that a forward takes."""
-        assert self._encoded is not None, "asked of heads that have the matrix"
-        hidden = np.empty((len(features), self.config.hidden_size), np.float32)
+    def project(self, rows: F32, name: str) -> F32:
+        """The product of rows with one of a head's matrices, in chunks that a forward takes."""
+        num_outputs, num_inputs = self._matrices[name].shape
+        outputs = np.empty((len(rows), _round_up(num_outputs, TILE)), np.float32)
         with self._team.lock:
-            for start in range(0, len(features), self.max_rows):
-                rows = features[start : start + self.max_rows]
-                self._writer.rooms["features"][: len(rows), : rows.shape[1]] = rows
-                numbers = [0] * len(rows)
-                self._encoder.enter(numbers, numbers, [], [0], [0, len(rows)], [0], [0], 0, None, self._room_for_logits(1))
-                self._run(self._encoder)
-                hidden[start : start + len(rows)] = self._encoded[: len(rows), : hidden.shape[1]]
-        return hidden
+            if name not in self._projections:
+                written = len(self._writer.operations)
+                self._writer.project(name)
+                self._projections[name] = self._new_program(self._writer.operations[written:])
+            entered, room = self._projections[name], self._writer.rooms[f"given {num_inputs}"]
+            for start in range(0, len(rows), self.max_rows):
+                some = rows[start : start + self.max_rows]
+                room[: len(some), :num_inputs] = some
+                numbers = [0] * len(some)
+                to = outputs[start : start + len(some)]
+                entered.enter(numbers, numbers, [], range(len(some)), [0, len(some)], [0], [0], 0, None, to)
+                self._run(entered)
+        return outputs[:, :num_outputs]
 
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Append keys and values of hidden states."""
@@ -387,10 +388,10 @@ class _Writer:
         self.first["join"] = norms or (None, None)
         return _Rows(self._rows("join", 2 * self._config.hidden_size))
 
-    def features(self) -> _Rows:
-        """Written by `NumbaBackend.encode`."""
-        assert self._config.head, "a head encodes"
-        return _Rows(self._rows("features", self._config.head.feature_size))
+    def project(self, name: str) -> None:
+        """The product of rows that `NumbaBackend.project` writes, to where the logits of others go."""
+        num_inputs = self._matrices[name].shape[1]
+        self._write_linears(_Rows(self._rows(f"given {num_inputs}", num_inputs)), {name: None})
 
     def linears(self, x: _Rows, names: tuple[str, ...], norm: str | None) -> tuple[_Rows, ...]:
         outputs = {name: self._rows(name.rsplit(".", 1)[-1], self._matrices[name].shape[0]) for name in names}
@@ -457,23 +458,27 @@ class _Writer:
         self.operations.append(("keep", operands | {"row_bytes": 4 * self._config.hidden_size}))
 
     def logits(self, x: _Rows, name: str, norm: str | None) -> _Rows:
-        self._write_linears(x, {name: None}, norm)
+        self._write_linears(x, {name: None}, norm, cap=self._config.logit_softcap)
         tiles = len(self._matrices[name].data)
         self.operations.append(("pick", {"tiles": tiles, "stride": 4 * TILE * tiles}))
         return x
 
-    def _write_linears(self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None = None, residual: bool = False) -> None:
+    def _write_linears(
+        self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None = None, residual: bool = False, cap: float = 0.0
+    ) -> None:
         """Prepare rows, once for all matrices that want them in the same order, and multiply them. No output: the logits.
-        residual: add to the output.
+        residual: add to the output. cap: of logits.
         """
         by_order: dict[bytes, dict[str, F32 | None]] = {}
         for name, out in outputs.items():
             order = self._orders.get(name)
             by_order.setdefault(b"" if order is None else order.tobytes(), {})[name] = out
         for some in by_order.values():
-            self._write_linears_of_one_order(x, some, norm, residual)
+            self._write_linears_of_one_order(x, some, norm, residual, cap)
 
-    def _write_linears_of_one_order(self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None, residual: bool) -> None:
+    def _write_linears_of_one_order(
+        self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None, residual: bool, cap: float
+    ) -> None:
         """Up to three matrices."""
         c = self._config
         matrices = {name: self._matrices[name] for name in outputs}
@@ -500,7 +505,7 @@ class _Writer:
         ]  # fmt: skip
         product = {"num_tensors": len(tensors), "features": features, "tensors": tensors}
         if logits:
-            product |= {"vocab": c.num_logits, "cap": c.logit_softcap}
+            product |= {"vocab": next(iter(matrices.values())).shape[0], "cap": cap}
         self.operations += [("prepare", prepare), ("linear", product)]
 
     def _rows(self, part: str, features: int) -> F32:
@@ -530,10 +535,12 @@ def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
 
 
 def _is_precise(config: ModelConfig, name: str) -> bool:
-    """Whether a matrix reads 16-bit activations: the logits', those that read a target's raw outputs, and in small models
-    the values' and the MLP's last, where 8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3 without, 0.52e-3 with
-    them; a larger model needs neither).
+    """Whether a matrix reads 16-bit activations: the logits', those that read a target's raw outputs, all of a head without layers,
+    and in small models the values' and the MLP's last, where 8 bits cost most (SmolLM2-135M over 512 tokens: mean KL 0.95e-3
+    without, 0.52e-3 with them; a larger model needs neither).
     """
+    if config.head and config.head.fuses == "alone":
+        return True
     return name in ("output", "encode", "fuse") or (config.hidden_size < _SMALL and name.endswith((".v", ".down")))
 
 

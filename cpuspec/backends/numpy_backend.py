@@ -20,7 +20,7 @@ from cpuspec.formats.kv import get_kv_format, remembered
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, inject, query_scale
+from cpuspec.model.transformer import Layer, decode, inject, query_scale
 
 Array = NDArray[np.floating]
 
@@ -112,10 +112,10 @@ class NumpyBackend:
         cache.advance(batch)
         return ForwardOutput(logits.astype(np.float32, copy=False), tuple(forward.kept[i] for i in batch.hidden_layers))
 
-    def encode(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A head's hidden states of its target's layers."""
-        nothing = ForwardBatch([], [], [], [0])
-        return encode_features(Forward(self._model, nothing, self.new_cache(1, 1), features)).astype(np.float32, copy=False)
+    def project(self, rows: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+        """The product of rows with one of a head's matrices."""
+        forward = Forward(self._model, ForwardBatch([], [], [], [0]), self.new_cache(1, 1))
+        return forward.linear(rows.astype(self._model.dtype), name).astype(np.float32, copy=False)
 
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Append keys and values of hidden states."""
@@ -130,9 +130,8 @@ class NumpyBackend:
 class Forward:
     """The operations of one forward, each as it is defined (`Operations` in `model.transformer`)."""
 
-    def __init__(self, model: Model, batch: ForwardBatch, cache: KVCache, features: NDArray[np.float32] | None = None) -> None:
+    def __init__(self, model: Model, batch: ForwardBatch, cache: KVCache) -> None:
         self.kept: dict[int, NDArray[np.float32]] = {}
-        self._features = features
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
         self._rotations: dict[Rope, tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
@@ -146,10 +145,6 @@ class Forward:
     def join(self, x: Array, norms: tuple[str, str] | None) -> Array:
         of_x, of_hidden = norms or (None, None)
         return np.concatenate([self.norm(x, of_x), self.hidden(of_hidden)], axis=1)
-
-    def features(self) -> Array:
-        assert self._features is not None, "given to `encode`"
-        return self._features.astype(self._model.dtype)
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
         normed = self.norm(x, norm)

@@ -163,9 +163,6 @@ class _Writer:
         of_x, of_hidden = norms or (None, None)
         return self._node("Concat", self._norm(x, of_x), self.hidden(of_hidden), axis=1)
 
-    def features(self) -> str:
-        raise AssertionError("a graph is one forward; `encode` is no part of it")
-
     def linears(self, x: str, names: tuple[str, ...], norm: str | None) -> tuple[str, ...]:
         normed = self._norm(x, norm)
         return tuple(self._linear(normed, name) for name in names)

@@ -33,7 +33,7 @@ from cpuspec.kernels.encode import recode
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, encode_features, inject, layers_of, query_scale
+from cpuspec.model.transformer import Layer, decode, inject, layers_of, query_scale
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
@@ -184,11 +184,10 @@ class TorchBackend:
         return output
 
     @torch.inference_mode()
-    def encode(self, features: F32) -> F32:
-        """A head's hidden states of its target's layers."""
-        nothing = _Step((), (), False, {})
-        given: dict[Hashable, Tensor] = {"features": torch.from_numpy(features).to(self.device)}
-        return encode_features(self._forward(nothing, given)).cpu().numpy()
+    def project(self, rows: F32, name: str) -> F32:
+        """The product of rows with one of a head's matrices."""
+        forward = self._forward(_Step((), (), False, {}), {})
+        return forward.linear(torch.from_numpy(rows).to(self.device), name).cpu().numpy()
 
     @torch.inference_mode()
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
@@ -273,12 +272,9 @@ class _Forward:
         of_x, of_hidden = norms or (None, None)
         return torch.cat([self._norm(x, of_x), self.hidden(of_hidden)], dim=1)
 
-    def features(self) -> Tensor:
-        return self._tensors["features"]
-
     def linears(self, x: Tensor, names: tuple[str, ...], norm: str | None) -> tuple[Tensor, ...]:
         normed = self._norm(x, norm)
-        return tuple(self._linear(normed, name) for name in names)
+        return tuple(self.linear(normed, name) for name in names)
 
     def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, H, D] and keys [T, G, D]."""
@@ -307,14 +303,14 @@ class _Forward:
         return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
-        return x + self._norm(self._linear(branch, name), norm)
+        return x + self._norm(self.linear(branch, name), norm)
 
     def keep(self, layer: Layer, x: Tensor) -> None:
         if layer.index in self._step.hidden_layers:
             self.kept[layer.index] = x
 
     def logits(self, x: Tensor, name: str, norm: str | None) -> Tensor:
-        logits = self._linear(self._norm(x[self._tensors["logit_rows"]], norm), name)
+        logits = self.linear(self._norm(x[self._tensors["logit_rows"]], norm), name)
         return _softcapped(logits, self._config.logit_softcap)
 
     def _norm(self, x: Tensor, name: str | None) -> Tensor:
@@ -323,7 +319,7 @@ class _Forward:
             return x
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.norm_eps) * self._vectors[name]
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
+    def linear(self, x: Tensor, name: str) -> Tensor:
         y, bias = self._matrices[name].times(x), self._vectors.get(name + "_bias")
         return y if bias is None else y + bias
 

@@ -48,12 +48,13 @@ class Checkpoint:
 
     tensors: canonical name -> QuantTensor: embed, norm, output (absent when tied) and layers.{i}.{attn_norm, q, k, v, q_bias,
     k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}; of heads also encode,
-    fuse, fuse_bias, embed_norm and hidden_norm. Weights are [out, in] with q and k rows in rotate-half order; norms and biases are
-    vectors of f32, f16 or bf16.
+    fuse, fuse_bias, embed_norm and hidden_norm, or those of `HeadConfig.tensors`. Weights are [out, in] with q and k rows in
+    rotate-half order; norms and biases are vectors of f32, f16 or bf16.
     sampling: how its files say that it should be sampled. mask_id: a token that it was trained to fill rows of, for drafts in one
     pass; None for none.
     prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
     quantization: what its files say of how its weights were made, for people; "" where they say nothing.
+    pooling: of which states it was trained to make embeddings, one of `POOLINGS`; "" for a model that writes.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -66,6 +67,7 @@ class Checkpoint:
     prediction_layers: Mapping[str, QuantTensor] = field(default_factory=dict)
     mask_id: int | None = None
     quantization: str = ""
+    pooling: str = ""
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)
@@ -89,6 +91,8 @@ class Checkpoint:
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every canonical tensor that a model of this configuration has, with its shape."""
     hidden, ff = config.hidden_size, config.intermediate_size
+    if config.head and config.head.fuses == "alone":
+        return {"embed": (config.vocab_size, hidden), **dict(config.head.tensors)}
     q, kv, head = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden)}
     if config.head is None or config.head.final_norm:

@@ -42,7 +42,6 @@ _UNSUPPORTED = (
     ("logit_scale", (0.0, 1.0), "scaled logits"),
     ("residual_scale", (0.0, 1.0), "scaled residuals"),
     ("embedding_scale", (0.0, 1.0), "scaled embeddings"),
-    ("pooling_type", (0,), "pooled embeddings instead of tokens"),
     ("rope.dimension_sections", (), "multimodal rotary sections"),
     ("rope.scaling.yarn_ext_factor", (1.0, -1.0), "a yarn extrapolation factor of its own"),
     ("rope.scaling.yarn_attn_factor", (1.0,), "a yarn attention factor of its own"),
@@ -75,8 +74,17 @@ def open_gguf(path: Path, mmap: bool = True) -> Checkpoint:
     name = fields.text("general.name", "")
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
-    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file), predicting)
+    pooling = _read_pooling(settings)
+    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file), predicting, pooling=pooling)
     return replace(checkpoint, tensors=unpermuted(config, checkpoint.tensors)) if family.pairs_neighbours else checkpoint
+
+
+def _read_pooling(fields: Fields) -> str:
+    """The pooling by llama.cpp's numbers (`enum llama_pooling_type`)."""
+    poolings = {0: "", 1: "mean", 2: "cls", 3: "last"}
+    if (number := fields.integer("pooling_type", 0)) not in poolings:
+        fields.fail("pooling_type", "none (0), mean (1), cls (2) or last (3); models that rank texts are not supported")
+    return poolings[number]
 
 
 def _num_layers(fields: Fields) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import FORMATS, QuantTensor
+from cpuspec.formats.format import OWN_GGUF_TYPES
 from cpuspec.formats.tensor import U8
 
 MAGIC = b"GGUF"
@@ -43,8 +44,8 @@ _SCALARS: dict[int, np.dtype] = {
 
 _FORMATS = {row.gguf_type: row for row in FORMATS.values() if row.gguf_type is not None}
 
-# The formats that these files can hold.
-GGUF_FORMATS = tuple(row.name for row in _FORMATS.values())
+# Those of ggml's own types. Types of this project are read, too.
+GGUF_FORMATS = tuple(row.name for number, row in _FORMATS.items() if number < OWN_GGUF_TYPES)
 
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 19: "IQ1_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 41: "Q1_0", 42: "Q2_0",

@@ -42,10 +42,11 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     wanted = tensor_shapes(config)
     canonical = {theirs: ours for ours, (_, theirs) in GLOBAL_NAMES.items()}
     parts = {theirs: ours for ours, (_, theirs) in family.layer_names.items()}
-    tensors, predicting = {}, {}
-    for file_name, tensor in _read_tensors(directory, method, mmap).items():
+    tensors, predicting, found = {}, {}, _read_tensors(directory, method, mmap)
+    prefix = "model." if "embed_tokens.weight" in found else ""  # models that make embeddings are saved without what writes
+    for file_name, tensor in found.items():
         # In a model of several parts the language model has a prefix, at one of two places.
-        name = (
+        name = prefix + (
             file_name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
             if family.hf_wrapper
             else file_name
@@ -69,6 +70,9 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
         if not ours:
             raise CheckpointError(f"{directory}: tensor {file_name!r} belongs to a feature this version does not compute")
         tensors[ours] = _with_offset(tensor, family.norm_offset) if ours.endswith("norm") else tensor
+    pooling = _read_pooling(directory)
+    if pooling and "output" not in tensors:
+        config = replace(config, tied_embeddings=True)  # nobody asks for what it would write
     if config.tied_embeddings:
         # Some exporters store the tied matrix twice; transformers uses the embedding for both.
         tensors.pop("output", None)
@@ -82,7 +86,20 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     mask_id = fields.token_id(mask_key, config.vocab_size) if mask_key else None
     sampling = _read_sampling(directory)
     quantization = method.kind if method else ""
-    return Checkpoint(directory, name, config, tensors, vocabulary, sampling, predicting, mask_id, quantization)
+    return Checkpoint(directory, name, config, tensors, vocabulary, sampling, predicting, mask_id, quantization, pooling)
+
+
+def _read_pooling(directory: Path) -> str:
+    """The pooling by the file that sentence-transformers keeps beside a model; "" where there is none."""
+    path = directory / "1_Pooling" / "config.json"
+    if not path.exists():
+        return ""
+    fields = Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
+    keys = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    asked = [pooling for key, pooling in keys.items() if fields.boolean(key, False)]
+    if len(asked) != 1:
+        raise CheckpointError(f"{path} asks for {len(asked)} of {', '.join(keys)}; exactly one is supported")
+    return asked[0]
 
 
 def read_config(directory: Path) -> ModelConfig:

@@ -168,7 +168,10 @@ def explanation(llm: LLM) -> list[str]:
         if one.speedup is None:
             plan = f"{one.cost_of_drafting:.3f} forwards a draft, each judged by its confidences times {one.acceptance:.2f}"
         else:
-            plan = f"{one.cost_of_drafting:.2f} forwards a token, {acceptance}: {one.num_tokens} tokens give {one.speedup:.2f}x"
+            shape = f" in a tree of depth {one.depth}" if one.depth else ""
+            plan = (
+                f"{one.cost_of_drafting:.2f} forwards a token, {acceptance}: {one.num_tokens} tokens{shape} give {one.speedup:.2f}x"
+            )
         drafted = f"{one.num_accepted_tokens} of {one.num_draft_tokens} tokens accepted in {one.num_rounds} rounds"
         lines.append(f"  {one.name} for {one.verifies}: {plan}; {drafted}")
     return lines

@@ -63,6 +63,7 @@ from cpuspec.cli.reports import (
     size_of,
     verify_model,
 )
+from cpuspec.cli.train import extract, train_app
 from cpuspec.config import AUTO, EngineConfig, ServerConfig, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import default_prefix_cache_bytes, usable_cores
@@ -84,6 +85,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(eval_app, name="eval")
+app.add_typer(train_app, name="train")
 
 
 def run() -> None:
@@ -866,6 +868,7 @@ def export(
 
 app.command()(quantize)
 app.command()(imatrix)
+app.command()(extract)
 
 
 @app.command()

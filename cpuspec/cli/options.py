@@ -114,7 +114,7 @@ def _options(declaration: type, names: Iterable[str], panel: str, **defaults: An
     return options
 
 
-def _takes(into: str, options: list[Parameter], read: Callable[[dict[str, Any]], object]) -> Callable[[Command], Command]:
+def takes(into: str, options: list[Parameter], read: Callable[[dict[str, Any]], object]) -> Callable[[Command], Command]:
     """Decorate a command: it has these options, too, and gets as its argument `into` what `read` makes of their values."""
 
     def decorate(command: Command) -> Command:
@@ -137,7 +137,7 @@ def takes_running(*names: str, with_backend: bool = True) -> Callable[[Command],
     options = _options(EngineConfig, names, "Running")
     if with_backend:
         options.insert(0, Parameter("backend", Parameter.KEYWORD_ONLY, default=BACKENDS[0], annotation=Annotated[str, backend]))
-    return _takes("running", options, _read_running)
+    return takes("running", options, _read_running)
 
 
 def _read_running(given: dict[str, Any]) -> Running:
@@ -154,7 +154,7 @@ def _read_running(given: dict[str, Any]) -> Running:
 def takes_serving() -> Callable[[Command], Command]:
     """Give a command options for the fields of ServerConfig; it gets `serving: ServerConfig`."""
     names = [one.name for one in fields(ServerConfig)]
-    return _takes("serving", _options(ServerConfig, names, "Serving"), _read_serving)
+    return takes("serving", _options(ServerConfig, names, "Serving"), _read_serving)
 
 
 def _read_serving(given: dict[str, Any]) -> ServerConfig:
@@ -165,7 +165,7 @@ def _read_serving(given: dict[str, Any]) -> ServerConfig:
 def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens", "draft")) -> Callable[[Command], Command]:
     """Give a command options for the fields of SamplingParams; it gets those that were given as `sampling: dict[str, Any]`."""
     names = [one.name for one in fields(SamplingParams) if one.name not in without]
-    return _takes("sampling", _options(SamplingParams, names, "Sampling", max_tokens=max_tokens), _read_sampling)
+    return takes("sampling", _options(SamplingParams, names, "Sampling", max_tokens=max_tokens), _read_sampling)
 
 
 def _read_sampling(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The commands `quantize` and `imatrix`."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ from cpuspec.cli.console import (
     interruptible,
     note,
     print_facts,
+    print_table,
     size,
 )
 from cpuspec.environment import usable_cores
@@ -44,13 +46,27 @@ def quantize(
     ],
     *,
     type_name: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="Of a file: a type of llama-quantize, as q4_k_m or iq4_xs. Of a directory: w4a16, w4a16_asym, w8a8, w8a16.",
+            help="Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32. "
+            "Of a directory: w4a16, w4a16_asym, w8a8, w8a16, fp8_dynamic.",
         ),
-    ] = "q4_k_m",
+    ] = None,
+    bits_per_weight: Annotated[
+        float | None,
+        typer.Option(
+            "--bits-per-weight",
+            metavar="BITS",
+            help="Instead of a type: give each matrix the format by which the model's answers change least within these bits, "
+            "as measured on the calibration text.",
+        ),
+    ] = None,
+    candidates: Annotated[
+        str | None,
+        typer.Option("--candidates", metavar="FORMATS", help="With --bits-per-weight, the formats to choose from, with commas."),
+    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -99,6 +115,8 @@ def quantize(
 
     Memory holds one matrix at a time, and with a calibration text the inputs of one. A run that is interrupted goes on from there.
     """
+    from cpuspec.formats import get_format
+    from cpuspec.formats.format import OWN_GGUF_TYPES
     from cpuspec.quantize.gptq import GptqSettings
     from cpuspec.quantize.imatrix import read_importance
     from cpuspec.quantize.job import Job, read_chunks
@@ -106,7 +124,7 @@ def quantize(
 
     with options.usage_errors():
         job = Job(
-            type_name=type_name.lower(),
+            type_name=type_name.lower() if type_name else "q4_k_m" if bits_per_weight is None else "",
             methods=() if method == "round" else tuple(method.lower().split(",")),
             pure=pure,
             output=output_tensor_type,
@@ -115,6 +133,8 @@ def quantize(
             gptq=GptqSettings(dampening_frac, not no_act_order),
             smoothing_strength=smoothing_strength,
             group_size=group_size,
+            bits_per_weight=bits_per_weight,
+            candidates=tuple(candidates.lower().split(",")) if candidates else (),
         )
     checkpoint = _opened(model)
     text = None if calibration is None else _read_text(calibration)
@@ -131,6 +151,8 @@ def quantize(
     if as_json:
         emit_json(asdict(made))
         return
+    if own := [name for name in made.formats if (get_format(name).gguf_type or 0) >= OWN_GGUF_TYPES]:
+        note(f"{', '.join(own)} is a format of cpuspec; llama.cpp does not read this file")
     if made.num_resumed:
         note(f"{counted(made.num_resumed, 'tensor')} taken from the run that was interrupted")
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(made.formats.items()))
@@ -142,6 +164,28 @@ def quantize(
             ("matrices", kinds),
         ]
     )
+    if bits_per_weight is not None:
+        emit("\n")
+        _print_mix(made.matrices)
+
+
+def _print_mix(matrices: Mapping[str, str]) -> None:
+    """The format of each matrix: a line for each run of layers that are alike, a column for each kind of matrix."""
+    layers: dict[str, dict[str, str]] = {}
+    for name, format_name in matrices.items():
+        *inside, part = name.split(".")
+        layers.setdefault(inside[1] if inside else "", {})[part] = format_name
+    outside = layers.pop("", {})
+    runs: list[tuple[str, str, dict[str, str]]] = []
+    for layer, formats in layers.items():
+        if runs and runs[-1][2] == formats:
+            runs[-1] = (runs[-1][0], layer, formats)
+        else:
+            runs.append((layer, layer, formats))
+    columns = list(dict.fromkeys(part for _, _, formats in runs for part in formats))
+    rows = [(first if first == last else f"{first} to {last}", *map(formats.get, columns)) for first, last, formats in runs]
+    print_table(("layers", *columns), [[text or "" for text in row] for row in rows])
+    print_facts(outside.items())
 
 
 @exit_codes()

@@ -36,6 +36,7 @@ from cpuspec.speculation.head_context import HeadContext
 from cpuspec.speculation.planner.choose import MAX_TOKENS
 from cpuspec.speculation.planner.planner import DraftModel, plan
 from cpuspec.speculation.proposer import NullProposer, Proposer
+from cpuspec.speculation.stage_context import StageContext
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 Weights = tuple[Checkpoint, Mapping[str, Format]]  # a model, and its matrices that are cast to another format at load
@@ -421,8 +422,12 @@ def _load(one: Proposer | OpenedModel | OpenedHead, target: Backend, inner: Prop
 def _load_head(opened: OpenedHead, target: Backend) -> HeadProposer:
     head, settings = opened.head, opened.settings
     rule = (TREE_RULES if opened.style == "tree" else RULES)[head.method]
-    backend = make_backend(opened.backend, head.model, settings, target, opened.casts)
-    context = HeadContext(head, backend, settings.max_sequences, opened.verifier.context_length, settings.prompt_rows)
+    backend, capacity = make_backend(opened.backend, head.model, settings, target, opened.casts), opened.verifier.context_length
+    context: HeadContext | StageContext = (
+        StageContext(head, backend, capacity)
+        if head.stages
+        else HeadContext(head, backend, settings.max_sequences, capacity, settings.prompt_rows)
+    )
     draws, num_rows = opened.style == "draw", opened.verifier.num_rows
     return HeadProposer(context, rule, num_rows, opened.name, opened.num_tokens, opened.min_confidence, draws)
 

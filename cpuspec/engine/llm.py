@@ -14,15 +14,28 @@ import numpy as np
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
+from cpuspec.checkpoints.heads.head import HeadNorm
 from cpuspec.checkpoints.recipes import recipe_of
-from cpuspec.config import AUTO, NO_DEFAULTS, EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SpecConfig, read_backend
+from cpuspec.config import (
+    AUTO,
+    NO_DEFAULTS,
+    POOLINGS,
+    EngineConfig,
+    ModelConfig,
+    SamplingDefaults,
+    SamplingParams,
+    SpecConfig,
+    read_backend,
+)
 from cpuspec.engine.assemble import OpenedSpec, Target, build, build_chosen, check_spec, model_and_spec, open_spec
+from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.engine.engine import Engine, Output
 from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
 from cpuspec.errors import CacheError, ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.metrics import LevelCounters, LevelMemory, PrefixStats, RequestStats
+from cpuspec.model.batch import F32
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.context import Context
@@ -106,7 +119,7 @@ class LLM:
         self.name = checkpoint.name
         target = make_backend(backend, checkpoint, settings)
         try:
-            self._start(target, tokenizer, spec, settings, opened, _sampling(checkpoint))
+            self._start(target, tokenizer, spec, settings, opened, checkpoint)
         except BaseException:
             target.close()
             raise
@@ -129,7 +142,7 @@ class LLM:
         context_length = _capacity(backend.config, settings)
         opened = open_spec(spec, Target(checkpoint, tokenizer, name, backend.config.vocab_size, context_length, settings))
         llm.name = checkpoint.name if checkpoint else backend.name
-        llm._start(backend, tokenizer, spec, settings, opened, _sampling(checkpoint))
+        llm._start(backend, tokenizer, spec, settings, opened, checkpoint)
         return llm
 
     def _start(
@@ -139,17 +152,19 @@ class LLM:
         spec: SpecConfig,
         settings: EngineConfig,
         opened: OpenedSpec,
-        sampling: SamplingDefaults,
+        checkpoint: Checkpoint | None,
     ) -> None:
         proposer = build(opened, backend)
         self.tokenizer = tokenizer
         self.config = backend.config
         self.spec = spec
-        self.sampling_defaults = sampling  # of the model's files and its recipe, with remarks on values that were ignored
+        self.sampling_defaults = _sampling(checkpoint)  # of its files and its recipe, with remarks on ignored values
         self.threads = backend.threads
         self.row_invariant = backend.row_invariant
         self.context_length = _capacity(backend.config, settings)
         self.max_sequences = settings.max_sequences
+        self.pooling = checkpoint.pooling if checkpoint else ""  # as `Checkpoint.pooling`
+        self._final_norm = HeadNorm(checkpoint.tensors["norm"].dequantize(), self.config.norm_eps) if checkpoint else None
         self._backend = backend
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
@@ -179,9 +194,7 @@ class LLM:
         params: for all prompts, or one each; None is greedy. settings: fields of `SamplingParams` that replace those of params,
         as in `generate("a", max_tokens=8)`. Raises ConfigError for prompts that cannot be run, before running any.
         """
-        if not isinstance(prompts, str | list | tuple | np.ndarray):
-            raise ConfigError(f"prompts are texts or lists of token ids, one or a list of them; got {type(prompts).__name__}")
-        listed: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        listed = _listed(prompts)
         return self._complete([self._prompt_ids(prompt) for prompt in listed], _read_params(params, settings, len(listed)))
 
     @overload
@@ -223,6 +236,40 @@ class LLM:
             raise ConfigError(f"a stream gives one answer, and n is {one.n}; begin a stream for each, or call generate")
         self._shared.aborted_stats = None
         return self._stream(self._prompt_ids(prompt), one)
+
+    def embed(self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None) -> F32:
+        """Embeddings of texts or token ids, [n, dimensions], each of length one; `embedding_job` says how."""
+        job = self.embedding_job(prompts, pooling, dimensions)
+        while not job.is_done:
+            self._shared.check_open()
+            with self._shared.turn():
+                self.embed_step(job)
+        return job.embeddings()
+
+    def embedding_job(
+        self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None
+    ) -> EmbeddingJob:
+        """The work of `embed`, for a program whose own thread runs its steps between those of `step`.
+
+        pooling: "last", "mean" or "cls"; None as the model's files say. dimensions: how many of a state's numbers, the first ones.
+        Raises ConfigError for prompts that cannot be run, and where neither the model nor the caller names a pooling.
+        `embed_step` does a part of it.
+        """
+        if self._final_norm is None:
+            raise ConfigError("this LLM was made of a backend alone, and embeddings need its checkpoint; give it to from_backend")
+        if not (pooling := pooling or self.pooling):
+            raise ConfigError(
+                f"{self.name} was trained to write, and its files name no pooling for embeddings; use a model that makes "
+                f"embeddings, such as Qwen3-Embedding, or choose a pooling: {', '.join(POOLINGS)}"
+            )
+        ids = [self._prompt_ids(prompt) for prompt in _listed(prompts)]
+        for tokens in ids:
+            self._engine.check(tokens, SamplingParams())
+        return EmbeddingJob(self._backend, self._final_norm, ids, pooling, dimensions, self.max_sequences)
+
+    def embed_step(self, job: EmbeddingJob) -> None:
+        """Run one forward of the job, a short one where answers wait. The thread that calls `step` calls this, between steps."""
+        job.step(self._context.prompt_rows if self._engine.has_work else None)
 
     def submit(
         self,
@@ -393,6 +440,13 @@ class LLM:
         if self.tokenizer.bos_id is None:
             raise ConfigError("the prompt is empty and this model has no beginning-of-text token to start from; give some text")
         return [self.tokenizer.bos_id]
+
+
+def _listed(prompts: Prompt | Seq[Prompt]) -> list[Any]:
+    """One prompt or several as a list of them. Raises ConfigError."""
+    if not isinstance(prompts, str | list | tuple | np.ndarray):
+        raise ConfigError(f"prompts are texts or lists of token ids, one or a list of them; got {type(prompts).__name__}")
+    return [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
 
 
 def _read_params(params: Params, settings: dict[str, Any], num_prompts: int) -> list[SamplingParams]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from cpuspec.errors import FormatError
-from cpuspec.formats import float_codes, floats, grids, int4, int8, kquants, legacy, lowbit, mx, nonlinear, nvfp, ternary
+from cpuspec.formats import float_codes, floats, grids, int4, int8, kquants, legacy, lowbit, mx, nl4, nonlinear, nvfp, ternary
 from cpuspec.formats.format import Format
 from cpuspec.formats.tensor import Cast, QuantTensor
 
@@ -37,6 +37,7 @@ FORMATS = table_of(
         mx.MXFP4,
         *nvfp.FORMATS,
         *nonlinear.FORMATS,
+        nl4.NL4,
         *grids.FORMATS,
         *ternary.FORMATS,
         *int4.FORMATS,

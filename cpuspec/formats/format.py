@@ -26,6 +26,9 @@ Parts = dict[str, NDArray[Any]]  # what blocks or rows hold, by name: [n, number
 # streaming them through memory, and they bound the memory that a large tensor needs besides its result.
 CHUNK_VALUES = 1 << 17
 
+# Types in GGUF files from this number on ("CP") are of this project: other readers refuse them.
+OWN_GGUF_TYPES = 0x43500000
+
 # Fields that hold bits of codes. They are no parts of their own.
 _CODE_BITS = ("low", "high")
 

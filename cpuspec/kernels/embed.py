@@ -4,11 +4,15 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 
-from cpuspec.formats import int4
+import numpy as np
+
+from cpuspec.formats import int4, nl4
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.formats.nonlinear import LEVELS
 from cpuspec.kernels import machine_code, simd
 from cpuspec.kernels.options import compiled
+
+_NL4_LEVELS, _ONE_OVER_TINY = nl4.LEVELS, np.float32(2.0**112)
 
 Decoder = Callable[[int, int, int], None]  # (address of the first block, blocks, address of the values) -> None
 
@@ -110,6 +114,18 @@ def _mxfp4(row, blocks, out):
             simd.poke_f32(to + 4 * i, scale * simd.to_float(E2M1_DOUBLED[code]))
 
 
+def _nl4(row, blocks, out):
+    """Scale, nibbles."""
+    for block in range(blocks):
+        at, to = row + 17 * block, out + 128 * block
+        byte = simd.peek_u8(at)
+        bits = (byte & 128) << 24 | ((byte & 127) << 20)  # of an f32 whose exponent lacks 112
+        scale = simd.f32_bits(simd.int32(bits)) * _ONE_OVER_TINY
+        for i in range(32):
+            code = simd.peek_u8(at + 1 + i % 16) >> i // 16 * 4 & 15
+            simd.poke_f32(to + 4 * i, scale * simd.to_float(_NL4_LEVELS[code]))
+
+
 def _iq4_nl(row, blocks, out):
     """Scale, nibbles."""
     for block in range(blocks):
@@ -163,6 +179,7 @@ _DECODERS: Mapping[str, Decoder] = MappingProxyType(
         "q5_k": _k(top_bit=True),
         "q6_k": _q6_k,
         "mxfp4": _mxfp4,
+        "nl4_g32": _nl4,
         "iq4_nl": _iq4_nl,
         "iq4_xs": _iq4_xs,
         **{row.name: _int4(row.block_size, "z" in (row.layout.names or ())) for row in int4.FORMATS},

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cpuspec.formats import FORMATS, Format, lowbit, nonlinear
+from cpuspec.formats import FORMATS, Format, lowbit, nl4, nonlinear
 from cpuspec.formats.mx import E2M1_DOUBLED
 from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, Value, lookup_bytes, lookup_f32, vector_of
 
@@ -123,7 +123,7 @@ def _int8(size: int) -> Reader:
 
 def _looked_up(levels: Sequence[float], codes: list[Value], scales: list[Value]) -> Group:
     """A group whose codes are places in a table of whole numbers, which get the least zero point that makes them unsigned."""
-    zero = next(zero for zero in (16, 32, 64, 128)[len(scales) - 1 :] if max(map(abs, levels)) < zero)
+    zero = next(zero for zero in (16, 32, 64, 128)[len(scales) - 1 :] if -zero <= min(levels) and max(levels) < zero)
     table = [zero + int(level) for level in levels] + [0] * (16 - len(levels))
     return Group(zero.bit_length(), [lookup_bytes(table, c) for c in codes], scales, zero)
 
@@ -145,6 +145,13 @@ def _iq4_xs(at: Value, groups: Value, group: Value) -> Group:
     top = ((scales + 64).u16_codes() >> _in_lanes(group * 2) & 3) << 4
     scale = (scales + 96).f16() * ((low | top) - 32).sitofp(F32X16)
     return _looked_up(nonlinear.LEVELS, _nibbles(at + group * 256), [scale])
+
+
+def _nl4(at: Value, groups: Value, group: Value) -> Group:
+    """Planes codes, bytes of scales."""
+    byte = (at + groups * 256 + group * 16).load(vector_of(I8)).sext(vector_of(I16))
+    scale = (byte << 7 & 0xBF80).bits(vector_of(F16)).fpext(F32X16)
+    return _looked_up(nl4.LEVELS, _nibbles(at + group * 256), [scale])
 
 
 def _nvfp4(tensor_scale: bool) -> Reader:
@@ -315,6 +322,7 @@ _KINDS: Mapping[str, Callable[[Format], Reader]] = MappingProxyType(
         "levels": lambda row: _mxfp4,
         "iq4_nl": lambda row: _iq4_nl,
         "iq4_xs": lambda row: _iq4_xs,
+        "nl4": lambda row: _nl4,
         "nvfp4": lambda row: _nvfp4("d" in (row.layout.names or ())),
         "grids": _grids,
         "ternary": lambda row: _ternary,

@@ -44,10 +44,6 @@ class Operations(Protocol[V]):
         """RMS norms (None for none) of the embedded tokens and of the batch's hidden states, side by side, [T, 2C]."""
         ...
 
-    def features(self) -> V:
-        """What `encode` was given, [T, feature_size]."""
-        ...
-
     def linears(self, x: V, names: tuple[str, ...], norm: str | None) -> tuple[V, ...]:
         """RMS norm of `x` (None for none), then its product with each matrix, plus the matrix's bias if it has one."""
         ...
@@ -100,7 +96,10 @@ def query_scale(config: ModelConfig) -> float:
 
 def decode(config: ModelConfig, ops: Operations[V]) -> V:
     """One forward of the whole model; returns its logits."""
-    x, head = ops.embed(), config.head
+    head = config.head
+    if head and head.fuses == "alone":
+        return ops.logits(ops.hidden(None), "output", None)
+    x = ops.embed()
     read: V | None = None  # what the first layer's attention reads instead of the normed `x`
     if head and head.fuses == "matrix":
         (x,) = ops.linears(_joined(head, ops, x), ("fuse",), None)
@@ -129,12 +128,6 @@ def inject(config: ModelConfig, ops: Injection[V]) -> None:
     for layer in layers_of(config):
         k, v = ops.linears(x, (layer.weight("k"), layer.weight("v")), None)
         ops.append(layer, k, v)
-
-
-def encode_features(ops: Operations[V]) -> V:
-    """A head's hidden states [T, C] of features, which are outputs of its target's layers side by side."""
-    (x,) = ops.linears(ops.features(), ("encode",), None)
-    return x
 
 
 def _joined(head: HeadConfig, ops: Operations[V], x: V) -> V:

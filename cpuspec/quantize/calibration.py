@@ -92,7 +92,7 @@ class _Watched:
     def __init__(self, forward: Forward, on_inputs: OnInputs, with_logits: bool) -> None:
         self._forward, self._on_inputs, self._with_logits = forward, on_inputs, with_logits
         self.embed, self.rotate, self.attention, self.gate = forward.embed, forward.rotate, forward.attention, forward.gate
-        self.hidden, self.join, self.features = forward.hidden, forward.join, forward.features  # of draft heads alone
+        self.hidden, self.join = forward.hidden, forward.join  # of draft heads alone
 
     def linears(self, x: Array, names: tuple[str, ...], norm: str | None) -> tuple[Array, ...]:
         normed = self._forward.norm(x, norm)

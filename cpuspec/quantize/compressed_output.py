@@ -1,9 +1,9 @@
 """A quantized model as a Hugging Face directory in compressed-tensors' layout, which transformers and vLLM load.
 
 pack-quantized: `weight_packed` I32 [N, K * bits / 32], codes without a sign, low bits first; `weight_scale` [N, K / group];
-`weight_shape` I64 [2]; without symmetry `weight_zero_point` I32 [N / 8, K / group], packed down the rows likewise. int-quantized,
-where inputs are rounded to 8 bits, too: `weight` I8 [N, K] and `weight_scale` [N, 1]. Embedding and output matrix stay plain.
-(https://github.com/vllm-project/compressed-tensors.)
+`weight_shape` I64 [2]; without symmetry `weight_zero_point` I32 [N / 8, K / group], packed down the rows likewise. int-quantized
+and float-quantized, where inputs are rounded to 8 bits, too: `weight` I8 or F8_E4M3 [N, K] and `weight_scale` [N, 1]. Embedding
+and output matrix stay plain. (https://github.com/vllm-project/compressed-tensors.)
 """
 
 import json
@@ -23,37 +23,41 @@ from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
 from cpuspec.checkpoints.fields import read_json_object
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
-from cpuspec.formats import Format, QuantTensor, get_format
-from cpuspec.formats.format import F32, Affine, Parts
-from cpuspec.formats.packing import bits
+from cpuspec.formats import Format, QuantTensor, float_codes, get_format, int8
+from cpuspec.formats.format import Affine
+from cpuspec.formats.packing import bits, lanes
 from cpuspec.quantize.weights import layer_parts
 
 # What --type takes for directories: llm-compressor's names.
-SCHEMES = ("w4a16", "w4a16_asym", "w8a8", "w8a16")
+SCHEMES = ("w4a16", "w4a16_asym", "w8a8", "w8a16", "fp8_dynamic")
+_WITH_INPUTS = ("w8a8", "fp8_dynamic")  # whose inputs are rounded, too
 _MOST_CONFIG_BYTES = 1 << 20
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 _NOT_KEPT = ("model.safetensors.index.json", "config.json")
 
 
 @cache
-def _int8_rows(columns: int) -> Format:
-    """Bytes -127..127 under one f32 scale a row."""
+def _rows_of_bytes(scheme: str, columns: int) -> Format:
+    """Rows under one f32 scale each: bytes -127..127, or E4M3 where the scheme is fp8_dynamic."""
+    if scheme == "fp8_dynamic":
+        return Format(
+            "fp8_row",
+            np.dtype([("d", "<f4"), ("codes", "u1", columns)]),
+            columns,
+            partial(float_codes.encode, float_codes.E4M3),
+            affine=Affine(levels=float_codes.E4M3),
+            planes=(lanes("codes", "u1", 1),),
+        )
     return Format(
         "int8_row",
         np.dtype([("d", "<f4"), ("codes", "i1", columns)]),
         columns,
-        _encode_rows,
+        int8.encode,
         lambda fields: {"codes": (fields["codes"].view(np.uint8) ^ 0x80).reshape(len(fields), -1)},
         lambda parts: {"codes": (parts["codes"] ^ 0x80).view(np.int8)},
         Affine(128),
         planes=(bits(8),),
     )
-
-
-def _encode_rows(values: F32) -> Parts:
-    d = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
-    steps = np.divide(values, d, out=np.zeros_like(values), where=d > 0)
-    return {"d": d, "codes": (np.clip(np.rint(steps), -127, 127) + 128).astype(np.uint8)}
 
 
 def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str, Format]:
@@ -75,7 +79,9 @@ def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str
     for name, tensor in checkpoint.tensors.items():
         if len(tensor.shape) == 2:
             inside = layer_parts(name)[0] >= 0
-            found[name] = tensor.format if not inside else int4 if scheme.startswith("w4") else _int8_rows(tensor.shape[1])
+            found[name] = (
+                tensor.format if not inside else int4 if scheme.startswith("w4") else _rows_of_bytes(scheme, tensor.shape[1])
+            )
             found[name].row_bytes(tensor.shape[1])
     return found
 
@@ -106,23 +112,27 @@ def write_model(out: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTe
 
 
 def _settings(scheme: str, group_size: int) -> dict[str, Any]:
-    four = scheme.startswith("w4")
+    four, kind = scheme.startswith("w4"), "float" if scheme == "fp8_dynamic" else "int"
     weights = {
         "num_bits": 4 if four else 8,
-        "type": "int",
+        "type": kind,
         "symmetric": not scheme.endswith("_asym"),
         "strategy": "group" if four else "channel",
         "group_size": group_size if four else None,
         "dynamic": False,
         "observer": "minmax",
     }
-    activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if scheme == "w8a8" else "pack-quantized",
+        "format": f"{kind}-quantized" if scheme in _WITH_INPUTS else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations if scheme == "w8a8" else None}
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations if scheme in _WITH_INPUTS else None,
+            }
         },
         "ignore": ["lm_head"],
     }
@@ -169,8 +179,9 @@ def _pieces(checkpoint: Checkpoint, name: str, tensor: QuantTensor, plain: Forma
     rows, columns = tensor.shape
     groups = columns // tensor.format.block_size
     yield f"{theirs}_scale", _Piece(dtype, (rows, groups), rows * groups * plain.block_bytes, partial(_scales, tensor, plain))
-    if scheme == "w8a8":
-        yield theirs, _Piece("I8", tensor.shape, tensor.num_values, partial(_part, tensor, "codes", 0x80))
+    if scheme in _WITH_INPUTS:
+        dtype, flipped = ("I8", 0x80) if scheme == "w8a8" else ("F8_E4M3", 0)
+        yield theirs, _Piece(dtype, tensor.shape, tensor.num_values, partial(_part, tensor, "codes", flipped))
         return
     num_bits = tensor.format.code_bits
     packed = (rows, columns * num_bits // 32)

@@ -1,6 +1,7 @@
 """A whole quantization: which formats, by which methods, on what text, into which file."""
 
 import hashlib
+import math
 import os
 import sys
 from collections import Counter
@@ -14,9 +15,10 @@ import numpy as np
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.errors import ConfigError
+from cpuspec.formats import Format
 from cpuspec.formats.tensor import F32
 from cpuspec.model.batch import I32
-from cpuspec.quantize import calibration, mixes
+from cpuspec.quantize import budget, calibration, mixes, sensitivity
 from cpuspec.quantize.compressed_output import SCHEMES, formats_of
 from cpuspec.quantize.compressed_output import write_model as write_directory
 from cpuspec.quantize.gguf_output import gguf_name, write_model
@@ -24,7 +26,7 @@ from cpuspec.quantize.gptq import GptqSettings
 from cpuspec.quantize.imatrix import Importance, collect, of_matrices
 from cpuspec.quantize.run import gptq_all, keep_vectors, round_all
 from cpuspec.quantize.scaling import awq, smoothquant
-from cpuspec.quantize.store import TensorStore
+from cpuspec.quantize.store import TensorStore, Workspace
 from cpuspec.quantize.weights import Weights
 from cpuspec.tokenizer import make_tokenizer
 
@@ -39,6 +41,8 @@ class Job:
 
     type_name: of `mixes.TYPES` for a GGUF file, of `compressed_output.SCHEMES` for a directory. group_size: of a directory's
     matrices of 4 bits. smoothing_strength: how much of what is hard to round SmoothQuant moves from inputs to weights, 0 to 1.
+    bits_per_weight: all matrices together get at most this many, each in that of `candidates` by which answers change least; there
+    is no type then.
     """
 
     type_name: str
@@ -50,6 +54,8 @@ class Job:
     gptq: GptqSettings = field(default_factory=GptqSettings)
     smoothing_strength: float = 0.5
     group_size: int = 128
+    bits_per_weight: float | None = None
+    candidates: tuple[str, ...] = ()  # names of formats; none are those of `mixes.BUDGET_FORMATS`
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -57,6 +63,12 @@ class Job:
                 raise ConfigError(f"the method {method!r} is not known; wanted some of {', '.join(METHODS)}, or none for rounding")
         if not 0 <= self.smoothing_strength <= 1:
             raise ConfigError(f"the smoothing strength is {self.smoothing_strength}; wanted 0 to 1")
+        if self.bits_per_weight is not None and not self.bits_per_weight > 0:
+            raise ConfigError(f"the budget is {self.bits_per_weight} bits per weight; wanted a number above 0")
+        if self.bits_per_weight is not None and (self.type_name or self.pure):
+            raise ConfigError("a budget of bits per weight chooses the formats; give no type and no --pure with it")
+        if self.candidates and self.bits_per_weight is None:
+            raise ConfigError("candidates are chosen from within a budget; give --bits-per-weight, too")
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class Made:
     num_bytes: int
     bits_per_weight: float
     formats: Mapping[str, int]  # matrices of each
+    matrices: Mapping[str, str]  # the format of each, by canonical name
     num_resumed: int  # tensors that an earlier run had finished
 
 
@@ -104,11 +117,14 @@ def quantize(
     """
     if out.resolve() == checkpoint.path.resolve():
         raise ConfigError(f"{out} is the model itself; choose another output")
-    if job.methods and chunks is None:
-        raise ConfigError(f"{' and '.join(job.methods)} needs a calibration text; give --calibration FILE")
+    if chunks is None and (job.methods or job.bits_per_weight):
+        needing = " and ".join(job.methods) or "a budget of bits per weight"
+        raise ConfigError(f"{needing} needs a calibration text; give --calibration FILE")
     weights = Weights(checkpoint)
     is_directory = out.suffix != ".gguf"
-    if is_directory != (job.type_name in SCHEMES):
+    if job.bits_per_weight is not None and is_directory:
+        raise ConfigError(f"a budget of bits per weight is spent in a GGUF file; name an output that ends in .gguf, got {out}")
+    if job.bits_per_weight is None and is_directory != (job.type_name in SCHEMES):
         wanted = "a directory, which has no .gguf at its end" if not is_directory else "a file, whose name ends in .gguf"
         raise ConfigError(f"{job.type_name} is written to {wanted}, got {out}; or choose another --type")
 
@@ -117,27 +133,40 @@ def quantize(
 
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     matrices = {name: shapes[name] for name in weights.matrices}
-    measured = importance is not None or chunks is not None
+    named: mixes.Named = {"output": job.output, "embed": job.embed, "tensor_types": job.tensor_types}
+    formats: Mapping[str, Format] = {}
+    candidates: Mapping[str, tuple[Format, ...]] = {}
     if is_directory:
         formats = formats_of(checkpoint, job.type_name, job.group_size)
+    elif job.bits_per_weight is None:
+        measured = importance is not None or chunks is not None
+        formats = mixes.choose(checkpoint.config, matrices, job.type_name, has_importance=measured, pure=job.pure, **named)
     else:
-        formats = mixes.choose(
-            checkpoint.config,
-            matrices,
-            job.type_name,
-            has_importance=measured,
-            pure=job.pure,
-            output=job.output,
-            embed=job.embed,
-            tensor_types=job.tensor_types,
-        )
-    vectors = {name: mixes.get_format("f32") for name in shapes if name not in matrices}
-    store = TensorStore(
-        out.with_name(out.name + ".unfinished"), _identity(checkpoint, job, chunks, importance), {**formats, **vectors}, shapes
-    )
+        candidates = mixes.candidates(matrices, job.candidates, **named)
+        sizes = {
+            name: {format.name: matrices[name][0] * format.row_bytes(matrices[name][1]) for format in some}
+            for name, some in candidates.items()
+        }
+        most = int(job.bits_per_weight * sum(math.prod(shape) for shape in matrices.values()) / 8)
+        budget.check(sizes, most)
+    workspace = Workspace(out.with_name(out.name + ".unfinished"), _identity(checkpoint, job, chunks, importance))
     finished = False
     try:
         of_inputs: dict[str, F32] = of_matrices(importance, weights, name_of) if importance else {}
+        if candidates:
+            assert chunks is not None, "checked above"
+            of_inputs = of_inputs or of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
+            losses = sensitivity.estimate(
+                weights,
+                chunks,
+                candidates,
+                _with_tied_embedding(of_inputs, matrices),
+                workspace,
+                lambda done, total: on_step("measuring sensitivity", done, total),
+            )
+            formats = {name: mixes.get_format(chosen) for name, chosen in budget.choose(sizes, losses, most).items()}
+        vectors = {name: mixes.get_format("f32") for name in shapes if name not in matrices}
+        store = TensorStore(workspace, {**formats, **vectors}, shapes)
         if chunks is not None and "smoothquant" in job.methods:
             on_step("smoothquant", 0, 1)
             weights = smoothquant(weights, chunks, job.smoothing_strength)
@@ -148,11 +177,9 @@ def quantize(
         if chunks is not None and "gptq" in job.methods:
             outside = gptq_all(weights, formats, chunks, job.gptq, store, lambda done, total: on_step("gptq", done, total))
             of_inputs = outside | of_inputs
-        elif importance is None and chunks is not None:
+        elif chunks is not None and not of_inputs:
             of_inputs = of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
-        if "output" in of_inputs and "output" not in formats:
-            # A tied embedding is looked up as well, where every column counts the same: half of each.
-            of_inputs["embed"] = of_inputs["output"] / of_inputs["output"].mean() + 1
+        of_inputs = _with_tied_embedding(of_inputs, matrices)
         round_all(weights, formats, of_inputs, store, threads, lambda done, total: on_step("rounding", done, total))
         keep_vectors(weights, store)
         extra: dict[str, Value] = {}
@@ -161,18 +188,30 @@ def quantize(
         if is_directory:
             write_directory(out, checkpoint, store, job.type_name, job.group_size)
         else:
-            write_model(out, checkpoint, store, mixes.FILE_TYPES.get(job.type_name, 0), extra)
+            if job.bits_per_weight is not None:
+                extra["quantize.bits_per_weight"] = job.bits_per_weight
+            write_model(out, checkpoint, store, mixes.FILE_TYPES.get(job.type_name) or mixes.file_type(formats, shapes), extra)
         finished = True
     finally:
-        store.close(remove=finished)
+        workspace.close(remove=finished)
     num_bits = sum(8 * formats[name].row_bytes(shape[1]) * shape[0] for name, shape in matrices.items())
     return Made(
         path=str(out),
         num_bytes=(out / "model.safetensors" if is_directory else out).stat().st_size,
         bits_per_weight=num_bits / sum(shape[0] * shape[1] for shape in matrices.values()),
         formats=dict(Counter(format.name for format in formats.values())),
+        matrices={name: format.name for name, format in formats.items()},
         num_resumed=store.num_resumed,
     )
+
+
+def _with_tied_embedding(of_inputs: Mapping[str, F32], matrices: Mapping[str, tuple[int, ...]]) -> dict[str, F32]:
+    """Mean squares of inputs, those of a tied embedding among them: it is looked up as well as multiplied with, and there every
+    column counts the same, so half of each.
+    """
+    if "output" not in of_inputs or "output" in matrices:
+        return dict(of_inputs)
+    return {**of_inputs, "embed": of_inputs["output"] / of_inputs["output"].mean() + 1}
 
 
 def _identity(checkpoint: Checkpoint, job: Job, chunks: I32 | None, importance: Importance | None) -> dict[str, Any]:

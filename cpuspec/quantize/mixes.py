@@ -4,13 +4,17 @@ The rules are those of llama.cpp (src/llama-quant.cpp, llama_tensor_get_type) fo
 q4_k means q4_k_m as there, and rows that do not fill superblocks get the format that it falls back to.
 """
 
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TypedDict
 
 from cpuspec.config import ModelConfig
 from cpuspec.errors import ConfigError
 from cpuspec.formats import FORMATS, Format, get_format
+from cpuspec.formats.format import OWN_GGUF_TYPES
 from cpuspec.quantize.weights import layer_parts
 
 # llama.cpp's numbers of file types (llama.h, enum llama_ftype), by type.
@@ -35,10 +39,26 @@ TYPES: tuple[str, ...] = tuple(
     )
 )
 
+# What a budget of bits is spent on by default: formats that llama.cpp knows. Those whose points are searched for (iq2, iq3) take
+# some microseconds a weight to make; those of ternary models suit no others.
+BUDGET_FORMATS: tuple[str, ...] = tuple(
+    name
+    for name, row in FORMATS.items()
+    if row.gguf_type is not None and row.gguf_type < OWN_GGUF_TYPES and row.affine and row.free_codes and row.reader != "ternary"
+)
+
 # The name that llama.cpp gives to a part, for --tensor-type.
 _GGUF_PARTS = {
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
 }  # fmt: skip
+
+
+class Named(TypedDict):
+    """Formats that are asked for by name, as `choose` takes them."""
+
+    output: str | None
+    embed: str | None
+    tensor_types: Sequence[tuple[str, str]]
 
 
 def choose(
@@ -65,13 +85,10 @@ def choose(
     chosen = {}
     for name, shape in matrices.items():
         layer, part = layer_parts(name)
-        is_output = name == "output" or (name == "embed" and "output" not in matrices)
-        llama_cpp_name = f"blk.{layer}.{_GGUF_PARTS.get(part, part)}.weight" if layer >= 0 else name
-        asked = next((to for pattern, to in tensor_types if _found(pattern, name) or _found(pattern, llama_cpp_name)), None)
-        asked = asked or (output if is_output else embed if name == "embed" else None)
+        is_output = _is_output(name, matrices)
+        asked = _asked(name, shape[1], is_output, output, embed, tensor_types)
         if asked is not None:
-            chosen[name] = get_format(asked)
-            chosen[name].row_bytes(shape[1])
+            chosen[name] = asked
         elif pure or own.affine is None:
             chosen[name] = _fitting(own.name, shape[1])
         elif is_output:
@@ -81,6 +98,59 @@ def choose(
             mixed = _mixed(type_name, part, layer, config.num_layers, gqa, has_importance)
             chosen[name] = _fitting(mixed or own.name, shape[1])
     return chosen
+
+
+def candidates(
+    matrices: Mapping[str, tuple[int, ...]],
+    names: Sequence[str] = (),
+    *,
+    output: str | None = None,
+    embed: str | None = None,
+    tensor_types: Sequence[tuple[str, str]] = (),
+) -> dict[str, tuple[Format, ...]]:
+    """The formats that each matrix may get: those of `names` that its rows fill, or the one that is asked for, as in `choose`.
+
+    names: by default BUDGET_FORMATS. A matrix that none of them fits gets the one that llama-quantize falls back to. Raises
+    ConfigError for a format that is not known, or that GGUF files do not hold.
+    """
+    for name in names:
+        if name not in FORMATS or FORMATS[name].gguf_type is None:
+            known = ", ".join(other for other, row in FORMATS.items() if row.gguf_type is not None)
+            raise ConfigError(f"the candidate {name!r} is no format of GGUF files; wanted some of {known}")
+    found = {}
+    for name, shape in matrices.items():
+        asked = _asked(name, shape[1], _is_output(name, matrices), output, embed, tensor_types)
+        fitting = tuple(FORMATS[one] for one in names or BUDGET_FORMATS if shape[1] % FORMATS[one].block_size == 0)
+        found[name] = (asked,) if asked else fitting or (_fitting("q4_0", shape[1]),)
+    return found
+
+
+def file_type(formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """llama.cpp's number of the type whose own format holds most weights; that of f32 where it has none."""
+    weights: Counter[str] = Counter()
+    for name, format in formats.items():
+        weights[format.name] += math.prod(shapes[name])
+    most = weights.most_common(1)[0][0]
+    return next((number for name, number in FILE_TYPES.items() if _BASES.get(name, name) == most), 0)
+
+
+def _is_output(name: str, matrices: Mapping[str, tuple[int, ...]]) -> bool:
+    return name == "output" or (name == "embed" and "output" not in matrices)
+
+
+def _asked(
+    name: str, columns: int, is_output: bool, output: str | None, embed: str | None, tensor_types: Sequence[tuple[str, str]]
+) -> Format | None:
+    """The format that is asked for by name. Raises FormatError where it does not fit."""
+    layer, part = layer_parts(name)
+    llama_cpp_name = f"blk.{layer}.{_GGUF_PARTS.get(part, part)}.weight" if layer >= 0 else name
+    asked = next((to for pattern, to in tensor_types if _found(pattern, name) or _found(pattern, llama_cpp_name)), None)
+    asked = asked or (output if is_output else embed if name == "embed" else None)
+    if asked is None:
+        return None
+    format = get_format(asked)
+    format.row_bytes(columns)
+    return format
 
 
 def _found(pattern: str, name: str) -> bool:

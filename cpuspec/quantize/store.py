@@ -1,7 +1,7 @@
-"""Finished tensors in a directory beside the output, one file each, so that a run that was interrupted goes on where it was."""
+"""Finished tensors and measured numbers in a directory beside the output: a run that was interrupted goes on where it was."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,15 @@ from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.tensor import U8
 
 
-class TensorStore(Mapping[str, QuantTensor]):
-    """The tensors that are finished, by canonical name, as views of mapped files.
+class Workspace:
+    """A directory that one run at a time works in.
 
-    directory: made if it is not there. formats, shapes: of every tensor that will be. settings: all that the bytes depend on, as
-    JSON holds it; tensors of a run with other settings are removed.
-    Raises CheckpointError where another process works there, OSError where nothing can be written.
+    directory: made if it is not there. settings: all that its files depend on, as JSON holds it; files of a run with other settings
+    are removed. Raises CheckpointError where another process works there, OSError where nothing can be written.
     """
 
-    def __init__(
-        self, directory: Path, settings: Mapping[str, Any], formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        self._directory, self._formats, self._shapes = directory, formats, shapes
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        self.directory = directory
         directory.mkdir(exist_ok=True)
         self._lock = (directory / "lock").open("wb")
         if not try_lock(self._lock):
@@ -33,13 +30,15 @@ class TensorStore(Mapping[str, QuantTensor]):
         if not marker.exists() or marker.read_text("utf-8") != text:
             self._empty()
             write_file(marker, text)
-        self._done = {name for name in formats if self._path(name).exists()}
-        self.num_resumed = len(self._done)
+        self._measured = directory / "measured.json"
+        self._numbers: dict[str, list[float]] = json.loads(self._measured.read_text("utf-8")) if self._measured.exists() else {}
 
-    def put(self, name: str, data: U8) -> None:
-        """Keep the bytes of a tensor, U8 [N, row_bytes] or [row_bytes]."""
-        write_file(self._path(name), data.tobytes())
-        self._done.add(name)
+    def measured(self, name: str, measure: Callable[[], list[float]]) -> list[float]:
+        """The numbers of this name that an earlier run has measured, or else those that `measure` returns, which are kept."""
+        if name not in self._numbers:
+            self._numbers[name] = measure()
+            write_file(self._measured, json.dumps(self._numbers))
+        return self._numbers[name]
 
     def close(self, remove: bool) -> None:
         """Let others work there; remove: and remove everything."""
@@ -47,8 +46,30 @@ class TensorStore(Mapping[str, QuantTensor]):
             self._empty()
         self._lock.close()
         if remove:
-            (self._directory / "lock").unlink()
-            self._directory.rmdir()
+            (self.directory / "lock").unlink()
+            self.directory.rmdir()
+
+    def _empty(self) -> None:
+        for path in self.directory.iterdir():
+            if path.name != "lock":
+                path.unlink()
+
+
+class TensorStore(Mapping[str, QuantTensor]):
+    """The tensors that are finished, by canonical name, as views of mapped files in a workspace.
+
+    formats, shapes: of every tensor that will be.
+    """
+
+    def __init__(self, workspace: Workspace, formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._directory, self._formats, self._shapes = workspace.directory, formats, shapes
+        self._done = {name for name in formats if self._path(name).exists()}
+        self.num_resumed = len(self._done)
+
+    def put(self, name: str, data: U8) -> None:
+        """Keep the bytes of a tensor, U8 [N, row_bytes] or [row_bytes]."""
+        write_file(self._path(name), data.tobytes())
+        self._done.add(name)
 
     def __getitem__(self, name: str) -> QuantTensor:
         if name not in self._done:
@@ -68,8 +89,3 @@ class TensorStore(Mapping[str, QuantTensor]):
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.{self._formats[name].name}"
-
-    def _empty(self) -> None:
-        for path in self._directory.iterdir():
-            if path.name != "lock":
-                path.unlink()

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.server import completions, infill, messages, native, page, responses
+from cpuspec.server import completions, embeddings, infill, messages, native, page, responses
 from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
 from cpuspec.server.gate import Gate, context_of
@@ -43,6 +43,7 @@ def make_app(server: Server) -> FastAPI:
     app.include_router(messages.router)
     app.include_router(responses.router)
     app.include_router(infill.router)
+    app.include_router(embeddings.router)
     app.include_router(page.router)
     guard(app, server)
     return app

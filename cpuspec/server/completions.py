@@ -54,7 +54,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server_of(request).shown_name(model)}
     if body.stream:
         return EventStream(_chat_events(body, prompt, answers, head, context.figures), answers, request, context.id)
-    return await unless_gone(request, _chat(body, prompt, answers, head, context.figures), answers)
+    return await unless_gone(request, _chat(body, prompt, answers, head, context.figures), answers.close)
 
 
 def _predicted(model: ServedModel, prediction: Prediction | None) -> list[int]:
@@ -199,7 +199,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     }
     if body.stream:
         return EventStream(_text_events(body, model, answers, echoes, head, context.figures), answers, request, context.id)
-    return await unless_gone(request, _texts(body, model, answers, echoes, head, context.figures), answers)
+    return await unless_gone(request, _texts(body, model, answers, echoes, head, context.figures), answers.close)
 
 
 def fill_prompt(model: ServedModel, before: str, behind: str, others: Sequence[tuple[str, str]] = (), name: str = "") -> list[int]:

@@ -65,7 +65,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
     name = server_of(request).shown_name(model)
     if body.stream:
         return EventStream(_events(body, answers, name, context.figures), answers, request, context.id)
-    return await unless_gone(request, _whole(body, answers, name, context.figures), answers)
+    return await unless_gone(request, _whole(body, answers, name, context.figures), answers.close)
 
 
 async def _timed(body: InfillBody, answers: Answers) -> AsyncGenerator[Output]:

@@ -97,7 +97,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     if body.stream:
         events = _events(prompt, answers, head, stops, context.figures)
         return EventStream(events, answers, request, context.id, lambda: _named({"type": "ping"}))
-    return await unless_gone(request, _message(prompt, answers, head, stops, context.figures), answers)
+    return await unless_gone(request, _message(prompt, answers, head, stops, context.figures), answers.close)
 
 
 @router.post("/v1/messages/count_tokens")

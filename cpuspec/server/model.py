@@ -91,6 +91,8 @@ class ServedModel:
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
         self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # of its own: a grammar may take seconds to be refused
         self._num_compiling = 0
+        self.embeds = asyncio.Lock()  # one request's embeddings are computed at a time, beside the engine's steps
+        self.num_embedding = 0  # requests for embeddings that run or wait
         tokenizer = llm.tokenizer
         self.tool_format: ToolFormat = tool_format(tokenizer.chat_template)
         self.template_takes_tools = "tools" in (tokenizer.chat_template or "")
@@ -138,6 +140,10 @@ class ServedModel:
             await asyncio.get_running_loop().run_in_executor(self._compiler, check)
         finally:
             self._num_compiling -= 1
+
+    def embedded(self) -> None:
+        """Note that a request for embeddings has ended."""
+        self.num_embedding -= 1
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
         """The params of a request with these fields, the model's own recommendations for others.

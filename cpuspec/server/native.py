@@ -206,13 +206,6 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
     return json_response({"id_slot": number, "filename": name, **figures, "timings": times})
 
 
-@router.post("/v1/embeddings")
-async def embeddings(request: Request) -> Response:
-    """Refused: the models that cpuspec runs were trained to write, and their hidden states are no embeddings of texts."""
-    name = server_of(request).names[0]
-    raise NotSupportedError(f"{name} writes text and makes no embeddings; use an embedding model elsewhere")
-
-
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""

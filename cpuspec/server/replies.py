@@ -137,8 +137,8 @@ async def _with_errors(events: AsyncGenerator[str], path: str, request_id: str) 
         yield error_event(path, EngineFailedError("the server failed; its log says why"), request_id)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, _T], answers: Answers) -> _T | Response:
-    """What the work returns; where the client leaves before, the answers are closed and nobody sees what is returned."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T], close: Callable[[], object]) -> _T | Response:
+    """What the work returns; where the client leaves before, it is broken off. `close` is called at last in any case."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -146,7 +146,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T], answers: 
             return task.result()
         return Response(status_code=499)  # nginx's code for this
     finally:
-        answers.close()
+        close()
         for one in (task, gone):
             one.cancel()
         with suppress(asyncio.CancelledError, CpuspecError):

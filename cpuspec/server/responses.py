@@ -113,7 +113,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         events = _events(prompt, answers, head, items, numbered, context.figures)
         # Codex counts events alone, and no comments, when it waits for a long prompt to be read.
         return EventStream(events, answers, request, context.id, lambda: numbered({"type": "keepalive"}))
-    return await unless_gone(request, _whole(prompt, answers, head, items, context.figures), answers)
+    return await unless_gone(request, _whole(prompt, answers, head, items, context.figures), answers.close)
 
 
 # Items about tools that OpenAI runs itself. They hold nothing that this model could read.

@@ -273,7 +273,7 @@ class HeadContext:
         for norm in self.head.feature_norms:
             features = norm.applied(features)
         config = self.head.model.config.head
-        return self.backend.encode(features) if config and config.feature_size else features
+        return self.backend.project(features, "encode") if config and config.feature_size else features
 
     def _unfed(self, one: _Followed) -> range:
         """Truncate the slot to rows that the sequence shares; returns the positions of rows that it lacks.

@@ -357,6 +357,15 @@ def test_layers_of_gemma_3_have_the_windows_that_the_file_or_the_family_says(tmp
     assert (config.local_rope_base, config.query_scale, config.logit_softcap) == (1e4, None, 0.0)
 
 
+def test_a_file_says_how_its_states_are_pooled(small_gguf, edited_gguf):
+    path = small_gguf()
+    assert open_checkpoint(path).pooling == ""
+    for number, pooling in enumerate(("", "mean", "cls", "last")):
+        assert open_checkpoint(edited_gguf(path, set={"qwen2.pooling_type": (number, T.UINT32)})).pooling == pooling
+    with pytest.raises(CheckpointError, match=r"qwen2\.pooling_type is 4.*rank texts"):
+        open_checkpoint(edited_gguf(path, set={"qwen2.pooling_type": (4, T.UINT32)}))
+
+
 def test_what_a_gemma_2_file_leaves_out_is_what_the_family_has(tmp_path, edited_gguf):
     keys = ("attention.sliding_window", "attention.sliding_window_pattern", "attn_logit_softcapping", "final_logit_softcapping")
     path = make_tiny_gguf(tmp_path / "m.gguf", "gemma2", weight_format="f32", num_layers=3)

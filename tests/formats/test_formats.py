@@ -25,6 +25,7 @@ ERROR_BUDGETS = {
     "nvfp4_global": 0.095,
     "iq4_nl": 0.079,
     "iq4_xs": 0.082,
+    "nl4_g32": 0.078,
     "iq2_xxs": 0.36,
     "iq2_xs": 0.31,
     "iq2_s": 0.26,
@@ -55,6 +56,7 @@ ENCODED_BY_GGUF = [name for name in IN_GGUF if not name.endswith("_k") and not n
 # The others' largest value is bound by their f16 scale.
 RANGE_OF_F32 = ("f32", "bf16", "mxfp4", "int8_g32", "int8_g128", "fp8_g32", "fp8_g128", "nf4_g64", "fp4_g64")
 RANGE_OF_E4M3 = ("nvfp4", "nvfp4_global")  # of their scales
+EVERY_SCALE_IS_FINITE = ("nvfp4", "nl4_g32")
 
 
 def every_format(names=FORMATS):
@@ -187,7 +189,7 @@ def test_block_formats_refuse_values_that_are_not_finite(format, value):
         format.encode(values)
 
 
-@every_format([name for name in FORMATS if name not in (*RANGE_OF_F32, *RANGE_OF_E4M3)])
+@every_format([name for name in FORMATS if name not in (*RANGE_OF_F32, *RANGE_OF_E4M3, "nl4_g32")])
 def test_a_finite_value_never_becomes_infinite_silently(format):
     values = weights(9)
     values[5, 300] = 1e38
@@ -211,8 +213,15 @@ def test_float_formats_keep_infinities_and_nans(format):
     assert decoded[3] == 1.0
 
 
+def test_a_value_beyond_the_scales_of_nl4_is_refused():
+    format = get_format("nl4_g32")
+    assert np.array_equal(format.decode(format.encode(np.full(32, 60.0, np.float32))), np.full(32, 60.0))
+    with pytest.raises(FormatError, match="nl4_g32 cannot hold 61: it ends at 60"):
+        format.encode(np.full(32, -61.0, np.float32))
+
+
 @pytest.mark.filterwarnings("error")
-@every_format([name for name in FORMATS if name != "nvfp4"])  # every byte is a finite scale
+@every_format([name for name in FORMATS if name not in EVERY_SCALE_IS_FINITE])
 def test_scales_that_are_not_finite_decode_to_what_they_say_without_a_warning(format):
     values = format.decode(np.full(format.block_bytes, 0xFF, np.uint8))
     assert not np.isfinite(values).all()

@@ -50,7 +50,7 @@ def test_a_row_is_what_its_format_decodes_to(name: str, blocks_per_row: int) -> 
     wanted = FORMATS[name].decode(data)
     assert _same_bits(_compiled(name, data), wanted)
     assert np.isfinite(wanted).any()
-    assert np.isnan(wanted).any()
+    assert np.isnan(wanted).any() == (name != "nl4_g32")  # every scale of which is finite
     data[-1, -1] ^= 0x11
     assert not _same_bits(_compiled(name, data), wanted)
 

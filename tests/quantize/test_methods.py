@@ -85,7 +85,7 @@ def test_transformers_computes_what_was_written(tmp_path: Path, scheme: str, dty
     with torch.no_grad():
         got = model(torch.tensor(tokens[None].astype(np.int64))).logits[0].numpy()
     # Scales in bf16 have 8 bits; activations in int8 are rounded as they come.
-    tolerance = 0.4 if scheme == "w8a8" else 0.06 if dtype == "bf16" else 2e-3
+    tolerance = 0.4 if scheme in ("w8a8", "fp8_dynamic") else 0.06 if dtype == "bf16" else 2e-3
     assert np.abs(got - wanted).max() < tolerance
     assert np.abs(got - logits(source, tokens)).max() > 1e-3  # the weights are not those of the source
 
@@ -131,6 +131,25 @@ def test_the_packages_own_decoder_gives_the_values_that_were_chosen(tmp_path: Pa
     np.testing.assert_allclose(got, format.decode(format.encode(values)), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("methods", [(), ("gptq",)])
+def test_fp8_is_written_as_a_scale_a_row_and_e4m3_that_are_read_again(tmp_path: Path, methods: tuple[str, ...]) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    torch = pytest.importorskip("torch")
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "qwen3", dtype="f32"))
+    chunks = chunks_for(source)
+    quantize(source, tmp_path / "out", Job("fp8_dynamic", methods), threads=1, chunks=chunks if methods else None)
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        codes, scales = (file.get_tensor(f"model.layers.1.mlp.up_proj.{part}") for part in ("weight", "weight_scale"))
+    assert codes.dtype == torch.float8_e4m3fn
+    wanted = source.tensors["layers.1.up"].dequantize()
+    assert scales.shape == (len(wanted), 1)
+    values = (codes.to(torch.float32) * scales).numpy()
+    assert np.array_equal(open_checkpoint(tmp_path / "out").tensors["layers.1.up"].dequantize(), values)
+    if not methods:  # half a step of three bits of mantissa, or half of the smallest step of the row
+        assert (np.abs(values - wanted) <= np.maximum(np.abs(wanted) / 16, scales.numpy() * 2.0**-10) * 1.001).all()
+    assert np.sqrt(np.square(values - wanted).mean() / np.square(wanted).mean()) < 0.04
+
+
 def test_methods_write_directories_too(tmp_path: Path) -> None:
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "qwen2", dtype="bf16"))
     chunks = chunks_for(source)
@@ -150,6 +169,7 @@ def test_methods_write_directories_too(tmp_path: Path) -> None:
         (Job("w4a16"), "out.gguf", "directory"),
         (Job("q4_0"), "out", ".gguf"),
         (Job("w8a8", ("awq",)), "out", "calibration"),
+        (Job("nl4_g32"), "out", ".gguf"),
         (Job("w4a16"), "hf", "itself"),
     ],
 )

@@ -20,7 +20,7 @@ from cpuspec.quantize.imatrix import Importance, of_matrices, read_importance, w
 from cpuspec.quantize.job import Job, measure_importance, quantize
 from cpuspec.quantize.mixes import TYPES, choose
 from cpuspec.quantize.rounding import encode
-from cpuspec.quantize.store import TensorStore
+from cpuspec.quantize.store import Workspace
 from cpuspec.quantize.weights import Weights
 from cpuspec.tokenizer import make_tokenizer
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
@@ -181,10 +181,10 @@ def test_an_interrupted_run_goes_on_where_it_was(source: Checkpoint, chunks: np.
 
 
 def test_two_runs_do_not_write_one_file(source: Checkpoint, tmp_path: Path) -> None:
-    store = TensorStore(tmp_path / "out.gguf.unfinished", {}, {}, {})
+    other = Workspace(tmp_path / "out.gguf.unfinished", {})
     with pytest.raises(CheckpointError, match="another process"):
         quantize(source, tmp_path / "out.gguf", Job("q4_0"), threads=1)
-    store.close(remove=True)
+    other.close(remove=True)
     quantize(source, tmp_path / "out.gguf", Job("q4_0"), threads=1)
 
 

@@ -70,7 +70,7 @@ def test_a_block_computes_its_formulas(target: Checkpoint, heads: dict[str, Rand
     tokens = rng.integers(0, target.config.vocab_size, (2, 5))
     for first, end in ((0, 3), (3, 7)):
         count = end - first
-        hidden = backend.encode(features[:, first:end].reshape(2 * count, -1))
+        hidden = backend.project(features[:, first:end].reshape(2 * count, -1), "encode")
         positions = [*range(first, end)] * 2
         backend.inject(ForwardBatch([0] * 2 * count, positions, [0, 1], [0, count, 2 * count], hidden=hidden), cache)
     last = (head.model.config.num_layers - 1,)

@@ -98,7 +98,7 @@ def test_an_eagle3_head_computes_its_formulas(target: Checkpoint, tmp_path: Path
     given = features.astype(np.float32)
     for norm in head.feature_norms:
         given = norm.applied(given)
-    encoded = backend.encode(given)
+    encoded = backend.project(given, "encode")
     wanted = eagle3_encoded(made, features)
     assert np.abs(encoded - wanted).max() < 1e-4 * np.abs(wanted).max()
     embedded = head.model.tensors["embed"].rows(tokens).astype(np.float64)

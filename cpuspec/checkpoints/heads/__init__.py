@@ -9,6 +9,8 @@ from cpuspec.checkpoints.heads.dflash import is_block_head, read_block_head
 from cpuspec.checkpoints.heads.eagle import is_eagle1, is_eagle3, read_eagle1, read_eagle3
 from cpuspec.checkpoints.heads.gguf import is_gguf_block, is_gguf_eagle3, read_gguf_block, read_gguf_eagle3
 from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm
+from cpuspec.checkpoints.heads.medusa import is_medusa, read_medusa
+from cpuspec.checkpoints.heads.mlp_speculator import is_mlp_speculator, read_mlp_speculator
 from cpuspec.checkpoints.heads.mtp import is_mtp, own_mtp, read_mtp
 
 __all__ = ["READERS", "Head", "HeadFiles", "HeadNorm", "HeadReader", "find_reader", "own_mtp"]
@@ -27,6 +29,8 @@ READERS = (
     HeadReader("EAGLE-3", is_eagle3, read_eagle3),
     HeadReader("EAGLE", is_eagle1, read_eagle1),
     HeadReader("multi-token prediction", is_mtp, read_mtp),
+    HeadReader("Medusa", is_medusa, read_medusa),
+    HeadReader("MLP speculator", is_mlp_speculator, read_mlp_speculator),
     HeadReader("EAGLE-3 as GGUF", is_gguf_eagle3, read_gguf_eagle3),
     HeadReader("DFlash as GGUF", is_gguf_block, read_gguf_block),
 )

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.gguf_parts import read_parts
+from cpuspec.checkpoints.heads.stages import Stage
 from cpuspec.checkpoints.huggingface import read_stored
+from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.tensor import F32
@@ -19,6 +21,7 @@ from cpuspec.formats.tensor import F32
 I64 = NDArray[np.int64]
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MEDUSA = "medusa_lm_head"
 _MOST_TOKENS = 32  # that a draft has by default, whatever a file says
 
 
@@ -83,7 +86,7 @@ class Head:
     token_ids: [num_logits] the target's id of each token that the head drafts; None where the ids are the same.
     num_tokens: that it drafts in a round where the spec names no number.
     mask_id, mask_features: token and features [1, feature_size] of rows whose own are not known yet, in a head that drafts in one
-    pass; -1 and None in others. block: how it drafts a block, None for others.
+    pass; -1 and None in others. block: how it drafts a block, None for others. stages: of a head without layers, one a token.
     tokenizer: the tokenizer's file that lies beside the head; None for none.
     """
 
@@ -98,6 +101,7 @@ class Head:
     mask_id: int = -1
     mask_features: F32 | None = None
     block: Block | None = None
+    stages: tuple[Stage, ...] = ()
     tokenizer: Path | None = None
 
 
@@ -119,7 +123,7 @@ class HeadFiles:
         """A directory of config.json and safetensors, or a GGUF file. Raises CheckpointError for what is damaged or missing."""
         if path.is_dir():
             config = path / "config.json"
-            stored = read_stored(path, mmap)
+            stored = _read_stored(path, mmap)
             arrays = {name: tensor.numbers_or_integers() for name, tensor in stored.items() if tensor.is_array}
             tensors = {name: tensor.floats() for name, tensor in stored.items() if name not in arrays}
             return HeadFiles(path, Fields(str(config), read_json_object(config, _MAX_CONFIG_BYTES)), tensors, arrays)
@@ -178,12 +182,33 @@ class HeadFiles:
             return None
         if ids.shape != (num_drafted,):
             self.refuse(f"d2t has the shape {list(ids.shape)}, and its output matrix {num_drafted} rows")
+        return self.checked_ids("d2t", ids, target)
+
+    def checked_ids(self, name: str, ids: I64, target: Checkpoint) -> I64:
+        """A list of some of the target's tokens, as tensor `name` has it."""
+        vocab_size = target.config.vocab_size
+        if ids.ndim != 1 or not len(ids):
+            self.refuse(f"{name} has the shape {list(ids.shape)}, wanted a list of ids")
         if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) < len(ids):
             self.refuse(
-                f"d2t gives ids from {ids.min()} to {ids.max()}, {len(np.unique(ids))} of {len(ids)} different, "
+                f"{name} gives ids from {ids.min()} to {ids.max()}, {len(np.unique(ids))} of {len(ids)} different, "
                 f"wanted different ones below the target's {vocab_size}"
             )
         return ids
+
+
+def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
+    """The tensors of a directory. Medusa's are in a file of their own name, mostly a pickle."""
+    alone = path / f"{_MEDUSA}.safetensors"
+    if alone.exists():
+        return read_safetensors(alone, mmap)
+    if (path / f"{_MEDUSA}.pt").exists():
+        raise CheckpointError(
+            f"{path} has its weights only as {_MEDUSA}.pt, a pickle, which can run code and is never read; convert it there, with "
+            f"torch installed: python -c \"import torch, safetensors.torch as s; w = torch.load('{_MEDUSA}.pt', 'cpu', "
+            f"weights_only=True); s.save_file({{k: v.clone() for k, v in w.items()}}, '{_MEDUSA}.safetensors')\""
+        )
+    return read_stored(path, mmap)
 
 
 def absolute_ids(offsets: NDArray[Any]) -> I64:

@@ -4,6 +4,8 @@ For one level the promise has a closed form (arXiv 2211.17192, section 3.3): n d
 probability a, yield 1 + a + ... + a^n tokens for the seconds of drafting n tokens and of a forward over n + 1 rows.
 """
 
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from cpuspec.speculation.draft import Draft
@@ -29,6 +31,7 @@ class Option(NamedTuple):
     risk_s: float = 0.0
     part: float = 1.0
     draft: Draft | None = None  # of a lookup; a model is asked once its option is chosen
+    depth: int = 0  # of a head's tree; 0 for other drafts
 
     @property
     def tokens_per_s(self) -> float:
@@ -73,6 +76,38 @@ def best_length(
         if one.tokens_per_s > best.tokens_per_s:
             best = one
     return best
+
+
+def best_tree(
+    drafter: object,
+    costs: Costs,
+    chances: Sequence[Sequence[float]],
+    limit: int,
+    drafting_s: Callable[[int], float],
+    num_seqs: int = 1,
+) -> Option:
+    """The best tree, at most `limit` nodes and perhaps none, of a head whose alternatives have these chances by depth and rank.
+
+    Of n nodes the likeliest are the best ones (Sequoia, arXiv 2402.12374, without its bound on the depth). With one rank at each
+    depth it is a chain. drafting_s: seconds of drafting so many depths. costs, num_seqs: as in `best_length`.
+    """
+    tokens, deepest = 1.0, 0
+    best, best_rate = (0, 1.0, costs.forward_s(num_seqs) / num_seqs, 0), num_seqs / costs.forward_s(num_seqs)
+    found = [(-chances[0][0], 0, 0, 1.0)]  # a heap of (-likely, depth, rank, likely of the parent)
+    for n in range(1, limit + 1):
+        if not found:
+            break
+        likely, depth, rank, before = heappop(found)
+        tokens, deepest = tokens - likely, max(deepest, depth + 1)
+        if rank + 1 < len(chances[depth]):
+            heappush(found, (-before * chances[depth][rank + 1], depth, rank + 1, before))
+        if depth + 1 < len(chances):
+            heappush(found, (likely * chances[depth + 1][0], depth + 1, 0, -likely))
+        seconds = drafting_s(deepest) + costs.forward_s(num_seqs * (n + 1)) / num_seqs
+        if tokens / seconds > best_rate:
+            best, best_rate = (n, tokens, seconds, deepest), tokens / seconds
+    num_tokens, tokens, seconds, deepest = best
+    return Option(drafter, num_tokens, tokens, seconds, depth=deepest)
 
 
 def best_prefix(drafter: object, draft: Draft, costs: Costs, rate: float, num_seqs: int, price: float = 1.0) -> Option:

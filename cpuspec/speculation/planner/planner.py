@@ -9,6 +9,7 @@ did much of earlier requests, once waiting for them has cost as much as feeding 
 from collections import abc
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 
 from cpuspec.backends import Backend
 from cpuspec.metrics import elapsed_s, now_s
@@ -17,14 +18,17 @@ from cpuspec.sequence import Mark, Sequence
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.constrained import legal_part
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters.head_path import DEPTHS
 from cpuspec.speculation.drafters.heads import HeadProposer
 from cpuspec.speculation.drafters.masks import MaskProposer
+from cpuspec.speculation.drafters.ranks import Ranks
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.planner.acceptance import Estimate
-from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, choose
+from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, best_tree, choose
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TRIAL_ROUNDS, TRIAL_TOKENS, TrialBudget
 from cpuspec.speculation.proposer import Proposer
+from cpuspec.speculation.stage_context import StageContext
 from cpuspec.speculation.verify import Verdict
 
 DraftModel = ChainProposer | TranslatedProposer | HeadProposer | MaskProposer
@@ -47,6 +51,7 @@ class PlannedDrafter:
     verifies: the model that its drafts are for. cost_of_drafting: of a model's token, or of a whole lookup, in plain forwards of
     that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of a
     lookup's claims. num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its confidences.
+    depth: of that draft where it is a head's tree, 0 for others.
     """
 
     name: str
@@ -59,6 +64,7 @@ class PlannedDrafter:
     cost_of_rows: dict[int, float]
     num_tokens: int | None
     speedup: float | None
+    depth: int = 0
 
 
 @dataclass
@@ -120,14 +126,21 @@ class LookupDrafter:
 class ModelDrafter:
     """A drafter with a model: it is asked only for drafts that are wanted.
 
-    acceptance: of its tokens, over those that were evaluated. seconds: of drafting for one sequence a token, or a whole draft where
-    one pass makes it.
+    acceptance: of its tokens, over those that were evaluated, of a head's tree its likeliest ones. seconds: of drafting for one
+    sequence a token, or a whole draft where one pass makes it.
     """
 
     def __init__(self, proposer: DraftModel, costs: Costs) -> None:
         """costs: of its forwards."""
         self.proposer = proposer
         self._in_one_pass = isinstance(proposer, HeadProposer | MaskProposer) and proposer.in_one_pass
+        self._ranks: Ranks | None = None
+        self._tree_forwards = [0.0]  # in forwards of one row, by the depth of the tree
+        if isinstance(proposer, HeadProposer):
+            self._ranks = proposer.counted_ranks()
+            rows = map(proposer.num_tree_rows, range(1, DEPTHS + 1))
+            self._tree_forwards = list(accumulate((costs.forward_s(one) / costs.forward_s(1) for one in rows), initial=0.0))
+        self._reads = not (isinstance(proposer, HeadProposer) and isinstance(proposer.context, StageContext))
         self.drafted = Drafted()
         self.acceptance = Estimate(_FIRST_MODEL_ACCEPTANCE)
         self.seconds = costs.forward_s(1)
@@ -138,8 +151,16 @@ class ModelDrafter:
 
     def best(self, costs: Costs, rate: float, limit: int, num_seqs: int = 1) -> Option:
         """Its best draft for a verifier of these costs, whose tokens are accepted at that rate."""
+        limit = min(limit, self.proposer.num_tokens)
+        if isinstance(self.proposer, HeadProposer) and self._ranks:
+            chances = self._ranks.chances(rate)
+            tree = best_tree(self, costs, chances[:DEPTHS], limit, self._tree_s, num_seqs)
+            if self.proposer.makes_trees:
+                return tree
+            chain = best_tree(self, costs, [[first] for first, *_ in chances], limit, self._chain_s, num_seqs)
+            return chain._replace(depth=0) if chain.tokens_per_s >= tree.tokens_per_s else tree
         per_token, per_draft = (0.0, self.seconds) if self._in_one_pass else (self.seconds, 0.0)
-        return best_length(self, costs, rate, min(limit, self.proposer.num_tokens), per_token, num_seqs, per_draft)
+        return best_length(self, costs, rate, limit, per_token, num_seqs, per_draft)
 
     def is_worth_its_price(self, seq: Sequence, option: Option, instead: Option, left: float, wait: float) -> bool:
         """Whether to feed it what it missed and take its draft `option`, which promises more than `instead`.
@@ -168,10 +189,10 @@ class ModelDrafter:
         """Drafts of the chosen options. Learns what a token takes, unless much was to be fed first."""
         drafts: list[Draft] = []
         usual = all(self._num_unfed(seq) <= _USUALLY_UNFED for seq in seqs)
-        seconds = elapsed_s(lambda: drafts.extend(self.proposer.propose(seqs, [one.num_tokens for one in options])))
-        if usual and (num_tokens := sum(map(len, drafts))):
-            number = sum(len(draft) > 0 for draft in drafts) if self._in_one_pass else num_tokens
-            self.seconds += _LEARNING * (seconds / number - self.seconds)
+        seconds = elapsed_s(lambda: drafts.extend(self._proposed(seqs, options)))
+        if usual and any(map(len, drafts)):
+            num_forwards = sum(map(self._num_forwards, options, drafts))
+            self.seconds += _LEARNING * (seconds / num_forwards - self.seconds)
         for seq, option in zip(seqs, options, strict=True):
             # Beside other sequences its context reads the prompt over several rounds without drafts. This decision covers them all.
             self._fed[seq.id] = len(seq.tokens)
@@ -185,7 +206,10 @@ class ModelDrafter:
 
     def learn(self, seq: Sequence, option: Option, num_accepted: int, rows_cost: float) -> None:
         """Count a verified draft: evaluated tokens end at the first rejected one."""
-        self.acceptance.record(seq, num_accepted, min(num_accepted + 1, option.num_tokens))
+        evaluated = min(num_accepted + 1, option.num_tokens)
+        if isinstance(self.proposer, HeadProposer) and self._ranks:
+            num_accepted, evaluated = self.proposer.hits(seq)
+        self.acceptance.record(seq, num_accepted, evaluated)
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence."""
@@ -193,8 +217,34 @@ class ModelDrafter:
         for known in (self._fed, self._missed_s, self._trial_rounds):
             known.pop(seq.id, None)
 
+    def _proposed(self, seqs: list[Sequence], options: list[Option]) -> list[Draft]:
+        """Chains, and trees where the options have a depth."""
+        proposer, drafts = self.proposer, [Draft.chain([], self.proposer.name)] * len(seqs)
+        as_trees = [i for i, one in enumerate(options) if one.depth]
+        as_chains = [i for i, one in enumerate(options) if not one.depth]
+        found = proposer.propose([seqs[i] for i in as_chains], [options[i].num_tokens for i in as_chains]) if as_chains else []
+        if as_trees and isinstance(proposer, HeadProposer):
+            some = [options[i] for i in as_trees]
+            limits, depths = [one.num_tokens for one in some], [one.depth for one in some]
+            found += proposer.propose_trees([seqs[i] for i in as_trees], limits, depths)
+        for i, draft in zip(as_chains + as_trees, found, strict=True):
+            drafts[i] = draft
+        return drafts
+
+    def _num_forwards(self, option: Option, draft: Draft) -> float:
+        """Forwards of one row that take as long as a draft: one for each token of a chain; a depth of a tree has several rows."""
+        if option.depth and len(draft):
+            return self._tree_forwards[int(draft.depths.max())]
+        return float(len(draft) > 0) if self._in_one_pass else len(draft)
+
+    def _chain_s(self, depth: int) -> float:
+        return self.seconds * depth
+
+    def _tree_s(self, depth: int) -> float:
+        return self.seconds * self._tree_forwards[depth]
+
     def _num_unfed(self, seq: Sequence) -> int:
-        return len(seq.tokens) - self._fed.get(seq.id, 0)
+        return len(seq.tokens) - self._fed.get(seq.id, 0) if self._reads else 0
 
     def _price_s(self, seq: Sequence) -> float:
         """Seconds of feeding the tokens that it missed."""
@@ -351,7 +401,7 @@ class Planner:
         for one in self._drafters:
             costs = (one.acceptance.usual, one.seconds / plain_s, cost_of_rows)
             best = one.best(self.costs, one.acceptance.usual, MAX_TOKENS) if isinstance(one, ModelDrafter) else None
-            planned = (best.num_tokens, best.tokens_per_s * plain_s) if best else (None, None)
+            planned = (best.num_tokens, best.tokens_per_s * plain_s, best.depth) if best else (None, None, 0)
             counts = (one.drafted.num_rounds, one.drafted.num_draft_tokens, one.drafted.num_accepted_tokens)
             table.append(PlannedDrafter(one.proposer.name, verifies, *counts, *costs, *planned))
             if isinstance(one.proposer, ChainProposer) and isinstance(one.proposer.inner, Planner):

@@ -1,0 +1,271 @@
+"""The commands that make draft heads: `extract`, and `cpuspec train`."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cpuspec.backends import make_backend
+from cpuspec.cli import INTERRUPTED, options
+from cpuspec.cli.console import busy, counted, emit_json, exit_codes, note
+from cpuspec.cli.eval_tasks import HOW
+from cpuspec.cli.opening import open_target
+from cpuspec.errors import ConfigError
+from cpuspec.metrics import now_s
+
+if TYPE_CHECKING:
+    from cpuspec.train import answers as answering
+    from cpuspec.train import extract as extracting
+
+train_app = typer.Typer(no_args_is_help=True, help="Train heads that draft for a model, from its own answers.")
+
+_NOTES_APART_S = 10.0
+_SHOWN_REFUSALS = 20
+
+
+@exit_codes()
+@options.takes_running("max_rows", "mmap", *(name for name in HOW if name != "dtype"))  # --dtype is that of the samples
+def extract(
+    model: options.ModelArgument,
+    texts: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TEXTS...",
+            help="Files of `cpuspec train answers`; .jsonl files with text, messages or ids in each line; plain text.",
+            dir_okay=False,
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The directory to write; one that exists is gone on with.", file_okay=False)
+    ],
+    *,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            "--layers",
+            metavar="LIST",
+            help="Layers whose outputs are kept, from 0, with commas; last is the last one's, final the state behind the last "
+            "norm. By default those that EAGLE-3 reads, and final.",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Of hidden states: bf16, f32 or int8.")] = "bf16",
+    top: Annotated[
+        int, typer.Option("--top", metavar="N", min=0, help="Keep the N likeliest tokens behind each token, and their logits.")
+    ] = 0,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", metavar="N", min=2, help="Tokens of a sample; longer texts are cut. 2048, or the context."),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", metavar="N", min=1, help="End after this many in all.")] = None,
+    all_count: Annotated[
+        bool,
+        typer.Option("--all-count", help="Mark every token of texts that are no answers as one to train on, too."),
+    ] = False,
+    as_json: options.JsonOption = False,
+    running: options.Running,
+) -> None:
+    """Write a model's hidden states over texts, with token ids, as safetensors: what draft heads are trained on.
+
+    As extract_hidden_states of vLLM, whose id of a layer is one more: it names layers by their inputs.
+    """
+    from cpuspec.evaluate.certify import file_identity
+    from cpuspec.tokenizer import make_tokenizer
+    from cpuspec.train import extract as extracting
+    from cpuspec.train.samples import DTYPES, Extraction
+
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"there is no --dtype {dtype!r}; wanted one of {', '.join(DTYPES)}")
+    _check_files(texts, "TEXTS")
+    checkpoint = open_target(model)
+    config, tokenizer = checkpoint.config, make_tokenizer(checkpoint)
+    with options.usage_errors():
+        named = extracting.read_layers(layers, config.num_layers) if layers else extracting.usual_layers(config.num_layers)
+    files = tuple(file_identity(checkpoint.path))
+    about = Extraction(checkpoint.name, files, config.vocab_size, config.hidden_size, config.num_layers, named, dtype, top)
+    length = max_length or min(2048, config.context_length)
+    with busy(f"loading {model}"):
+        backend = make_backend(running.backend, checkpoint, running.settings)
+    try:
+        extractor = extracting.Extractor(backend, checkpoint, named, top, length)
+        read = extracting.read_texts(texts, tokenizer, length, all_count)
+        summary = extracting.extract(extractor, about, read, out, max_tokens, _Notes().of_extraction)
+    finally:
+        backend.close()
+    if as_json:
+        emit_json(summary.as_dict())
+    note(_describe_extraction(summary))
+    if summary.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+@train_app.command()
+@exit_codes()
+@options.takes_running("max_sequences", "mmap", *HOW)
+def answers(
+    model: options.ModelArgument,
+    prompts: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PROMPTS...",
+            help="JSON-lines files with messages, text or ids in each line; none with the options below.",
+            default_factory=list,
+            show_default=False,
+            dir_okay=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT.jsonl", help="The file to write; one that exists is gone on with.", dir_okay=False),
+    ],
+    *,
+    functions: Annotated[
+        str | None,
+        typer.Option(
+            "--functions", metavar="LIST", help="Have it write functions of these installed packages anew, as numpy,networkx."
+        ),
+    ] = None,
+    num_self_made: Annotated[
+        int, typer.Option("--self-made", metavar="N", min=0, help="Have it make up N things that a user might say.")
+    ] = 0,
+    exclude: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--exclude",
+            metavar="FILE",
+            dir_okay=False,
+            help="An evaluation set, JSON or text: nothing that has 13 words in a row of it is kept. Repeatable.",
+        ),
+    ] = None,
+    temperatures: Annotated[
+        str, typer.Option("--temperatures", metavar="LIST", help="Each prompt is answered at these; 0 is greedy.")
+    ] = "0,0.7",
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="End after this many tokens of answers in all.")
+    ] = None,
+    max_answer_tokens: Annotated[
+        int, typer.Option("--max-answer-tokens", metavar="N", min=1, help="Tokens that one answer may have.")
+    ] = 256,
+    max_prompt_tokens: Annotated[
+        int, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts are left out.")
+    ] = 512,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Of every answer's own seed.")] = 0,
+    as_json: options.JsonOption = False,
+    running: options.Running,
+) -> None:
+    """Let a model answer prompts, many at once, as data to train its draft heads on. A run that was broken off goes on.
+
+    Prompts and answers that are nearly those of earlier ones are left out. What the model is, and what was refused because it
+    has words of an evaluation set, is in OUT.jsonl.json.
+    """
+    from cpuspec.evaluate.certify import file_identity
+    from cpuspec.train import answers as answering
+
+    _check_files(prompts, "PROMPTS")
+    _check_files(exclude or [], "--exclude")
+    with options.usage_errors():
+        plan = answering.AnswerPlan(
+            prompts=tuple(prompts),
+            functions=tuple(one.strip() for one in (functions or "").split(",") if one.strip()),
+            num_self_made=num_self_made,
+            temperatures=_read_temperatures(temperatures),
+            max_answer_tokens=max_answer_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            seed=seed,
+            exclude=tuple(exclude or ()),
+        )
+    checkpoint = open_target(model)
+    with busy(f"loading {model}"):
+        from cpuspec.engine.llm import LLM
+
+        settings = replace(running.settings, context_length=plan.context_length)
+        llm = LLM(checkpoint, "none", running.backend, settings=settings)
+    with llm:
+        identity = file_identity(checkpoint.path)
+        summary = answering.make_answers(llm, identity, plan, out, max_tokens, _Notes().of_answers)
+    if as_json:
+        emit_json(summary.as_dict())
+    for line in _describe_answers(summary):
+        note(line)
+    if summary.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+class _Notes:
+    """Tells how far a run is, every few seconds."""
+
+    def __init__(self) -> None:
+        self._last_s = now_s()
+
+    def of_extraction(self, summary: "extracting.Summary") -> None:
+        """A line for `cpuspec extract`."""
+        if self._is_due():
+            note(f"{summary.num_new_tokens} tokens, {summary.as_dict()['tokens_per_s']:.0f} tokens/s")
+
+    def of_answers(self, summary: "answering.Summary") -> None:
+        """A line for `cpuspec train answers`."""
+        if self._is_due():
+            note(f"{summary.num_answer_tokens} tokens in {summary.num_kept + summary.num_answers} answers, {_generated(summary)}")
+
+    def _is_due(self) -> bool:
+        due = now_s() - self._last_s >= _NOTES_APART_S
+        if due:
+            self._last_s = now_s()
+        return due
+
+
+def _generated(summary: "answering.Summary") -> str:
+    return f"{summary.num_new_tokens} generated in {summary.duration_s:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
+
+
+def _describe_extraction(summary: "extracting.Summary") -> str:
+    parts = [
+        *([f"{counted(summary.num_kept, 'sample')} there before"] if summary.num_kept else []),
+        f"{summary.path} has {counted(summary.num_samples, 'sample')} of {counted(summary.num_tokens, 'token')}, "
+        f"{summary.num_answer_tokens} of answers",
+        f"{summary.num_new_tokens} in {summary.duration_s:.1f} s, {summary.as_dict()['tokens_per_s']:.0f} tokens/s",
+        *(["interrupted: the same command goes on from here"] if summary.interrupted else []),
+    ]
+    return "; ".join(parts)
+
+
+def _describe_answers(summary: "answering.Summary") -> list[str]:
+    """The counts, and what the comparison with evaluation sets found."""
+    left_out = {
+        "duplicate prompts": summary.num_duplicate_prompts,
+        "duplicate or looping answers": summary.num_duplicate_answers,
+        "prompts too long": summary.num_long_prompts,
+        "made-up prompts of no use": summary.num_useless_turns,
+    }
+    lines = [
+        *([f"{counted(summary.num_kept, 'answer')} there before"] if summary.num_kept else []),
+        f"{counted(summary.num_answers, 'answer')} to {counted(summary.num_prompts, 'prompt')}; "
+        f"{counted(summary.num_answer_tokens, 'token')} of answers in the file; {_generated(summary)}",
+        "left out: " + ", ".join(f"{number} {what}" for what, number in left_out.items()),
+    ]
+    for one in summary.excluded:
+        found = [refused for refused in summary.refused if refused.file == one["name"]]
+        lines.append(
+            f"compared with {one['name']} ({one['num_texts']} texts, {one['num_runs']} runs of words): {len(found)} refused"
+        )
+    if not summary.excluded:
+        lines.append("compared with no evaluation set; name those that the heads will be measured on with --exclude")
+    lines += [f"refused {one.id} ({one.where}): {one.file} has {one.words!r}" for one in summary.refused[:_SHOWN_REFUSALS]]
+    if len(summary.refused) > _SHOWN_REFUSALS:
+        lines.append(f"and {len(summary.refused) - _SHOWN_REFUSALS} more; OUT.jsonl.json lists them all")
+    if summary.interrupted:
+        lines.append("interrupted: the same command goes on from here")
+    return lines
+
+
+def _read_temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(one) for one in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--temperatures takes numbers with commas between them, as 0,0.7; got {text!r}") from None
+
+
+def _check_files(paths: list[Path], name: str) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise typer.BadParameter(f"{path} is no file; {name} are files")

@@ -1,0 +1,181 @@
+"""The commands that train draft heads: `cpuspec train block` and `cpuspec train eagle3`."""
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from inspect import Parameter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cpuspec.cli import options
+from cpuspec.cli.console import StepProgress, emit_json, exit_codes, note
+from cpuspec.cli.opening import open_target
+from cpuspec.environment import usable_cores
+
+if TYPE_CHECKING:
+    from cpuspec.train.block import BlockLoss
+    from cpuspec.train.eagle3 import Eagle3Loss
+    from cpuspec.train.loop import Measured
+
+_OF_SHAPE = ("layers", "intermediate_size", "vocab_size")
+_OF_SCHEDULE = ("epochs", "minutes", "tokens", "longest", "rate", "weight_decay", "held_back", "measured_every", "seed")
+
+SamplesArgument = Annotated[
+    Path, typer.Argument(metavar="SAMPLES", help="A directory of `cpuspec extract`, of this model.", file_okay=False)
+]
+OutArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT",
+        help="The head's directory. A run that was interrupted there goes on, with the same options.",
+        file_okay=False,
+    ),
+]
+
+
+def _option(name: str, kind: Any, default: Any, flag: str, text: str, panel: str, **more: Any) -> Parameter:
+    option = typer.Option(*flag.split("|"), help=text, rich_help_panel=panel, **more)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _number(name: str, default: float, flag: str, text: str, panel: str, least: float = 0) -> Parameter:
+    return _option(name, type(default), default, flag, text, panel, metavar="N", min=least)
+
+
+_HEAD, _TRAINING = "Head", "Training"
+_SHAPE = (
+    _option("layers", str | None, None, "--layers", "Layers of the model that it reads, from 0, with commas; by default those of "
+            "the samples, without the last one.", _HEAD, metavar="LIST"),
+    _number("intermediate_size", 0, "--intermediate", "Numbers inside its MLPs; 0 for as many as the model has.", _HEAD),
+    _number("vocab_size", 16384, "--vocab", "Tokens that it drafts: those which the answers use most.", _HEAD, 2),
+    _option("cold", bool, False, "--cold", "Begin with random layers instead of copies of the model's.", _HEAD),
+    _option("source", Path | None, None, "--from", "Go on with this head instead of a new one.", _HEAD, metavar="HEAD"),
+)  # fmt: skip
+_SCHEDULE = (
+    _number("epochs", 5, "--epochs", "How often every sample is seen.", _TRAINING, 1),
+    _number("minutes", 0.0, "--minutes", "End after so much time; the rate falls with it. 0 for no limit.", _TRAINING),
+    _number("tokens", 2048, "--batch-tokens", "Tokens of the samples of a step.", _TRAINING, 8),
+    _number("longest", 1024, "--max-length", "Tokens of a sample; longer ones are cut.", _TRAINING, 8),
+    _number("rate", 6e-4, "--lr", "The highest learning rate; it rises first, and falls as a cosine.", _TRAINING),
+    _number("weight_decay", 0.0, "--weight-decay", "Of AdamW.", _TRAINING),
+    _number("held_back", 0.05, "--held-back", "The share of the samples, the last ones, that only measures.", _TRAINING),
+    _number("measured_every", 100, "--measure-every", "Steps between measurements.", _TRAINING, 1),
+    _number("seed", 0, "--seed", "Of the order of samples and of random numbers.", _TRAINING),
+    _option("bf16", bool | None, None, "--bf16/--no-bf16", "Compute products in bf16; by default on a GPU and where the processor "
+            "has tiles for it.", _TRAINING, show_default=False),
+    _option("device", str, "auto", "--device", "auto, cpu, cuda or cuda:N.", _TRAINING, metavar="D"),
+    _option("threads", int | None, None, "--threads|-t", "Threads; by default every core.", _TRAINING, metavar="N", min=1),
+    _option("dtype", str, "bf16", "--dtype", "Of the head's files: bf16, f16 or f32.", _TRAINING, metavar="TYPE"),
+)  # fmt: skip
+
+
+def takes_training() -> Callable[[options.Command], options.Command]:
+    """Give a command the options that both kinds of heads have; it gets their values as `chosen: dict[str, Any]`."""
+    return options.takes("chosen", [*_SHAPE, *_SCHEDULE], _read)
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    for module in ("torch", "safetensors"):
+        if find_spec(module) is None:
+            raise typer.BadParameter(f"training needs {module}, which is not installed; pip install 'cpuspec[train]'")
+    if given["held_back"] >= 1:
+        raise typer.BadParameter(f"--held-back is a share below 1, got {given['held_back']}")
+    try:
+        given["layers"] = None if given["layers"] is None else tuple(int(one) for one in given["layers"].split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--layers takes numbers with commas between them, as 1,14,26; got {given['layers']!r}") from None
+    return given
+
+
+@exit_codes()
+@takes_training()
+def block(
+    model: options.ModelArgument,
+    samples: SamplesArgument,
+    out: OutArgument,
+    *,
+    block_size: Annotated[int, typer.Option("--block", metavar="N", min=2, max=32, help="Tokens that it drafts at once.")] = 5,
+    num_layers: Annotated[int, typer.Option("--num-layers", metavar="N", min=1, help="Its layers.")] = 1,
+    markov_rank: Annotated[
+        int, typer.Option("--markov-rank", metavar="N", min=1, help="Rank of the bias that a token has on the next one.")
+    ] = 64,
+    mask_id: Annotated[
+        int | None, typer.Option("--mask-id", metavar="ID", min=0, help="The mask's token; by default one that no answer has.")
+    ] = None,
+    anchors: Annotated[int, typer.Option("--anchors", metavar="N", min=1, help="Blocks of a sample in a step.")] = 32,
+    as_json: options.JsonOption = False,
+    chosen: dict[str, Any],
+) -> None:
+    """Train a head that drafts a block of tokens in one pass, in DSpark's layout; `--draft OUT` uses it.
+
+    Its Markov head is counted from the answers and then trained; its confidence head says where a draft should end.
+    """
+    from cpuspec.train.block import BlockLoss
+
+    shape = {"block_size": block_size, "num_layers": num_layers, "markov_rank": markov_rank, "mask_id": mask_id}
+    _train(model, samples, out, BlockLoss(anchors=anchors), chosen, shape, as_json)
+
+
+@exit_codes()
+@takes_training()
+def eagle3(
+    model: options.ModelArgument,
+    samples: SamplesArgument,
+    out: OutArgument,
+    *,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, max=16, help="Tokens of a chain, drafted on the head's own outputs.")
+    ] = 5,
+    as_json: options.JsonOption = False,
+    chosen: dict[str, Any],
+) -> None:
+    """Train an EAGLE-3 head: one layer that drafts token by token, trained on its own outputs; `--draft OUT` uses it."""
+    from cpuspec.train.eagle3 import Eagle3Loss
+
+    _train(model, samples, out, Eagle3Loss(steps), chosen, {}, as_json)
+
+
+def _train(
+    model: str,
+    samples: Path,
+    out: Path,
+    loss: "BlockLoss | Eagle3Loss",
+    chosen: Mapping[str, Any],
+    of_shape: Mapping[str, Any],
+    as_json: bool,
+) -> None:
+    import torch
+
+    from cpuspec.backends.torch_backend import find_device
+    from cpuspec.kernels.isa import has_bf16_tiles
+    from cpuspec.train.job import DTYPES, Job, train_head
+    from cpuspec.train.loop import Schedule
+    from cpuspec.train.samples import open_samples
+    from cpuspec.train.start import HeadShape
+
+    if chosen["dtype"] not in DTYPES:
+        raise typer.BadParameter(f"there is no --dtype {chosen['dtype']!r}; wanted one of {', '.join(DTYPES)}")
+    with options.usage_errors():
+        on_gpu = find_device(chosen["device"]).type == "cuda"
+    torch.set_num_threads(chosen["threads"] or usable_cores())
+    bf16 = chosen["bf16"] if chosen["bf16"] is not None else on_gpu or has_bf16_tiles()
+    shape = HeadShape(**{name: chosen[name] for name in _OF_SHAPE}, copied=not chosen["cold"], **of_shape)
+    schedule = Schedule(**{name: chosen[name] for name in _OF_SCHEDULE}, bf16=bf16)
+    job = Job(loss, shape, schedule, chosen["source"], chosen["device"], chosen["dtype"])
+    target, opened = open_target(model), open_samples(samples)
+    with StepProgress(tenths=True) as progress:
+        log = train_head(target, opened, out, job, progress, _tell)
+    best = max(log, key=lambda line: line.mean_length)
+    if as_json:
+        emit_json({"path": str(out), "best": best._asdict(), "log": [line._asdict() for line in log]})
+    note(f"{out} drafts {best.mean_length:.2f} tokens a forward on held-back samples, {log[0].mean_length:.2f} before training")
+
+
+def _tell(line: "Measured") -> None:
+    shares = " ".join(f"{share:.3f}" for share in line.accepted)
+    loss = "" if line.loss is None else f", loss {line.loss:.4f}"
+    note(
+        f"step {line.step}, epoch {line.epoch:.2f}, {line.tokens} tokens, {line.seconds:.0f} s{loss}: "
+        f"accepted {shares}, {line.mean_length:.3f} tokens a forward"
+    )

@@ -1,0 +1,105 @@
+"""Embeddings: a model's final states of a text, pooled to one vector of length one.
+
+The poolings have the names of llama.cpp and sentence-transformers. Qwen3-Embedding (arXiv 2506.05176) takes its last token's state.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from cpuspec.backends import Backend
+from cpuspec.checkpoints.heads.head import HeadNorm
+from cpuspec.config import POOLINGS
+from cpuspec.errors import ConfigError
+from cpuspec.model.batch import F32, ForwardBatch
+
+
+class EmbeddingJob:
+    """Texts that are being embedded, one forward a `step`. One thread at a time calls it, and none computes with the backend then.
+
+    A row's bits do not depend on its company, so that neither the other texts nor the rows of a step change an embedding.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        norm: HeadNorm,
+        prompts: Sequence[list[int]],
+        pooling: str,
+        dimensions: int | None = None,
+        num_slots: int = 1,
+    ) -> None:
+        """norm: the model's final one. prompts: token ids, none empty. pooling: of which states, one of `POOLINGS`.
+
+        dimensions: how many numbers of a state are kept, its first ones (arXiv 2205.13147); None for all. num_slots: texts that
+        one forward takes at most. Raises ConfigError.
+        """
+        size = backend.config.hidden_size
+        if pooling not in POOLINGS:
+            raise ConfigError(f"pooling must be one of {', '.join(POOLINGS)}; got {pooling!r}")
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise ConfigError(f"dimensions must be from 1 to {size}, the model's hidden size; got {dimensions}")
+        self._backend, self._norm, self._prompts, self._pooling = backend, norm, prompts, pooling
+        self._dimensions = dimensions or size
+        self._num_slots = min(num_slots, max(len(prompts), 1))
+        self._cache = backend.new_cache(self._num_slots, max(map(len, prompts), default=1))
+        self._states = np.zeros((len(prompts), size))  # pooled so far, in f64
+        self._unread = deque(range(len(prompts)))
+        self._reading: list[tuple[int, int, int]] = []  # prompt, its slot, tokens that were fed
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every text has been read."""
+        return not self._unread and not self._reading
+
+    def step(self, max_rows: int | None = None) -> None:
+        """Run one forward of at most `max_rows` tokens; None for as many as the backend takes."""
+        room = min(max_rows or self._backend.max_rows, self._backend.max_rows)
+        pieces: list[tuple[int, int, int, int]] = []
+        taken = {slot for _, slot, _ in self._reading}
+        free = [slot for slot in range(self._num_slots) if slot not in taken]
+        while room and (self._reading or (self._unread and free)):
+            if self._reading:
+                prompt, slot, start = self._reading.pop(0)
+            else:
+                prompt, slot, start = self._unread.popleft(), free.pop(), 0
+                self._cache.truncate(slot, 0)
+            end = min(start + room, len(self._prompts[prompt]))
+            room -= end - start
+            pieces.append((prompt, slot, start, end))
+        if not pieces:
+            return
+        starts = [0]
+        tokens: list[int] = []
+        positions: list[int] = []
+        for prompt, _, start, end in pieces:
+            tokens += self._prompts[prompt][start:end]
+            positions += range(start, end)
+            starts.append(len(tokens))
+        layers = (self._backend.config.num_layers - 1,)
+        batch = ForwardBatch(tokens, positions, [piece[1] for piece in pieces], starts, None, [], layers)
+        states = self._norm.applied(self._backend.forward(batch, self._cache).hidden[0])
+        left = []
+        for (prompt, slot, start, end), first, behind in zip(pieces, starts[:-1], starts[1:], strict=True):
+            self._pool(prompt, start, states[first:behind])
+            if end < len(self._prompts[prompt]):
+                left.append((prompt, slot, end))
+        self._reading = left + self._reading
+
+    def embeddings(self) -> F32:
+        """[n, dimensions] of length one, when the job is done; zeros where a state is zero."""
+        assert self.is_done, "embeddings are there when every text has been read"
+        states = self._states[:, : self._dimensions]
+        lengths = np.linalg.norm(states, axis=1, keepdims=True)
+        return (states / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+
+    def _pool(self, prompt: int, start: int, states: F32) -> None:
+        """Take the states of a text's tokens from number `start` on. A mean needs no count: its length becomes one."""
+        if self._pooling == "last":
+            self._states[prompt] = states[-1]
+        elif self._pooling == "cls" and start == 0:
+            self._states[prompt] = states[0]
+        elif self._pooling == "mean":
+            for state in states:  # one by one: the bits must not depend on how many came together
+                self._states[prompt] += state

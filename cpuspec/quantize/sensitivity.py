@@ -1,0 +1,137 @@
+"""How far a model's answers move when a matrix is stored in a format, estimated for every matrix and format.
+
+The loss of a matrix in a format is the mean square of what its outputs miss, times the KL divergence of the model's answers that
+one unit of it makes. Misses are measured on some rows of the matrix, inputs weighed by their mean squares. Divergences are measured
+on a text: with every matrix of one layer rounded to four bits, layer by layer, and with one kind of matrix rounded in all layers,
+kind by kind. These are sums of the divergences of single matrices, along the rows and the columns of one table. Each single one is
+taken to be its miss times a factor of its layer and a factor of its kind, which iterative proportional fitting finds. So a model
+of 30 layers takes 38 forwards instead of 211.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cpuspec.formats import Format, get_format
+from cpuspec.formats.tensor import F32
+from cpuspec.model.batch import I32
+from cpuspec.quantize import calibration
+from cpuspec.quantize.cast import cast
+from cpuspec.quantize.rounding import encode
+from cpuspec.quantize.store import Workspace
+from cpuspec.quantize.weights import Weights, layer_parts
+
+Losses = dict[str, dict[str, float]]  # by matrix, by format
+
+_PROBE = get_format("mxfp4")  # quick to make, and its errors are of the size that budgets are about
+_ROWS = 64  # of a matrix, on which misses are measured
+_TOKENS = 256  # on which divergences are measured
+_ROWS_AT_ONCE = 32  # of logits
+_FITTINGS = 100
+_LEAST = 1e-12
+
+
+def estimate(
+    weights: Weights,
+    chunks: I32,
+    candidates: Mapping[str, Sequence[Format]],
+    of_inputs: Mapping[str, F32],
+    workspace: Workspace,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Losses:
+    """The loss of each matrix in each of its candidates.
+
+    candidates: by matrix; matrices without an entry are left as they are. chunks: text, I32 [B, L]. of_inputs: mean squares [K] of
+    the inputs of matrices; all count the same where there are none. What is measured is kept in the workspace.
+    """
+    names = [name for name in candidates if weights.checkpoint.tensors[name].shape[1] % _PROBE.block_size == 0]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer, part = layer_parts(name)
+        if layer >= 0:
+            groups.setdefault(f"layer {layer}", []).append(name)
+        groups.setdefault(f"all {part}", []).append(name)
+    total, done = len(groups) + len(candidates), 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total)
+
+    misses: Losses = {}
+    for name, formats in candidates.items():
+        tried = {format.name: format for format in (*formats, _PROBE)}
+        if name not in names:
+            del tried[_PROBE.name]
+
+        def measure(name: str = name, tried: Mapping[str, Format] = tried) -> list[float]:
+            return [_miss(weights, name, format, of_inputs.get(name)) for format in tried.values()]
+
+        misses[name] = dict(zip(tried, workspace.measured(f"{name}: {', '.join(tried)}", measure), strict=True))
+        step()
+    text = chunks.reshape(-1)[: max(_TOKENS // chunks.shape[1], 1) * min(chunks.shape[1], _TOKENS)]
+    text = text.reshape(-1, min(chunks.shape[1], _TOKENS))
+    reference: list[F32] = []
+    divergences = {}
+    for group, members in groups.items():
+
+        def diverge(members: Sequence[str] = members) -> list[float]:
+            if not reference:
+                reference.append(calibration.run(weights, text, _ignore, {}, with_logits=True))
+            return [_divergence(weights, text, members, reference[0])]
+
+        (divergences[group],) = workspace.measured(group, diverge)
+        step()
+    probed = {name: misses[name][_PROBE.name] for name in names}
+    own = _shares(probed, divergences)
+    typical = sum(own.values()) / max(sum(probed.values()), _LEAST)
+    factors = {name: own[name] / max(probed[name], _LEAST) if name in own else typical for name in candidates}
+    return {
+        name: {format.name: factors[name] * misses[name][format.name] for format in formats} for name, formats in candidates.items()
+    }
+
+
+def _ignore(x: F32, names: tuple[str, ...]) -> None:
+    """No inputs are looked at."""
+
+
+def _miss(weights: Weights, name: str, format: Format, of_inputs: F32 | None) -> float:
+    """The mean square of what all outputs of a matrix miss in a format, from some of its rows."""
+    tensor = weights.checkpoint.tensors[name]
+    step = -(-tensor.shape[0] // _ROWS)
+    rows = tensor.rows(np.arange(0, tensor.shape[0], step))
+    squares = np.square(format.decode(encode(format, rows, of_inputs)) - rows)
+    return float((squares if of_inputs is None else squares * of_inputs).sum(dtype=np.float64) * step)
+
+
+def _divergence(weights: Weights, text: I32, names: Sequence[str], reference: F32) -> float:
+    """The mean KL divergence of the answers with these matrices rounded from those without."""
+    checkpoint = weights.checkpoint
+    rounded = {name: cast(checkpoint.tensors[name], _PROBE) for name in names}
+    changed = Weights(replace(checkpoint, tensors={**checkpoint.tensors, **rounded}))
+    logits = calibration.run(changed, text, _ignore, {}, with_logits=True)
+    total = 0.0
+    for start in range(0, len(logits), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        wanted, got = (some - np.logaddexp.reduce(some, axis=1)[:, None] for some in (reference[rows], logits[rows]))
+        total += float((np.exp(wanted) * (wanted - got)).sum(dtype=np.float64))
+    return max(total / len(logits), _LEAST)
+
+
+def _shares(misses: Mapping[str, float], divergences: Mapping[str, float]) -> dict[str, float]:
+    """The divergence of each matrix by itself, from its miss and those of the groups that it belongs to."""
+    inside = [name for name in misses if layer_parts(name)[0] >= 0]
+    found = {name: divergences[f"all {name}"] for name in misses if name not in inside}
+    layers, parts = zip(*map(layer_parts, inside), strict=True) if inside else ((), ())
+    rows, row = np.unique(layers, return_inverse=True)
+    columns, column = np.unique(parts, return_inverse=True)
+    of_rows = np.array([divergences[f"layer {layer}"] for layer in rows])
+    of_columns = np.array([divergences[f"all {part}"] for part in columns])
+    of_columns *= of_rows.sum() / max(of_columns.sum(), _LEAST)  # rounded together, they add up to less
+    table = np.zeros((len(rows), len(columns)))
+    table[row, column] = [max(misses[name], _LEAST) for name in inside]
+    for _ in range(_FITTINGS):
+        table *= (of_rows / table.sum(axis=1))[:, None]
+        table *= of_columns / table.sum(axis=0)
+    return found | {name: float(table[i, j]) for name, i, j in zip(inside, row, column, strict=True)}

@@ -1,0 +1,284 @@
+"""Writes hidden states of a model over texts as samples (`train.samples`), in bounded memory; a run that was broken off goes on.
+
+Texts are files of answers, JSON lines of text, messages or ids, or plain text in windows. Each sample is one sequence. A shard is
+written when it is full, so a run that is interrupted loses what the unfinished one would have held, and the next run, which has
+compared the tokens of the finished ones with its texts, writes the same bytes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cpuspec.backends import Backend
+from cpuspec.batch.lines import read_lines
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.heads.head import target_norm
+from cpuspec.errors import ConfigError
+from cpuspec.files import try_lock
+from cpuspec.metrics import now_s
+from cpuspec.model.batch import F32, I32, ForwardBatch
+from cpuspec.tokenizer import Tokenizer
+from cpuspec.train.answers import header_path, read_answer, read_header, tokenizer_identity
+from cpuspec.train.prompts import line_ids, parse_line
+from cpuspec.train.samples import FINAL, METADATA, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard
+
+LAST = "last"  # in a list of layers: the output of the last one, which no norm has changed
+
+_SHARD_BYTES = 128 << 20  # of a shard's hidden states in memory
+_LOGIT_BYTES = 64 << 20  # of a forward
+_PIECE_CHARACTERS = 1 << 16  # of plain text that is read at once
+_GROUP = 64  # logits whose largest is found first
+
+
+class Text(NamedTuple):
+    """One sequence. num_prompt: of its tokens, how many the target did not generate, from the first on."""
+
+    token_ids: list[int]
+    num_prompt: int
+
+
+@dataclass
+class Summary:
+    """What a run did. num_kept: samples of earlier runs; the other counts are of the whole directory but num_new_tokens."""
+
+    path: str
+    num_kept: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_answer_tokens: int = 0
+    num_new_tokens: int = 0
+    duration_s: float = 0.0
+    interrupted: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything under its name, and this run's tokens per second."""
+        return asdict(self) | {"tokens_per_s": self.num_new_tokens / self.duration_s if self.duration_s else 0.0}
+
+
+def read_layers(text: str, num_layers: int) -> tuple[int | str, ...]:
+    """Layers separated by commas: numbers from 0, `last`, and `final`. Raises ConfigError."""
+    found: list[int | str] = []
+    for one in text.split(","):
+        name = str(num_layers - 1) if one.strip() == LAST else one.strip()
+        is_layer = name.isascii() and name.isdigit() and len(name) < 6 and int(name) < num_layers
+        if name != FINAL and not is_layer:
+            raise ConfigError(
+                f"there is no layer {one!r}; wanted 0 to {num_layers - 1}, {LAST} or {FINAL}, with commas between them"
+            )
+        found.append(FINAL if name == FINAL else int(name))
+    if len(set(found)) < len(found):
+        raise ConfigError(f"layers {text!r} name one twice")
+    return tuple(found)
+
+
+def usual_layers(num_layers: int) -> tuple[int | str, ...]:
+    """Those that EAGLE-3 reads, which takes the inputs of layers 2, n/2 and n - 3, and the final state."""
+    inputs = dict.fromkeys(min(max(one, 1), num_layers) for one in (2, num_layers // 2, num_layers - 3))
+    return (*(one - 1 for one in inputs), FINAL)
+
+
+def read_texts(paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, all_count: bool = False) -> Iterator[Text]:
+    """The sequences of files, one after the other, in windows of at most `max_length` tokens.
+
+    A `.jsonl` file has a text, messages, ids, or an answer in each line; any other is plain text. Tokens count for the loss that
+    the target generated, and with `all_count` all of a text that is no answer. Raises ConfigError for what is neither, and for
+    answers of another vocabulary.
+    """
+    for path in paths:
+        whole = _lines(path, tokenizer, all_count) if path.suffix == ".jsonl" else _plain(path, tokenizer, max_length, all_count)
+        for text in whole:
+            for begin in range(0, len(text.token_ids), max_length):
+                window = text.token_ids[begin : begin + max_length]
+                yield Text(window, min(max(text.num_prompt - begin, 0), len(window)))
+
+
+def _lines(path: Path, tokenizer: Tokenizer, all_count: bool) -> Iterator[Text]:
+    if header_path(path).exists():
+        facts = read_header(path)
+        if facts.text("tokenizer_sha256") != tokenizer_identity(tokenizer):
+            raise ConfigError(
+                f"{path} has answers of {facts.text('model')}, whose tokens are others; name the model that gave them"
+            )
+    for line in read_lines(path):
+        where = f"{path}, line {line.number}"
+        value = parse_line(line.content, where)
+        if "answer_ids" in value:
+            answer = read_answer(line.content, tokenizer, where)
+            yield Text(answer["prompt_ids"] + answer["answer_ids"], len(answer["prompt_ids"]))
+        else:
+            ids = line_ids(value, tokenizer, where)
+            yield Text(ids, 0 if all_count else len(ids))
+
+
+def _plain(path: Path, tokenizer: Tokenizer, max_length: int, all_count: bool) -> Iterator[Text]:
+    """Windows of a plain text, which is read in pieces that end with a line where they can."""
+    ids: list[int] = []
+    rest = ""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while piece := file.read(_PIECE_CHARACTERS):
+                rest += piece
+                end = rest.rfind("\n") + 1 or len(rest)
+                ids += tokenizer.encode(rest[:end], add_special=False)
+                rest = rest[end:]
+                while len(ids) >= max_length:
+                    yield Text(ids[:max_length], 0 if all_count else max_length)
+                    del ids[:max_length]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    ids += tokenizer.encode(rest, add_special=False)
+    if ids:
+        yield Text(ids, 0 if all_count else len(ids))
+
+
+class Extractor:
+    """One loaded model, which gives samples of sequences of at most `max_length` tokens."""
+
+    def __init__(self, backend: Backend, checkpoint: Checkpoint, layers: Sequence[int | str], top: int, max_length: int) -> None:
+        """layers, top: as in `Extraction`. Raises ConfigError where the model is too small for them."""
+        config = backend.config
+        if not 0 <= top <= config.vocab_size:
+            raise ConfigError(f"the model has {config.vocab_size} tokens, and the likeliest {top} are wanted")
+        if not 1 <= max_length <= config.context_length:
+            raise ConfigError(f"a sample may have 1 to {config.context_length} tokens, the model's context; got {max_length}")
+        self._backend, self._layers, self._top = backend, layers, top
+        self._norm = target_norm(checkpoint)
+        self._read = tuple(config.num_layers - 1 if one == FINAL else int(one) for one in layers)
+        self._cache = backend.new_cache(1, max_length)
+        self._max_rows = min(backend.max_rows, max(_LOGIT_BYTES // (4 * config.vocab_size), 1)) if top else backend.max_rows
+
+    def sample(self, text: Text) -> Sample:
+        """Hidden states of every token, and the likeliest tokens behind it."""
+        self._cache.truncate(0, 0)
+        asked = tuple(sorted(set(self._read)))
+        hidden = np.empty((len(text.token_ids), len(self._layers), self._backend.config.hidden_size), np.float32)
+        tops: list[tuple[I32, F32, F32]] = []
+        for begin in range(0, len(text.token_ids), self._max_rows):
+            tokens = text.token_ids[begin : begin + self._max_rows]
+            end = begin + len(tokens)
+            rows = list(range(len(tokens))) if self._top else []
+            output = self._backend.forward(
+                ForwardBatch(tokens, list(range(begin, end)), [0], [0, len(tokens)], None, rows, asked), self._cache
+            )
+            of_layer = dict(zip(asked, output.hidden, strict=True))
+            for place, (layer, name) in enumerate(zip(self._read, self._layers, strict=True)):
+                hidden[begin:end, place] = self._norm.applied(of_layer[layer]) if name == FINAL else of_layer[layer]
+            if self._top:
+                tops.append(likeliest(output.logits, self._top))
+        parts = [np.concatenate(part) for part in zip(*tops, strict=True)] if tops else [None, None, None]
+        answer = np.arange(len(text.token_ids)) >= text.num_prompt
+        return Sample(np.array(text.token_ids, np.int32), answer, hidden, *parts)
+
+
+def likeliest(logits: F32, num: int) -> tuple[I32, F32, F32]:
+    """Of rows [T, V] the ids [T, num] of the largest logits, the largest first, these logits [T, num], and log_sum [T].
+
+    The largest ones are in the groups with the largest maxima, so the rows need not be searched whole.
+    """
+    num_rows, size = logits.shape
+    best = logits.max(axis=1)
+    log_sum = best + np.log(np.exp(logits - best[:, None]).sum(axis=1, dtype=np.float64))
+    num_groups = -(-size // _GROUP)
+    if missing := -size % _GROUP:
+        logits = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)
+    grouped = logits.reshape(num_rows, num_groups, _GROUP)
+    groups = np.sort(_largest(grouped.max(axis=2), min(num, num_groups)), axis=1)
+    values = np.take_along_axis(grouped, groups[..., None], axis=1).reshape(num_rows, -1)
+    ids = (groups[..., None] * _GROUP + np.arange(_GROUP)).reshape(num_rows, -1)
+    places = _largest(values, num)
+    ids, values = np.take_along_axis(ids, places, axis=1), np.take_along_axis(values, places, axis=1)
+    order = np.lexsort((ids, -values), axis=1)
+    ids, values = np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1)
+    return ids.astype(np.int32), values, log_sum.astype(np.float32)
+
+
+def _largest(values: F32, num: int) -> np.ndarray:
+    """Places [T, num] of the largest values of each row, in no order."""
+    return np.argpartition(values, values.shape[1] - num, axis=1)[:, values.shape[1] - num :]
+
+
+def extract(
+    extractor: Extractor,
+    about: Extraction,
+    texts: Iterator[Text],
+    out: Path,
+    max_tokens: int | None = None,
+    on_progress: Callable[[Summary], None] = lambda summary: None,
+) -> Summary:
+    """Write the samples of `texts` into the directory `out`, after those that are there.
+
+    max_tokens: of all samples, after which it ends. Ctrl-C ends it with the shards that are written. Raises ConfigError for an
+    `out` of another model, of other settings or texts, or that another run is writing; CheckpointError for a damaged one; OSError.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    begin_s = now_s()
+    if not (out / METADATA).exists():
+        if any(out.iterdir()):
+            raise ConfigError(f"{out} has other files than samples; name a directory of its own")
+        about.write(out)
+    with (out / METADATA).open("rb") as lock:
+        if not try_lock(lock):
+            raise ConfigError(f"{out} is being written by another run; wait for it, or name another directory")
+        there = open_samples(out)
+        _check_same(there.about, about, out)
+        summary = Summary(str(out), len(there), len(there), there.num_tokens, there.num_answer_tokens)
+        number = there.num_shards
+        full = max(_SHARD_BYTES // (4 * len(about.layers) * about.hidden_size), 1)  # tokens
+        held: list[Sample] = []
+        try:
+            _go_past(there, texts, out)
+            while max_tokens is None or summary.num_tokens + _num_tokens(held) < max_tokens:
+                text = next(texts, None)
+                if text is None:
+                    break
+                held.append(extractor.sample(text))
+                summary.num_new_tokens += len(text.token_ids)
+                summary.duration_s = now_s() - begin_s
+                on_progress(summary)
+                if _num_tokens(held) >= full:
+                    _write(shard_path(out, number), about, held, summary)
+                    number, held = number + 1, []
+            if held:
+                _write(shard_path(out, number), about, held, summary)
+        except KeyboardInterrupt:
+            summary.interrupted = True
+    summary.duration_s = now_s() - begin_s
+    return summary
+
+
+def _num_tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(one.token_ids) for one in samples)
+
+
+def _write(path: Path, about: Extraction, samples: list[Sample], summary: Summary) -> None:
+    write_shard(path, about, samples)
+    summary.num_samples += len(samples)
+    summary.num_tokens += _num_tokens(samples)
+    summary.num_answer_tokens += sum(int(one.answer.sum()) for one in samples)
+
+
+def _check_same(there: Extraction, wanted: Extraction, out: Path) -> None:
+    """Raise ConfigError unless a directory's samples are of the same model and settings."""
+    mine, theirs = (asdict(one) | {"files": _digests(one.files)} for one in (wanted, there))
+    for name in mine.keys() - {"model"}:
+        if mine[name] != theirs[name]:
+            raise ConfigError(
+                f"{out} has samples with {name} {theirs[name]}, and this run has {mine[name]}; name another directory"
+            )
+
+
+def _digests(files: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted(file["sha256"] for file in files)
+
+
+def _go_past(there: SampleSet, texts: Iterator[Text], out: Path) -> None:
+    """Take the texts whose samples are there. Raises ConfigError where they are others."""
+    for index in range(len(there)):
+        text = next(texts, None)
+        token_ids, answer = there.tokens(index)
+        if text is None or text.token_ids != token_ids.tolist() or len(answer) - int(answer.sum()) != text.num_prompt:
+            what = "there are fewer texts now" if text is None else f"sample {index} is of another text"
+            raise ConfigError(f"{out} has samples of other texts: {what}; name the same texts, or another directory")

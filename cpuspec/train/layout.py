@@ -1,0 +1,132 @@
+"""Heads as files, in the layouts of speculators (`speculators_model_type` eagle3 and dspark), which vLLM loads and llama.cpp's
+converter reads (conversion/llama.py, conversion/qwen.py).
+
+Training starts from such files, read as any other head is, and ends with the same files and other numbers in them.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.heads import Head, find_reader
+from cpuspec.errors import CheckpointError
+from cpuspec.files import read_file, write_file
+
+WEIGHTS = "model.safetensors"
+_MOST_BYTES = 1 << 34
+
+_OUTSIDE = {
+    "encode": "fc.weight",
+    "norm": "norm.weight",
+    "output": "lm_head.weight",
+    "markov_w1": "markov_head.markov_w1.weight",
+    "markov_w2": "markov_head.markov_w2.weight",
+    "confidence": "confidence_head.proj.weight",
+    "confidence_bias": "confidence_head.proj.bias",
+}
+_OF_BLOCK = {**_OUTSIDE, "hidden_norm": "hidden_norm.weight"}
+_OF_EAGLE3 = {
+    **_OUTSIDE,
+    "hidden_norm": "layers.0.hidden_norm.weight",
+    "embed_norm": "layers.0.input_layernorm.weight",
+}
+_LAYER = {ours: theirs for ours, (_, theirs) in FAMILIES["qwen3"].layer_names.items()}
+
+
+def file_name(name: str, method: str) -> str:
+    """The name in the file of a tensor. method: of `Head`."""
+    outside = _OF_EAGLE3 if method == "eagle3" else _OF_BLOCK
+    if name in outside:
+        return outside[name]
+    _, layer, part = name.split(".")
+    return f"layers.{layer}.{_LAYER[part]}"
+
+
+def layer_config(target: Checkpoint, num_layers: int, intermediate_size: int, model_type: str) -> dict[str, Any]:
+    """`transformer_layer_config` of a head with the target's heads."""
+    c = target.config
+    return {
+        "model_type": model_type,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.context_length,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_base,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def speculators_config(target: Checkpoint, algorithm: str, num_tokens: int) -> dict[str, Any]:
+    """The part that says what the head is and for which model."""
+    method = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    hf_class = FAMILIES[target.config.architecture].hf_class
+    return {
+        "algorithm": algorithm,
+        "proposal_methods": [method],
+        "default_proposal_method": "greedy",
+        "verifier": {"name_or_path": target.name, "architectures": [hf_class]},
+    }
+
+
+def write_head(directory: Path, config: Mapping[str, Any], method: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write a new head in f32; arrays by canonical name, and `token_ids`, the target's id of each drafted token, where it has some.
+
+    Raises OSError.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {file_name(name, method): torch.from_numpy(array) for name, array in arrays.items() if name != "token_ids"}
+    ids = arrays.get("token_ids")
+    if ids is not None:
+        vocab_size = config["transformer_layer_config"]["vocab_size"]
+        tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
+        tensors["t2d"] = torch.from_numpy(np.isin(np.arange(vocab_size), ids))
+    write_file(directory / WEIGHTS, save({name: one.contiguous() for name, one in tensors.items()}, {"format": "pt"}))
+    write_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def read_head(directory: Path, target: Checkpoint) -> Head:
+    """A head's directory as the engine reads it. Raises CheckpointError where it is none, or is not for this target."""
+    found = find_reader(directory, mmap=False)
+    if found is None:
+        raise CheckpointError(f"{directory} is no draft head; wanted a directory that `cpuspec train` wrote")
+    reader, files = found
+    return reader.read(files, target)
+
+
+def rewrite_head(source: Path, directory: Path, method: str, trained: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Write the head of `source` with other numbers to `directory`, which may be the same.
+
+    trained: by canonical name. Every other tensor keeps its numbers; all floats are written in `dtype`.
+    Raises CheckpointError for a tensor that the source's files do not have, OSError where nothing can be written.
+    """
+    tensors = load_file(source / WEIGHTS)
+    for name, values in trained.items():
+        if (theirs := file_name(name, method)) not in tensors:
+            raise CheckpointError(f"{source / WEIGHTS} has no tensor {theirs}; only heads in speculators' layout are trained")
+        tensors[theirs] = values.detach().cpu().reshape(tensors[theirs].shape)
+    written = {name: (one.to(dtype) if one.is_floating_point() else one).contiguous() for name, one in tensors.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    config = (source / "config.json").read_bytes()
+    write_file(directory / WEIGHTS, save(written, {"format": "pt"}))
+    write_file(directory / "config.json", config)
+
+
+def copy_head(source: Path, directory: Path) -> None:
+    """Write a head's files to another directory. Raises CheckpointError where one is missing."""
+    for name in (WEIGHTS, "config.json"):
+        write_file(directory / name, read_file(source / name, _MOST_BYTES, CheckpointError))

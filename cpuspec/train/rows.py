@@ -1,0 +1,132 @@
+"""The operations of the decoder on torch tensors that gradients flow through: `model.transformer.decode`, trained.
+
+A trained head and a served one are the same calls of `decode` and `inject` over other operations.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from cpuspec.config import ModelConfig
+from cpuspec.model.rope import rope_table
+from cpuspec.model.transformer import Layer, layers_of, query_scale
+
+
+class Attention(Protocol):
+    """What the rows of a forward see: keys and values of earlier rows, and of one another."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep keys and values [T, G, D] that belong to no row of the forward."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """softmax(scale q k) v, [T, H, D], for queries [T, H, D] and the rows' own keys and values [T, G, D]."""
+        ...
+
+
+class Rows:
+    """The rows of one forward (`model.transformer.Injection`).
+
+    weights: tensors by canonical name. positions [T]: of rotation. embedded, given [T, C]: tokens and hidden states of the target.
+    output [T, C]: the last layer's, as the engine hands it to a drafter. state [T, C]: behind the norm before the logits. They are
+    there when `decode` is done.
+    Raises AssertionError for what no supported model trains with: soft caps of attention and windows.
+    """
+
+    output: Tensor
+    state: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        positions: NDArray[np.integer],
+        attention: Attention,
+        embedded: Tensor | None = None,
+        given: Tensor | None = None,
+    ) -> None:
+        self._config, self._weights, self._attention = config, weights, attention
+        self._embedded, self._given = embedded, given
+        assert not config.attention_softcap, "the caller has refused it"
+        device = next(iter(weights.values())).device
+        self._tables = {
+            layer.rope: tuple(
+                torch.from_numpy(table)[:, None].to(device) for table in rope_table(layer.rope, config.head_dim, positions)
+            )
+            for layer in layers_of(config)
+            if layer.rope
+        }
+
+    def embed(self) -> Tensor:
+        assert self._embedded is not None, "a forward has tokens"
+        return self._embedded * self._config.embedding_scale
+
+    def hidden(self, norm: str | None) -> Tensor:
+        assert self._given is not None, "the forward of a head has hidden states"
+        return self.norm(self._given, norm)
+
+    def join(self, x: Tensor, norms: tuple[str, str] | None) -> Tensor:
+        of_x, of_hidden = norms or (None, None)
+        return torch.cat([self.norm(x, of_x), self.hidden(of_hidden)], dim=1)
+
+    def linears(self, x: Tensor, names: tuple[str, ...], norm: str | None) -> tuple[Tensor, ...]:
+        normed = self.norm(x, norm)
+        return tuple(self._linear(normed, name) for name in names)
+
+    def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, H, D] and keys [T, G, D]."""
+        return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
+
+    def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        v = v.unflatten(1, (-1, self._config.head_dim))
+        return self._attention.attend(layer.index, q, k, v, query_scale(self._config)).flatten(1)
+
+    def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
+        self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim)))
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        silu = self._config.activation == "silu"
+        return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
+
+    def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
+        return x + self.norm(self._linear(branch, name), norm)
+
+    def keep(self, layer: Layer, x: Tensor) -> None:
+        self.output = x
+
+    def logits(self, x: Tensor, name: str, norm: str | None) -> Tensor:
+        self.state = self.norm(x, norm)
+        cap, logits = self._config.logit_softcap, self._linear(self.state, name).float()
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def norm(self, x: Tensor, name: str | None) -> Tensor:
+        """RMS norm over the last axis (arXiv 1910.07467), in f32."""
+        if name is None:
+            return x
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.norm_eps) * self._weights[name]
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return functional.linear(x, self._weights[name], self._weights.get(f"{name}_bias"))
+
+    def _rotated(self, layer: Layer, x: Tensor, norm: str) -> Tensor:
+        heads = x.unflatten(1, (-1, self._config.head_dim))
+        if self._config.qk_norm:
+            heads = self.norm(heads, layer.weight(norm))
+        if layer.rope is None:
+            return heads
+        cos, sin = self._tables[layer.rope]
+        a, b = heads.float().chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k) v, [T, H, D], for queries [T, H, D], keys and values [S, G, D], and a mask [T, S] of what a row sees."""
+    q, k, v = (x.transpose(0, 1)[None].to(v.dtype) for x in (q, k, v))
+    mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return mixed[0].transpose(0, 1)

@@ -1,0 +1,190 @@
+"""Heads before their training: parts of the target where they fit, so that few samples go far, and small random numbers elsewhere.
+
+Embedding and output matrix are the target's own and stay so, as in DFlash and DSpark (arXiv 2602.06036, 2607.05147). Layers begin
+as those behind the last one that the head reads: their context then has the keys and values that it has in the target.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.errors import ConfigError
+from cpuspec.train.layout import layer_config, speculators_config, write_head
+from cpuspec.train.samples import Extraction
+from cpuspec.train.vocabulary import Counts, bigram_factors, drafted_ids, unused_id
+
+F32 = NDArray[np.float32]
+
+_SMALL = 0.02  # the standard deviation of random matrices, as transformers has it
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a new head looks like.
+
+    layers: of the target, from 0, whose outputs it reads; None for those that the samples have, without the last one.
+    num_layers: its own. intermediate_size: numbers inside its MLPs, 0 for the target's; fewer keep the largest ones.
+    vocab_size: tokens that it drafts. copied: whether layers begin as the target's.
+    block_size, markov_rank, mask_id: of block heads; mask_id None for a token that no answer has.
+    """
+
+    layers: tuple[int, ...] | None = None
+    num_layers: int = 1
+    intermediate_size: int = 0
+    vocab_size: int = 16384
+    copied: bool = True
+    block_size: int = 5
+    markov_rank: int = 64
+    mask_id: int | None = None
+
+
+def start_block(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
+    """Write an untrained block head in DSpark's layout. Raises ConfigError for a shape that the target or the samples forbid."""
+    layers, rng = _layers(target, about, shape, most=target.config.num_layers), np.random.default_rng(seed)
+    arrays, hidden = _arrays(target, shape, layers, rng, has_qk_norm=True), target.config.hidden_size
+    size = shape.intermediate_size or target.config.intermediate_size
+    if not 2 <= shape.block_size <= 32:
+        raise ConfigError(f"a block has 2 to 32 rows, got {shape.block_size}")
+    ids = drafted_ids(counts, shape.vocab_size)
+    w1, w2 = bigram_factors(counts, ids, shape.markov_rank, seed)
+    arrays |= _output(target, ids)
+    arrays |= {"markov_w1": w1, "markov_w2": w2, "confidence": np.zeros((1, hidden + w1.shape[1]), np.float32)}
+    arrays["confidence_bias"] = np.zeros(1, np.float32)
+    mask_id = unused_id(counts) if shape.mask_id is None else shape.mask_id
+    if not 0 <= mask_id < target.config.vocab_size:
+        raise ConfigError(f"the mask's token is {mask_id}; wanted an id below {target.config.vocab_size}")
+    config = {
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark",
+        "speculators_config": speculators_config(target, "dspark", shape.block_size),
+        "transformer_layer_config": layer_config(target, shape.num_layers, size, "qwen3"),
+        "draft_vocab_size": target.config.vocab_size if ids is None else len(ids),
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+        "block_size": shape.block_size,
+        "mask_token_id": mask_id,
+        "sample_from_anchor": True,  # what is absent, llama.cpp's converter takes for false
+        "markov_rank": w1.shape[1],
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    write_head(directory, config, "block", arrays)
+
+
+def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
+    """Write an untrained EAGLE-3 head. Raises ConfigError for a shape that the target or the samples forbid."""
+    if shape.num_layers != 1:
+        raise ConfigError(f"an EAGLE-3 head has one layer, got {shape.num_layers}")
+    layers, rng = _layers(target, about, shape, most=3), np.random.default_rng(seed)
+    if len(layers) != 3:
+        raise ConfigError(f"an EAGLE-3 head reads three layers of its target, got {list(layers)}; name three with --layers")
+    arrays, hidden = _arrays(target, shape, layers, rng, has_qk_norm=False), target.config.hidden_size
+    for part in "qkv":
+        of_hidden = arrays[f"layers.0.{part}"]
+        of_token = _SMALL * rng.standard_normal(of_hidden.shape, np.float32)
+        arrays[f"layers.0.{part}"] = np.concatenate([of_token, of_hidden], axis=1)
+    arrays["hidden_norm"] = arrays.pop("layers.0.attn_norm")
+    arrays["embed_norm"] = np.ones(hidden, np.float32)
+    ids = drafted_ids(counts, shape.vocab_size)
+    arrays |= _output(target, ids)
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": speculators_config(target, "eagle3", 4),
+        "transformer_layer_config": layer_config(target, 1, shape.intermediate_size or target.config.intermediate_size, "llama"),
+        "draft_vocab_size": target.config.vocab_size if ids is None else len(ids),
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+    }
+    write_head(directory, config, "eagle3", arrays)
+
+
+def _layers(target: Checkpoint, about: Extraction, shape: HeadShape, most: int) -> tuple[int, ...]:
+    """The target's layers that the head reads.
+
+    The last one's output is left out: others count the inputs of layers, and to many of them that one is already normed.
+    """
+    have = tuple(layer for layer in about.layers if type(layer) is int and layer < target.config.num_layers - 1)
+    layers = have[-most:] if shape.layers is None else shape.layers
+    if not layers or not set(layers) <= set(have) or len(set(layers)) != len(layers):
+        raise ConfigError(
+            f"the head is to read layers {list(layers)}, and the samples have {list(have)}, the target's last one left out"
+        )
+    return layers
+
+
+def _arrays(
+    target: Checkpoint, shape: HeadShape, layers: tuple[int, ...], rng: np.random.Generator, has_qk_norm: bool
+) -> dict[str, F32]:
+    """What both kinds of heads have, but for the output matrix."""
+    c, inside = target.config, shape.intermediate_size or target.config.intermediate_size
+    if not 1 <= inside <= c.intermediate_size or not 1 <= shape.num_layers <= c.num_layers - 1:
+        raise ConfigError(
+            f"the head is to have {shape.num_layers} layers and {inside} numbers inside; "
+            f"wanted at most {c.num_layers - 1} and {c.intermediate_size}"
+        )
+    if shape.copied and (c.norms, c.activation) != ("before", "silu"):
+        raise ConfigError(f"layers of {target.name} have norms or an activation that its head has not; begin without them (--cold)")
+    hidden, first = c.hidden_size, min(max(layers) + 1, c.num_layers - shape.num_layers)
+    encode = np.float32(_SMALL) * rng.standard_normal((hidden, len(layers) * hidden), np.float32)
+    arrays: dict[str, F32] = {"norm": target.tensors["norm"].dequantize(), "hidden_norm": np.ones(hidden, np.float32)}
+    if shape.copied:
+        # The input of the first copied layer, or of the nearest before it.
+        at = max((i for i, layer in enumerate(layers) if layer < first), key=lambda i: layers[i], default=len(layers) - 1)
+        encode[:] = 0
+        encode[:, at * hidden : (at + 1) * hidden] = np.eye(hidden, dtype=np.float32)
+        arrays["hidden_norm"] = target.tensors[f"layers.{first}.attn_norm"].dequantize()
+    arrays["encode"] = encode
+    for i in range(shape.num_layers):
+        layer = _copied(target, first + i, inside) if shape.copied else _random(target, inside, rng)
+        if has_qk_norm:
+            layer |= _qk_norms(target, first + i, layer)
+        arrays |= {f"layers.{i}.{part}": array for part, array in layer.items()}
+    return arrays
+
+
+def _copied(target: Checkpoint, layer: int, inside: int) -> dict[str, F32]:
+    """The target's layer, with as many of its MLP's numbers: those with the largest matrices."""
+    parts = {part: target.tensors[f"layers.{layer}.{part}"].dequantize() for part in (*_MATRICES, "attn_norm", "mlp_norm")}
+    if inside < len(parts["up"]):
+        size = np.linalg.norm(parts["up"], axis=1) * np.linalg.norm(parts["down"], axis=0)
+        kept = np.sort(np.argsort(-size, kind="stable")[:inside])
+        parts |= {"gate": parts["gate"][kept], "up": parts["up"][kept], "down": parts["down"][:, kept]}
+    return {part: np.ascontiguousarray(array) for part, array in parts.items()}
+
+
+def _random(target: Checkpoint, inside: int, rng: np.random.Generator) -> dict[str, F32]:
+    c = target.config
+    q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
+    shapes = {
+        **{"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)},
+        **{"gate": (inside, hidden), "up": (inside, hidden), "down": (hidden, inside)},
+    }
+    ones = {part: np.ones(hidden, np.float32) for part in ("attn_norm", "mlp_norm")}
+    return {part: _SMALL * rng.standard_normal(shape, np.float32) for part, shape in shapes.items()} | ones
+
+
+def _qk_norms(target: Checkpoint, layer: int, parts: Mapping[str, F32]) -> dict[str, F32]:
+    """Norms of queries and keys: the target's, or where it has none of about the size that they have without."""
+    found = {}
+    for part in "qk":
+        own = target.tensors.get(f"layers.{layer}.{part}_norm")
+        size = np.sqrt(np.mean(np.square(parts[part] * parts["attn_norm"]).sum(1)))
+        found[f"{part}_norm"] = own.dequantize() if own else np.full(target.config.head_dim, size, np.float32)
+    return found
+
+
+def _output(target: Checkpoint, ids: NDArray[np.int64] | None) -> dict[str, np.ndarray]:
+    """The rows of the target's output matrix that the head shares; none for all of them."""
+    if ids is None:
+        return {}
+    output = target.tensors["embed" if target.config.tied_embeddings else "output"]
+    return {"output": output.rows(ids), "token_ids": ids}

@@ -1,0 +1,298 @@
+"""Heads that are trained here: they learn, go on as if never interrupted, see no future, and the engine computes the same rows."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cpuspec import LLM
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.heads import find_reader
+from cpuspec.config import SamplingParams
+from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.model.batch import ForwardBatch
+from cpuspec.train.acceptance import Acceptance
+from cpuspec.train.block import BlockLoss, BlockTraining
+from cpuspec.train.eagle3 import Eagle3Loss, Eagle3Training
+from cpuspec.train.job import Job, train_head
+from cpuspec.train.layout import read_head
+from cpuspec.train.loop import Measured, Schedule, plan, read_log, split
+from cpuspec.train.samples import SampleSet
+from cpuspec.train.start import HeadShape
+from cpuspec.train.vocabulary import bigram_factors, count, drafted_ids, unused_id
+from tests.backends.models import tiny
+from tests.train.toy import FIRST, LAYERS, SETTINGS, SMALL, WORDS, make_samples, text
+
+CPU = torch.device("cpu")
+SHAPE = HeadShape(vocab_size=96, block_size=4, markov_rank=8)
+SHORT = Schedule(epochs=1, tokens=100, rate=3e-3, held_back=0.2, measured_every=1000)
+LOSSES = {"block": BlockLoss(anchors=8), "eagle3": Eagle3Loss(steps=3)}
+each_method = pytest.mark.parametrize("method", LOSSES)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny(tmp_path_factory, weight_format="f32", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def samples(target: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return make_samples(tmp_path_factory.mktemp("samples"), target, 15, top=4)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of products as small as these wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def nothing(*_: object) -> None:
+    """A listener that does not listen."""
+
+
+def trained(target: Checkpoint, samples: SampleSet, out: Path, method: str, **changes: object) -> list[Measured]:
+    job = Job(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32")._replace(**changes)  # type: ignore[arg-type]
+    return train_head(target, samples, out, job, nothing, nothing)
+
+
+def opened(directory: Path, target: Checkpoint, samples: SampleSet, method: str) -> BlockTraining | Eagle3Training:
+    kind = BlockTraining if method == "block" else Eagle3Training
+    return kind(directory, target, samples.about, LOSSES[method], CPU)  # type: ignore[arg-type]
+
+
+@each_method
+@pytest.mark.parametrize("top", [0, 4])
+def test_a_head_learns_what_follows(target: Checkpoint, tmp_path: Path, method: str, top: int) -> None:
+    samples = make_samples(tmp_path / "samples", target, 40, top=top)
+    log = trained(target, samples, tmp_path / "head", method, schedule=replace(SHORT, epochs=12, tokens=200))
+    assert log[0].step == 0, "the untrained head is measured first"
+    assert log[-1].mean_length > log[0].mean_length + 1.2
+    assert log[-1].accepted[0] > log[0].accepted[0] + 0.3
+    assert read_log(tmp_path / "head") == log
+    assert log[-1].loss is not None
+
+
+@each_method
+def test_a_resumed_run_ends_with_the_same_numbers(target: Checkpoint, samples: SampleSet, tmp_path: Path, method: str) -> None:
+    whole = trained(target, samples, tmp_path / "whole", method)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    job = Job(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32")
+    out = tmp_path / "parts"
+    with pytest.raises(KeyboardInterrupt):
+        train_head(target, samples, out, job, stop, nothing)
+    with pytest.raises(CheckpointError, match="other settings"):
+        train_head(target, samples, out, job._replace(schedule=replace(SHORT, rate=1e-3)), nothing, nothing)
+    parts = train_head(target, samples, out, job, nothing, nothing)
+    assert [line._replace(seconds=0.0) for line in parts] == [line._replace(seconds=0.0) for line in whole]
+    one, other = (
+        torch.load(tmp_path / name / "training" / "state.pt", weights_only=True)["trained"] for name in ("whole", "parts")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@each_method
+def test_a_served_head_computes_the_rows_that_it_was_trained_with(
+    target: Checkpoint, samples: SampleSet, tmp_path: Path, method: str
+) -> None:
+    trained(target, samples, tmp_path / "head", method)
+    training, sample = opened(tmp_path / "head", target, samples, method), samples[14]
+    head, at = read_head(tmp_path / "head", target), 9
+    backend = make_backend("numpy", head.model, SETTINGS)
+    cache = backend.new_cache(1, 64)
+    tokens = sample.token_ids.astype(int).tolist()
+    features = sample.hidden[:, [samples.about.layers.index(layer) for layer in head.layers]].reshape(len(tokens), -1)
+    encoded = backend.encode(features)
+    if isinstance(training, BlockTraining):
+        blocks = training.blocks([sample], [np.array([at, at + 3])])
+        assert blocks
+        assert blocks.said is not None
+        block = head.block
+        assert block
+        assert block.markov
+        assert block.confidence is not None
+        backend.inject(ForwardBatch([0] * at, list(range(at)), [0], [0, at], hidden=encoded[:at]), cache)
+        fed = [tokens[at], *[head.mask_id] * (block.size - 1)]
+        last = head.model.config.num_layers - 1
+        rows = ForwardBatch(fed, list(range(at, at + len(fed))), [0], [0, len(fed)], None, None, (last,), None, True)
+        output = backend.forward(rows, cache)
+        assert head.state_norm
+        states = head.state_norm.applied(output.hidden[0])
+        w1 = block.markov.w1.rows(np.array(tokens[at : at + len(fed)]))
+        wanted = output.logits + w1 @ block.markov.w2.dequantize().T
+        said = np.concatenate([states, w1], axis=1) @ block.confidence + block.confidence_bias
+        assert np.abs(blocks.logits[0].detach().numpy() - wanted).max() < 1e-4 * np.abs(wanted).max()
+        assert np.abs(blocks.said[0].detach().numpy() - said).max() < 1e-4 * max(1, np.abs(said).max())
+        return
+    chains = training.chains([sample])
+    assert chains
+    last = head.model.config.num_layers - 1
+    first = ForwardBatch(tokens[1 : at + 2], list(range(at + 1)), [0], [0, at + 1], None, None, (last,), encoded[: at + 1])
+    output = backend.forward(first, cache)
+    wanted, state = output.logits[-1], output.hidden[0][-1:]
+    for step in range(3):  # a chain behind row `at`, of the tokens that came
+        got = chains.logits[step][at + step].detach().numpy()
+        assert np.abs(got - wanted).max() < 1e-4 * np.abs(wanted).max()
+        row = at + step + 1
+        batch = ForwardBatch([tokens[row + 1]], [row], [0], [0, 1], None, None, (last,), state)
+        output = backend.forward(batch, cache)
+        wanted, state = output.logits[-1], output.hidden[0]
+
+
+def test_a_block_sees_neither_later_tokens_nor_other_blocks(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    trained(target, samples, tmp_path / "head", "block")
+    training = opened(tmp_path / "head", target, samples, "block")
+    assert isinstance(training, BlockTraining)
+    sample, at = samples[14], 9
+    alone = training.blocks([sample], [np.array([at])])
+    rng = np.random.default_rng(5)
+    hidden = sample.hidden.copy()
+    hidden[at:] = rng.standard_normal(hidden[at:].shape)
+    later = replace(sample, hidden=hidden)
+    beside = training.blocks([samples[13], later], [np.array([4, 6]), np.array([at - 2, at, at + 5])])
+    assert alone
+    assert beside
+    assert torch.allclose(alone.logits[0], beside.logits[3], atol=1e-4)
+    hidden[at - 1] += 1
+    changed = training.blocks([replace(sample, hidden=hidden)], [np.array([at])])
+    assert changed
+    assert not torch.allclose(alone.logits[0], changed.logits[0], atol=1e-2), "the last token before the anchor counts"
+
+
+def test_a_chain_sees_no_later_feature(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    trained(target, samples, tmp_path / "head", "eagle3")
+    training = opened(tmp_path / "head", target, samples, "eagle3")
+    assert isinstance(training, Eagle3Training)
+    sample, at = samples[14], 9
+    hidden = sample.hidden.copy()
+    hidden[at + 1 :] += 1
+    one, other = training.chains([sample]), training.chains([replace(sample, hidden=hidden)])
+    assert one
+    assert other
+    for step in range(3):  # row at + step of step `step` belongs to the chain behind row `at`
+        assert torch.allclose(one.logits[step][at + step], other.logits[step][at + step], atol=1e-4)
+        assert not torch.allclose(one.logits[step][at + step + 1], other.logits[step][at + step + 1], atol=1e-2)
+
+
+@each_method
+def test_answers_with_a_trained_head_are_those_without(target: Checkpoint, samples: SampleSet, tmp_path: Path, method: str) -> None:
+    trained(target, samples, tmp_path / "head", method, dtype="bf16")
+    found = find_reader(tmp_path / "head")
+    assert found
+    assert found[0].name == {"block": "DFlash", "eagle3": "EAGLE-3"}[method]
+    prompt = text(np.random.default_rng(3), 12).tolist()
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    settings = replace(SETTINGS, backend="numba") if False else SETTINGS
+    with LLM(target, "none", settings=settings) as plain, LLM(target, str(tmp_path / "head"), settings=settings) as drafting:
+        one, other = plain.generate([prompt], params)[0], drafting.generate([prompt], params)[0]
+        assert one.token_ids == other.token_ids
+        assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
+
+
+def test_of_a_block_an_oracle_is_always_accepted() -> None:
+    right, known = np.ones((7, 4), bool), np.ones((7, 4), bool)
+    known[3, 2:] = False
+    oracle = Acceptance.of(right, known)
+    assert (oracle.by_position, oracle.mean_length) == ([1.0] * 4, 5.0)
+    assert oracle.num_reached.tolist() == [7, 7, 6, 6]
+    right[0, 1] = right[1, 0] = False
+    some = Acceptance.of(right, known, np.full((7, 4), 0.5))
+    assert some.num_right.tolist() == [6, 5, 4, 4]
+    assert some.num_reached.tolist() == [7, 6, 4, 4]
+    assert some.said_by_position == [0.5] * 4
+
+
+def test_bigrams_are_counted_and_their_factors_tell_them(target: Checkpoint, samples: SampleSet) -> None:
+    counts = count(samples, range(len(samples)))
+    _tokens, _answer = samples.tokens(0)
+    assert counts.tokens.sum() == samples.num_answer_tokens
+    assert counts.times.sum() == samples.num_answer_tokens
+    ids = drafted_ids(counts, 64)
+    assert ids is not None
+    assert len(ids) == 64
+    assert set(range(FIRST, FIRST + WORDS)) <= set(ids.tolist())
+    assert drafted_ids(counts, 320) is None
+    assert unused_id(counts) == 319
+    w1, w2 = bigram_factors(counts, ids, 20, 0)
+    assert (w1.shape, w2.shape) == ((320, 20), (64, 20))
+    scores = w1 @ w2.T
+    often = counts.times >= 8
+    seen = [scores[a, np.searchsorted(ids, b)] for a, b in counts.pairs[often].tolist()]
+    assert np.mean(seen) > 1 > 3 * abs(scores[FIRST : FIRST + WORDS].mean())
+
+
+def test_samples_are_held_back_and_every_epoch_sees_the_others_once(samples: SampleSet) -> None:
+    kept, held = split(samples, SHORT)
+    assert (kept, held) == (list(range(12)), [12, 13, 14])
+    steps = plan(samples, kept, replace(SHORT, epochs=2))
+    flat = [i for step in steps for i in step]
+    assert sorted(flat[:12]) == sorted(flat[12:]) == kept
+    assert flat[:12] != flat[12:]
+    assert all(sum(samples.lengths[i] for i in step) <= 100 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "told"),
+    [
+        ("block", {"layers": (0, 3)}, "the samples have"),
+        ("block", {"block_size": 1}, "2 to 32 rows"),
+        ("block", {"num_layers": 9}, "at most 3"),
+        ("block", {"mask_id": 5000}, "below 320"),
+        ("eagle3", {"num_layers": 2}, "one layer"),
+        ("eagle3", {"layers": (1, 2)}, "three layers"),
+    ],
+)
+def test_a_shape_that_cannot_be_trained_is_refused(
+    target: Checkpoint, samples: SampleSet, tmp_path: Path, method: str, shape: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        trained(target, samples, tmp_path / "head", method, shape=replace(SHAPE, **shape))
+
+
+def test_samples_of_another_target_are_refused(
+    samples: SampleSet, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tiny(tmp_path_factory, weight_format="f32", **{**SMALL, "vocab_size": 384})
+    with pytest.raises(CheckpointError, match=r"vocabulary of the samples is 320, and that of .* is 384"):
+        trained(other, samples, tmp_path / "head", "block")
+
+
+@pytest.mark.parametrize("shape", [{"copied": False}, {"num_layers": 2}, {"intermediate_size": 40}, {"vocab_size": 320}])
+def test_heads_of_other_shapes_train_too(target: Checkpoint, samples: SampleSet, tmp_path: Path, shape: dict[str, object]) -> None:
+    log = trained(target, samples, tmp_path / "head", "block", shape=replace(SHAPE, **shape))
+    assert log[-1].loss is not None
+    assert np.isfinite(log[-1].loss)
+    head = read_head(tmp_path / "head", target)
+    assert (head.token_ids is None) == ("vocab_size" in shape)
+    again = trained(target, samples, tmp_path / "again", "block", source=tmp_path / "head")
+    assert again[0].mean_length == max(line.mean_length for line in log), "training goes on from the head"
+
+
+def test_a_copied_layer_sees_the_keys_that_the_target_has(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    trained(target, samples, tmp_path / "head", "eagle3", schedule=replace(SHORT, minutes=1e-9))
+    start = read_head(tmp_path / "head" / "training" / "start", target).model
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((5, len(LAYERS) * target.config.hidden_size)).astype(np.float32)
+    backend = make_backend("numpy", start, SETTINGS)
+    assert np.allclose(backend.encode(features), features[:, 2 * target.config.hidden_size :], atol=1e-5)
+    assert np.allclose(start.tensors["layers.0.k"].dequantize()[:, 64:], target.tensors["layers.3.k"].dequantize())
+
+
+def test_a_damaged_state_is_told(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    trained(target, samples, tmp_path / "head", "block")
+    (tmp_path / "head" / "training" / "state.pt").write_bytes(b"no state")
+    with pytest.raises(CheckpointError, match="damaged"):
+        trained(target, samples, tmp_path / "head", "block")
+    (tmp_path / "head" / "training" / "log.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_log(tmp_path / "head")

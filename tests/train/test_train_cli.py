@@ -1,0 +1,72 @@
+"""The commands that train heads."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.cli.app import app
+from cpuspec.train.loop import read_log
+from cpuspec.train.samples import SampleSet
+from tests.backends.models import tiny
+from tests.train.toy import SMALL, make_samples
+from tools.plot_training import plot
+
+RUN = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny(tmp_path_factory, weight_format="f32", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def samples(target: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return make_samples(tmp_path_factory.mktemp("samples"), target, 12, top=4)
+
+
+SMALL_RUN = ("--vocab", "64", "--epochs", "1", "--batch-tokens", "128", "--held-back", "0.2", "--threads", "1")
+
+
+@pytest.mark.parametrize("command", [["block", "--block", "3", "--markov-rank", "4"], ["eagle3", "--steps", "2"]])
+def test_a_head_is_trained_and_reported(target: Checkpoint, samples: SampleSet, tmp_path: Path, command: list[str]) -> None:
+    out = tmp_path / "head"
+    arguments = ["train", command[0], str(target.path), str(samples.path), str(out), *command[1:], *SMALL_RUN]
+    done = RUN.invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["log"] == [line._asdict() for line in read_log(out)]
+    assert told["best"]["mean_length"] == max(line["mean_length"] for line in told["log"])
+    assert (out / "config.json").exists()
+    assert "tokens a forward on held-back samples" in done.stderr
+    again = RUN.invoke(app, arguments)
+    assert again.exit_code == 0, "a finished run is told again"
+    other = RUN.invoke(app, [*arguments, "--lr", "1"])
+    assert other.exit_code == 1
+    assert "other settings" in other.stderr
+    assert plot({"head": read_log(out)}).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--layers", "one"], "numbers with commas"),
+        (["--held-back", "1"], "below 1"),
+        (["--dtype", "int3"], "bf16"),
+        (["--device", "tpu"], "auto, cpu, cuda"),
+    ],
+)
+def test_options_that_make_no_sense_are_wrong_usage(
+    target: Checkpoint, samples: SampleSet, tmp_path: Path, options: list[str], told: str
+) -> None:
+    done = RUN.invoke(app, ["train", "block", str(target.path), str(samples.path), str(tmp_path / "head"), *options])
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+def test_a_directory_without_samples_is_told(target: Checkpoint, tmp_path: Path) -> None:
+    done = RUN.invoke(app, ["train", "block", str(target.path), str(tmp_path), str(tmp_path / "head")])
+    assert done.exit_code == 1
+    assert "extract.json" in done.stderr
