@@ -57,9 +57,9 @@ PROMPTS = (
 )
 _START_S, _ANSWER_S = 120, 300
 
-# How many times the errors' root mean square two tokens may be apart where answers part, for some rows err much more than most; how
-# many times one engine's error may be the other's; and what is no error.
-_TIMES, _LEAST = 8, 1e-3
+# How many times the largest error two tokens may be apart where answers part, how many times one engine's usual error may be the
+# other's, and what is no error.
+_TIMES_LARGEST, _TIMES_USUAL, _LEAST = 2, 8, 1e-3
 
 
 @dataclass(frozen=True)
@@ -83,33 +83,38 @@ class Parting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two engines' answers. errors: root mean squares of what their log probabilities of chosen tokens differ from the judge's."""
+    """Two engines' answers. errors: medians of what their log probabilities of chosen tokens differ from the judge's. largest_error:
+    of both engines, where the answers agree: a few rows err much more than others.
+    """
 
     num_same: int
     num_tokens_compared: int
     our_error: float
     their_error: float
+    largest_error: float
     partings: list[Parting]
 
     @property
     def within_numerics(self) -> bool:
         """Whether both compute the same, as far as their errors tell."""
-        alike = max(self.our_error, self.their_error) <= _TIMES * min(self.our_error, self.their_error) + _LEAST
-        return alike and all(one.margin <= _TIMES * (self.our_error + self.their_error) + _LEAST for one in self.partings)
+        alike = max(self.our_error, self.their_error) <= _TIMES_USUAL * min(self.our_error, self.their_error) + _LEAST
+        return alike and all(one.margin <= _TIMES_LARGEST * self.largest_error + _LEAST for one in self.partings)
 
 
 def compare(ours: Sequence[Answer], theirs: Sequence[Answer], judged: Sequence[F64]) -> Comparison:
     """judged: of each of our answers the judge's log probabilities [tokens, V], each row behind the tokens before."""
-    partings, own_errors, other_errors = [], [], []
+    partings, own_errors, other_errors, compared = [], [], [], 0
     for number, (a, b, rows) in enumerate(zip(ours, theirs, judged, strict=True)):
         for place, (own, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
-            own_errors.append(a.log_probs[place] - rows[place, own])
-            other_errors.append(b.log_probs[place] - rows[place, other])
+            compared += 1
             if own != other:
                 partings.append(Parting(number, place, own, other, abs(float(rows[place, own] - rows[place, other]))))
                 break
-    our_error, their_error = (float(np.sqrt(np.mean(np.square(some)))) for some in (own_errors, other_errors))
-    return Comparison(len(ours) - len(partings), len(own_errors), our_error, their_error, partings)
+            own_errors.append(abs(float(a.log_probs[place] - rows[place, own])))
+            other_errors.append(abs(float(b.log_probs[place] - rows[place, other])))
+    usual = [float(np.median(some or [0.0])) for some in (own_errors, other_errors)]
+    largest = max([*own_errors, *other_errors], default=0.0)
+    return Comparison(len(ours) - len(partings), compared, *usual, largest, partings)
 
 
 class LlamaServer:
@@ -282,6 +287,7 @@ def main(
                 arm = {"type": type_name, "formats": made.formats, "num_bytes": made.num_bytes, **asdict(one)}
                 arms.append({**arm, "within_numerics": fits, "tokens_per_s": speeds, "ratio": ratio})
                 told = f"{one.num_same} of {len(prompts)} the same, errors {one.our_error:.4f} and {one.their_error:.4f}"
+                told += f", {one.largest_error:.4f} at most"
                 if one.partings:
                     told += ", margins where they part " + " ".join(f"{part.margin:.4f}" for part in one.partings)
                 told += "" if fits else ": MORE THAN NUMERICS"
