@@ -176,7 +176,8 @@ def kv(
             quality = compare_rows(reference, logits, ids[length - rows : length])
             bits = 8 * stored_bytes(kept[name], checkpoint.config.head_dim) / checkpoint.config.head_dim
             found.append({"depth": length, "kv_format": name, "bits": bits, **asdict(quality)})
-    report = {"benchmark": "kv", **describe_eval(model, running), "text": text.name, "rows": rows, "formats": found}
+    about = {name: value for name, value in describe_eval(model, running).items() if name != "kv_format"}
+    report = {"benchmark": "kv", **about, "text": text.name, "rows": rows, "formats": found}
     print_report(report, as_json, _show_kv)
 
 

@@ -134,7 +134,7 @@ def _read_legacy(path: Path, content: bytes) -> Importance:
     for i in range(number("the number of entries", _MOST_ENTRIES)):
         name = file.read(number(f"the length of name {i}", _LONGEST_NAME)).decode("utf-8", "replace")
         calls = number(f"calls of {name[:80]!r}", (1 << 31) - 1)
-        count = number(f"the number of values of {name[:80]!r}", (len(content) - file.tell()) // 4)
+        count = number(f"the number of values of {name[:80]!r}", (len(content) - file.tell()) // 4 - 1)  # it lies before them
         values = np.frombuffer(file.read(4 * count), "<f4")
         means[name] = (values / max(1, calls)).astype(np.float32)
     chunks = struct.unpack("<i", data)[0] if len(data := file.read(4)) == 4 else 0

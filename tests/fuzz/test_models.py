@@ -11,6 +11,7 @@ import numpy as np
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.checkpoints.openvino import MODEL, WEIGHTS
 from cpuspec.config import EngineConfig
 from tests.backends.models import forward
@@ -59,8 +60,12 @@ def gguf_sample(architecture: str, weight_format: str = "q4_0") -> tuple[bytes, 
 
 
 def damaged_gguf(rng: random.Random, directory: Path) -> Path:
-    names = ("q4_0", "q4_0", "q4_0", "iq4_xs", "iq3_xxs", "iq2_s", "tq1_0", "nvfp4")
-    content, fields = gguf_sample(rng.choice(("qwen2", "qwen3", "llama")), rng.choice(names))
+    architectures, names = ("qwen2", "qwen3", "llama"), sorted(set(GGUF_FORMATS) - {"q4_0"})
+    architecture, name = rng.choice(architectures), "q4_0"
+    if rng.random() < 0.6:
+        name = rng.choice(names)
+        architecture = architectures[names.index(name) % len(architectures)]
+    content, fields = gguf_sample(architecture, name)
     if rng.random() < 0.5:  # of the header, which is a small part of the file
         end = fields[-1][0]
         content = mutate_bytes(content[:end], rng, fields) + content[end:]

@@ -90,6 +90,28 @@ def test_transformers_computes_what_was_written(tmp_path: Path, scheme: str, dty
     assert np.abs(got - logits(source, tokens)).max() > 1e-3  # the weights are not those of the source
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16"])
+def test_transformers_gives_the_greedy_tokens_that_the_written_directory_gives_here(tmp_path: Path, scheme: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    torch = pytest.importorskip("torch")
+    source = open_checkpoint(make_tiny_hf(tmp_path / "hf", "llama", tied=False))
+    quantize(source, tmp_path / "out", Job(scheme, group_size=32), threads=1)
+    written = open_checkpoint(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    prompts = np.random.default_rng(8).integers(0, 300, (10, 1, 6)).astype(np.int64)
+    found = []
+    for prompt in prompts:
+        with torch.no_grad():
+            answer = model.generate(torch.tensor(prompt), max_new_tokens=16, do_sample=False, eos_token_id=[]).numpy()
+        assert answer.shape == (1, 22)
+        rows = logits(written, answer[0].astype(np.int32))[5:-1]
+        chosen = np.take_along_axis(rows, answer[0, 6:, None], axis=1)[:, 0]
+        assert (rows.max(axis=1) - chosen).max() < 2e-3  # else another token is likelier by more than sums in another order explain
+        found += (rows.argmax(axis=1) == answer[0, 6:]).tolist()
+    assert sum(found) > 0.98 * len(found)
+
+
 @pytest.mark.parametrize(("scheme", "bits"), [("w4a16", 4), ("w4a16_asym", 4), ("w8a16", 8)])
 def test_the_packages_own_decoder_gives_the_values_that_were_chosen(tmp_path: Path, scheme: str, bits: int) -> None:
     packed = pytest.importorskip("compressed_tensors.compressors.pack_quantized")

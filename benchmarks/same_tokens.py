@@ -1,0 +1,304 @@
+"""Whether files that `cpuspec quantize` writes mean the same elsewhere: greedy tokens of cpuspec and of llama.cpp, type by type.
+
+    python benchmarks/same_tokens.py smollm2-135m-instruct --llama-cpp PROGRAMS_DIR --type q4_0 --type q8_0
+    python tools/make_tiny_model.py gguf tiny.gguf --format f32 --untied --layers 4 --vocab-size 2048
+    python benchmarks/same_tokens.py tiny.gguf --pure --llama-cpp PROGRAMS_DIR --json benchmarks/results/same-tokens.json
+
+A model is written in each type, both engines read the file, and ten prompts are continued. A model whose widths are multiples of
+256 fits every type. The judge is numpy with the file's weights in f32: an engine's numerics are how far its log probabilities of
+the tokens are from the judge's. Where two answers part, the two tokens must be as near to each other as the numerics are large, and
+neither engine may be much further off than the other. --speed times decoding of both in turns, too.
+"""
+
+import json
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from instruction_sets import NATIVE
+from llama_cpp_build import Build, find_build
+from peers_errors import PeerError
+from record import Rounds, record, save, say
+
+from cpuspec.backends import Backend, make_backend
+from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints.download import resolve_model
+from cpuspec.config import EngineConfig
+from cpuspec.errors import CpuspecError
+from cpuspec.evaluate.quality import F64, last_rows, log_softmax
+from cpuspec.model.batch import F32, ForwardBatch
+from cpuspec.model.cache import KVCache
+from cpuspec.quantize.job import Job, quantize
+from cpuspec.quantize.mixes import TYPES
+from cpuspec.sampling import argmax
+from cpuspec.tokenizer import make_tokenizer
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time there was a",
+    "Water boils at a temperature of",
+    "The three primary colours are",
+    "import numpy as np\n\ndef softmax(x):\n",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "In 1969, the first human",
+    "SELECT name, COUNT(*) FROM users",
+    "A list of fruits:\n1. Apples\n2.",
+)
+_START_S, _ANSWER_S = 120, 300
+
+# How many times the largest error two tokens may be apart where answers part, how many times one engine's usual error may be the
+# other's, and what is no error.
+_TIMES_LARGEST, _TIMES_USUAL, _LEAST = 2, 8, 1e-3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens and their log probabilities."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first place in which two answers differ. margin: between the two tokens' log probabilities, by the judge."""
+
+    prompt: int
+    place: int
+    ours: int
+    theirs: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two engines' answers. errors: medians of what their log probabilities of chosen tokens differ from the judge's. largest_error:
+    of both engines, where the answers agree: a few rows err much more than others.
+    """
+
+    num_same: int
+    num_tokens_compared: int
+    our_error: float
+    their_error: float
+    largest_error: float
+    partings: list[Parting]
+
+    @property
+    def within_numerics(self) -> bool:
+        """Whether both compute the same, as far as their errors tell."""
+        alike = max(self.our_error, self.their_error) <= _TIMES_USUAL * min(self.our_error, self.their_error) + _LEAST
+        return alike and all(one.margin <= _TIMES_LARGEST * self.largest_error + _LEAST for one in self.partings)
+
+
+def compare(ours: Sequence[Answer], theirs: Sequence[Answer], judged: Sequence[F64]) -> Comparison:
+    """judged: of each of our answers the judge's log probabilities [tokens, V], each row behind the tokens before."""
+    partings, own_errors, other_errors, compared = [], [], [], 0
+    for number, (a, b, rows) in enumerate(zip(ours, theirs, judged, strict=True)):
+        for place, (own, other) in enumerate(zip(a.tokens, b.tokens, strict=False)):
+            compared += 1
+            if own != other:
+                partings.append(Parting(number, place, own, other, abs(float(rows[place, own] - rows[place, other]))))
+                break
+            own_errors.append(abs(float(a.log_probs[place] - rows[place, own])))
+            other_errors.append(abs(float(b.log_probs[place] - rows[place, other])))
+    usual = [float(np.median(some or [0.0])) for some in (own_errors, other_errors)]
+    largest = max([*own_errors, *other_errors], default=0.0)
+    return Comparison(len(ours) - len(partings), compared, *usual, largest, partings)
+
+
+class LlamaServer:
+    """llama-server on a port of this machine, asked with token ids."""
+
+    def __init__(self, build: Build, model: Path, threads: int, log: Any) -> None:
+        program = build.find("llama-server")
+        if program is None:
+            raise PeerError(f"there is no llama-server in {build.programs}; give the directory of llama.cpp's programs")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        command = [str(program), "-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", "1024", "-np", "1"]
+        command += ["--port", str(self._port), "--no-webui", "--no-warmup"]
+        self._process = subprocess.Popen(command, env=build.environment(), stdout=log, stderr=log)
+        until = time.monotonic() + _START_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5):
+                    return
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > until:
+                    self.close()
+                    code = self._process.returncode
+                    raise PeerError(f"llama-server did not start with {model.name}; it ended with {code}") from None
+                time.sleep(0.2)
+
+    def answer(self, prompt: Sequence[int], num_tokens: int, with_log_probs: bool = True) -> tuple[Answer, float]:
+        """The greedy continuation of token ids, up to the end of the answer, and tokens a second."""
+        asked = {
+            "prompt": list(prompt),
+            "n_predict": num_tokens,
+            "temperature": 0,
+            "n_probs": int(with_log_probs),
+            "cache_prompt": False,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
+            got = json.load(reply)
+        tokens = got.get("completion_probabilities", [])
+        answer = Answer([one["id"] for one in tokens], [one["logprob"] for one in tokens])
+        return answer, got["timings"]["predicted_per_second"]
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def serving(build: Build, model: Path, threads: int) -> Iterator[LlamaServer]:
+    """A server with the model. Raises PeerError with the end of what it printed if it does not start."""
+    with tempfile.TemporaryFile() as log:
+        try:
+            server = LlamaServer(build, model, threads, log)
+        except PeerError as error:
+            log.seek(0)
+            raise PeerError(f"{error}: {log.read().decode(errors='replace')[-700:].strip()}") from None
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+def own_answer(backend: Backend, prompt: Sequence[int], num_tokens: int) -> Answer:
+    """As `LlamaServer.answer`, by this package."""
+    cache, answer, rows = backend.new_cache(1, len(prompt) + num_tokens), Answer([], []), list(prompt)
+    for _ in range(num_tokens):
+        log_probs = log_softmax(_forward(backend, cache, rows))[0]
+        rows = [int(log_probs.argmax())]
+        answer.tokens.append(rows[0])
+        answer.log_probs.append(float(log_probs[rows[0]]))
+    return answer
+
+
+def own_tokens_per_s(backend: Backend, prompt: Sequence[int], num_tokens: int) -> float:
+    """Of greedy decoding behind the first token."""
+    cache = backend.new_cache(1, len(prompt) + num_tokens)
+    token = int(argmax(_forward(backend, cache, prompt))[0])
+    began = time.perf_counter()
+    for _ in range(num_tokens - 1):
+        token = int(argmax(_forward(backend, cache, [token]))[0])
+    return (num_tokens - 1) / (time.perf_counter() - began)
+
+
+def _forward(backend: Backend, cache: KVCache, tokens: Sequence[int]) -> F32:
+    """Append tokens; logits [1, V] of the last one."""
+    start, count = cache.lengths[0], len(tokens)
+    batch = ForwardBatch(
+        tokens=np.array(tokens, np.int32),
+        positions=np.arange(start, start + count, dtype=np.int32),
+        slots=np.zeros(1, np.int32),
+        q_start=np.array([0, count], np.int32),
+        logit_rows=np.array([count - 1], np.int32),
+    )
+    return backend.forward(batch, cache).logits
+
+
+def measure(path: Path, prompts: Sequence[list[int]], how: "How") -> tuple[Comparison, list[tuple[float, float]]]:
+    """Both engines on one file, and of each round of speed the tokens/s of both."""
+    checkpoint, speeds = open_checkpoint(path), []
+    with closing(make_backend("numba", checkpoint, EngineConfig(threads=how.threads, keep_packed=False))) as backend:
+        ours = [own_answer(backend, prompt, how.num_tokens) for prompt in prompts]
+        with serving(how.build, path, how.threads) as server:
+            theirs = [server.answer(prompt, how.num_tokens)[0] for prompt in prompts]
+            for _ in range(how.speed_rounds):
+                own = own_tokens_per_s(backend, prompts[0], how.num_tokens)
+                speeds.append((own, server.answer(prompts[0], how.num_tokens, with_log_probs=False)[1]))
+    judge = make_backend("numpy", checkpoint, EngineConfig(kv_format="f32"))
+    texts = [[*prompt, *answer.tokens[:-1]] for prompt, answer in zip(prompts, ours, strict=True)]
+    judged = [log_softmax(last_rows(judge, [*text, 0], how.num_tokens)) for text in texts]
+    return compare(ours, theirs, judged), speeds
+
+
+@dataclass(frozen=True)
+class How:
+    """How both engines run."""
+
+    build: Build
+    threads: int
+    num_tokens: int
+    speed_rounds: int
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Recipe name, GGUF file or Hugging Face directory.")],
+    llama_cpp: Annotated[Path, typer.Option(help="Directory of llama.cpp's programs.")],
+    isa: Annotated[str, typer.Option(help="llama.cpp's library for this instruction set, as in peers.py.")] = NATIVE,
+    types: Annotated[list[str] | None, typer.Option("--type", help="Of `cpuspec quantize`; by default all. Repeatable.")] = None,
+    pure: Annotated[bool, typer.Option("--pure", help="No mixes.")] = False,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="Of each answer.", min=2)] = 32,
+    speed_rounds: Annotated[int, typer.Option("--speed", help="Rounds of decoding, both in turns.", min=0)] = 0,
+    threads: Annotated[int, typer.Option(help="Of both engines.", min=1)] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
+) -> None:
+    """Print a line for each type; ends with 1 if an answer parts beyond what the numerics explain."""
+    arms: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    rounds = Rounds(1, threads)
+    with tempfile.TemporaryDirectory() as room:
+        directory = Path(room)
+        try:
+            how = How(find_build(llama_cpp, None, isa), threads, num_tokens, speed_rounds)
+            checkpoint = open_checkpoint(resolve_model(model))
+        except (PeerError, CpuspecError) as error:
+            say(str(error))
+            raise typer.Exit(1) from error
+        tokenizer = make_tokenizer(checkpoint)
+        prompts = [[*tokenizer.prefix, *tokenizer.encode(text)] for text in PROMPTS]
+        for _ in rounds:
+            for type_name in types or TYPES:
+                path = directory / f"{type_name}.gguf"
+                try:
+                    made = quantize(checkpoint, path, Job(type_name, pure=pure), threads)
+                    one, speeds = measure(path, prompts, how)
+                except (PeerError, CpuspecError, OSError) as error:
+                    failed[type_name] = str(error)
+                    say(f"{type_name}: {error}")
+                    continue
+                finally:
+                    path.unlink(missing_ok=True)
+                ratio = statistics.median(own / other for own, other in speeds) if speeds else None
+                fits = one.within_numerics
+                arm = {"type": type_name, "formats": made.formats, "num_bytes": made.num_bytes, **asdict(one)}
+                arms.append({**arm, "within_numerics": fits, "tokens_per_s": speeds, "ratio": ratio})
+                told = f"{one.num_same} of {len(prompts)} the same, errors {one.our_error:.4f} and {one.their_error:.4f}"
+                told += f", {one.largest_error:.4f} at most"
+                if one.partings:
+                    told += ", margins where they part " + " ".join(f"{part.margin:.4f}" for part in one.partings)
+                told += "" if fits else ": MORE THAN NUMERICS"
+                say(f"{type_name}: {told}" + (f"; {ratio:.2f} of llama.cpp's speed" if ratio else ""))
+    result = record("same_tokens", checkpoint.path.name, rounds)
+    result |= {"llama_cpp": how.build.about, "num_tokens": num_tokens, "arms": arms, "failed": failed}
+    print(json.dumps(arms, indent=2))
+    save(result, json_file)
+    if failed or not all(arm["within_numerics"] for arm in arms):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

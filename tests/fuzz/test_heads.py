@@ -1,0 +1,116 @@
+"""Damaged heads are refused or drafted with: directories and GGUF files of every layout. See `drive`."""
+
+import json
+import random
+import tempfile
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.heads import find_reader
+from cpuspec.config import EngineConfig
+from cpuspec.model.batch import ForwardBatch
+from tests import block_heads, heads
+from tests.fuzz.drive import check, mutate_bytes, mutate_json
+from tests.fuzz.gguf_fields import structural_fields
+from tests.fuzz.test_models import both
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
+DIRECTORIES: dict[str, Any] = {
+    "EAGLE-3": heads.make_eagle3,
+    "EAGLE-3 of speculators": lambda path, target: heads.make_eagle3(path, target, layout="speculators", fc_norm=True),
+    "P-EAGLE": lambda path, target: heads.make_eagle3(path, target, layout="speculators", num_layers=2, mask_id=300),
+    "EAGLE": heads.make_eagle1,
+    "DFlash": block_heads.make_block_head,
+    "DSpark": lambda path, target: block_heads.make_block_head(path, target, markov="gated", confidence="markov"),
+    "DFlash of speculators": lambda path, target: block_heads.make_block_head(path, target, layout="speculators", num_drafted=96),
+}
+FILES = {"EAGLE-3": heads.as_gguf, "DFlash": block_heads.as_gguf, "DSpark": block_heads.as_gguf}
+MTP = "multi-token prediction"
+
+
+@cache
+def target() -> Checkpoint:
+    with tempfile.TemporaryDirectory() as directory:
+        return open_checkpoint(make_tiny_gguf(Path(directory) / "target.gguf", weight_format="f32", **SMALL), mmap=False)
+
+
+@cache
+def directory_sample(kind: str) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "head"
+        if kind == MTP:
+            path.mkdir()
+            make_tiny_hf(path, "qwen2", **SMALL)
+            heads.add_mtp(path)
+        else:
+            DIRECTORIES[kind](path, target().config)
+        return {one.name: one.read_bytes() for one in path.iterdir()}
+
+
+@cache
+def file_sample(kind: str) -> tuple[bytes, list[tuple[int, int]]]:
+    with tempfile.TemporaryDirectory() as directory:
+        head = DIRECTORIES[kind](Path(directory) / "head", target().config)
+        content = FILES[kind](head, Path(directory) / "head.gguf").read_bytes()
+    return content, [(position, size) for _, position, size in structural_fields(content) if size]
+
+
+def use(path: Path) -> None:
+    """Open a head beside its target and run what can be run of it; what is no head any more is a whole model, or nothing."""
+    found = find_reader(path)
+    if found is None:
+        open_checkpoint(path)
+        return
+    head = found[0].read(found[1], target())
+    with closing(make_backend("numpy", head.model, EngineConfig(threads=1, max_rows=8))) as backend, np.errstate(all="ignore"):
+        hidden_size = backend.config.hidden_size
+        described = backend.config.head
+        if described and described.feature_size:
+            assert backend.encode(np.ones((2, described.feature_size), np.float32)).shape == (2, hidden_size)
+        batch = ForwardBatch(
+            tokens=np.array([1, 2], np.int32),
+            positions=np.arange(2, dtype=np.int32),
+            slots=np.zeros(1, np.int32),
+            q_start=np.array([0, 2], np.int32),
+            hidden=np.ones((2, hidden_size), np.float32) if backend.config.takes_hidden else None,
+        )
+        logits = backend.forward(batch, backend.new_cache(1, 8)).logits
+        assert logits.shape == (2, backend.config.num_logits)
+
+
+def head_directory(rng: random.Random, directory: Path) -> None:
+    files = dict(directory_sample(rng.choice([*DIRECTORIES, MTP])))
+    content, kind = files["model.safetensors"], rng.choice(("config", "config", "header", "header", "bytes"))
+    length = int.from_bytes(content[:8], "little")
+    if kind == "config":
+        files["config.json"] = mutate_json(json.loads(files["config.json"]), rng)
+    elif kind == "header":
+        header = mutate_json(json.loads(content[8 : 8 + length]), rng)
+        files["model.safetensors"] = len(header).to_bytes(8, "little") + header + content[8 + length :]
+    else:
+        files["model.safetensors"] = mutate_bytes(content, rng, [(0, 8)])
+    for name, one in files.items():
+        (directory / name).write_bytes(one)
+    use(directory)
+
+
+def head_file(rng: random.Random, directory: Path) -> None:
+    content, fields = file_sample(rng.choice(list(FILES)))
+    end = fields[-1][0] if rng.random() < 0.5 else len(content)
+    (directory / "head.gguf").write_bytes(mutate_bytes(content[:end], rng, fields) + content[end:])
+    use(directory / "head.gguf")
+
+
+def test_a_damaged_directory_of_a_head_is_refused_or_drafts() -> None:
+    assert both(check(head_directory, 60))
+
+
+def test_a_damaged_gguf_file_of_a_head_is_refused_or_drafts() -> None:
+    assert both(check(head_file, 40))
