@@ -179,8 +179,8 @@ def likeliest(logits: F32, num: int) -> tuple[I32, F32, F32]:
     ids = np.argpartition(logits, first, axis=1)[:, first:]
     values = np.take_along_axis(logits, ids, axis=1)
     order = np.lexsort((ids, -values), axis=1)
-    sorted_ids, sorted_values = (np.take_along_axis(one, order, axis=1) for one in (ids, values))
-    return sorted_ids.astype(np.int32), sorted_values, log_sum.astype(np.float32)
+    sorted_ids = np.take_along_axis(ids, order, axis=1).astype(np.int32)
+    return sorted_ids, np.take_along_axis(values, order, axis=1), log_sum.astype(np.float32)
 
 
 def extract(
