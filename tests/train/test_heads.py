@@ -112,7 +112,7 @@ def test_a_served_head_computes_the_rows_that_it_was_trained_with(
     cache = backend.new_cache(1, 64)
     tokens = sample.token_ids.astype(int).tolist()
     features = sample.hidden[:, [samples.about.layers.index(layer) for layer in head.layers]].reshape(len(tokens), -1)
-    encoded = backend.encode(features)
+    encoded = backend.project(features, "encode")
     if isinstance(training, BlockTraining):
         blocks = training.blocks([sample], [np.array([at, at + 3])])
         assert blocks
@@ -284,7 +284,7 @@ def test_a_copied_layer_sees_the_keys_that_the_target_has(target: Checkpoint, sa
     rng = np.random.default_rng(0)
     features = rng.standard_normal((5, len(LAYERS) * target.config.hidden_size)).astype(np.float32)
     backend = make_backend("numpy", start, SETTINGS)
-    assert np.allclose(backend.encode(features), features[:, 2 * target.config.hidden_size :], atol=1e-5)
+    assert np.allclose(backend.project(features, "encode"), features[:, 2 * target.config.hidden_size :], atol=1e-5)
     assert np.allclose(start.tensors["layers.0.k"].dequantize()[:, 64:], target.tensors["layers.3.k"].dequantize())
 
 
