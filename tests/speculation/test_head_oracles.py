@@ -104,7 +104,7 @@ def recorded(model: Any, *args: Any, **kwargs: Any) -> list[np.ndarray]:
 def encoded(head: Head, backend: Any, features: np.ndarray) -> np.ndarray:
     for norm in head.feature_norms:
         features = norm.applied(features)
-    return backend.encode(features)
+    return backend.project(features, "encode")
 
 
 def run(
