@@ -83,8 +83,8 @@ class Parting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two engines' answers. errors: medians of what their log probabilities of chosen tokens differ from the judge's. largest_error:
-    of both engines, where the answers agree: a few rows err much more than others.
+    """Two engines' answers. errors: medians of what their log probabilities of chosen tokens differ from the judge's.
+    largest_error: of both engines, where the answers agree: a few rows err much more than others.
     """
 
     num_same: int

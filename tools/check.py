@@ -3,6 +3,7 @@
 Runs ruff (lint and format), mypy and pytest with the interpreter it was started with. Exits with 1 if any of them failed.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "types": ("mypy",),
     "tests": ("pytest", "-n", "auto", "--maxprocesses", "4"),  # a process for each core
 }
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # of numpy and torch in each of these processes
 
 
 def main() -> int:
@@ -22,7 +24,9 @@ def main() -> int:
     failed = []
     for name, (module, *arguments) in CHECKS.items():
         print(f"--- {name}: {' '.join((module, *arguments))}", flush=True)
-        if subprocess.run([sys.executable, "-m", module, *arguments], cwd=root, check=False).returncode:
+        if subprocess.run(
+            [sys.executable, "-m", module, *arguments], cwd=root, env=os.environ | ONE_THREAD, check=False
+        ).returncode:
             failed.append(name)
     for name in CHECKS:
         print(f"{name:<8}{'FAILED' if name in failed else 'passed'}")

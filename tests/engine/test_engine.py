@@ -404,7 +404,7 @@ SAMPLED_PARAMS = {
     "plain": {"temperature": 0.9},
     "truncated and penalised": {"temperature": 1.3, "top_k": 6, "top_p": 0.95, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
 }
-NUM_SAMPLES = 1500
+NUM_SAMPLES = 900
 
 
 def sampled_counts(
