@@ -29,7 +29,7 @@ def make_block_head(
     seed: int = 3,
     **changes: Any,
 ) -> RandomHead:
-    """layers: whose outputs are read. markov: "" for none, vanilla or gated. confidence: "" for none, state or markov.
+    """layers: whose outputs are read. markov: "" for none, vanilla, gated or rnn. confidence: "" for none, state or markov.
 
     scales: further fields of z-lab's layout.
     """
@@ -55,6 +55,9 @@ def make_block_head(
     if markov == "gated":
         arrays["markov_head.gate_proj.weight"] = random_array(rng, (RANK, hidden + RANK))
         arrays["markov_head.gate_proj.bias"] = random_array(rng, (RANK,))
+    if markov == "rnn":
+        arrays["markov_head.joint_proj.weight"] = random_array(rng, (3 * RANK, 2 * RANK + hidden))
+        arrays["markov_head.joint_proj.bias"] = random_array(rng, (3 * RANK,))
     if confidence:
         size = hidden + RANK if confidence == "markov" else hidden
         arrays["confidence_head.proj.weight"] = 2 * random_array(rng, (1, size))
@@ -121,13 +124,17 @@ def _attention(one: Reference, prefix: str, context: F64, y: F64, causal: bool) 
     return one.linear(f"{prefix}o_proj", mixed)
 
 
-def markov_bias(head: RandomHead, before: int, state: F64) -> F64:
-    """The Markov head's bias of a row whose token follows `before`."""
+def markov_bias(head: RandomHead, before: int, state: F64, memory: F64) -> tuple[F64, F64]:
+    """The Markov head's bias of a row whose token follows `before`, and the memory of the next row; a block begins with zeros."""
     arrays = {name.removeprefix("markov_head."): array.astype(np.float64) for name, array in head.arrays.items()}
     w1 = arrays["markov_w1.weight"][before]
     if "gate_proj.weight" in arrays:
         w1 = w1 / (1 + np.exp(-(arrays["gate_proj.weight"] @ np.concatenate([state, w1]) + arrays["gate_proj.bias"])))
-    return arrays["markov_w2.weight"] @ w1
+    if "joint_proj.weight" in arrays:
+        joined = arrays["joint_proj.weight"] @ np.concatenate([memory, w1, state]) + arrays["joint_proj.bias"]
+        kept, candidate, out = 1 / (1 + np.exp(-joined[:RANK])), np.tanh(joined[RANK : 2 * RANK]), np.tanh(joined[2 * RANK :])
+        return arrays["markov_w2.weight"] @ out, kept * memory + (1 - kept) * candidate
+    return arrays["markov_w2.weight"] @ w1, memory
 
 
 def accepted_chance(head: RandomHead, before: int, state: F64) -> float:

@@ -113,9 +113,13 @@ def make_eagle3(
     fc_norm: bool = False,
     norm_output: bool = False,
     mask_id: int | None = None,
+    counts_outputs: bool = False,
     seed: int = 1,
 ) -> RandomHead:
-    """An EAGLE-3 head, or a P-EAGLE one if it has a mask. layers: their inputs are read, counted as in the file."""
+    """An EAGLE-3 head, or a P-EAGLE one if it has a mask. layers: their inputs are read.
+
+    counts_outputs: whether the original layout's file counts outputs, as DeepSpec's.
+    """
     rng, hidden, size = np.random.default_rng(seed), target.hidden_size, len(layers) * target.hidden_size
     config = llama_config(target, num_hidden_layers=num_layers)
     first = "midlayer." if layout == "original" else "layers.0."
@@ -151,11 +155,14 @@ def make_eagle3(
     if layout == "original":
         whole = {
             **config,
-            **{k: v for k, v in flags.items() if v},
+            **{key: value for key, value in flags.items() if value and key in ("norm_before_residual", "norm_output")},
             "draft_vocab_size": num_drafted,
             "architectures": ["LlamaForCausalLMEagle3"],
         }
-        whole["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+        if counts_outputs:
+            return write_head(path, {**whole, "target_layer_ids": [layer - 1 for layer in layers]}, arrays)
+        said = {key: value for key, value in flags.items() if value and key in ("norm_before_fc", "fc_norm")}
+        whole["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layers), **said}
         return write_head(path, whole, arrays)
     kind = "eagle3" if mask_id is None else "peagle"
     whole = {

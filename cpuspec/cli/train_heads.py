@@ -1,4 +1,4 @@
-"""The commands that train draft heads: `cpuspec train block` and `cpuspec train eagle3`."""
+"""The commands that train: `cpuspec train block` and `eagle3` for heads, `distill` for a model that drafts."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -11,13 +11,13 @@ import typer
 from cpuspec.cli import options
 from cpuspec.cli.console import StepProgress, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
-from cpuspec.environment import usable_cores
 
 if TYPE_CHECKING:
     from cpuspec.train.block import BlockLoss
     from cpuspec.train.eagle3 import Eagle3Loss
-    from cpuspec.train.loop import Measured
+    from cpuspec.train.loop import Measured, Schedule
 
+_HOW = ("device", "dtype", "threads")
 _OF_SHAPE = ("layers", "intermediate_size", "vocab_size")
 _OF_SCHEDULE = ("epochs", "minutes", "tokens", "longest", "rate", "weight_decay", "held_back", "measured_every", "seed")
 
@@ -70,9 +70,10 @@ _SCHEDULE = (
 )  # fmt: skip
 
 
-def takes_training() -> Callable[[options.Command], options.Command]:
-    """Give a command the options that both kinds of heads have; it gets their values as `chosen: dict[str, Any]`."""
-    return options.takes("chosen", [*_SHAPE, *_SCHEDULE], _read)
+def takes_training(of_head: bool, **defaults: float) -> Callable[[options.Command], options.Command]:
+    """Give a command the options of every training, and those of heads; it gets their values as `chosen: dict[str, Any]`."""
+    declared = [*(_SHAPE if of_head else ()), *_SCHEDULE]
+    return options.takes("chosen", [one.replace(default=defaults.get(one.name, one.default)) for one in declared], _read)
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -82,14 +83,15 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     if given["held_back"] >= 1:
         raise typer.BadParameter(f"--held-back is a share below 1, got {given['held_back']}")
     try:
-        given["layers"] = None if given["layers"] is None else tuple(int(one) for one in given["layers"].split(","))
+        if given.get("layers") is not None:
+            given["layers"] = tuple(int(one) for one in given["layers"].split(","))
     except ValueError:
         raise typer.BadParameter(f"--layers takes numbers with commas between them, as 1,14,26; got {given['layers']!r}") from None
     return given
 
 
 @exit_codes()
-@takes_training()
+@takes_training(of_head=True)
 def block(
     model: options.ModelArgument,
     samples: SamplesArgument,
@@ -118,7 +120,7 @@ def block(
 
 
 @exit_codes()
-@takes_training()
+@takes_training(of_head=True)
 def eagle3(
     model: options.ModelArgument,
     samples: SamplesArgument,
@@ -136,6 +138,42 @@ def eagle3(
     _train(model, samples, out, Eagle3Loss(steps), chosen, {}, as_json)
 
 
+@exit_codes()
+@takes_training(of_head=False, rate=3e-5, tokens=512, epochs=2)
+def distill(
+    model: options.ModelArgument,
+    answers: Annotated[Path, typer.Argument(metavar="ANSWERS", help="A file of `cpuspec train answers`.", dir_okay=False)],
+    out: OutArgument,
+    *,
+    target: Annotated[
+        str | None, typer.Option("--target", metavar="MODEL", help="The model that answered; by default MODEL itself.")
+    ] = None,
+    num_drafted: Annotated[int, typer.Option("--drafted", metavar="N", min=1, max=32, help="Tokens of its drafts.")] = 4,
+    masks: Annotated[
+        bool, typer.Option("--masks", help="Also learn to draft them in one pass, as PARD; for targets with the same tokens.")
+    ] = False,
+    mask_id: Annotated[
+        int | None, typer.Option("--mask-id", metavar="ID", min=0, help="The mask's token; by default one that no text has.")
+    ] = None,
+    as_json: options.JsonOption = False,
+    chosen: dict[str, Any],
+) -> None:
+    """Teach a small model a target's answers, so that it drafts better for it; `--draft OUT` uses it.
+
+    OUT is a Hugging Face directory, or holds model.gguf, as MODEL is one. The answers are split by MODEL's own tokenizer.
+    """
+    from cpuspec.tokenizer import make_tokenizer
+    from cpuspec.train.distill import DistillLoss, read_answers
+    from cpuspec.train.job import ModelJob, train_model
+
+    opened = open_target(model)
+    of_target = opened if target is None else open_target(target)
+    texts = read_answers(answers, make_tokenizer(of_target), make_tokenizer(opened), of_target.config.vocab_size)
+    job = ModelJob(DistillLoss(num_drafted, masks), _schedule(chosen), mask_id, *(chosen[name] for name in _HOW))
+    with StepProgress(tenths=True) as progress:
+        _report(out, train_model(opened, texts, out, job, progress, _tell), as_json)
+
+
 def _train(
     model: str,
     samples: Path,
@@ -145,27 +183,32 @@ def _train(
     of_shape: Mapping[str, Any],
     as_json: bool,
 ) -> None:
-    import torch
-
-    from cpuspec.backends.torch_backend import find_device
-    from cpuspec.kernels.isa import has_bf16_tiles
-    from cpuspec.train.job import DTYPES, Job, train_head
-    from cpuspec.train.loop import Schedule
+    from cpuspec.train.job import Job, train_head
     from cpuspec.train.samples import open_samples
     from cpuspec.train.start import HeadShape
+
+    shape = HeadShape(**{name: chosen[name] for name in _OF_SHAPE}, copied=not chosen["cold"], **of_shape)
+    job = Job(loss, shape, _schedule(chosen), chosen["source"], *(chosen[name] for name in _HOW))
+    target, opened = open_target(model), open_samples(samples)
+    with StepProgress(tenths=True) as progress:
+        _report(out, train_head(target, opened, out, job, progress, _tell), as_json)
+
+
+def _schedule(chosen: Mapping[str, Any]) -> "Schedule":
+    from cpuspec.backends.torch_backend import find_device
+    from cpuspec.kernels.isa import has_bf16_tiles
+    from cpuspec.train.job import DTYPES
+    from cpuspec.train.loop import Schedule
 
     if chosen["dtype"] not in DTYPES:
         raise typer.BadParameter(f"there is no --dtype {chosen['dtype']!r}; wanted one of {', '.join(DTYPES)}")
     with options.usage_errors():
         on_gpu = find_device(chosen["device"]).type == "cuda"
-    torch.set_num_threads(chosen["threads"] or usable_cores())
     bf16 = chosen["bf16"] if chosen["bf16"] is not None else on_gpu or has_bf16_tiles()
-    shape = HeadShape(**{name: chosen[name] for name in _OF_SHAPE}, copied=not chosen["cold"], **of_shape)
-    schedule = Schedule(**{name: chosen[name] for name in _OF_SCHEDULE}, bf16=bf16)
-    job = Job(loss, shape, schedule, chosen["source"], chosen["device"], chosen["dtype"])
-    target, opened = open_target(model), open_samples(samples)
-    with StepProgress(tenths=True) as progress:
-        log = train_head(target, opened, out, job, progress, _tell)
+    return Schedule(**{name: chosen[name] for name in _OF_SCHEDULE}, bf16=bf16)
+
+
+def _report(out: Path, log: "list[Measured]", as_json: bool) -> None:
     best = max(log, key=lambda line: line.mean_length)
     if as_json:
         emit_json({"path": str(out), "best": best._asdict(), "log": [line._asdict() for line in log]})

@@ -354,15 +354,16 @@ def _opened_head(
 # ------------------------------------------------------------------------------------------------------------- phase 2: building
 
 
-def build(opened: OpenedSpec, target: Backend) -> Proposer:
-    """Load the opened models beside the target's backend, the cheapest first, and stack them."""
+def build(opened: OpenedSpec, context: Context) -> Proposer:
+    """Load the opened models beside the target, the cheapest first, and stack them. context: the target's."""
+    target = context.backend
     # A row whose bits depend on its batch may choose another token beside a draft's rows.
     if opened.is_planned and not target.row_invariant:
         return NullProposer()
     stack = partial(_build_level, target)
     lookups = [stack(level, NullProposer()) for level in opened.lookups]
     if opened.is_planned:
-        return plan(target, lookups, [cast(DraftModel, stack(level, NullProposer())) for level in opened.models])
+        return plan(context, lookups, [cast(DraftModel, stack(level, NullProposer())) for level in opened.models])
     proposer = _combined(lookups, first_hit, ",") if lookups else NullProposer()
     for level in opened.models:
         proposer = stack(level, proposer)

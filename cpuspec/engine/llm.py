@@ -154,21 +154,22 @@ class LLM:
         opened: OpenedSpec,
         checkpoint: Checkpoint | None,
     ) -> None:
-        proposer = build(opened, backend)
+        context = Context(backend, settings.max_sequences, _capacity(backend.config, settings), prompt_rows=settings.prompt_rows)
+        proposer = build(opened, context)
         self.tokenizer = tokenizer
         self.config = backend.config
         self.spec = spec
         self.sampling_defaults = _sampling(checkpoint)  # of its files and its recipe, with remarks on ignored values
         self.threads = backend.threads
         self.row_invariant = backend.row_invariant
-        self.context_length = _capacity(backend.config, settings)
+        self.context_length = context.capacity
         self.max_sequences = settings.max_sequences
         self.pooling = checkpoint.pooling if checkpoint else ""  # as `Checkpoint.pooling`
         self._final_norm = HeadNorm(checkpoint.tensors["norm"].dequantize(), self.config.norm_eps) if checkpoint else None
         self._backend = backend
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
-        self._context = Context(backend, settings.max_sequences, self.context_length, prompt_rows=settings.prompt_rows)
+        self._context = context
         _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
         self._choose = partial(build_chosen, usual=proposer, opened=opened, vocab_size=self._context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)

@@ -168,7 +168,14 @@ class Metrics:
             ("num_draft_tokens", "Tokens that were drafted.", lambda level: level.num_draft_tokens),
             ("num_accepted_tokens", "Drafted tokens that were accepted.", lambda level: level.num_accepted_tokens),
         )
-        levels = {name: level for name, level in self._levels().items() if level.num_drafts}
+        rounds = CounterMetricFamily(
+            "cpuspec:spec_decode_num_rounds", 'Verifications, without a draft, too: "auto" counts those.', labels=labels
+        )
+        levels = dict(self._levels())
+        for level, found in levels.items():
+            rounds.add_metric([self._model, level], found.num_cycles)
+        yield rounds
+        levels = {name: level for name, level in levels.items() if level.num_drafts}
         for name, help, value in counts:
             counter = CounterMetricFamily(f"cpuspec:spec_decode_{name}", help, labels=labels)
             for level, found in levels.items():

@@ -93,7 +93,7 @@ class Context:
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
         self.possible = possible
         self.prompt_rows = min(prompt_rows, backend.max_rows)
-        self.num_forwards = 0
+        self.num_forwards = self.num_rows = 0  # of all forwards
         self.num_acquired_tokens = self.num_cached_tokens = 0  # that sequences came with, and of these what was there already
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
@@ -415,6 +415,7 @@ class Context:
         batch = ForwardBatch(tokens, positions, slots, q_start, parents, logit_rows, hidden_layers)
         output = self.backend.forward(batch, self.cache)
         self.num_forwards += 1
+        self.num_rows += len(tokens)
         left = []
         for i, feed in enumerate(feeds[: len(slots)]):
             start, end = q_start[i], q_start[i + 1]

@@ -67,8 +67,8 @@ class BlockTraining:
         self.weights = weights = HeadWeights(directory, target, about, self.method, device)
         block = weights.head.block
         assert block, "the reader of such a head has seen to it"
-        if block.markov and block.markov.gate is not None:
-            raise CheckpointError(f"{directory} has a gated Markov head, which is not trained here; wanted a vanilla one")
+        if block.markov and (block.markov.gate is not None or block.markov.joint is not None):
+            raise CheckpointError(f"{directory} has a gated or recurrent Markov head; wanted a vanilla one")
         self._block, self._loss = block, loss
         self._w1 = self._w2 = self._confidence = self._confidence_bias = None
         if block.markov:

@@ -30,7 +30,6 @@ LAST = "last"  # in a list of layers: the output of the last one, which no norm 
 _SHARD_BYTES = 128 << 20  # of a shard's hidden states in memory
 _LOGIT_BYTES = 64 << 20  # of a forward
 _PIECE_CHARACTERS = 1 << 16  # of plain text that is read at once
-_GROUP = 64  # logits whose largest is found first
 
 
 class Text(NamedTuple):
@@ -174,30 +173,14 @@ class Extractor:
 
 
 def likeliest(logits: F32, num: int) -> tuple[I32, F32, F32]:
-    """Of rows [T, V] the ids [T, num] of the largest logits, the largest first, these logits [T, num], and log_sum [T].
-
-    The largest ones are in the groups with the largest maxima, so the rows need not be searched whole.
-    """
-    num_rows, size = logits.shape
-    best = logits.max(axis=1)
+    """Of rows [T, V] the ids [T, num] of the largest logits, the largest first, these logits [T, num], and log_sum [T]."""
+    best, first = logits.max(axis=1), logits.shape[1] - num
     log_sum = best + np.log(np.exp(logits - best[:, None]).sum(axis=1, dtype=np.float64))
-    num_groups = -(-size // _GROUP)
-    if missing := -size % _GROUP:
-        logits = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)
-    grouped = logits.reshape(num_rows, num_groups, _GROUP)
-    groups = np.sort(_largest(grouped.max(axis=2), min(num, num_groups)), axis=1)
-    values = np.take_along_axis(grouped, groups[..., None], axis=1).reshape(num_rows, -1)
-    ids = (groups[..., None] * _GROUP + np.arange(_GROUP)).reshape(num_rows, -1)
-    places = _largest(values, num)
-    ids, values = np.take_along_axis(ids, places, axis=1), np.take_along_axis(values, places, axis=1)
+    ids = np.argpartition(logits, first, axis=1)[:, first:]
+    values = np.take_along_axis(logits, ids, axis=1)
     order = np.lexsort((ids, -values), axis=1)
-    ids, values = np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1)
-    return ids.astype(np.int32), values, log_sum.astype(np.float32)
-
-
-def _largest(values: F32, num: int) -> np.ndarray:
-    """Places [T, num] of the largest values of each row, in no order."""
-    return np.argpartition(values, values.shape[1] - num, axis=1)[:, values.shape[1] - num :]
+    sorted_ids, sorted_values = (np.take_along_axis(one, order, axis=1) for one in (ids, values))
+    return sorted_ids.astype(np.int32), sorted_values, log_sum.astype(np.float32)
 
 
 def extract(

@@ -1,6 +1,7 @@
-"""One training from samples to a head that the engine runs: begin a head or take one, train it, write it."""
+"""One training from samples to files that the engine runs: begin a head, or take a head or a model, train it, write it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -10,21 +11,27 @@ import torch
 
 from cpuspec.backends.torch_backend import find_device
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.errors import CheckpointError
+from cpuspec.environment import usable_cores
+from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.files import try_lock
 from cpuspec.train.block import BlockLoss, BlockTraining
+from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
 from cpuspec.train.eagle3 import Eagle3Loss, Eagle3Training
 from cpuspec.train.layout import copy_head
 from cpuspec.train.loop import Measured, OnMeasured, OnStep, Schedule, split, train
+from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.samples import SampleSet
 from cpuspec.train.start import HeadShape, start_block, start_eagle3
-from cpuspec.train.vocabulary import count
+from cpuspec.train.vocabulary import count, tokens_of, unused_id
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
 
 class Job(NamedTuple):
-    """What is trained and how. source: a head to go on with; None to begin one of `shape`. dtype: of the head's files."""
+    """What is trained and how.
+
+    source: a head to go on with; None to begin one of `shape`. dtype: of the head's files. threads: None for every core.
+    """
 
     loss: BlockLoss | Eagle3Loss
     shape: HeadShape = HeadShape()
@@ -32,6 +39,7 @@ class Job(NamedTuple):
     source: Path | None = None
     device: str = "auto"
     dtype: str = "bf16"
+    threads: int | None = None
 
 
 def train_head(
@@ -53,11 +61,9 @@ def train_head(
                 f"{samples.path}: the {what} of the samples is {got}, and that of {target.name} is {wanted}; "
                 f"they are samples of {about.model}"
             )
+    torch.set_num_threads(job.threads or usable_cores())  # torch has one number for the whole process
     device, is_block, first = find_device(job.device), isinstance(job.loss, BlockLoss), out / "training" / "start"
-    first.mkdir(parents=True, exist_ok=True)
-    with (out / "training" / "lock").open("wb") as lock:
-        if not try_lock(lock):
-            raise CheckpointError(f"{out} is in use by another process; wait for it, or choose another output")
+    with _alone_in(out):
         if not (first / "config.json").exists():
             if job.source is not None:
                 copy_head(job.source, first)
@@ -78,3 +84,41 @@ def train_head(
             "source": str(job.source or ""),
         }
         return train(training, samples, out, job.schedule, settings, DTYPES[job.dtype], on_step, on_measured)
+
+
+class ModelJob(NamedTuple):
+    """How a whole model is trained. mask_id: of rows for tokens to come; None for a token that no text has. Others as in `Job`."""
+
+    loss: DistillLoss
+    schedule: Schedule
+    mask_id: int | None = None
+    device: str = "auto"
+    dtype: str = "bf16"
+    threads: int | None = None
+
+
+def train_model(
+    model: Checkpoint, texts: Texts, out: Path, job: ModelJob, on_step: OnStep, on_measured: OnMeasured
+) -> list[Measured]:
+    """Train a model on texts into `out`, or go on with the run that is there; returns its measurements. Raises as `train_head`."""
+    torch.set_num_threads(job.threads or usable_cores())
+    mask_id = model.mask_id if job.mask_id is None else job.mask_id
+    if job.loss.masks and mask_id is None:
+        mask_id = unused_id(tokens_of(texts, model.config.vocab_size))
+    if mask_id is not None and not 0 <= mask_id < model.config.vocab_size:
+        raise ConfigError(f"the mask's token is {mask_id}; wanted an id below {model.config.vocab_size}")
+    with _alone_in(out):
+        training = DistillTraining(ModelWeights(model, mask_id, find_device(job.device)), job.loss)
+        settings = {"method": "distill", "model": model.name, "loss": asdict(job.loss), "mask_id": mask_id}
+        return train(training, texts, out, job.schedule, settings, DTYPES[job.dtype], on_step, on_measured)
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Make `out/training`, where no other process trains meanwhile. Raises CheckpointError where one does."""
+    directory = out / "training"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("wb") as lock:
+        if not try_lock(lock):
+            raise CheckpointError(f"{out} is in use by another process; wait for it, or choose another output")
+        yield

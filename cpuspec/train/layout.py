@@ -1,7 +1,8 @@
-"""Heads as files, in the layouts of speculators (`speculators_model_type` eagle3 and dspark), which vLLM loads and llama.cpp's
-converter reads (conversion/llama.py, conversion/qwen.py).
+"""Heads as files, which vLLM loads and llama.cpp's converter reads (conversion/llama.py, conversion/qwen.py).
 
-Training starts from such files, read as any other head is, and ends with the same files and other numbers in them.
+EAGLE-3 has the layout of speculators. Block heads have that of DeepSpec, because vLLM takes it that the first row of a block in
+speculators' layout drafts nothing (vllm, transformers_utils/configs/speculators/algos.py: dspark_bonus_anchor). Training starts
+from such files, read as any other head is, and ends with the same files and other numbers in them.
 """
 
 import json
@@ -51,7 +52,7 @@ def file_name(name: str, method: str) -> str:
 
 
 def layer_config(target: Checkpoint, num_layers: int, intermediate_size: int, model_type: str) -> dict[str, Any]:
-    """`transformer_layer_config` of a head with the target's heads."""
+    """The shape of a head's layers, with the target's heads."""
     c = target.config
     return {
         "model_type": model_type,
@@ -83,8 +84,10 @@ def speculators_config(target: Checkpoint, algorithm: str, num_tokens: int) -> d
     }
 
 
-def write_head(directory: Path, config: Mapping[str, Any], method: str, arrays: Mapping[str, np.ndarray]) -> None:
+def write_head(directory: Path, config: Mapping[str, Any], method: str, arrays: Mapping[str, np.ndarray], vocab_size: int) -> None:
     """Write a new head in f32; arrays by canonical name, and `token_ids`, the target's id of each drafted token, where it has some.
+
+    vocab_size: of the target.
 
     Raises OSError.
     """
@@ -92,7 +95,6 @@ def write_head(directory: Path, config: Mapping[str, Any], method: str, arrays: 
     tensors = {file_name(name, method): torch.from_numpy(array) for name, array in arrays.items() if name != "token_ids"}
     ids = arrays.get("token_ids")
     if ids is not None:
-        vocab_size = config["transformer_layer_config"]["vocab_size"]
         tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
         tensors["t2d"] = torch.from_numpy(np.isin(np.arange(vocab_size), ids))
     write_file(directory / WEIGHTS, save({name: one.contiguous() for name, one in tensors.items()}, {"format": "pt"}))
@@ -117,7 +119,9 @@ def rewrite_head(source: Path, directory: Path, method: str, trained: Mapping[st
     tensors = load_file(source / WEIGHTS)
     for name, values in trained.items():
         if (theirs := file_name(name, method)) not in tensors:
-            raise CheckpointError(f"{source / WEIGHTS} has no tensor {theirs}; only heads in speculators' layout are trained")
+            raise CheckpointError(
+                f"{source / WEIGHTS} has no tensor {theirs}; only heads with the names of DeepSpec and speculators are trained"
+            )
         tensors[theirs] = values.detach().cpu().reshape(tensors[theirs].shape)
     written = {name: (one.to(dtype) if one.is_floating_point() else one).contiguous() for name, one in tensors.items()}
     directory.mkdir(parents=True, exist_ok=True)
@@ -128,5 +132,6 @@ def rewrite_head(source: Path, directory: Path, method: str, trained: Mapping[st
 
 def copy_head(source: Path, directory: Path) -> None:
     """Write a head's files to another directory. Raises CheckpointError where one is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
     for name in (WEIGHTS, "config.json"):
         write_file(directory / name, read_file(source / name, _MOST_BYTES, CheckpointError))

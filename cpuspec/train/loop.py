@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.files import read_file, replacing, write_file
 from cpuspec.metrics import now_s
 from cpuspec.train.acceptance import Acceptance
-from cpuspec.train.samples import Sample, SampleSet
-from cpuspec.train.weights import HeadWeights
+from cpuspec.train.samples import Sample
 
 OnStep = Callable[[str, int, int], None]  # what is done, how much of it, and of how much
 
@@ -32,10 +32,43 @@ _SHORTEST = 4  # tokens of a sample that can be trained on
 _MAY_CHANGE = ("minutes", "measured_every")  # when a run goes on
 
 
-class Training(Protocol):
-    """A head in training."""
+class Samples(Protocol):
+    """What is trained on: `SampleSet`, or another sequence of samples. lengths: tokens of each."""
 
-    weights: HeadWeights
+    path: Path
+    lengths: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, index: int) -> Sample:
+        """One of them."""
+        ...
+
+    def tokens(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Its `token_ids` and `answer`."""
+        ...
+
+
+class Weights(Protocol):
+    """What is trained. trained: the tensors that gradients change, by name."""
+
+    trained: dict[str, Tensor]
+    device: torch.device
+
+    def save(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write a head or a model that the engine opens. Raises OSError."""
+        ...
+
+
+class Training(Protocol):
+    """A head or a model in training."""
+
+    @property
+    def weights(self) -> Weights:
+        """Its numbers."""
+        ...
 
     def loss(self, samples: Sequence[Sample], rng: np.random.Generator) -> Tensor | None:
         """The mean loss of a step; None where there is nothing to learn."""
@@ -103,7 +136,7 @@ class _State:
 
 def train(
     training: Training,
-    samples: SampleSet,
+    samples: Samples,
     out: Path,
     schedule: Schedule,
     settings: Mapping[str, Any],
@@ -119,7 +152,7 @@ def train(
     """
     kept, held = split(samples, schedule)
     steps = plan(samples, kept, schedule)
-    told = {"samples": len(samples), "tokens": samples.num_tokens, **settings, **asdict(schedule)}
+    told = {"samples": len(samples), "tokens": int(samples.lengths.sum()), **settings, **asdict(schedule)}
     for name in _MAY_CHANGE:
         del told[name]
     run = _Run(training, samples, held, out, schedule, dtype, len(steps), json.dumps(told, sort_keys=True), on_measured)
@@ -127,7 +160,7 @@ def train(
     return run.log
 
 
-def split(samples: SampleSet, schedule: Schedule) -> tuple[list[int], list[int]]:
+def split(samples: Samples, schedule: Schedule) -> tuple[list[int], list[int]]:
     """The samples that are trained on, and those that are measured: of the last ones, which no prompt shares with the others."""
     usable = [i for i in range(len(samples)) if samples.lengths[i] >= _SHORTEST and samples.tokens(i)[1].sum() > 2]
     num_held = max(1, round(schedule.held_back * len(usable)))
@@ -138,7 +171,7 @@ def split(samples: SampleSet, schedule: Schedule) -> tuple[list[int], list[int]]
     return usable[:-num_held], [held[i] for i in spread]
 
 
-def plan(samples: SampleSet, kept: Sequence[int], schedule: Schedule) -> list[list[int]]:
+def plan(samples: Samples, kept: Sequence[int], schedule: Schedule) -> list[list[int]]:
     """The samples of every step of all epochs: each epoch in an order of its own."""
     steps: list[list[int]] = []
     for epoch in range(schedule.epochs):
@@ -170,7 +203,7 @@ class _Run:
     def __init__(
         self,
         training: Training,
-        samples: SampleSet,
+        samples: Samples,
         held: Sequence[int],
         out: Path,
         schedule: Schedule,

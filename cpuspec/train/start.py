@@ -55,25 +55,26 @@ def start_block(directory: Path, target: Checkpoint, about: Extraction, counts: 
     arrays |= _output(target, ids)
     arrays |= {"markov_w1": w1, "markov_w2": w2, "confidence": np.zeros((1, hidden + w1.shape[1]), np.float32)}
     arrays["confidence_bias"] = np.zeros(1, np.float32)
-    mask_id = unused_id(counts) if shape.mask_id is None else shape.mask_id
+    mask_id = unused_id(counts.tokens) if shape.mask_id is None else shape.mask_id
     if not 0 <= mask_id < target.config.vocab_size:
         raise ConfigError(f"the mask's token is {mask_id}; wanted an id below {target.config.vocab_size}")
     config = {
-        "architectures": ["DSparkDraftModel"],
-        "speculators_model_type": "dspark",
-        "speculators_config": speculators_config(target, "dspark", shape.block_size),
-        "transformer_layer_config": layer_config(target, shape.num_layers, size, "qwen3"),
+        **layer_config(target, shape.num_layers, size, "qwen3"),
+        "architectures": ["Qwen3DSparkModel"],
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "num_target_layers": target.config.num_layers,
+        "target_layer_ids": list(layers),
         "draft_vocab_size": target.config.vocab_size if ids is None else len(ids),
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "block_size": shape.block_size,
         "mask_token_id": mask_id,
-        "sample_from_anchor": True,  # what is absent, llama.cpp's converter takes for false
+        "sample_from_anchor": True,
+        "num_anchors": 512,
         "markov_rank": w1.shape[1],
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
-    write_head(directory, config, "block", arrays)
+    write_head(directory, config, "block", arrays, target.config.vocab_size)
 
 
 def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts: Counts, shape: HeadShape, seed: int) -> None:
@@ -104,7 +105,7 @@ def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts:
         "embed_requires_grad": False,
         "target_hidden_size": None,
     }
-    write_head(directory, config, "eagle3", arrays)
+    write_head(directory, config, "eagle3", arrays, target.config.vocab_size)
 
 
 def _layers(target: Checkpoint, about: Extraction, shape: HeadShape, most: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cpuspec.errors import ConfigError
+from cpuspec.train.loop import Samples
 from cpuspec.train.samples import SampleSet
 
 I64 = NDArray[np.int64]
@@ -59,11 +60,17 @@ def drafted_ids(counts: Counts, size: int) -> I64 | None:
     return np.sort(np.argsort(-counts.tokens, kind="stable")[:size])
 
 
-def unused_id(counts: Counts) -> int:
-    """The last token that no answer has, for a mask. Raises ConfigError if there is none."""
-    unused = np.flatnonzero(counts.tokens == 0)
+def tokens_of(samples: Samples, vocab_size: int) -> I64:
+    """How often each token occurs in the samples, prompts included, [V]."""
+    parts = (np.bincount(samples.tokens(i)[0], minlength=vocab_size) for i in range(len(samples)))
+    return np.sum(list(parts), axis=0, dtype=np.int64)
+
+
+def unused_id(tokens: I64) -> int:
+    """The last token that never occurs, for a mask. Raises ConfigError if there is none. tokens [V]: how often each does."""
+    unused = np.flatnonzero(tokens == 0)
     if not len(unused):
-        raise ConfigError("every token of the vocabulary occurs in the answers; name one for the mask with --mask-id")
+        raise ConfigError("every token of the vocabulary occurs in the samples; name one for the mask with --mask-id")
     return int(unused[-1])
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cpuspec.checkpoints import GgufVocabulary, open_checkpoint
+from cpuspec.checkpoints.checkpoint import norm_sha256
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.config import RopeScaling
@@ -448,3 +449,11 @@ def test_a_metadata_value_of_any_type_opens_or_is_refused_and_nothing_else(small
             except CheckpointError as error:
                 refusals += str(error).count("edited.gguf")
     assert refusals > len(keys) * len(values) / 2
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+def test_the_last_norm_tells_a_model_whatever_its_quantization(tmp_path, architecture):
+    made = [make_tiny_gguf(tmp_path / f"{name}.gguf", architecture, weight_format=name) for name in ("q4_0", "q8_0", "f32")]
+    made.append(make_tiny_hf(tmp_path / "hf", architecture))
+    (found,) = {norm_sha256(open_checkpoint(path)) for path in made}
+    assert norm_sha256(open_checkpoint(make_tiny_gguf(tmp_path / "other.gguf", architecture, seed=1))) != found

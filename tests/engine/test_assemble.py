@@ -17,6 +17,7 @@ from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.speculation.chain import DEFAULT_NUM_TOKENS, ChainProposer
 from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.combine import Combined
+from cpuspec.speculation.context import Context
 from cpuspec.speculation.drafters.ngram import NgramProposer
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from tests.oracles import ToyBackend, ToyTokenizer
@@ -43,7 +44,7 @@ def toy_target() -> Target:
 
 
 def built(text: str) -> Proposer:
-    return build(open_spec(SpecConfig.parse(text), toy_target()), ToyBackend(1))
+    return build(open_spec(SpecConfig.parse(text), toy_target()), Context(ToyBackend(1), 1, 64))
 
 
 # --------------------------------------------------------------------------------------------------------------------- grammar

@@ -220,7 +220,8 @@ def test_state_and_metrics_tell_what_happened(running: Running, client: openai.O
     for name in (
         *("time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "generation_tokens_total"),
         *("request_time_per_output_token_seconds_count", "prefix_cache_hits_total", "num_requests_running"),
-        *('spec_decode_num_draft_tokens_total{level="ngram"', 'spec_decode_mean_acceptance_length{level="ngram"'),
+        *('spec_decode_num_rounds_total{level="ngram"', 'spec_decode_num_draft_tokens_total{level="ngram"'),
+        'spec_decode_mean_acceptance_length{level="ngram"',
     ):
         assert f"cpuspec:{name}" in text
     assert 'quantile="0.99"' in text

@@ -17,7 +17,7 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.speculation.drafters.blocks import _MIN_CHANCE
 from cpuspec.speculation.drafters.heads import HeadProposer
 from tests.backends.models import every_backend, tiny
-from tests.block_heads import MASK_ID, accepted_chance, as_gguf, block_rows, make_block_head, markov_bias
+from tests.block_heads import MASK_ID, RANK, accepted_chance, as_gguf, block_rows, make_block_head, markov_bias
 from tests.heads import RandomHead, opened, output_of, states_of, write_head
 
 SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4, head_format="file")
@@ -31,6 +31,8 @@ KINDS: dict[str, Any] = {
     "DSpark of DeepSpec": {"markov": "vanilla"},
     "DSpark of speculators": {"layout": "speculators", "markov": "vanilla", "num_drafted": 96},
     "gated DSpark": {"markov": "gated"},
+    "recurrent DSpark": {"markov": "rnn", "confidence": "markov"},
+    "recurrent DSpark that skips its anchor": {"layout": "speculators", "markov": "rnn", "sample_from_anchor": False},
     "DSpark with confidence": {"markov": "vanilla", "confidence": "markov"},
     "DSpark with confidence of the state": {"markov": "vanilla", "confidence": "state"},
 }
@@ -107,16 +109,20 @@ def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[i
     embedded = head.model.tensors["embed"].rows([tokens[-1], *[MASK_ID] * (number - 1 + skipped)]).astype(np.float64)
     logits, states = block_rows(made, states_of(target, tokens[:-1], head.layers), embedded, output_of(target))
     ids = head.token_ids if head.token_ids is not None else np.arange(target.config.vocab_size)
-    drafted, chance = list[int](), 1.0
-    for row, state in zip(logits[skipped:], states[skipped:], strict=True):
+    drafted, chance, memory = list[int](), 1.0, np.zeros(RANK)
+    for i, (row, state) in enumerate(zip(logits, states, strict=True)):
         before = drafted[-1] if drafted else tokens[-1]
+        bias = np.zeros(len(row))
+        if "markov_head.markov_w1.weight" in made.arrays:
+            bias, memory = markov_bias(made, before, state, memory)
+        if i < skipped:
+            continue
         if "confidence_head.proj.weight" in made.arrays:
             chance *= accepted_chance(made, before, state)
             if chance < _MIN_CHANCE:
                 break
         if "markov_head.markov_w1.weight" in made.arrays:
             likely = np.argsort(row)[-64:]
-            bias = markov_bias(made, before, state)
             drafted.append(int(ids[likely[(row + bias)[likely].argmax()]]))
         else:
             drafted.append(int(ids[row.argmax()]))
@@ -181,7 +187,8 @@ def test_what_is_not_computed_is_refused(target: Checkpoint, heads: dict[str, Ra
     refused("DFlash of z-lab", "inputs of layers", dflash_config={"target_layer_ids": [0, 9], "mask_token_id": 3})
     refused("DFlash of z-lab", "mask_token_id", dflash_config={"target_layer_ids": [0, 2], "mask_token_id": 320})
     refused("DFlash of z-lab", "numbers of 1 layers", dflash_config={"target_layer_ids": [0], "mask_token_id": 3})
-    refused("DSpark of DeepSpec", "recurrent", {"markov_head.joint_proj.weight": one})
+    refused("DSpark of DeepSpec", "a part that is not supported", {"markov_head.other.weight": one})
+    refused("recurrent DSpark", "joint_proj.weight is", {"markov_head.joint_proj.weight": one})
     refused("DSpark of DeepSpec", "markov_w1 has the shape", {"markov_head.markov_w1.weight": one})
     refused("gated DSpark", "gate_proj.weight is", {"markov_head.gate_proj.weight": one})
     refused("DSpark with confidence", "conf_proj.weight is", {"confidence_head.proj.weight": one})
@@ -197,8 +204,9 @@ def test_specs_that_a_block_cannot_do_are_refused(target: Checkpoint, heads: dic
         llm_over(target, f"onnxruntime:{path}")
 
 
-# llama.cpp's converter writes no gated Markov heads.
-IN_GGUF = [kind for kind in KINDS if KINDS[kind].get("layout") != "speculators" and kind != "gated DSpark"]
+# llama.cpp's converter writes vanilla Markov heads alone.
+VANILLA = ("", "vanilla")
+IN_GGUF = [kind for kind, one in KINDS.items() if one.get("layout") != "speculators" and one.get("markov", "") in VANILLA]
 
 
 @pytest.mark.parametrize("kind", IN_GGUF)

@@ -214,6 +214,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "DSpark": {"head": "vanilla"},
     "DSpark of few tokens": {"head": "vanilla", "drafted": DRAFTED},
     "gated DSpark": {"head": "gated"},
+    "recurrent DSpark": {"head": "rnn"},
     "DSpark, confidence of the state": {"head": "vanilla", "with_markov": False},
 }
 
@@ -272,8 +273,11 @@ def test_a_block_computes_what_speculators_computes(
     states, got, wanted = head.state_norm.applied(output.hidden[0]), output.logits, found[0][0].numpy()
     if block.markov is not None:
         before = tokens[ANCHOR : ANCHOR + BLOCK]  # the reference is given the tokens that were chosen
-        w1 = block.markov.w1.rows(before)
-        corrected = np.stack([_corrected(*row, block.markov) for row in zip(got, states, w1, strict=True)])
+        w1, memory, corrected_rows = block.markov.w1.rows(before), np.zeros(8, np.float32), []
+        for row, state, one in zip(got, states, w1, strict=True):
+            vector, memory = block.markov.vector(one, state, memory)
+            corrected_rows.append(_corrected(row, vector, block.markov))
+        corrected = np.stack(corrected_rows)
         kept = np.isfinite(corrected)
         assert kept.sum(axis=1).min() >= 64
         got = np.where(kept, corrected, wanted)

@@ -67,6 +67,8 @@ EAGLE3 = {
     "the target's output": {"own_output": False},
     "normed residual": {"layout": "speculators", "norm_before_residual": True},
     "norm before fc": {"layout": "speculators", "norm_before_fc": True},
+    "norm before fc, said below": {"norm_before_fc": True},
+    "layers counted by outputs": {"counts_outputs": True},
     "norms of layers and of the output": {"layout": "speculators", "fc_norm": True, "norm_output": True},
     "two layers": {"layout": "speculators", "num_layers": 2},
     "P-EAGLE": {"layout": "speculators", "num_layers": 2, "mask_id": 300},

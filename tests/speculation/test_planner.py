@@ -1,5 +1,6 @@
 """Lengths and drafters are chosen as the cost model says, and what does not help is left alone."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner import costs as costs_module
 from cpuspec.speculation.planner import planner as planner_module
-from cpuspec.speculation.planner.choose import Option, choose
+from cpuspec.speculation.planner.acceptance import Estimate
+from cpuspec.speculation.planner.choose import Option, break_even, choose
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.exploration import TrialBudget
 from cpuspec.speculation.planner.planner import Planner
@@ -26,9 +28,13 @@ STEEP = Costs([1, 2], [1.0, 2.0])  # each row costs a forward
 
 
 class Clock:
-    """Stands still unless a test moves it: nothing here depends on how long something took."""
+    """Stands still unless a test moves it: nothing here depends on how long something took.
+
+    num_rows: that were fed to the verifier, as its context counts them.
+    """
 
     now_s = 0.0
+    num_rows = 0
 
     def elapsed_s(self, function: Callable[[], object]) -> float:
         begin_s = self.now_s
@@ -130,6 +136,7 @@ def _answers(
         while seq.num_wanted:
             [draft] = planner.propose([seq], [min(24, seq.num_wanted - 1)])
             clock.now_s += truth.forward_s(len(draft) + 1)
+            clock.num_rows += len(draft) + 1
             num_accepted = round(accept(number) * len(draft))
             seq.extend([1] * (num_accepted + 1))
             planner.accept(seq, Verdict([1] * (num_accepted + 1), np.arange(num_accepted, dtype=np.int32)), ())
@@ -142,17 +149,28 @@ def _sequence(number: int = 0, prompt: int = 4) -> Sequence:
     return Sequence.new(number, [0] * prompt, SamplingParams(max_tokens=100_000))
 
 
-def _rounds(planner: Planner, seq: Sequence, count: int, accept: float) -> list[int]:
-    """Lengths of the drafts of some rounds, of each of which that share is accepted."""
-    lengths = []
+def _together(
+    planner: Planner, seqs: list[Sequence], count: int, accept: float, clock: Clock | None = None, truth: Costs | None = None
+) -> list[int]:
+    """Drafted tokens of some rounds, of each of whose drafts that share is accepted. truth: what the clock's forwards take."""
+    numbers = []
     for _ in range(count):
-        [draft] = planner.propose([seq], [24])
-        lengths.append(len(draft))
-        num_accepted = int(accept * len(draft))
-        tokens = [1] * (num_accepted + 1)
-        seq.extend(tokens)
-        planner.accept(seq, Verdict(tokens, list(range(num_accepted))), ())
-    return lengths
+        drafts = planner.propose(seqs, [24] * len(seqs))
+        numbers.append(sum(map(len, drafts)))
+        if clock:
+            clock.num_rows += len(seqs) + numbers[-1]
+            clock.now_s += truth.forward_s(len(seqs) + numbers[-1]) if truth else 0.0
+        for seq, draft in zip(seqs, drafts, strict=True):
+            num_accepted = int(accept * len(draft))
+            tokens = [1] * (num_accepted + 1)
+            seq.extend(tokens)
+            planner.accept(seq, Verdict(tokens, list(range(num_accepted))), ())
+    return numbers
+
+
+def _rounds(planner: Planner, seq: Sequence, count: int, accept: float, clock: Clock | None = None) -> list[int]:
+    """Lengths of the drafts of some rounds, of each of which that share is accepted."""
+    return _together(planner, [seq], count, accept, clock)
 
 
 def test_costs_grow_between_what_was_measured_and_beyond() -> None:
@@ -342,11 +360,11 @@ def test_asking_a_text_that_never_helps_costs_three_hundredths_at_most(clock: Cl
 
 def test_plain_rounds_are_all_counted_and_one_of_four_is_timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     text, costs, timed = TimedText(clock, 0.1), rising(0.05), list[int]()
-    planner, seq = Planner(costs, [text], []), _sequence()
-    _rounds(planner, seq, 100, 0.0)  # learns that asking does not pay
+    planner, seq = Planner(costs, [text], [], context=clock), _sequence()  # type: ignore[arg-type]
+    _rounds(planner, seq, 100, 0.0, clock)  # learns that asking does not pay
     monkeypatch.setattr(costs, "observe", lambda rows, seconds: timed.append(rows))
     asked = text.num_asked
-    _rounds(planner, seq, 400, 0.0)
+    _rounds(planner, seq, 400, 0.0, clock)
     assert planner.num_plain_rounds == 500
     assert timed == [1] * 100
     assert 0 < text.num_asked - asked < 100
@@ -433,7 +451,7 @@ def test_costs_that_were_measured_wrong_are_found_out(clock: Clock, helps: bool)
     """Rows that seem dear although they are cheap, and rows that seem cheap although they are dear."""
     truth = rising(0.05 if helps else 0.3)
     wrong = Costs(ROWS, [1.0, *(1.6 * truth.forward_s(n) for n in ROWS[1:])] if helps else rising(0.1).seconds)
-    planner = Planner(wrong, [Text(0.6)], [])
+    planner = Planner(wrong, [Text(0.6)], [], context=clock)  # type: ignore[arg-type]
     _answers(planner, clock, truth, lambda answer: 0.5, 30)
     right = [truth.forward_s(n) / truth.forward_s(1) for n in (2, 3)]
     first = [1.6 * one for one in right] if helps else [1.1, 1.2]
@@ -460,7 +478,21 @@ def test_rounds_correct_what_was_measured_within_bounds() -> None:
     assert costs.forward_s(1) >= 1 / 4 - 1e-9
     assert costs.seconds == sorted(costs.seconds)
     costs.observe(2, 0.0)  # a clock that stood still
-    costs.observe(99, 5.0)  # more rows than were measured
+    costs.observe(9999, 5.0)  # more rows than one forward has
+    assert costs.rows == ROWS
+
+
+def test_more_rows_than_were_measured_are_learned_from_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, truth = tmp_path / "costs.json", rising(0.2)
+    costs = Costs(ROWS, [*truth.seconds[:-1], truth.seconds[-2] + 0.01], kept)  # the last eight rows seemed to be free
+    assert costs.forward_s(40) - costs.forward_s(32) < 0.1
+    for _ in range(60):
+        for rows in (24, 32, 40, 60):
+            costs.observe(rows, truth.forward_s(rows))
+    assert costs.rows == [*ROWS, 96]
+    assert [costs.forward_s(rows) for rows in (32, 40, 60)] == pytest.approx([7.2, 8.8, 12.8], rel=0.1)
+    costs.keep()
+    assert json.loads(kept.read_text())["rows"] == ROWS
 
 
 def test_what_agrees_teaches_nothing() -> None:
@@ -470,35 +502,89 @@ def test_what_agrees_teaches_nothing() -> None:
     assert costs.seconds == rising(0.1).seconds
 
 
-def test_only_a_round_whose_rows_are_known_is_learned_from(clock: Clock) -> None:
-    """A first round feeds the prompt, and so does one after tokens were taken back that the verifier had not seen go."""
-    planner, seq = Planner(rising(0.05), [Text(0.9)], []), _sequence()
-    for rewinds in (False, True):
-        seconds = planner.costs.seconds
-        if rewinds:
-            seq.rewind(len(seq.tokens) - 1)
-        assert planner.propose([seq], [1])[0].tokens.tolist() == [1]
-        clock.now_s += 1.5
-        seq.extend([1])
-        planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
-        assert planner.costs.seconds == seconds
+@pytest.mark.parametrize(("beside", "learned"), [(0, [2]), (1, [3]), (2, [4]), (3, []), (200, [])])
+def test_a_round_is_learned_from_with_all_rows_that_it_fed_unless_most_are_of_prompts(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, beside: int, learned: list[int]
+) -> None:
+    planner, seq = Planner(rising(0.05), [Text(0.9)], [], context=clock), _sequence()  # type: ignore[arg-type]
+    rows: list[int] = []
+    monkeypatch.setattr(planner.costs, "observe", lambda number, seconds: rows.append(number))
     assert planner.propose([seq], [1])[0].tokens.tolist() == [1]
-    clock.now_s += 1.5
+    clock.num_rows += 2 + beside
+    seq.extend([1])
     planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
-    assert planner.costs.seconds > seconds
+    assert rows == learned
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2, 4])
+@pytest.mark.parametrize("num_seqs", [1, 2, 4, 32])
 def test_rounds_without_a_draft_teach_what_their_rows_take(clock: Clock, num_seqs: int) -> None:
-    planner, seqs = Planner(rising(0.05), [], []), [_sequence(n) for n in range(num_seqs)]
-    alone = _sequence(num_seqs)
-    for together in [[alone]] + [seqs] * 200:
-        planner.propose(together, [0] * len(together))
-        clock.now_s += 2.0
-        for seq in together:
-            seq.extend([1])
-            planner.accept(seq, Verdict([1], np.arange(0, dtype=np.int32)), ())
+    planner, seqs = Planner(rising(0.05), [], [], context=clock), [_sequence(n) for n in range(num_seqs)]  # type: ignore[arg-type]
+    _together(planner, seqs, 200, 0.0, clock, Costs([1], [2.0 / num_seqs]))
     assert planner.costs.forward_s(num_seqs) == pytest.approx(2.0, rel=0.1)
+
+
+LOADS = [2, 8, 32]
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.2, 0.9])
+@pytest.mark.parametrize("num_seqs", [1, *LOADS])
+def test_the_least_acceptance_that_pays_is_that_at_which_drafts_are_made(num_seqs: int, slope: float) -> None:
+    costs = rising(slope)
+    least = break_even(costs, num_seqs)
+    for share in (0.9 * least, 1.1 * least):
+        best = max((1 + share * n) * costs.forward_s(num_seqs) / costs.forward_s(num_seqs * (n + 1)) for n in range(1, 16))
+        assert (best > 1.05) == (share > least)
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.5, 0.8])
+def test_under_load_drafts_shrink_to_nothing_and_they_are_back_when_it_falls(accept: float) -> None:
+    """With 32 sequences a row takes nine tenths of a plain token; alone it takes a fifth."""
+    planner, crowd, alone = Planner(rising(0.2), [Text(0.9)], []), [_sequence(n) for n in range(32)], _sequence(32)
+    assert min(_rounds(planner, alone, 20, 0.8)) > 2
+    _together(planner, crowd, 20, accept)  # learns what little can be learned under load
+    assert sum(_together(planner, crowd, 100, accept)) < 0.01 * 100 * 32
+    lengths = _rounds(planner, crowd[0], 30, 0.8)
+    assert min(lengths[10:]) > 2
+
+
+@pytest.mark.parametrize("confidence", [0.3, 0.95])
+@pytest.mark.parametrize("accept", [0.0, 0.5])
+@pytest.mark.parametrize("slope", [0.05, 0.5])
+@pytest.mark.parametrize("num_seqs", LOADS)
+def test_drafts_cost_no_load_more_than_two_hundredths(
+    clock: Clock, num_seqs: int, slope: float, accept: float, confidence: float
+) -> None:
+    truth = rising(slope)
+    planner, seqs = Planner(rising(slope), [Text(confidence)], [], context=clock), [_sequence(n) for n in range(num_seqs)]  # type: ignore[arg-type]
+    _together(planner, seqs, 30, accept, clock, truth)
+    num_before, begin_s = sum(len(seq.tokens) for seq in seqs), clock.now_s
+    _together(planner, seqs, 60, accept, clock, truth)
+    num_tokens = sum(len(seq.tokens) for seq in seqs) - num_before
+    assert clock.now_s - begin_s <= 1.02 * num_tokens * truth.forward_s(num_seqs) / num_seqs
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_nobody_is_asked_where_no_acceptance_could_pay(clock: Clock, finds: bool) -> None:
+    text = TimedText(clock, 0.1)
+    text.finds = finds
+    planner, crowd = Planner(rising(0.9), [text], []), [_sequence(n) for n in range(32)]  # a row takes more than a plain token
+    assert _together(planner, crowd, 50, 1.0) == [0] * 50
+    assert text.num_asked == 0
+    _rounds(planner, crowd[0], 20, 1.0)
+    assert text.num_asked > 0
+
+
+def test_sequences_that_run_beside_one_another_learn_from_one_another() -> None:
+    estimate, (bad, good, other) = Estimate(1.0), [_sequence(n) for n in range(3)]
+    for _ in range(5):
+        estimate.record(bad, 0.0, 2.0)
+    assert estimate.expected(other) == pytest.approx(3.0 / (3.0 + sum(2 * 0.98**n for n in range(5))))
+    assert estimate.usual(bad) == pytest.approx(1.0), "its own rounds count once"
+    for _ in range(5):
+        estimate.record(good, 2.0, 2.0)
+    assert estimate.expected(bad) < estimate.expected(other) < estimate.expected(good)
+    estimate.restart(bad)
+    assert estimate.expected(other) == pytest.approx(1.0)
 
 
 def test_what_was_learned_is_kept_for_the_next_process_where_it_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

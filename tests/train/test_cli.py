@@ -1,6 +1,8 @@
 """`cpuspec train answers` and `cpuspec extract`: from prompts to samples, and what wrong usage says."""
 
 import json
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from cpuspec.cli.app import app
 from cpuspec.train.samples import open_samples
+from tests.processes import started
 from tests.train.models import tiny
 
 QUICK = ("--threads", "1")
@@ -62,6 +65,20 @@ def test_prompts_become_samples(model: str, prompts: str, tmp_path: Path) -> Non
     assert found.num_answer_tokens == report["num_answer_tokens"]
     again = json.loads(run(*asked, "--json").stdout)
     assert (again["num_kept"], again["num_samples"], again["num_new_tokens"]) == (len(found), len(found), 0)
+
+
+def test_ctrl_c_ends_a_run_with_whole_lines(model: str, tmp_path: Path) -> None:
+    prompts, out, waited = tmp_path / "many.jsonl", tmp_path / "answers.jsonl", threading.Event()
+    prompts.write_text("".join(json.dumps({"ids": [5 + number % 300, 7, number // 300 + 5]}) + "\n" for number in range(50_000)))
+    with started("train", "answers", model, str(prompts), str(out), *ASKED) as process:
+        while process.poll() is None and not (out.exists() and out.stat().st_size):
+            waited.wait(0.05)
+        process.send_signal(signal.SIGINT)
+        told = process.communicate()[1].decode()
+    assert (process.returncode, "interrupted: the same command goes on from here" in told) == (130, True), told
+    content = out.read_bytes()
+    assert content.endswith(b"\n")
+    assert all(json.loads(line)["answer_ids"] for line in content.splitlines())
 
 
 @pytest.mark.parametrize(

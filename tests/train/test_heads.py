@@ -1,6 +1,5 @@
 """Heads that are trained here: they learn, go on as if never interrupted, see no future, and the engine computes the same rows."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,21 +43,12 @@ def samples(target: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Sam
     return make_samples(tmp_path_factory.mktemp("samples"), target, 15, top=4)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of products as small as these wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def nothing(*_: object) -> None:
     """A listener that does not listen."""
 
 
 def trained(target: Checkpoint, samples: SampleSet, out: Path, method: str, **changes: object) -> list[Measured]:
-    job = Job(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32")._replace(**changes)  # type: ignore[arg-type]
+    job = Job(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32", threads=1)._replace(**changes)  # type: ignore[arg-type]
     return train_head(target, samples, out, job, nothing, nothing)
 
 
@@ -87,7 +77,7 @@ def test_a_resumed_run_ends_with_the_same_numbers(target: Checkpoint, samples: S
         if done == 2:
             raise KeyboardInterrupt
 
-    job = Job(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32")
+    job = Job(LOSSES[method], SHAPE, SHORT, device="cpu", dtype="f32", threads=1)
     out = tmp_path / "parts"
     with pytest.raises(KeyboardInterrupt):
         train_head(target, samples, out, job, stop, nothing)
@@ -222,7 +212,7 @@ def test_bigrams_are_counted_and_their_factors_tell_them(target: Checkpoint, sam
     assert len(ids) == 64
     assert set(range(FIRST, FIRST + WORDS)) <= set(ids.tolist())
     assert drafted_ids(counts, 320) is None
-    assert unused_id(counts) == 319
+    assert unused_id(counts.tokens) == 319
     w1, w2 = bigram_factors(counts, ids, 20, 0)
     assert (w1.shape, w2.shape) == ((320, 20), (64, 20))
     scores = w1 @ w2.T

@@ -49,6 +49,30 @@ def test_a_head_is_trained_and_reported(target: Checkpoint, samples: SampleSet, 
     assert plot({"head": read_log(out)}).startswith(b"\x89PNG")
 
 
+def test_a_model_is_distilled_from_a_file_of_answers(target: Checkpoint, tmp_path: Path) -> None:
+    lines = [
+        {
+            "id": str(i),
+            "source": "s",
+            "temperature": 0.0,
+            "prompt_ids": [300, 301],
+            "answer_ids": [30 + (i + j) % 9 for j in range(20)],
+        }
+        for i in range(8)
+    ]
+    answers, out = tmp_path / "answers.jsonl", tmp_path / "out"
+    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["train", "distill", str(target.path), str(answers), str(out), "--epochs", "1", "--threads", "1", "--json"]
+    done = RUN.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout)["best"]["accepted"]) == 4
+    assert (out / "model.gguf").exists()
+    answers.write_text("")
+    done = RUN.invoke(app, arguments)
+    assert done.exit_code == 1
+    assert "has no answers" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -8,7 +8,17 @@ from dataclasses import replace
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.heads.head import Block, Head, HeadFiles, HeadNorm, Markov, factor_of, num_drafted, with_logit_scale
+from cpuspec.checkpoints.heads.head import (
+    Block,
+    Head,
+    HeadFiles,
+    HeadNorm,
+    Markov,
+    factor_of,
+    inputs_of,
+    num_drafted,
+    with_logit_scale,
+)
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -104,7 +114,7 @@ def _layers(files: HeadFiles, nested: Fields, target: Checkpoint) -> tuple[int, 
     if "aux_hidden_state_layer_ids" in files.fields:
         return files.layers(files.fields.items("aux_hidden_state_layer_ids"), target)
     ids = files.fields.items("target_layer_ids") or nested.items("target_layer_ids")
-    return files.layers([one + 1 if type(one) is int else one for one in ids], target)
+    return files.layers(inputs_of(ids), target)
 
 
 def _block(files: HeadFiles, nested: Fields, others: dict[str, QuantTensor], model: Checkpoint, num_logits: int) -> Block:
@@ -147,15 +157,17 @@ def side_heads(
         for name, tensor, wanted in (("markov_w1", w1, (vocab_size, rank)), ("markov_w2", w2, (num_logits, rank))):
             if tensor.shape != wanted:
                 files.refuse(f"tensor {name} has the shape {list(tensor.shape)}, wanted {list(wanted)}")
-        gates: tuple[F32, ...] = ()
+        markov = Markov(w1, w2)
         if {"gate_proj.weight", "gate_proj.bias"} <= left.keys():
-            gates = numbers("gate_proj.weight", rank, hidden + rank), numbers("gate_proj.bias", rank)
-        markov = Markov(w1, w2, *gates)
+            markov = Markov(w1, w2, numbers("gate_proj.weight", rank, hidden + rank), numbers("gate_proj.bias", rank))
+        elif {"joint_proj.weight", "joint_proj.bias"} <= left.keys():
+            joint = numbers("joint_proj.weight", 3 * rank, 2 * rank + hidden), numbers("joint_proj.bias", 3 * rank)
+            markov = Markov(w1, w2, None, None, *joint)
     confidence, bias = None, 0.0
     if (found := left.get("conf_proj.weight")) is not None:
         confidence = numbers("conf_proj.weight", 1, hidden + rank if found.shape[-1] == hidden + rank else hidden)[0]
         if "conf_proj.bias" in left:
             bias = float(numbers("conf_proj.bias", 1)[0])
     if left:
-        files.refuse(f"tensor {min(left)} belongs to a part that is not supported, such as a recurrent Markov head")
+        files.refuse(f"tensor {min(left)} belongs to a part that is not supported")
     return markov, confidence, bias

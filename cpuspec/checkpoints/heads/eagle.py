@@ -10,7 +10,8 @@ import re
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, num_drafted, target_norm
+from cpuspec.checkpoints.fields import Fields
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, inputs_of, num_drafted, target_norm
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -54,6 +55,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     is_parallel = _MASK in files.names
     nested = fields.object("eagle_config")
     ids = fields.items("eagle_aux_hidden_state_layer_ids") or nested.items("eagle_aux_hidden_state_layer_ids")
+    ids = ids or inputs_of(fields.items("target_layer_ids"))
     count = target.config.num_layers
     layers = files.layers(ids or [2, count // 2, count - 3], target)
     tensors: dict[str, QuantTensor] = {}
@@ -75,7 +77,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     )
     model = head_model(files, config, tensors, head, target)
     eps, mask = model.config.norm_eps, None
-    feature_norms = _feature_norms(files, norms, size, len(layers), eps)
+    feature_norms = _feature_norms(files, nested, norms, size, len(layers), eps)
     state_norm = HeadNorm(model.tensors["norm"].dequantize(), eps) if fields.boolean("norm_output", False) else None
     if is_parallel:
         mask = _mask(files, size)
@@ -95,10 +97,13 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     )
 
 
-def _feature_norms(files: HeadFiles, norms: dict[str, str], size: int, count: int, eps: float) -> tuple[HeadNorm, ...]:
-    """`norm_before_fc`: one over all numbers; `fc_norm`: one for each layer's."""
+def _feature_norms(
+    files: HeadFiles, nested: Fields, norms: dict[str, str], size: int, count: int, eps: float
+) -> tuple[HeadNorm, ...]:
+    """`norm_before_fc`: one over all numbers; `fc_norm`: one for each layer's. nested: where else the two may be said."""
     flags = {"norm_before_fc": {"input_norm.weight"}, "fc_norm": {f"fc_norm.{i}.weight" for i in range(count)}}
-    wanted = {name for flag, names in flags.items() if files.fields.boolean(flag, False) for name in names}
+    asked = [flag for flag in flags if (files.fields if flag in files.fields else nested).boolean(flag, False)]
+    wanted = {name for flag in asked for name in flags[flag]}
     if wanted != norms.keys():
         odd = min(wanted ^ norms.keys())
         files.refuse(f"tensor {odd} is {'there' if odd in norms else 'missing'}, and its configuration says otherwise")

@@ -54,12 +54,27 @@ class Markov:
 
     w1 [V, r]: of the target's tokens. w2 [num_logits, r]: of those that the head drafts.
     gate [r, C + r], gate_bias [r]: of a factor of w1[before], sigmoid(gate [state; w1[before]] + gate_bias); None for no factor.
+    joint [3 r, 2 r + C], joint_bias [3 r]: of a recurrent head, with a memory m [r] that is zero before a block's first row. Thirds
+    a, b, c of joint [m; w1[before]; state] + joint_bias make m' = sigmoid(a) m + (1 - sigmoid(a)) tanh(b), and tanh(c), which
+    stands for w1[before]; None for no memory.
     """
 
     w1: QuantTensor
     w2: QuantTensor
     gate: F32 | None = None
     gate_bias: F32 | None = None
+    joint: F32 | None = None
+    joint_bias: F32 | None = None
+
+    def vector(self, w1: F32, state: F32, memory: F32) -> tuple[F32, F32]:
+        """What w2 makes a row's bias of, from w1 of the token before it and its state [C]; and the memory of the next row."""
+        if self.gate is not None and self.gate_bias is not None:
+            return w1 / (1 + np.exp(-(self.gate @ np.concatenate([state, w1]) + self.gate_bias))), memory
+        if self.joint is not None and self.joint_bias is not None:
+            a, b, c = np.split(self.joint @ np.concatenate([memory, w1, state]) + self.joint_bias, 3)
+            kept = 1 / (1 + np.exp(-a))
+            return np.tanh(c), kept * memory + (1 - kept) * np.tanh(b)
+        return w1, memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +269,16 @@ class HeadFiles:
         return ids
 
 
+def inputs_of(outputs: list[object]) -> list[object]:
+    """Layers whose inputs are the outputs of layers `outputs`, as z-lab and DeepSpec count them."""
+    return [one + 1 if type(one) is int else one for one in outputs]
+
+
+def num_drafted(tensors: Mapping[str, QuantTensor], target: Checkpoint) -> int:
+    """How many tokens a head can draft: the rows of its own output matrix, or else the target's."""
+    return tensors["output"].shape[0] if "output" in tensors else target.config.vocab_size
+
+
 def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
     """The tensors of a directory. Medusa's are in a file of their own name, mostly a pickle."""
     alone = path / f"{_MEDUSA}.safetensors"
@@ -266,11 +291,6 @@ def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
             f"weights_only=True); s.save_file({{k: v.clone() for k, v in w.items()}}, '{_MEDUSA}.safetensors')\""
         )
     return read_stored(path, mmap)
-
-
-def num_drafted(tensors: Mapping[str, QuantTensor], target: Checkpoint) -> int:
-    """How many tokens a head can draft: the rows of its own output matrix, or else the target's."""
-    return tensors["output"].shape[0] if "output" in tensors else target.config.vocab_size
 
 
 def target_norm(target: Checkpoint) -> HeadNorm:

@@ -33,35 +33,39 @@ def draft_blocks(context: HeadContext, paths: list[HeadPath], name: str) -> list
         firsts.append(len(unknown) - 1 + block.num_skipped)
         drafted.append(DraftedRows(unknown + [head.mask_id] * (path.limit - 1 + block.num_skipped), empty))
     for path, first, rows in zip(paths, firsts, context.score([path.seq for path in paths], drafted), strict=True):
-        _fill(path, block, rows, first)
+        _fill(path, block, HeadRows(rows.logits[first - block.num_skipped :], rows.hidden[first - block.num_skipped :]))
     return [path.draft(name) for path in paths]
 
 
-def _fill(path: HeadPath, block: Block, rows: HeadRows, first: int) -> None:
-    """Choose a path's tokens from the rows from number `first` on."""
+def _fill(path: HeadPath, block: Block, rows: HeadRows) -> None:
+    """Choose a path's tokens from the rows of a block."""
     chance, least = 1.0, path.min_confidence or _MIN_CHANCE
+    markov, memory = block.markov, np.zeros(block.markov.w1.shape[1] if block.markov else 0, np.float32)
     if block.confidence is not None:
         path.min_confidence = 0.0  # the head's own confidence stands for that of the row
-    for logits, state in zip(rows.logits[first:], rows.hidden[first:], strict=True):
+    for number, (logits, state) in enumerate(zip(rows.logits, rows.hidden, strict=True)):
         if path.is_done:
             return
         before = path.tokens[-1] if path.tokens else path.seq.tokens[-1]
-        bias_of = block.markov.w1.rows(np.array([before]))[0] if block.markov else np.empty(0, np.float32)
+        w1 = vector = np.empty(0, np.float32)
+        if markov:
+            w1 = markov.w1.rows(np.array([before]))[0]
+            vector, memory = markov.vector(w1, state, memory)
+        if number < block.num_skipped:
+            continue
         if block.confidence is not None:
-            said = np.concatenate([state, bias_of])[: len(block.confidence)]
+            said = np.concatenate([state, w1])[: len(block.confidence)]
             chance /= 1 + np.exp(-float(said @ block.confidence) - block.confidence_bias)
             if chance < least:
                 return
-        path.choose(_corrected(logits, state, bias_of, block.markov) if block.markov else logits)
+        path.choose(_corrected(logits, vector, markov) if markov else logits)
 
 
-def _corrected(logits: F32, state: F32, w1: F32, markov: Markov) -> F32:
+def _corrected(logits: F32, vector: F32, markov: Markov) -> F32:
     """The row [num_logits] with its Markov head's bias, of the likeliest tokens; the others have no chance."""
-    if markov.gate is not None and markov.gate_bias is not None:
-        w1 = w1 / (1 + np.exp(-(markov.gate @ np.concatenate([state, w1]) + markov.gate_bias)))
     number = min(_CANDIDATES, len(logits))
     best = np.argpartition(logits, -number)[-number:]
     best.sort()  # of equal ones the lowest id is taken
     row = np.full(len(logits), -np.inf, np.float32)
-    row[best] = logits[best] + markov.w2.rows(best) @ w1
+    row[best] = logits[best] + markov.w2.rows(best) @ vector
     return row

@@ -1,11 +1,11 @@
-"""Expected ratios, as of accepted tokens over drafted ones: learned from a request's rounds, and from earlier requests."""
+"""Expected ratios, as of accepted tokens over drafted ones: learned from a request's rounds, and from others'."""
 
 from dataclasses import dataclass
 
 from cpuspec.sequence import Sequence
 
 _DECAY = 0.98  # weight that a round keeps from one round to the next
-_PRIOR = 3.0  # weight, in units of what is spent, of earlier requests against the present one
+_PRIOR = 3.0  # weight, in units of what is spent, of other requests against the present one
 
 
 @dataclass
@@ -20,43 +20,61 @@ class Ratio:
         self.gained = _DECAY * self.gained + gained
         self.spent = _DECAY * self.spent + spent
 
+    def add(self, other: "Ratio", times: int = 1) -> None:
+        """Count what another one holds, or with -1 no longer."""
+        self.gained += times * other.gained
+        self.spent += times * other.spent
+
     def expected(self, prior: float, weight: float = _PRIOR) -> float:
         """The ratio, pulled towards `prior` with this weight, in units of what is spent."""
         return (self.gained + weight * prior) / (self.spent + weight)
 
 
+_NOTHING = Ratio()
+
+
 class Estimate:
     """The ratio to expect of each running request.
 
-    Its own rounds count; earlier requests pull it towards `usual`, which begins at `first`.
+    Its own rounds count; those of earlier requests, and of others that run, pull it towards what is usual, which begins at `first`.
     """
 
     def __init__(self, first: float) -> None:
         self.first = first
-        self.usual = first  # of a request of which nothing is known yet
         self._ended = Ratio()
         self._running: dict[int, Ratio] = {}  # by sequence id
+        self._sum = Ratio()  # of those that run
+
+    def usual(self, but: Sequence | None = None) -> float:
+        """The ratio to expect of a request of which nothing is known: that of all requests, without `but`'s own rounds."""
+        own = self._running.get(but.id, _NOTHING) if but else _NOTHING
+        gained, spent = self._ended.gained + self._sum.gained - own.gained, self._ended.spent + self._sum.spent - own.spent
+        return (gained + _PRIOR * self.first) / (spent + _PRIOR)
 
     def expected(self, seq: Sequence) -> float:
         """The ratio to expect of the sequence's next round."""
-        own = self._running.get(seq.id)
-        return own.expected(self.usual) if own else self.usual
+        return self._running.get(seq.id, _NOTHING).expected(self.usual(seq))
 
     def record(self, seq: Sequence, gained: float, spent: float) -> None:
         """Count a round of the sequence."""
-        self._running.setdefault(seq.id, Ratio()).record(gained, spent)
+        own = self._running.setdefault(seq.id, Ratio())
+        self._sum.add(own, -1)
+        own.record(gained, spent)
+        self._sum.add(own)
 
     def add(self, seq: Sequence, gained: float) -> None:
         """Count what the latest round gained after all."""
         self._running[seq.id].gained += gained
+        self._sum.gained += gained
 
     def restart(self, seq: Sequence) -> None:
         """Forget the sequence's own rounds."""
-        self._running.pop(seq.id, None)
+        if own := self._running.pop(seq.id, None):
+            self._sum.add(own, -1)
 
     def end(self, seq: Sequence) -> None:
         """Count an ended sequence among the earlier ones."""
-        own = self._running.pop(seq.id, None)
+        own = self._running.get(seq.id)
+        self.restart(seq)
         if own:
             self._ended.record(own.gained, own.spent)
-            self.usual = self._ended.expected(self.first)

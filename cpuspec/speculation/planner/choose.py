@@ -14,6 +14,8 @@ from cpuspec.speculation.planner.exploration import TrialBudget
 
 MAX_TOKENS = 16  # drafted by a model at once
 _LEAST = 0.02  # the least chance of a node that is looked at: a row costs more
+WORTH = 1.05  # a looked-up draft must promise this over none: what seems to gain less loses as often
+_LENGTHS = (1, 3, 7, 15)  # of drafts that are tried for the least acceptance that pays
 
 
 class Option(NamedTuple):
@@ -133,6 +135,15 @@ def best_prefix(drafter: object, draft: Draft, costs: Costs, rate: float, num_se
         if tokens / seconds > best_rate:
             best, best_rate = (n, tokens, seconds, claimed), tokens / seconds
     return Option(drafter, *best)
+
+
+def break_even(costs: Costs, num_seqs: int) -> float:
+    """The least share of accepted tokens at which a draft of any length is worth its rows; where that is over 1, none ever is.
+
+    num_seqs: sequences that share a forward. The more there are, the more of its seconds are its rows', up to all of them.
+    """
+    plain_s = costs.forward_s(num_seqs)
+    return min([(WORTH * costs.forward_s(num_seqs * (n + 1)) / plain_s - 1) / n for n in _LENGTHS])
 
 
 def best_chain(costs: list[Costs], rate: float) -> list[Option]:

@@ -30,30 +30,38 @@ _DRIFT = 0.01  # share of the prior variance that returns with every round
 _AGREES = 0.05  # a deviation (of logarithms) below this is noise
 _FAR_OFF = math.log(2)  # a larger deviation counts as this one: something else took the time
 _BOUND = math.log(4)  # the most that rounds may correct what was measured
+_VERSION = 2  # costs of before had been corrected by forwards whose rows of prompts were not counted
 _WORTH_KEEPING = 0.1  # a correction of this share is written to the disk
+_MOST_ROWS = 384  # a round over more rows takes several forwards, and tells nothing of drafts
+_STEP = 4  # from the largest known number of rows to the next, if a batch has more
 
 
 class Costs:
     """Seconds of a forward with all logits, by its number of rows. More rows never cost less.
 
     They begin as measured and follow the time of rounds (`observe`): a machine that was busy during the measurement would mislead
-    the planner for ever.
+    the planner for ever. A batch of more rows than were measured adds a larger number, whose seconds begin as the smaller ones
+    suggest and are corrected likewise.
     """
 
     def __init__(self, rows: list[int], seconds: Iterable[float], path: Path | None = None) -> None:
         """Seconds of forwards over `rows` rows, which rise from 1. path: the file that keeps them."""
-        self.rows = rows
-        self.seconds = list(accumulate(seconds, max))
         self._path = path
+        self._start(rows, list(accumulate(seconds, max)))
+        self._kept = self.seconds
+
+    def _start(self, rows: list[int], seconds: list[float]) -> None:
+        """Believe these seconds as if they had been measured."""
+        self.rows = rows
+        self.seconds = self._measured = seconds
         self._between = [_between(rows, number) for number in range(rows[-1] + 1)]
-        self._measured = self._kept = self.seconds
         self._corrections = [0.0] * len(rows)  # logarithms of the seconds that rounds take over those that were measured
         # The covariance of the corrections: those of neighbouring numbers of rows go together.
         self._prior = [[_PACE**2 + _SHAPE**2 * math.exp(-abs(math.log2(one / other))) for other in rows] for one in rows]
         self._covariance = self._prior
 
     def forward_s(self, rows: int) -> float:
-        """Seconds of a forward over `rows` rows. Beyond the largest measured number each row costs what the last ones did."""
+        """Seconds of a forward over `rows` rows. Beyond the largest known number each row costs what the last ones did."""
         seconds = self.seconds
         if rows >= len(self._between):
             return seconds[-1] + self.row_s * (rows - self.rows[-1])
@@ -68,12 +76,14 @@ class Costs:
         return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn from the seconds of a round over `rows` rows; no effect if no measured number is as large.
+        """Learn from the seconds of a round over `rows` rows.
 
         One round counts for a factor of 2 at most, and all of them together for a factor of 4.
         """
-        if rows >= len(self._between) or seconds <= 0:
+        if rows > _MOST_ROWS or seconds <= 0:
             return
+        while rows > self.rows[-1]:
+            self._start([*self.rows, _STEP * self.rows[-1]], [*self.seconds, self.forward_s(_STEP * self.rows[-1])])
         deviation = math.log(seconds / self.forward_s(rows))
         if abs(deviation) < _AGREES:
             return
@@ -97,7 +107,7 @@ class Costs:
 
     def keep(self) -> None:
         """Write the corrections to the disk for the next process, if they are worth it."""
-        changes = [abs(math.log(now / kept)) for now, kept in zip(self.seconds, self._kept, strict=True)]
+        changes = [abs(math.log(now / kept)) for now, kept in zip(self.seconds, self._kept, strict=False)]
         if self._path is None or max(changes) < _WORTH_KEEPING:
             return
         self._kept = self.seconds
@@ -124,10 +134,12 @@ def find_costs(backend: Backend) -> Costs:
 
 
 def _write(path: Path, costs: Costs) -> None:
-    """Keep the costs for later starts and for other processes."""
+    """Keep the costs for later starts and for other processes, without those of rows that were never measured."""
+    known = [(n, s) for n, s in zip(costs.rows, costs.seconds, strict=True) if n in MEASURED_ROWS]
+    rows, seconds = zip(*known, strict=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps({"rows": costs.rows, "seconds": costs.seconds}))
+        write_file(path, json.dumps({"rows": rows, "seconds": seconds}))
     except OSError:
         pass  # measured again at the next start
 
@@ -187,5 +199,5 @@ def _batch(backend: Backend, depth: int, rows: int) -> ForwardBatch:
 def _path(backend: Backend) -> Path:
     """A file named after everything that the seconds depend on, the sources of our own kernels included."""
     kernels = sources_digest(Path(__file__).parents[2] / "kernels") if backend.name == "numba" else ""
-    facts = (backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), kernels)
+    facts = (_VERSION, backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), kernels)
     return cache_dir() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"

@@ -4,6 +4,9 @@ A model's seconds for a token are those with its own drafters, so levels are set
 a planner of its own. Looking up a draft takes time, too: a lookup is asked where it has gained more than it took. A model must
 first be fed the tokens that it missed: it is asked where drafts save more than that over the tokens to come, and, where lookups
 did much of earlier requests, once waiting for them has cost as much as feeding it, as in the ski-rental problem.
+
+The more sequences share a forward, the more of its seconds are its rows', so fewer drafts pay, and in the end none. Where none of
+the acceptance that is expected could, nobody is asked, and trials have less time by as much as there is less to gain.
 """
 
 from collections import abc
@@ -11,12 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 
-from cpuspec.backends import Backend
 from cpuspec.metrics import elapsed_s, now_s
 from cpuspec.model.batch import F32
-from cpuspec.sequence import Mark, Sequence
+from cpuspec.sequence import Sequence
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.constrained import legal_part
+from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.head_path import DEPTHS
 from cpuspec.speculation.drafters.heads import HeadProposer
@@ -24,7 +27,17 @@ from cpuspec.speculation.drafters.masks import MaskProposer
 from cpuspec.speculation.drafters.ranks import Ranks
 from cpuspec.speculation.drafters.translate import TranslatedProposer
 from cpuspec.speculation.planner.acceptance import Estimate, Ratio
-from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_estimated, best_length, best_prefix, best_tree, choose
+from cpuspec.speculation.planner.choose import (
+    MAX_TOKENS,
+    WORTH,
+    Option,
+    best_estimated,
+    best_length,
+    best_prefix,
+    best_tree,
+    break_even,
+    choose,
+)
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TRIAL_ROUNDS, TRIAL_TOKENS, TrialBudget
 from cpuspec.speculation.proposer import Proposer
@@ -34,10 +47,10 @@ from cpuspec.speculation.verify import Verdict
 DraftModel = ChainProposer | TranslatedProposer | HeadProposer | MaskProposer
 
 _PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
+_MOST_FED = 2  # rows fed for each that is judged, in a forward whose time tells what judged rows take
 _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's time tells the time of a token where no more than this was fed first
 _LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
 _FAR_OFF = 10.0  # a lookup that takes longer by this factor counts as this: something else took the time
-_WORTH = 1.05  # a looked-up draft must promise this over none: what seems to gain less loses as often
 _WAIT = 3.0  # share of a model's price that is waited for, over the lookups' share of earlier requests; never more than all
 _FIRST_LOOKUP_ACCEPTANCE, _FIRST_MODEL_ACCEPTANCE = 1.0, 0.7  # of a lookup's claims, and of a model's tokens
 _TREES_PRIOR = 15.0  # accepted tokens of trees whose chances are believed before trees have shown otherwise
@@ -101,7 +114,7 @@ class LookupDrafter:
         """The best prefix of a draft; a short one as a trial, should the estimates speak against it."""
         plain_s = costs.forward_s(num_seqs) / num_seqs
         option = best_prefix(self, draft, costs, self.acceptance.expected(seq), num_seqs)
-        if option.tokens * plain_s > _WORTH * option.seconds:
+        if option.tokens * plain_s > WORTH * option.seconds:
             return option._replace(draft=draft)
         trial = best_prefix(self, draft.first(TRIAL_TOKENS), costs, self.acceptance.first, num_seqs, TRIAL_PRICE)
         risk_s = costs.forward_s(num_seqs * (trial.num_tokens + 1)) / num_seqs - plain_s
@@ -265,13 +278,19 @@ class Planner:
     """A proposer that asks others, and drafts for each sequence by the best option of the round.
 
     costs: of the verifier's forwards, corrected by the time from a draft to its verdict. serves: whether this planner begins and
-    ends sequences for its drafters; otherwise a planner above does.
+    ends sequences for its drafters; otherwise a planner above does. context: the verifier's, which counts the rows that it was fed;
+    without it the costs stay as they are.
     """
 
     name = "auto"
 
     def __init__(
-        self, costs: Costs, lookups: list[Proposer], models: abc.Sequence[tuple[DraftModel, Costs]], serves: bool = True
+        self,
+        costs: Costs,
+        lookups: list[Proposer],
+        models: abc.Sequence[tuple[DraftModel, Costs]],
+        serves: bool = True,
+        context: Context | None = None,
     ) -> None:
         """models: each with the costs of its forwards."""
         self.costs = costs
@@ -285,12 +304,13 @@ class Planner:
         self._budget = TrialBudget(len(lookups) + len(models))
         self._left = Estimate(1.0)  # share of the tokens that lookups leave to models
         self._serves = serves
+        self._context = context
         self._nothing = Draft.chain([], self.name)
         self._chosen: dict[int, Option] = {}  # by sequence id: options of drafts that are out
         self._left_to_models: set[int] = set()  # ids of sequences in whose round a model promises more than lookups
-        self._scored: dict[int, Mark] = {}  # each sequence as its verifier last left it
+        self._plain_s = 0.0  # seconds of the round that is out for each sequence, had nothing been drafted
         self._num_plain_forwards = 0
-        self._begun: tuple[int, float] | None = None  # rows of the forward that is out, and when it began
+        self._begun: tuple[int, int, float] | None = None  # rows that will be judged, rows fed before, and when that was
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Tell the drafters."""
@@ -299,10 +319,11 @@ class Planner:
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """The draft of the best option for each sequence."""
-        plain = Option(None, 0, 1.0, self.costs.forward_s(len(seqs)) / len(seqs))
+        self._plain_s = self.costs.forward_s(len(seqs)) / len(seqs)
+        plain, least = Option(None, 0, 1.0, self._plain_s), break_even(self.costs, len(seqs))
         options = [[plain] for _ in seqs]
         for lookup in self.lookups:
-            self._look_up(lookup, seqs, limits, options)
+            self._look_up(lookup, seqs, limits, options, least)
         for model in self.models:
             for seq, limit, known in zip(seqs, limits, options, strict=True):
                 known.extend(self._options_of(model, seq, limit, len(seqs), known))
@@ -316,19 +337,37 @@ class Planner:
                     drafts[i], chosen[i] = draft, chosen[i]._replace(num_tokens=len(draft))
         for seq, one in zip(seqs, chosen, strict=True):
             self._chosen[seq.id] = one
-            self._budget.earn(one.seconds)
             self.num_plain_rounds += not one.num_tokens
-        self._begin_timing(seqs, len(seqs) + sum(map(len, drafts)))
+        self._budget.earn(sum([one.seconds for one in chosen]) * self._hopes(len(seqs), least))
+        self._begin_timing(len(seqs), len(seqs) + sum(map(len, drafts)))
         return drafts
 
-    def _look_up(self, lookup: LookupDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]]) -> None:
-        """Add the lookup's options, for sequences in which asking it gains more than it takes, or the budget has its time."""
+    def _hopes(self, num_seqs: int, least: float) -> float:
+        """What drafts can gain at most where that many sequences share a forward, over what they can gain for one alone.
+
+        least: the share of accepted tokens that pays. One sequence tries drafts even where none seems to pay.
+        """
+        if num_seqs == 1:
+            return 1.0
+        alone = min(break_even(self.costs, 1), least)
+        return (1 - least) / (1 - alone) if least < 1 else 0.0
+
+    def _look_up(
+        self, lookup: LookupDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]], least: float
+    ) -> None:
+        """Add the lookup's options, for sequences in which asking it gains more than it takes, or the budget has its time.
+
+        least: the share of accepted tokens under which no draft pays.
+        """
         asked = [
             i
             for i, seq in enumerate(seqs)
             if limits[i]
             and (
-                lookup.gain.expected(seq) * options[i][0].seconds > lookup.seconds
+                (
+                    min(lookup.acceptance.expected(seq), 1.0) > least
+                    and lookup.gain.expected(seq) * options[i][0].seconds > lookup.seconds
+                )
                 or self._budget.take((lookup, "asking"), lookup.seconds, LOOKUP_PART)
             )
         ]
@@ -347,28 +386,29 @@ class Planner:
         option = model.best(self.costs, model.acceptance.expected(seq), limit, num_seqs)
         if option.tokens_per_s > instead.tokens_per_s:
             self._left_to_models.add(seq.id)
-            wait = min(1.0, _WAIT * (1 - self._left.usual))
+            wait = min(1.0, _WAIT * (1 - self._left.usual(seq)))
             if model.is_worth_its_price(seq, option, instead, self._left.expected(seq), wait):
                 return [option]
         return model.trials(seq, self.costs, limit, num_seqs, instead)
 
-    def _begin_timing(self, seqs: list[Sequence], rows: int) -> None:
-        """Time the forward over `rows` rows, unless it feeds other tokens, too. Of plain ones time one of four."""
-        # A verifier that has scored all but a sequence's last token feeds this one and the draft, and nothing else.
-        known = [self._scored.get(seq.id) for seq in seqs] == [seq.mark() for seq in seqs]
-        self._num_plain_forwards += rows == len(seqs)
-        # What a grammar cuts off or adds comes afterwards.
-        known = known and all(seq.constraint is None for seq in seqs)
-        timed = known and (rows > len(seqs) or self._num_plain_forwards % _PLAIN_LOOKS == 0)
-        self._begun = (rows, now_s()) if timed else None
+    def _begin_timing(self, num_seqs: int, rows: int) -> None:
+        """Time the forward, of which `rows` rows will be judged. Of plain ones time one of four."""
+        self._num_plain_forwards += rows == num_seqs
+        timed = rows > num_seqs or self._num_plain_forwards % _PLAIN_LOOKS == 0
+        self._begun = (rows, self._context.num_rows, now_s()) if self._context and timed else None
+
+    def _end_timing(self) -> None:
+        """Learn from the seconds of the forward, unless most of its rows were prompts', which take less than judged ones."""
+        if self._begun and self._context:
+            rows, num_before, begin_s = self._begun
+            num_fed = self._context.num_rows - num_before
+            if num_fed <= _MOST_FED * rows:
+                self.costs.observe(num_fed, now_s() - begin_s)
+        self._begun = None
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
         """Learn from the verdict, and tell the drafters."""
-        if self._begun:
-            rows, begin_s = self._begun
-            self.costs.observe(rows, now_s() - begin_s)
-            self._begun = None
-        self._scored[seq.id] = seq.mark()
+        self._end_timing()
         layers = dict(zip(self.hidden_layers, hidden, strict=True))
         for drafter in self._drafters if self._serves else self.lookups:
             drafter.proposer.accept(seq, verdict, tuple([layers[layer] for layer in drafter.proposer.hidden_layers]))
@@ -378,16 +418,14 @@ class Planner:
             self._left.record(seq, 0 if by_lookup else num_tokens, num_tokens)
             self._left_to_models.discard(seq.id)
         if option and option.num_tokens:
-            plain_s = self.costs.forward_s(1)
             if option.trial:
-                self._budget.give_back(option.drafter, (num_tokens - 1) * plain_s)
+                self._budget.give_back(option.drafter, (num_tokens - 1) * self._plain_s)
             option.drafter.drafted.record(option.num_tokens, num_tokens - 1)
-            option.drafter.learn(seq, option, num_tokens - 1, option.seconds / plain_s - 1)
+            option.drafter.learn(seq, option, num_tokens - 1, option.seconds / self._plain_s - 1)
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence, and keep what was learned of the costs."""
         self._chosen.pop(seq.id, None)
-        self._scored.pop(seq.id, None)
         self._left_to_models.discard(seq.id)
         self._begun = None
         self._left.end(seq)
@@ -404,8 +442,8 @@ class Planner:
         cost_of_rows = {n: self.costs.forward_s(n) / plain_s for n in self.costs.rows}
         table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0)]
         for one in self._drafters:
-            costs = (one.acceptance.usual, one.seconds / plain_s, cost_of_rows)
-            best = one.best(self.costs, one.acceptance.usual, MAX_TOKENS) if isinstance(one, ModelDrafter) else None
+            costs = (one.acceptance.usual(), one.seconds / plain_s, cost_of_rows)
+            best = one.best(self.costs, one.acceptance.usual(), MAX_TOKENS) if isinstance(one, ModelDrafter) else None
             planned = (best.num_tokens, best.tokens_per_s * plain_s, best.depth) if best else (None, None, 0)
             counts = (one.drafted.num_rounds, one.drafted.num_draft_tokens, one.drafted.num_accepted_tokens)
             table.append(PlannedDrafter(one.proposer.name, verifies, *counts, *costs, *planned))
@@ -414,7 +452,7 @@ class Planner:
         return table
 
 
-def plan(target: Backend, lookups: list[Proposer], chains: list[DraftModel]) -> Planner:
+def plan(target: Context, lookups: list[Proposer], chains: list[DraftModel]) -> Planner:
     """Planners for a target and for each of its draft models, cheapest first: each may draft with those before it.
 
     All draft in the target's tokens, so a model with another vocabulary drafts alone, and so does a head.
@@ -426,6 +464,6 @@ def plan(target: Backend, lookups: list[Proposer], chains: list[DraftModel]) -> 
             below: list[tuple[DraftModel, Costs]] = [
                 (model, costs) for model, costs in models if not isinstance(model, HeadProposer)
             ]
-            chain.inner = Planner(costs, lookups, below, serves=False)
+            chain.inner = Planner(costs, lookups, below, False, chain.context)
         models.append((chain, costs))
-    return Planner(find_costs(target), lookups, models)
+    return Planner(find_costs(target.backend), lookups, models, context=target)

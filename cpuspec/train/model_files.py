@@ -1,0 +1,78 @@
+"""A whole model in training: its numbers, and the files that it ends as, a Hugging Face directory or a GGUF file as it came."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
+from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
+from cpuspec.checkpoints.fields import read_json_object
+from cpuspec.errors import ConfigError
+from cpuspec.files import write_file
+from cpuspec.formats import QuantTensor, get_format
+from cpuspec.quantize.gguf_output import write_model
+from cpuspec.quantize.weights import layer_parts
+
+GGUF_NAME = "model.gguf"
+
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+_MADE = ("config.json", "model.safetensors.index.json")
+_MAX_CONFIG_BYTES = 1 << 20
+_FORMATS = {torch.float32: ("f32", 0), torch.float16: ("f16", 1), torch.bfloat16: ("bf16", 32)}  # and llama.cpp's file types
+
+
+class ModelWeights:
+    """The tensors of a model in f32 on a device, by canonical name; all are trained, the embedding too.
+
+    mask_id: the token that stands for tokens to come, None for none. Raises ConfigError for a model that cannot be trained, and for
+    a mask in a GGUF file, which has no field for it.
+    """
+
+    def __init__(self, model: Checkpoint, mask_id: int | None, device: torch.device) -> None:
+        if model.config.attention_softcap or any(model.config.layer_windows):
+            raise ConfigError(f"{model.name} has windows or a soft cap in its attention, which are not trained here; take another")
+        if model.mask_id is None and mask_id is not None and not isinstance(model.vocabulary, HfTokenizerFiles):
+            raise ConfigError(f"{model.path} is a GGUF file, which cannot name a mask; start from the model's directory")
+        self.model, self.mask_id, self.device = model, mask_id, device
+        self.trained: dict[str, Tensor] = {
+            name: torch.from_numpy(tensor.dequantize()).to(device).requires_grad_() for name, tensor in model.tensors.items()
+        }
+        self.all = {**self.trained, "output": self.trained["embed" if model.config.tied_embeddings else "output"]}
+
+    def save(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write the model: the directory, or a GGUF file in it, whose vectors are in f32. Raises OSError."""
+        model = self.model
+        directory.mkdir(parents=True, exist_ok=True)
+        if isinstance(model.vocabulary, HfTokenizerFiles):
+            self._save_directory(directory, dtype)
+            return
+        name, file_type = _FORMATS[dtype]
+        tensors = {
+            ours: QuantTensor.encode(get_format(name if values.dim() == 2 else "f32"), values.detach().cpu().numpy())
+            for ours, values in self.trained.items()
+        }
+        write_model(directory / GGUF_NAME, model, tensors, file_type, {})
+
+    def _save_directory(self, directory: Path, dtype: torch.dtype) -> None:
+        model = self.model
+        for path in {path for pattern in _COPIED for path in model.path.glob(pattern)}:
+            if path.name not in _MADE:
+                shutil.copyfile(path, directory / path.name)
+        config: dict[str, Any] = read_json_object(model.path / "config.json", _MAX_CONFIG_BYTES)
+        config.pop("quantization_config", None)
+        if self.mask_id is not None:
+            config["pard_token"] = self.mask_id
+        family, written = FAMILIES[model.config.architecture], {}
+        for name, values in self.trained.items():
+            layer, part = layer_parts(name)
+            theirs = GLOBAL_NAMES[name][1] if layer < 0 else f"model.layers.{layer}.{family.layer_names[part][1]}"
+            offset = family.norm_offset if name.endswith("norm") else 0.0
+            written[theirs] = (values.detach().cpu() - offset).to(dtype).contiguous()
+        write_file(directory / "model.safetensors", save(written, {"format": "pt"}))
+        write_file(directory / "config.json", json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,103 @@
+"""A model that learns a target's answers, and to draft them in one pass."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cpuspec import LLM
+from cpuspec.backends import make_backend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.errors import ConfigError
+from cpuspec.model.batch import ForwardBatch
+from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
+from cpuspec.train.job import ModelJob, train_model
+from cpuspec.train.loop import Schedule
+from cpuspec.train.model_files import GGUF_NAME, ModelWeights
+from tests.backends.models import tiny
+from tests.train.toy import FIRST, SETTINGS, SMALL, WORDS, text
+from tools.make_tiny_model import make_tiny_hf
+
+CPU = torch.device("cpu")
+SHORT = Schedule(epochs=8, tokens=200, rate=3e-3, held_back=0.2, measured_every=1000)
+MASKED = DistillLoss(3, masks=True)
+
+
+def nothing(*_: object) -> None:
+    """A listener that does not listen."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(make_tiny_hf(tmp_path_factory.mktemp("hf") / "small", tied=True, **SMALL))
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    rng = np.random.default_rng(2)
+    return Texts(Path("answers.jsonl"), [(text(rng, 24 + int(rng.integers(6))).tolist(), 3) for _ in range(40)])
+
+
+def job(loss: DistillLoss, **changes: object) -> ModelJob:
+    return ModelJob(loss, replace(SHORT, **changes), device="cpu", dtype="f32", threads=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", [DistillLoss(3), MASKED], ids=["one by one", "masks"])
+def test_a_model_learns_answers_and_is_written_as_it_came(
+    model: Checkpoint, texts: Texts, tmp_path: Path, loss: DistillLoss
+) -> None:
+    log = train_model(model, texts, tmp_path / "out", job(loss), nothing, nothing)
+    assert log[-1].mean_length > log[0].mean_length + 1
+    written = open_checkpoint(tmp_path / "out")
+    assert written.config == model.config
+    assert written.mask_id == (SMALL["vocab_size"] - 1 if loss.masks else None)
+    assert (json.loads((tmp_path / "out" / "config.json").read_text()).get("pard_token") is None) != loss.masks
+    state = torch.load(tmp_path / "out" / "training" / "state.pt", weights_only=True)["trained"]
+    best = max(log, key=lambda line: line.mean_length)
+    if best == log[-1]:
+        assert all(np.array_equal(written.tensors[name].dequantize(), state[name].numpy()) for name in state)
+
+
+def test_a_served_model_computes_the_rows_of_masks_that_it_was_trained_with(model: Checkpoint, texts: Texts) -> None:
+    training, sample, at = DistillTraining(ModelWeights(model, 319, CPU), MASKED), texts[0], 9
+    layout = training.layout(len(sample.token_ids), np.random.default_rng(0))
+    logits = training.logits([sample], [layout]).detach().numpy()
+    at = int(layout.start[layout.depth == 2][0])  # a chain whose masks are all kept
+    backend, fed = make_backend("numpy", model, SETTINGS), [*sample.token_ids[: at + 1].tolist(), 319, 319]
+    served = backend.forward(ForwardBatch(fed, list(range(len(fed))), [0], [0, len(fed)]), backend.new_cache(1, 64)).logits
+    rows = [int(np.flatnonzero((layout.start == at) & (layout.depth == depth))[0]) for depth in range(3)]
+    assert np.abs(logits[rows] - served[-3:]).max() < 1e-4 * np.abs(served).max()
+
+
+def test_deeper_rows_are_fewer_and_stand_behind_kept_ones(model: Checkpoint) -> None:
+    training = DistillTraining(ModelWeights(model, 319, CPU), DistillLoss(6, masks=True))
+    layout = training.layout(100, np.random.default_rng(0))
+    kept = [set(layout.start[layout.depth == depth].tolist()) for depth in range(6)]
+    assert [len(one) for one in kept][:2] == [100, 70]
+    assert all(deeper <= one for one, deeper in itertools.pairwise(kept))
+    assert all(len(one) >= 14 for one in kept)
+    assert (layout.start + layout.depth).max() == 99
+
+
+def test_a_gguf_model_stays_one_and_has_no_mask(texts: Texts, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = tiny(tmp_path_factory, weight_format="q4_0", **SMALL)
+    train_model(target, texts, tmp_path / "out", job(DistillLoss(3), epochs=1), nothing, nothing)
+    path = tmp_path / "out" / GGUF_NAME
+    assert open_checkpoint(path).config == target.config
+    prompt = [FIRST + WORDS, FIRST, FIRST + 1]
+    with LLM(target, "none", settings=SETTINGS) as plain, LLM(target, str(path), settings=SETTINGS) as drafting:
+        assert plain.generate([prompt])[0].token_ids == drafting.generate([prompt])[0].token_ids
+    with pytest.raises(ConfigError, match="cannot name a mask"):
+        train_model(target, texts, tmp_path / "masks", job(MASKED), nothing, nothing)
+
+
+def test_a_model_that_drafts_at_once_changes_no_answer(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    train_model(model, texts, tmp_path / "out", job(MASKED, epochs=1), nothing, nothing)
+    prompt = texts[0].token_ids[:6].tolist()
+    with LLM(model, "none", settings=SETTINGS) as plain, LLM(model, str(tmp_path / "out"), settings=SETTINGS) as drafting:
+        assert plain.generate([prompt])[0].token_ids == drafting.generate([prompt])[0].token_ids
+        assert sum(level.num_draft_tokens for level in drafting.levels.values()) > 0
