@@ -11,6 +11,7 @@ neither engine may be much further off than the other. --speed times decoding of
 """
 
 import json
+import math
 import socket
 import statistics
 import subprocess
@@ -64,7 +65,7 @@ _TIMES_LARGEST, _TIMES_USUAL, _LEAST = 2, 8, 1e-3
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens and their log probabilities."""
+    """Greedy tokens and their log probabilities, nan where an engine does not tell one."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -112,8 +113,8 @@ def compare(ours: Sequence[Answer], theirs: Sequence[Answer], judged: Sequence[F
                 break
             own_errors.append(abs(float(a.log_probs[place] - rows[place, own])))
             other_errors.append(abs(float(b.log_probs[place] - rows[place, other])))
-    usual = [float(np.median(some or [0.0])) for some in (own_errors, other_errors)]
-    largest = max([*own_errors, *other_errors], default=0.0)
+    usual = [float(np.nanmedian(some or [0.0])) for some in (own_errors, other_errors)]
+    largest = float(np.nanmax([*own_errors, *other_errors, 0.0]))
     return Comparison(len(ours) - len(partings), compared, *usual, largest, partings)
 
 
@@ -147,6 +148,7 @@ class LlamaServer:
         asked = {
             "prompt": list(prompt),
             "n_predict": num_tokens,
+            "return_tokens": True,
             "temperature": 0,
             "n_probs": int(with_log_probs),
             "cache_prompt": False,
@@ -156,8 +158,10 @@ class LlamaServer:
         )
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
             got = json.load(reply)
-        tokens = got.get("completion_probabilities", [])
-        answer = Answer([one["id"] for one in tokens], [one["logprob"] for one in tokens])
+        answer, told = Answer(got["tokens"], []), got.get("completion_probabilities", [])
+        for token in answer.tokens:  # of bytes that make no character yet the server tells no probability
+            known = bool(told) and told[0]["id"] == token
+            answer.log_probs.append(told.pop(0)["logprob"] if known else math.nan)
         return answer, got["timings"]["predicted_per_second"]
 
     def close(self) -> None:

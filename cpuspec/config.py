@@ -747,11 +747,13 @@ class LevelSpec:
         try:
             object.__setattr__(self, "num_tokens", _or_none(partial(whole, low=1, high=MAX_DRAFT_TOKENS))(self.num_tokens))
         except ValueError:
-            raise ConfigError(f"{self.drafter} drafts 1 to {MAX_DRAFT_TOKENS} tokens a round, got {self.num_tokens!r}") from None
+            got = _shown(self.num_tokens)
+            raise ConfigError(f"{self.drafter} drafts 1 to {MAX_DRAFT_TOKENS} tokens a round, got {got}") from None
         try:
             object.__setattr__(self, "min_confidence", number(self.min_confidence, low=0, below=1))
-        except ValueError:
-            raise ConfigError(f"min_confidence of {self.drafter} must be a number in [0, 1), got {self.min_confidence!r}") from None
+        except (ValueError, OverflowError):
+            got = _shown(self.min_confidence)
+            raise ConfigError(f"min_confidence of {self.drafter} must be a number in [0, 1), got {got}") from None
 
     @property
     def name(self) -> str:

@@ -98,6 +98,12 @@ def test_what_is_no_spec_is_a_clear_error(text: str) -> None:
         check_spec(SpecConfig.parse(text))
 
 
+@pytest.mark.parametrize("field", ["num_tokens", "min_confidence"])
+def test_a_number_beyond_every_float_is_a_clear_error(field: str) -> None:
+    with pytest.raises(ConfigError, match="got an integer of 16610 bits"):
+        SpecConfig.read([{"drafter": "ngram", field: int("9" * 4000) * 10**1000}])
+
+
 def test_tables_hold_what_a_text_cannot() -> None:
     value: list[Any] = ["ngram@8", {"drafter": "c++,v2@3.gguf", "num_tokens": 3, "min_confidence": 0.5, "then": ["ngram"]}]
     assert SpecConfig.read(value).levels == (LevelSpec("ngram", 8), LevelSpec("c++,v2@3.gguf", 3, 0.5, (LevelSpec("ngram"),)))
