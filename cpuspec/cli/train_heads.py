@@ -188,6 +188,8 @@ def _train(
     from cpuspec.train.start import HeadShape
 
     shape = HeadShape(**{name: chosen[name] for name in _OF_SHAPE}, copied=not chosen["cold"], **of_shape)
+    if chosen["source"] is not None and shape != HeadShape():
+        raise typer.BadParameter("--from goes on with a head as it is; give no options of its shape with it")
     job = Job(loss, shape, _schedule(chosen), chosen["source"], *(chosen[name] for name in _HOW))
     target, opened = open_target(model), open_samples(samples)
     with StepProgress(tenths=True) as progress:

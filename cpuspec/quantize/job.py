@@ -63,8 +63,8 @@ class Job:
                 raise ConfigError(f"the method {method!r} is not known; wanted some of {', '.join(METHODS)}, or none for rounding")
         if not 0 <= self.smoothing_strength <= 1:
             raise ConfigError(f"the smoothing strength is {self.smoothing_strength}; wanted 0 to 1")
-        if self.bits_per_weight is not None and not self.bits_per_weight > 0:
-            raise ConfigError(f"the budget is {self.bits_per_weight} bits per weight; wanted a number above 0")
+        if self.bits_per_weight is not None and not 0 < self.bits_per_weight <= 32:
+            raise ConfigError(f"the budget is {self.bits_per_weight} bits per weight; wanted a number above 0, 32 at most")
         if self.bits_per_weight is not None and (self.type_name or self.pure):
             raise ConfigError("a budget of bits per weight chooses the formats; give no type and no --pure with it")
         if self.candidates and self.bits_per_weight is None:

@@ -158,15 +158,15 @@ def make_answers(
         begin_s = now_s()
         try:
             prompts = in_turn(sources)
-            run.resume(file, prompts, out)
-            for lines in run.answers(prompts):
-                if max_tokens is not None and run.summary.num_answer_tokens >= max_tokens:
-                    break
+            is_full = run.resume(file, prompts, out, max_tokens)
+            for lines in () if is_full else run.answers(prompts):
                 run.count(lines)
                 file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
                 file.flush()
                 run.summary.duration_s = now_s() - begin_s
                 on_progress(run.summary)
+                if max_tokens is not None and run.summary.num_answer_tokens >= max_tokens:
+                    break
         except KeyboardInterrupt:
             run.summary.interrupted = True
         finally:
@@ -244,6 +244,16 @@ def read_header(out: Path) -> Fields:
     return fields
 
 
+def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError where the facts beside a file of answers tell of other tokens."""
+    if header_path(path).exists():
+        facts = read_header(path)
+        if facts.text("tokenizer_sha256") != tokenizer_identity(tokenizer):
+            raise ConfigError(
+                f"{path} has answers of {facts.text('model')}, whose tokens are others; name the model that gave them"
+            )
+
+
 @dataclass(eq=False)
 class _Text:
     """What a request has generated. reason: why it ended; "" while it runs."""
@@ -288,8 +298,11 @@ class _Run:
         # Known prompts are compared as they come, turns and answers as they are written: each in an order that is always the same.
         self._known_prompts, self._known_turns, self._known_answers = Known(), Known(), Known()
 
-    def resume(self, file: BinaryIO, prompts: Iterator[Prompt], out: Path) -> None:
-        """Go past the prompts that have answers, and cut those of the last one off: it is answered again."""
+    def resume(self, file: BinaryIO, prompts: Iterator[Prompt], out: Path, max_tokens: int | None) -> bool:
+        """Go past the prompts that have answers, and cut those of the last one off: it is answered again.
+
+        Returns whether the other answers have `max_tokens` tokens already; then nothing is cut.
+        """
         held: list[tuple[str, dict[str, Any]]] = []  # lines of the last prompt, with its id
         file.seek(0)
         begin = end = 0
@@ -303,14 +316,18 @@ class _Run:
             end += len(content)
         if len(content) > MAX_LINE_BYTES:
             raise ConfigError(f"{out} at byte {end} has a line of more than {MAX_LINE_BYTES} bytes, and is no file of answers")
+        if max_tokens is not None and self.summary.num_answer_tokens >= max_tokens:
+            self._keep([one for _, one in held])
+            file.truncate(end)
+            return True
         if not held:
             file.truncate(0)
-            return
+            return False
         for prompt in prompts:
             if prompt.id == held[0][0]:
                 file.truncate(begin)
                 self._begin(prompt)
-                return
+                return False
             if prompt.ids is not None:
                 self._admits(prompt, counts=False)
         raise ConfigError(

@@ -69,6 +69,9 @@ class BlockTraining:
         assert block, "the reader of such a head has seen to it"
         if block.markov and (block.markov.gate is not None or block.markov.joint is not None):
             raise CheckpointError(f"{directory} has a gated or recurrent Markov head; wanted a vanilla one")
+        norm, of_state = weights.head.model.tensors["norm"].dequantize(), weights.head.state_norm
+        if of_state is not None and not np.array_equal(norm, of_state.weight):
+            raise CheckpointError(f"{directory} scales its logits, which is not trained here; take another head")
         self._block, self._loss = block, loss
         self._w1 = self._w2 = self._confidence = self._confidence_bias = None
         if block.markov:

@@ -24,7 +24,7 @@ from cpuspec.model.transformer import decode
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
 from cpuspec.tokenizer import Tokenizer
 from cpuspec.train.acceptance import Acceptance
-from cpuspec.train.answers import read_answer
+from cpuspec.train.answers import check_tokenizer, read_answer
 from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.rows import Rows, attended
 from cpuspec.train.samples import Sample
@@ -75,6 +75,7 @@ def read_answers(path: Path, target: Tokenizer, model: Tokenizer, num_rows: int)
     They are split as the engine splits a target's text for a drafter. num_rows: of the target's logits. Raises CheckpointError and
     ConfigError for a file that is none, or vocabularies with nothing in common.
     """
+    check_tokenizer(path, target)
     shared = None if same_tokens(target, model) else SharedTokens.find(target, num_rows, model, "the model")
     texts = []
     for line in read_lines(path):

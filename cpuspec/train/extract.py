@@ -21,9 +21,9 @@ from cpuspec.files import try_lock
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch
 from cpuspec.tokenizer import Tokenizer
-from cpuspec.train.answers import header_path, read_answer, read_header, tokenizer_identity
+from cpuspec.train.answers import check_tokenizer, read_answer
 from cpuspec.train.prompts import line_ids, parse_line
-from cpuspec.train.samples import FINAL, METADATA, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard
+from cpuspec.train.samples import FINAL, METADATA, MOST, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard
 
 LAST = "last"  # in a list of layers: the output of the last one, which no norm has changed
 
@@ -95,12 +95,7 @@ def read_texts(paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, all
 
 
 def _lines(path: Path, tokenizer: Tokenizer, all_count: bool) -> Iterator[Text]:
-    if header_path(path).exists():
-        facts = read_header(path)
-        if facts.text("tokenizer_sha256") != tokenizer_identity(tokenizer):
-            raise ConfigError(
-                f"{path} has answers of {facts.text('model')}, whose tokens are others; name the model that gave them"
-            )
+    check_tokenizer(path, tokenizer)
     for line in read_lines(path):
         where = f"{path}, line {line.number}"
         value = parse_line(line.content, where)
@@ -127,7 +122,7 @@ def _plain(path: Path, tokenizer: Tokenizer, max_length: int, all_count: bool) -
                     yield Text(ids[:max_length], 0 if all_count else max_length)
                     del ids[:max_length]
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from None
     ids += tokenizer.encode(rest, add_special=False)
     if ids:
         yield Text(ids, 0 if all_count else len(ids))
@@ -139,8 +134,8 @@ class Extractor:
     def __init__(self, backend: Backend, checkpoint: Checkpoint, layers: Sequence[int | str], top: int, max_length: int) -> None:
         """layers, top: as in `Extraction`. Raises ConfigError where the model is too small for them."""
         config = backend.config
-        if not 0 <= top <= config.vocab_size:
-            raise ConfigError(f"the model has {config.vocab_size} tokens, and the likeliest {top} are wanted")
+        if not 0 <= top <= (most := min(config.vocab_size, MOST["top"])):
+            raise ConfigError(f"at most the likeliest {most} tokens can be kept; got {top}")
         if not 1 <= max_length <= config.context_length:
             raise ConfigError(f"a sample may have 1 to {config.context_length} tokens, the model's context; got {max_length}")
         self._backend, self._layers, self._top = backend, layers, top

@@ -47,8 +47,8 @@ def train_head(
 ) -> list[Measured]:
     """Train a head for the target into `out`, or go on with the run that is there; returns its measurements.
 
-    Raises ConfigError for a shape or samples that cannot be trained, CheckpointError for samples of another target, a head that is
-    not for it, or an output in use; OSError where nothing can be written.
+    Raises ConfigError for a shape or samples that cannot be trained, and an output with other files; CheckpointError for samples of
+    a target of another shape, a head that is not for it, or an output in use; OSError where nothing can be written.
     """
     about, config = samples.about, target.config
     for what, got, wanted in (
@@ -64,7 +64,8 @@ def train_head(
     torch.set_num_threads(job.threads or usable_cores())  # torch has one number for the whole process
     device, is_block, first = find_device(job.device), isinstance(job.loss, BlockLoss), out / "training" / "start"
     with _alone_in(out):
-        if not (first / "config.json").exists():
+        # Until a state is saved, nothing says with which options the beginning was made.
+        if not (out / "training" / "state.pt").exists() or not (first / "config.json").exists():
             if job.source is not None:
                 copy_head(job.source, first)
             else:
@@ -102,6 +103,8 @@ def train_model(
 ) -> list[Measured]:
     """Train a model on texts into `out`, or go on with the run that is there; returns its measurements. Raises as `train_head`."""
     torch.set_num_threads(job.threads or usable_cores())
+    if job.mask_id is not None and not job.loss.masks:
+        raise ConfigError("a mask's token is for rows of masks; give --masks, too, or no --mask-id")
     mask_id = model.mask_id if job.mask_id is None else job.mask_id
     if job.loss.masks and mask_id is None:
         mask_id = unused_id(tokens_of(texts, model.config.vocab_size))
@@ -115,8 +118,13 @@ def train_model(
 
 @contextmanager
 def _alone_in(out: Path) -> Iterator[None]:
-    """Make `out/training`, where no other process trains meanwhile. Raises CheckpointError where one does."""
+    """Make `out/training`, where no other process trains meanwhile. Raises CheckpointError where one does.
+
+    And ConfigError where `out` has files of something else, such as the model: training would replace them.
+    """
     directory = out / "training"
+    if out.is_dir() and not directory.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} has other files, which training would replace; name a directory of its own")
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("wb") as lock:
         if not try_lock(lock):

@@ -161,7 +161,7 @@ def train(
 
 
 def split(samples: Samples, schedule: Schedule) -> tuple[list[int], list[int]]:
-    """The samples that are trained on, and those that are measured: of the last ones, which no prompt shares with the others."""
+    """The samples that are trained on, and those that are measured: of the last ones."""
     usable = [i for i in range(len(samples)) if samples.lengths[i] >= _SHORTEST and samples.tokens(i)[1].sum() > 2]
     num_held = max(1, round(schedule.held_back * len(usable)))
     if len(usable) < 2 or num_held >= len(usable):
@@ -266,11 +266,11 @@ class _Run:
             acceptance.said_by_position,
             acceptance.mean_length,
         )
+        if acceptance.mean_length > state.best:
+            self._training.weights.save(self._out, self._dtype)
+            state.best = acceptance.mean_length  # not before it is written: an interrupted measurement is made again
         self.log.append(line)
         state.losses, state.num_losses = 0.0, 0
-        if acceptance.mean_length > state.best:
-            state.best = acceptance.mean_length
-            self._training.weights.save(self._out, self._dtype)
         self._on_measured(line)
 
     def _loss(self, samples: Sequence[Sample], rng: np.random.Generator) -> float | None:
@@ -312,9 +312,10 @@ class _Run:
             "trained": {name: one.detach() for name, one in self._trained.items()},
             "optimizer": self._optimizer.state_dict(),
         }
+        # The log first: one without its state is cut, and a state without its log would be lost.
+        write_file(self._log_path, "".join(json.dumps(line._asdict()) + "\n" for line in self.log))
         with replacing(self._path) as file:
             torch.save(whole, file)
-        write_file(self._log_path, "".join(json.dumps(line._asdict()) + "\n" for line in self.log))
 
     def _load(self) -> None:
         try:
@@ -331,6 +332,7 @@ class _Run:
         self._optimizer.load_state_dict(whole["optimizer"])
         self._state = _State(**whole["state"])
         self.log = [line for line in read_log(self._path.parent.parent) if line.step <= self._state.step]
+        self._state.best = max((line.mean_length for line in self.log), default=0.0)
 
 
 def _cut(sample: Sample, longest: int, rng: np.random.Generator | None) -> Sample:

@@ -126,7 +126,7 @@ def _functions(path: Path) -> list[tuple[int, str]]:
             tree = ast.parse(source)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return []
-    lines, found = source.splitlines(), []
+    lines, found = source.split("\n"), []  # as `ast` counts them
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) <= _FEWEST_STATEMENTS:
             continue

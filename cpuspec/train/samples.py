@@ -32,7 +32,7 @@ DTYPES = {"bf16": "BF16", "f32": "F32", "int8": "I8"}  # of hidden states, and s
 
 _FORMAT, _VERSION = "cpuspec-samples", 1
 _MAX_METADATA_BYTES = 1 << 20
-_MOST = {"vocab_size": 1 << 24, "hidden_size": 1 << 20, "num_layers": 1 << 12, "top": 1 << 12}
+MOST = {"vocab_size": 1 << 24, "hidden_size": 1 << 20, "num_layers": 1 << 12, "top": 1 << 12}
 _SHARD = re.compile(r"shard-\d{5}\.safetensors")
 _NUMPY = {"U8": "u1", "I8": "i1", "BF16": "<u2", "I32": "<i4", "F32": "<f4", "I64": "<i8"}
 
@@ -65,7 +65,7 @@ class Extraction:
         fields = Fields(str(path), read_json_object(path, _MAX_METADATA_BYTES))
         if fields.value("format") != _FORMAT or fields.value("version") != _VERSION:
             fields.fail("format" if fields.value("format") != _FORMAT else "version", f"{_FORMAT}, version {_VERSION}")
-        for name, most in _MOST.items():
+        for name, most in MOST.items():
             if not (0 if name == "top" else 1) <= fields.integer(name) <= most:
                 fields.fail(name, f"a number up to {most}")
         num_layers, layers = fields.integer("num_layers"), fields.items("layers")

@@ -1,7 +1,7 @@
 """Heads before their training: parts of the target where they fit, so that few samples go far, and small random numbers elsewhere.
 
 Embedding and output matrix are the target's own and stay so, as in DFlash and DSpark (arXiv 2602.06036, 2607.05147). Layers begin
-as those behind the last one that the head reads: their context then has the keys and values that it has in the target.
+as those behind the last one that the head reads, without biases of queries, keys and values.
 """
 
 from collections.abc import Mapping

@@ -62,8 +62,10 @@ def drafted_ids(counts: Counts, size: int) -> I64 | None:
 
 def tokens_of(samples: Samples, vocab_size: int) -> I64:
     """How often each token occurs in the samples, prompts included, [V]."""
-    parts = (np.bincount(samples.tokens(i)[0], minlength=vocab_size) for i in range(len(samples)))
-    return np.sum(list(parts), axis=0, dtype=np.int64)
+    total = np.zeros(vocab_size, np.int64)
+    for i in range(len(samples)):
+        total += np.bincount(samples.tokens(i)[0], minlength=vocab_size)
+    return total
 
 
 def unused_id(tokens: I64) -> int:

@@ -93,7 +93,10 @@ def test_a_limit_of_tokens_ends_a_run_which_a_higher_one_goes_on_with(
     out = tmp_path / "limited.jsonl"
     summary = make_answers(llm, FILES, plan, out, max_tokens=100)
     assert 100 <= summary.num_answer_tokens < whole[1].num_answer_tokens
-    assert whole[0].startswith(out.read_bytes())
+    written = out.read_bytes()
+    assert whole[0].startswith(written)
+    make_answers(llm, FILES, plan, out, max_tokens=10)
+    assert out.read_bytes() == written, "a lower limit takes nothing back"
     make_answers(llm, FILES, plan, out)
     assert out.read_bytes() == whole[0]
 

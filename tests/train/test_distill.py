@@ -14,7 +14,9 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import ForwardBatch
-from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
+from cpuspec.tokenizer import make_tokenizer
+from cpuspec.train.answers import header_path
+from cpuspec.train.distill import DistillLoss, DistillTraining, Texts, read_answers
 from cpuspec.train.job import ModelJob, train_model
 from cpuspec.train.loop import Schedule
 from cpuspec.train.model_files import GGUF_NAME, ModelWeights
@@ -40,6 +42,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def texts() -> Texts:
     rng = np.random.default_rng(2)
     return Texts(Path("answers.jsonl"), [(text(rng, 24 + int(rng.integers(6))).tolist(), 3) for _ in range(40)])
+
+
+def test_answers_in_other_tokens_are_refused(model: Checkpoint, tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "answers.jsonl", make_tokenizer(model)
+    path.write_text(json.dumps({"id": "a@0", "prompt_ids": [1], "answer_ids": [2, 3], "temperature": 0.0, "source": "x"}) + "\n")
+    assert len(read_answers(path, tokenizer, tokenizer, model.config.vocab_size)) == 1
+    about = {"format": "cpuspec-answers", "version": 1, "model": "another", "tokenizer_sha256": "0" * 64}
+    header_path(path).write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match="answers of another, whose tokens are others"):
+        read_answers(path, tokenizer, tokenizer, model.config.vocab_size)
+
+
+def test_a_masks_token_without_masks_is_refused(model: Checkpoint, texts: Texts, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give --masks"):
+        train_model(model, texts, tmp_path / "out", job(DistillLoss(3))._replace(mask_id=5), nothing, nothing)
 
 
 def job(loss: DistillLoss, **changes: object) -> ModelJob:

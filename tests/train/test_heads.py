@@ -52,6 +52,20 @@ def trained(target: Checkpoint, samples: SampleSet, out: Path, method: str, **ch
     return train_head(target, samples, out, job, nothing, nothing)
 
 
+def test_training_replaces_no_files_of_something_else(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"a model")
+    with pytest.raises(ConfigError, match="other files, which training would replace"):
+        trained(target, samples, tmp_path, "block")
+    assert [one.name for one in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_beginning_that_failed_is_made_again(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    trained(target, samples, tmp_path / "eagle", "eagle3")
+    with pytest.raises(CheckpointError):
+        trained(target, samples, tmp_path / "head", "block", source=tmp_path / "eagle")
+    assert trained(target, samples, tmp_path / "head", "block")
+
+
 def opened(directory: Path, target: Checkpoint, samples: SampleSet, method: str) -> BlockTraining | Eagle3Training:
     kind = BlockTraining if method == "block" else Eagle3Training
     return kind(directory, target, samples.about, LOSSES[method], CPU)  # type: ignore[arg-type]
