@@ -39,6 +39,7 @@ _DEFAULTS = ("Q4_K_M", "Q8_0")  # what a name without a quantization means where
 _SETTINGS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("quantize_config.json", "quant_config.json"),  # of older GPTQ and AWQ files
+    "1_Pooling/config.json",  # of models that make embeddings
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
 )
 HUB_TIMEOUT_S = 6.0  # a hub that is not there should cost seconds
@@ -255,7 +256,7 @@ def _whole(model: HubModel, gguf: _Gguf) -> Choice:
 
 def _safetensors(model: HubModel, files: Mapping[str, int | None]) -> Choice:
     """The repository's safetensors with their configuration and tokenizer; Medusa's have their own name. Raises ConfigError."""
-    weights = [file for file in ("model.safetensors", "medusa_lm_head.safetensors") if file in files][:1]
+    weights = [file for file in ("medusa_lm_head.safetensors", "model.safetensors") if file in files][:1]
     if not weights and "model.safetensors.index.json" in files:
         parts = {int(part["number"]): file for file in files if (part := _PART.fullmatch(file.removesuffix(".safetensors")))
                  and part["stem"] == "model" and file.endswith(".safetensors")}  # fmt: skip

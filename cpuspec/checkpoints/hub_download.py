@@ -55,7 +55,11 @@ def download(model: HubModel, report: Progress, hashes: Mapping[str, str]) -> Pa
     choice = choose(model, sizes)
     for name, wanted in hashes.items():
         file = files.get(name or choice.opened)
-        if (got := _sha256(file) if file else "of nothing") != wanted:
+        if file is None:
+            raise DownloadError(f"has no file {name}, which the recipe names")
+        if (got := _sha256(file)) is None:
+            raise DownloadError(f"tells no sha256 of {name or choice.opened}, as of all small files; leave it out of the recipe")
+        if got != wanted:
             raise DownloadError(f"offers other bytes{f' of {name}' if name else ''}: sha256 {got}, wanted {wanted}")
     snapshot = snapshot_dir(model.repository, commit)
     missing = [name for name in choice.files if not _is_there(snapshot / name, sizes[name])]

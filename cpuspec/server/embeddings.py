@@ -42,6 +42,8 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
             f"{model.name} was trained to write, and makes no embeddings; serve a model that does, such as Qwen3-Embedding, "
             "or start the server with --pooling"
         )
+    if model.num_embedding > model.admission.max_waiting:
+        raise BusyError(f"{model.num_embedding} requests for embeddings wait; try again later")
     prompts = await model.in_worker(partial(_prompts, model, body.input))
     for prompt in prompts:
         model.check_prompt(prompt)
@@ -49,8 +51,6 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     if num_tokens > _MOST_TOKENS:
         raise RequestError(f"the inputs have {num_tokens} tokens together, and at most {_MOST_TOKENS} are taken", "input")
     job = model.llm.embedding_job(prompts, pooling, body.dimensions)
-    if model.num_embedding > model.admission.max_waiting:
-        raise BusyError(f"{model.num_embedding} requests for embeddings wait; try again later")
     context_of(request).figures |= {"prompt_tokens": num_tokens}
     model.num_embedding += 1
     return await unless_gone(request, _reply(body, job, model, server_of(request).shown_name(model), num_tokens), model.embedded)

@@ -135,8 +135,8 @@ class Server:
 
     @property
     def num_unfinished(self) -> int:
-        """Answers that run or wait."""
-        return sum(model.admission.num_running + model.admission.num_waiting for model in self.models.values())
+        """Answers and requests for embeddings that run or wait."""
+        return sum(one.admission.num_running + one.admission.num_waiting + one.num_embedding for one in self.models.values())
 
 
 def server_of(request: Request) -> Server:

@@ -46,7 +46,7 @@ class StageContext:
     def learn(self, seq: Sequence, layers: tuple[F32, ...]) -> None:
         """Take the verifier's state of the last accepted token, as `Proposer.accept` has it."""
         (rows,) = layers
-        self._states[seq.id] = len(seq.tokens) - 1, rows[-1:]
+        self._states[seq.id] = len(seq.tokens) - 1, rows[-1:].copy()  # a view would keep the states of a whole prompt
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence."""

@@ -134,7 +134,8 @@ class Extractor:
     def __init__(self, backend: Backend, checkpoint: Checkpoint, layers: Sequence[int | str], top: int, max_length: int) -> None:
         """layers, top: as in `Extraction`. Raises ConfigError where the model is too small for them."""
         config = backend.config
-        if not 0 <= top <= (most := min(config.vocab_size, MOST["top"])):
+        most = min(config.vocab_size, MOST["top"])
+        if not 0 <= top <= most:
             raise ConfigError(f"at most the likeliest {most} tokens can be kept; got {top}")
         if not 1 <= max_length <= config.context_length:
             raise ConfigError(f"a sample may have 1 to {config.context_length} tokens, the model's context; got {max_length}")

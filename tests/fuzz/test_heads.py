@@ -73,7 +73,7 @@ def use(path: Path) -> None:
         hidden_size = backend.config.hidden_size
         described = backend.config.head
         if described and described.feature_size:
-            assert backend.encode(np.ones((2, described.feature_size), np.float32)).shape == (2, hidden_size)
+            assert backend.project(np.ones((2, described.feature_size), np.float32), "encode").shape == (2, hidden_size)
         batch = ForwardBatch(
             tokens=np.array([1, 2], np.int32),
             positions=np.arange(2, dtype=np.int32),

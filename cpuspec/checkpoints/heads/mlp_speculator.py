@@ -38,7 +38,7 @@ def read_mlp_speculator(files: HeadFiles, target: Checkpoint) -> Head:
         fields.fail("n_predict", f"a number from 1 to {_MOST_STAGES}")
     if size < 1:
         fields.fail("inner_dim", "0 for emb_dim, or more")
-    is_tied, parts = fields.boolean("tie_weights", False), _sorted(files)
+    is_tied, parts = fields.boolean("tie_weights", False), _sorted(files, number)
 
     def part(kind: str, stage: int, what: str = "weight") -> QuantTensor:
         """Of tied stages one copy is in the file, or several that are the same. The first stage's `proj` is its own."""
@@ -86,12 +86,12 @@ def read_mlp_speculator(files: HeadFiles, target: Checkpoint) -> Head:
     )
 
 
-def _sorted(files: HeadFiles) -> dict[tuple[str, int, str], QuantTensor]:
-    """The tensors by kind, stage, and weight or bias."""
+def _sorted(files: HeadFiles, num_stages: int) -> dict[tuple[str, int, str], QuantTensor]:
+    """The tensors by kind, stage, and weight or bias. Raises CheckpointError for others."""
     parts: dict[tuple[str, int, str], QuantTensor] = {}
     for name, tensor in files.tensors.items():
         found = _PART.fullmatch(name.removeprefix("speculator."))
-        if found is None:
+        if found is None or (found[3] == "bias" and found[1] != "ln") or int(found[2]) >= num_stages:
             files.refuse(f"tensor {name} has no place in an MLP speculator; it would be ignored silently")
         parts[found[1], int(found[2]), found[3]] = tensor
     return parts

@@ -17,6 +17,7 @@ FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/favicon.ico": ("icon.svg", "image/svg+xml"),  # browsers ask for it before they have read the page
 }
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -60,6 +61,7 @@ async def script() -> Response:
 
 
 @router.get("/icon.svg")
+@router.get("/favicon.ico")
 async def icon() -> Response:
     """Its icon."""
     return _file("/icon.svg")

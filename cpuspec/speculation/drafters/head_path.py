@@ -44,8 +44,6 @@ class HeadPath:
     def choose(self, logits: F32) -> None:
         """Take the next token from a row [num_logits], as the request asks: its grammar, penalties and biases apply."""
         seq = self.seq
-        if self.offers is not None:
-            self.offers[tuple(self.tokens)] = self.ids_of([one for one, _ in largest(logits, CHILDREN)[0]])
         draws = self.draws and not seq.params.greedy
         if draws or not seq.params.keeps_order or seq.constraint:
             legal = seq.legal(self.tokens)
@@ -63,6 +61,8 @@ class HeadPath:
                 self.limit = len(self.tokens)
                 return
         else:
+            if self.offers is not None:  # rows that a request changes tell nothing of the head's ranks
+                self.offers[tuple(self.tokens)] = self.ids_of([one for one, _ in largest(logits, CHILDREN)[0]])
             [token] = self.ids_of([int(logits.argmax())])
         self.tokens.append(token)
         if self.min_confidence and 1 / np.exp(logits - logits.max()).sum() < self.min_confidence:

@@ -170,7 +170,8 @@ class ModelDrafter:
         """Its best draft for a verifier of these costs, whose tokens are accepted at that rate."""
         limit = min(limit, self.proposer.num_tokens)
         if isinstance(self.proposer, HeadProposer) and self._ranks:
-            chances, worth = self._ranks.chances(rate), self._trees.expected(1.0, _TREES_PRIOR)
+            # A trial hopes for a rate of 1: what earlier trees brought does not speak against it.
+            chances, worth = self._ranks.chances(rate), 1.0 if rate == 1.0 else self._trees.expected(1.0, _TREES_PRIOR)
             tree = best_tree(self, costs, chances[:DEPTHS], limit, self._tree_s, num_seqs, worth)
             if self.proposer.makes_trees:
                 return tree
@@ -225,8 +226,9 @@ class ModelDrafter:
         """Count a verified draft: evaluated tokens end at the first rejected one."""
         evaluated = min(num_accepted + 1, option.num_tokens)
         if isinstance(self.proposer, HeadProposer) and self._ranks:
-            self._trees.record(*((num_accepted, option.claimed) if option.depth else (0.0, 0.0)))
-            num_accepted, evaluated = self.proposer.hits(seq)
+            self._trees.record(*((num_accepted, option.claimed) if option.depth and not option.trial else (0.0, 0.0)))
+            if option.depth:  # of a chain both are known; a grammar may have chosen others than the likeliest
+                num_accepted, evaluated = self.proposer.hits(seq)
         self.acceptance.record(seq, num_accepted, evaluated)
 
     def end(self, seq: Sequence) -> None:
@@ -270,7 +272,8 @@ class ModelDrafter:
 
     def _saves(self, seq: Sequence, option: Option, instead: Option, share: float) -> bool:
         """Whether drafts for that share of the tokens to come save more than feeding what it missed, and will miss."""
-        saved_s = share * (1 / instead.tokens_per_s - 1 / option.tokens_per_s) - (1 - share) * self._costs.row_s
+        missed_s = (1 - share) * self._costs.row_s if self._reads else 0.0
+        saved_s = share * (1 / instead.tokens_per_s - 1 / option.tokens_per_s) - missed_s
         return seq.num_wanted * saved_s > self._price_s(seq)
 
 
