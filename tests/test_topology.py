@@ -100,7 +100,7 @@ def test_a_quota_limits_the_threads(tmp_path: Path, files: dict[str, str | bytes
     assert found.usable_cores == (8 if quota is None else max(1, int(quota)))
 
 
-GARBAGE = ["", "x", "5-", "9-3", "0-99999999999", "1,,x", "-1", "0 0", "9" * 100, b"\xff\xfe\x00", "0\n" * 100_000]
+GARBAGE = ["", "x", "5-", "9-3", "0-99999999999", "1,,x", "-1", "0 0", "9" * 100, b"\xff\xfe\x00", "0\n" * 5000]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)

@@ -1,6 +1,5 @@
 """The prefix cache behind the server: it outlives a restart, is saved and restored by name, and figures wait for no step."""
 
-import os
 import re
 import signal
 import threading
@@ -49,10 +48,11 @@ def value(running: Running, name: str) -> float:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_restarted_server_finds_what_the_last_one_computed(path: Path, tmp_path: Path, number: signal.Signals) -> None:
-    arguments = ("serve", str(path), "--port", "0", "--threads", "1", "--draft", "none")
+    directory = tmp_path / "prefixes"
+    arguments = ("serve", str(path), "--port", "0", "--threads", "1", "--draft", "none", "--prefix-cache-dir", str(directory))
     answers = []
     for _ in range(2):
-        with started(*arguments, env={**os.environ, "CPUSPEC_CACHE": str(tmp_path)}) as process:
+        with started(*arguments) as process:
             assert process.stderr is not None
             url = re.search(r"http://127.0.0.1:\d+", process.stderr.readline().decode())
             assert url
@@ -60,7 +60,7 @@ def test_a_restarted_server_finds_what_the_last_one_computed(path: Path, tmp_pat
             answers.append(ask(url[0]))
             process.send_signal(number)
             assert process.wait(PATIENCE_S) == 0
-    assert list((tmp_path / "prefixes").glob("*.prefix"))
+    assert list(directory.glob("*.prefix"))
     (fresh, num_fresh), (again, num_again) = answers
     assert num_fresh == 0
     assert num_again >= 256
