@@ -23,12 +23,13 @@ from record import Rounds, record, save, say
 
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.evaluate.quality import Quality, QualityMeter, log_softmax
+from cpuspec.evaluate.quality import Quality, QualityMeter
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32
 from cpuspec.quantize.calibration import run
 from cpuspec.quantize.job import METHODS, Job, measure_importance, quantize, read_chunks
 from cpuspec.quantize.weights import Weights, layer_parts
+from cpuspec.sampling import log_softmax
 from cpuspec.tokenizer import make_tokenizer
 
 _ROWS = 32  # of logits that are compared at a time

@@ -36,12 +36,12 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CpuspecError
-from cpuspec.evaluate.quality import F64, last_rows, log_softmax
+from cpuspec.evaluate.quality import F64, last_rows
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.mixes import TYPES
-from cpuspec.sampling import argmax
+from cpuspec.sampling import argmax, log_softmax
 from cpuspec.tokenizer import make_tokenizer
 
 PROMPTS = (

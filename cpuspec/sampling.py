@@ -241,12 +241,26 @@ class TokenLogprobs:
 
 def logprobs(logits: F32, token: int, num_top: int) -> TokenLogprobs:
     """Log-softmax of raw logits [V] for `token` and the `num_top` most likely tokens (as many as there are)."""
-    x = logits.astype(np.float64)
-    x -= x.max()
-    x -= np.log(np.exp(x).sum())
+    x = log_softmax(logits)
     best = _largest(x, min(num_top, len(x))) if num_top else np.arange(0)
     best = best[np.argsort(-x[best], kind="stable")]
     return TokenLogprobs(int(token), float(x[token]), tuple((int(i), float(x[i])) for i in best))
+
+
+def log_softmax(logits: F32) -> F64:
+    """Log probabilities of each row, in f64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def kl_divergence(reference: F64, other: F64, least: float = -math.inf) -> F64:
+    """KL divergence in nats of each row of `other` from `reference`, both log probabilities [..., ids].
+
+    least: ids whose log probability in the reference is not above it are left out.
+    """
+    terms = np.exp(reference) * (reference - other)
+    divergence: F64 = (terms if least == -math.inf else np.where(reference > least, terms, 0)).sum(axis=-1)
+    return divergence
 
 
 def _weights(x: NDArray[Any], best: Any, temperature: float, out: F64 | None = None) -> F64:

@@ -14,7 +14,7 @@ import numpy as np
 from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
-from cpuspec.checkpoints.heads.head import HeadNorm
+from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.checkpoints.recipes import recipe_of
 from cpuspec.config import (
     AUTO,
@@ -165,7 +165,7 @@ class LLM:
         self.context_length = context.capacity
         self.max_sequences = settings.max_sequences
         self.pooling = checkpoint.pooling if checkpoint else ""  # as `Checkpoint.pooling`
-        self._final_norm = HeadNorm(checkpoint.tensors["norm"].dequantize(), self.config.norm_eps) if checkpoint else None
+        self._final_norm = final_norm(checkpoint) if checkpoint else None
         self._backend = backend
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None

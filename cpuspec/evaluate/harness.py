@@ -18,7 +18,8 @@ from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.answers import answer_all
-from cpuspec.evaluate.quality import Scorer, log_softmax
+from cpuspec.evaluate.quality import Scorer
+from cpuspec.sampling import log_softmax
 from cpuspec.tokenizer import make_tokenizer
 
 try:

@@ -18,9 +18,10 @@ from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.certify import file_identity
-from cpuspec.evaluate.quality import F64, kl_divergence, logits_of
+from cpuspec.evaluate.quality import F64, logits_of
 from cpuspec.metrics import LevelCounters
 from cpuspec.model.batch import F32, I32
+from cpuspec.sampling import kl_divergence
 from cpuspec.sequence import shared_prefix
 from cpuspec.tokenizer import make_tokenizer
 

@@ -15,8 +15,9 @@ import numpy as np
 from cpuspec.backends import Backend
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.logits_file import LEAST, LogitsFile, LogitsWriter
-from cpuspec.evaluate.quality import F64, Quality, QualityMeter, log_softmax, logits_of, mean_and_error
+from cpuspec.evaluate.quality import F64, Quality, QualityMeter, logits_of, mean_and_error
 from cpuspec.model.batch import F32
+from cpuspec.sampling import log_softmax
 
 CONTEXT = 512  # tokens of a window, llama.cpp's default
 _ROWS_AT_ONCE = 32

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cpuspec.backends import Backend
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, I32, ForwardBatch
-from cpuspec.sampling import argmax
+from cpuspec.sampling import argmax, kl_divergence, log_softmax
 from cpuspec.sequence import shared_prefix
 
 F64 = NDArray[np.float64]
@@ -200,19 +200,3 @@ def logits_of(backend: Backend, tokens: Sequence[int], chunk: int, first: int = 
 def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:
     """The most likely token after each of `tokens`, which are fed to an empty cache: a greedy draft would propose it there."""
     return np.concatenate([argmax(logits) for logits in logits_of(backend, tokens, backend.max_rows)])
-
-
-def kl_divergence(reference: F64, other: F64, least: float = -math.inf) -> F64:
-    """KL divergence in nats of each row of `other` from `reference`, both log probabilities [..., ids].
-
-    least: ids whose log probability in the reference is not above it are left out.
-    """
-    terms = np.exp(reference) * (reference - other)
-    divergence: F64 = (terms if least == -math.inf else np.where(reference > least, terms, 0)).sum(axis=-1)
-    return divergence
-
-
-def log_softmax(logits: F32) -> F64:
-    """Log probabilities of each row, in f64."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -10,6 +10,7 @@ of 30 layers takes 38 forwards instead of 211.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from cpuspec.quantize.cast import cast
 from cpuspec.quantize.rounding import encode
 from cpuspec.quantize.store import Workspace
 from cpuspec.quantize.weights import Weights, layer_parts
+from cpuspec.sampling import kl_divergence, log_softmax
 
 Losses = dict[str, dict[str, float]]  # by matrix, by format
 
@@ -61,27 +63,16 @@ def estimate(
 
     misses: Losses = {}
     for name, formats in candidates.items():
-        tried = {format.name: format for format in (*formats, _PROBE)}
-        if name not in names:
-            del tried[_PROBE.name]
-
-        def measure(name: str = name, tried: Mapping[str, Format] = tried) -> list[float]:
-            return [_miss(weights, name, format, of_inputs.get(name)) for format in tried.values()]
-
+        tried = {format.name: format for format in (*formats, *([_PROBE] if name in names else []))}
+        measure = partial(_misses, weights, name, [*tried.values()], of_inputs.get(name))
         misses[name] = dict(zip(tried, workspace.measured(f"{name}: {', '.join(tried)}", measure), strict=True))
         step()
     text = chunks.reshape(-1)[: max(_TOKENS // chunks.shape[1], 1) * min(chunks.shape[1], _TOKENS)]
     text = text.reshape(-1, min(chunks.shape[1], _TOKENS))
-    reference: list[F32] = []
+    reference = cache(partial(_answers, weights, text))  # computed once, if anything is left to measure
     divergences = {}
     for group, members in groups.items():
-
-        def diverge(members: Sequence[str] = members) -> list[float]:
-            if not reference:
-                reference.append(calibration.run(weights, text, _ignore, {}, with_logits=True))
-            return [_divergence(weights, text, members, reference[0])]
-
-        (divergences[group],) = workspace.measured(group, diverge)
+        (divergences[group],) = workspace.measured(group, partial(_divergence, weights, text, members, reference))
         step()
     probed = {name: misses[name][_PROBE.name] for name in names}
     own = _shares(probed, divergences)
@@ -96,27 +87,32 @@ def _ignore(x: F32, names: tuple[str, ...]) -> None:
     """No inputs are looked at."""
 
 
-def _miss(weights: Weights, name: str, format: Format, of_inputs: F32 | None) -> float:
-    """The mean square of what all outputs of a matrix miss in a format, from some of its rows."""
+def _misses(weights: Weights, name: str, formats: Sequence[Format], of_inputs: F32 | None) -> list[float]:
+    """The mean square of what all outputs of a matrix miss in each format, from some of its rows."""
     tensor = weights.checkpoint.tensors[name]
     step = -(-tensor.shape[0] // _ROWS)
     rows = tensor.rows(np.arange(0, tensor.shape[0], step))
-    squares = np.square(format.decode(encode(format, rows, of_inputs)) - rows)
-    return float((squares if of_inputs is None else squares * of_inputs).sum(dtype=np.float64) * step)
+    found = []
+    for format in formats:
+        squares = np.square(format.decode(encode(format, rows, of_inputs)) - rows)
+        found.append(float((squares if of_inputs is None else squares * of_inputs).sum(dtype=np.float64) * step))
+    return found
 
 
-def _divergence(weights: Weights, text: I32, names: Sequence[str], reference: F32) -> float:
-    """The mean KL divergence of the answers with these matrices rounded from those without."""
+def _answers(weights: Weights, text: I32) -> F32:
+    return calibration.run(weights, text, _ignore, {}, with_logits=True)
+
+
+def _divergence(weights: Weights, text: I32, names: Sequence[str], reference: Callable[[], F32]) -> list[float]:
+    """The mean KL divergence of the answers with these matrices rounded from those without, which `reference` gives."""
     checkpoint = weights.checkpoint
     rounded = {name: cast(checkpoint.tensors[name], _PROBE) for name in names}
-    changed = Weights(replace(checkpoint, tensors={**checkpoint.tensors, **rounded}))
-    logits = calibration.run(changed, text, _ignore, {}, with_logits=True)
+    wanted, got = reference(), _answers(Weights(replace(checkpoint, tensors={**checkpoint.tensors, **rounded})), text)
     total = 0.0
-    for start in range(0, len(logits), _ROWS_AT_ONCE):
+    for start in range(0, len(got), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
-        wanted, got = (some - np.logaddexp.reduce(some, axis=1)[:, None] for some in (reference[rows], logits[rows]))
-        total += float((np.exp(wanted) * (wanted - got)).sum(dtype=np.float64))
-    return max(total / len(logits), _LEAST)
+        total += float(kl_divergence(log_softmax(wanted[rows]), log_softmax(got[rows])).sum())
+    return [max(total / len(got), _LEAST)]
 
 
 def _shares(misses: Mapping[str, float], divergences: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import numpy as np
 from cpuspec.backends import Backend
 from cpuspec.batch.lines import read_lines
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.heads.head import target_norm
+from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.errors import ConfigError
 from cpuspec.files import try_lock
 from cpuspec.metrics import now_s
@@ -140,7 +140,7 @@ class Extractor:
         if not 1 <= max_length <= config.context_length:
             raise ConfigError(f"a sample may have 1 to {config.context_length} tokens, the model's context; got {max_length}")
         self._backend, self._layers, self._top = backend, layers, top
-        self._norm = target_norm(checkpoint)
+        self._norm = final_norm(checkpoint)
         self._read = tuple(config.num_layers - 1 if one == FINAL else int(one) for one in layers)
         self._cache = backend.new_cache(1, max_length)
         self._max_rows = min(backend.max_rows, max(_LOGIT_BYTES // (4 * config.vocab_size), 1)) if top else backend.max_rows

@@ -19,7 +19,8 @@ from cpuspec.evaluate.perplexity import (
     side_by_side,
     sliding,
 )
-from cpuspec.evaluate.quality import compare, log_softmax, logits_of
+from cpuspec.evaluate.quality import compare, logits_of
+from cpuspec.sampling import log_softmax
 from cpuspec.tokenizer import make_tokenizer
 from tests.backends.models import tiny
 from tools.make_tiny_model import make_tiny_gguf

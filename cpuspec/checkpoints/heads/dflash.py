@@ -12,9 +12,9 @@ from cpuspec.checkpoints.heads.head import (
     Block,
     Head,
     HeadFiles,
-    HeadNorm,
     Markov,
     factor_of,
+    final_norm,
     inputs_of,
     num_drafted,
     with_logit_scale,
@@ -69,13 +69,12 @@ def read_block_head(files: HeadFiles, target: Checkpoint) -> Head:
     model = head_model(files, config, tensors, head, target)
     mask_id = (fields if "mask_token_id" in fields else nested).token_id("mask_token_id", model.config.vocab_size)
     block = _block(files, nested, others, model, num_logits)
-    norm = HeadNorm(model.tensors["norm"].dequantize(), model.config.norm_eps)
     return Head(
         "block",
         files.name,
         _scaled(model, fields, nested),
         layers,
-        state_norm=norm,
+        state_norm=final_norm(model),
         token_ids=token_ids,
         num_tokens=block.size - block.num_skipped,
         mask_id=mask_id,

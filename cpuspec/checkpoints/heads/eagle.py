@@ -11,7 +11,7 @@ import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, inputs_of, num_drafted, target_norm
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, inputs_of, num_drafted
 from cpuspec.checkpoints.heads.model import DERIVED, canonical_name, head_model
 from cpuspec.config import HeadConfig
 from cpuspec.formats import QuantTensor
@@ -46,7 +46,7 @@ def read_eagle1(files: HeadFiles, target: Checkpoint) -> Head:
     head = HeadConfig(input_norms=False, fuse_bias="fuse_bias" in tensors, first_norm=has_norm, final_norm="norm" in tensors)
     model = head_model(files, files.fields, tensors, head, target)
     files.check("hidden size", model.config.hidden_size, target.config.hidden_size, target)
-    return Head("eagle", files.name, model, (target.config.num_layers - 1,), (target_norm(target),), tokenizer=files.tokenizer)
+    return Head("eagle", files.name, model, (target.config.num_layers - 1,), (final_norm(target),), tokenizer=files.tokenizer)
 
 
 def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
@@ -78,7 +78,7 @@ def read_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     model = head_model(files, config, tensors, head, target)
     eps, mask = model.config.norm_eps, None
     feature_norms = _feature_norms(files, nested, norms, size, len(layers), eps)
-    state_norm = HeadNorm(model.tensors["norm"].dequantize(), eps) if fields.boolean("norm_output", False) else None
+    state_norm = final_norm(model) if fields.boolean("norm_output", False) else None
     if is_parallel:
         mask = _mask(files, size)
         mask_id = fields.token_id("mask_token_id", model.config.vocab_size)

@@ -15,7 +15,17 @@ from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf import rope_scaling, unpermuted
 from cpuspec.checkpoints.heads.dflash import block_size, side_heads
-from cpuspec.checkpoints.heads.head import Block, Head, HeadFiles, HeadNorm, factor_of, num_drafted, shared, with_logit_scale
+from cpuspec.checkpoints.heads.head import (
+    Block,
+    Head,
+    HeadFiles,
+    HeadNorm,
+    factor_of,
+    final_norm,
+    num_drafted,
+    shared,
+    with_logit_scale,
+)
 from cpuspec.config import HeadConfig, ModelConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
@@ -93,7 +103,7 @@ def read_gguf_block(files: HeadFiles, target: Checkpoint) -> Head:
     markov, confidence, bias = side_heads(files, others, model, num_logits)
     num_skipped = 0 if markov and fields.boolean("sample_from_anchor", True) else 1
     block = Block(block_size(fields), num_skipped, not fields.boolean("attention.causal", False), markov, confidence, bias)
-    norm = HeadNorm(model.tensors["norm"].dequantize(), model.config.norm_eps)
+    norm = final_norm(model)
     number, model = block.size - num_skipped, with_logit_scale(model, _factor(fields, "logit_scale"))
     return Head("block", files.name, model, layers, (), norm, token_ids, number, mask_id=mask_id, block=block)
 

@@ -293,9 +293,9 @@ def _read_stored(path: Path, mmap: bool) -> Mapping[str, StoredTensor]:
     return read_stored(path, mmap)
 
 
-def target_norm(target: Checkpoint) -> HeadNorm:
-    """The target's norm before its logits: some heads were trained on hidden states behind it."""
-    return HeadNorm(target.tensors["norm"].dequantize(), target.config.norm_eps)
+def final_norm(model: Checkpoint) -> HeadNorm:
+    """A model's norm before its logits: some heads were trained on a target's hidden states behind it, and embeddings are such."""
+    return HeadNorm(model.tensors["norm"].dequantize(), model.config.norm_eps)
 
 
 def factor_of(fields: Fields, key: str, neutral: float = 1.0) -> float:

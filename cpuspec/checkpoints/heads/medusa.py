@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.heads.head import I64, Head, HeadFiles, shared, target_norm
+from cpuspec.checkpoints.heads.head import I64, Head, HeadFiles, final_norm, shared
 from cpuspec.checkpoints.heads.stages import ResidualStage, output_name, stages_model
 from cpuspec.formats import QuantTensor
 
@@ -73,7 +73,7 @@ def read_medusa(files: HeadFiles, target: Checkpoint) -> Head:
         files.name,
         model,
         (target.config.num_layers - 1,),
-        (target_norm(target),),
+        (final_norm(target),),
         token_ids=ids,
         num_tokens=num_heads,
         stages=stages,

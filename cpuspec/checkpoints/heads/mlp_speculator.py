@@ -9,7 +9,7 @@ import re
 import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, target_norm
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm
 from cpuspec.checkpoints.heads.stages import RecurrentStage, output_name, stages_model
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.tensor import F32
@@ -71,7 +71,7 @@ def read_mlp_speculator(files: HeadFiles, target: Checkpoint) -> Head:
         norm = vector("ln", stage, "weight"), vector("ln", stage, "bias")
         stages.append(RecurrentStage(matrix, embed, embed_weight, *norm, _EPS, output))
     model = stages_model(files.path, target, size, vocab_size, {**tensors, "embed": stages[0].embed}, shapes)
-    norms: tuple[HeadNorm, ...] = (target_norm(target),)
+    norms: tuple[HeadNorm, ...] = (final_norm(target),)
     if fields.boolean("scale_input", False):
         norms += (HeadNorm(np.full(hidden, math.sqrt(0.5), np.float32), _EPS),)
     return Head(

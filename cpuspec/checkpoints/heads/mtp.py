@@ -13,7 +13,7 @@ import numpy as np
 
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.families import FAMILIES
-from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, shared, target_norm
+from cpuspec.checkpoints.heads.head import Head, HeadFiles, HeadNorm, final_norm, shared
 from cpuspec.config import HeadConfig
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
@@ -129,7 +129,7 @@ def _head(files: Mapping[str, QuantTensor], target: Checkpoint, name: str) -> He
     if layout.is_gguf and family.pairs_neighbours:
         raise CheckpointError(f"{target.path}: rows of its prediction layer's q and k pair neighbours, which is not supported")
     model = Checkpoint(target.path, f"{target.name}-mtp", config, shared(target, tensors), target.vocabulary)
-    norms = (target_norm(target),) if layout.normed else ()
+    norms = (final_norm(target),) if layout.normed else ()
     state_norm = HeadNorm(tensors["norm"].dequantize(), config.norm_eps) if layout.feeds_normed else None
     return Head("mtp", name, model, (last,), norms, state_norm, num_tokens=3)
 
