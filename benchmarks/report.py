@@ -74,6 +74,8 @@ def read_results(directory: Path) -> list[Result]:
             raise ReportError(
                 f"{path} is not a result: wanted an object with benchmark, model, date and command; move it elsewhere"
             )
+        if not isinstance(result.get("threads", 1), int):
+            raise ReportError(f"{path} has {result['threads']!r} for threads, wanted their number; run its command again")
         found.append(result | {"file": path.name})
     return sorted(found, key=lambda result: str(result["date"]), reverse=True)
 

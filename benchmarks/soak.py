@@ -247,7 +247,8 @@ def judge(soak: Soak, for_s: float) -> dict[str, Any]:
     """What a run comes to; appends to its faults what has grown."""
     samples = [one for one in soak.samples if one.time_s >= WARM_UP * for_s]
     third = max(1, len(samples) // 3)
-    figures: dict[str, Any] = {"counts": soak.counts}
+    server: dict[str, Any] = {}
+    figures: dict[str, Any] = {"counts": soak.counts, "server": server}
     for name, unit, share, more in (
         ("memory_bytes", "bytes", MEMORY_SHARE, MEMORY_BYTES),
         ("files", "open files", 0.0, MOST_MORE),
@@ -255,7 +256,7 @@ def judge(soak: Soak, for_s: float) -> dict[str, Any]:
     ):
         values = [int(vars(one)[name]) for one in samples]
         first, last = min(values[:third]), min(values[-third:])
-        figures[name] = {"first_third_least": first, "last_third_least": last, "most": max(values)}
+        server[name] = {"first_third_least": first, "last_third_least": last, "most": max(values)}
         if last > first + max(share * first, more):
             soak.faults.append(f"{unit} grew from {first} to {last}")
     probes = [one for one in soak.probes if one.time_s >= WARM_UP * for_s]

@@ -38,7 +38,6 @@ from cpuspec.cli.console import (
     show_log,
     size,
 )
-from cpuspec.cli.eval_tasks import HOW
 from cpuspec.cli.evaluation import eval_app
 from cpuspec.cli.machine import describe_machine, show_machine
 from cpuspec.cli.opening import load_llm, open_model, open_target, open_with_drafts, sampling_defaults
@@ -132,7 +131,7 @@ def cpuspec(
 
 @app.command()
 @exit_codes()
-@options.takes_running("context_length", "mmap", "head_format", *HOW)
+@options.takes_running("context_length", "mmap", "head_format", *options.HOW)
 @options.takes_sampling(options.GENERATE_TOKENS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer; without it, stdin.")] = None,
@@ -222,7 +221,7 @@ def generate(
 
 @app.command()
 @exit_codes()
-@options.takes_running("context_length", "mmap", "head_format", *HOW)
+@options.takes_running("context_length", "mmap", "head_format", *options.HOW)
 @options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs"))
 def chat(
     *,
@@ -248,18 +247,7 @@ def chat(
 @app.command()
 @exit_codes()
 @options.takes_serving()
-@options.takes_running(
-    "max_sequences",
-    "context_length",
-    "max_rows",
-    "prompt_rows",
-    "prefix_cache_gb",
-    "prefix_cache_dir",
-    "prefix_disk_gb",
-    "mmap",
-    "head_format",
-    *HOW,
-)
+@options.takes_running(*options.ANSWERING)
 def serve(
     models: Annotated[
         list[str] | None,
@@ -466,18 +454,7 @@ def bench_serve(
 
 @app.command()
 @exit_codes()
-@options.takes_running(
-    "max_sequences",
-    "context_length",
-    "max_rows",
-    "prompt_rows",
-    "prefix_cache_gb",
-    "prefix_cache_dir",
-    "prefix_disk_gb",
-    "mmap",
-    "head_format",
-    *HOW,
-)
+@options.takes_running(*options.ANSWERING)
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def batch(
     source: Annotated[
@@ -632,7 +609,7 @@ def inspect(
 
 @app.command()
 @exit_codes()
-@options.takes_running(*HOW)
+@options.takes_running(*options.HOW)
 def bench(
     model: options.ModelArgument,
     *,
@@ -696,7 +673,7 @@ def bench(
 
 @app.command()
 @exit_codes()
-@options.takes_running("head_format", *HOW)
+@options.takes_running("head_format", *options.HOW)
 def certify(
     model: options.ModelArgument,
     *,

@@ -9,7 +9,6 @@ import typer
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, StepProgress, emit, exit_codes, print_facts, print_report, print_table, size
 from cpuspec.cli.eval_tasks import (
-    HOW,
     AllowOption,
     IsolationOption,
     LimitOption,
@@ -29,7 +28,7 @@ _REASONING = "<think>"
 
 
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", *HOW)
+@options.takes_running("max_sequences", "context_length", *options.HOW)
 def drift(
     a: Annotated[str, typer.Argument(metavar="A", help=f"The reference. {options.MODEL_HELP}")],
     b: Annotated[str, typer.Argument(metavar="B", help="The model that is compared with it, likewise.")],
@@ -73,7 +72,7 @@ def drift(
 
 
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", *HOW)
+@options.takes_running("max_sequences", "context_length", *options.HOW)
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def forms(
     data: Annotated[
@@ -120,7 +119,7 @@ def forms(
 
 
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", *HOW)
+@options.takes_running("max_sequences", "context_length", *options.HOW)
 def arms(
     model: options.ModelArgument,
     tasks: Annotated[

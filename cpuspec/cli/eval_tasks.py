@@ -26,8 +26,6 @@ from cpuspec.evaluate.sandbox import Limits, run_program
 from cpuspec.evaluate.tasks import TASKS, Problem, Score, Task, Verdict, find_task, judge, read_problems, score
 from cpuspec.files import write_file
 
-HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations")  # how a backend computes
-
 AllowOption = Annotated[
     bool,
     typer.Option("--allow-code-execution", help="Run programs that the model wrote, in a sandbox. Nothing is run without it."),
@@ -49,7 +47,7 @@ LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, 
 
 
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", *HOW)
+@options.takes_running("max_sequences", "context_length", *options.HOW)
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def task(
     name: Annotated[str, typer.Argument(metavar="TASK", help=f"One of {', '.join(TASKS)}.")],
@@ -124,7 +122,7 @@ def task(
 
 
 @exit_codes()
-@options.takes_running("max_sequences", "context_length", *HOW)
+@options.takes_running("max_sequences", "context_length", *options.HOW)
 def harness(
     tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Tasks of lm-eval, or of --include-path.")],
     *,

@@ -14,7 +14,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
 from cpuspec.cli.console import Report, StepProgress, busy, exit_codes, print_facts, print_report, print_table
 from cpuspec.cli.eval_compare import arms, beside, drift, forms
-from cpuspec.cli.eval_tasks import HOW, describe_eval, harness, task
+from cpuspec.cli.eval_tasks import describe_eval, harness, task
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.reports import totals
 from cpuspec.evaluate.logits_file import LogitsFile, writing
@@ -35,7 +35,7 @@ ChunksOption = Annotated[
 
 @eval_app.command()
 @exit_codes()
-@options.takes_running(*HOW)
+@options.takes_running(*options.HOW)
 def perplexity(
     model: options.ModelArgument,
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A file of plain text, such as WikiText-2's test split.")],
@@ -96,7 +96,7 @@ def perplexity(
 
 @eval_app.command()
 @exit_codes()
-@options.takes_running(*HOW)
+@options.takes_running(*options.HOW)
 def kl(
     model: options.ModelArgument,
     reference: Annotated[
@@ -130,7 +130,7 @@ def kl(
 
 @eval_app.command()
 @exit_codes()
-@options.takes_running(*(name for name in HOW if name != "kv_format"))
+@options.takes_running(*(name for name in options.HOW if name != "kv_format"))
 def kv(
     model: options.ModelArgument,
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A file of plain text that is long enough.")],

@@ -25,6 +25,14 @@ MAX_PROMPT_BYTES = 64 << 20
 # Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
 GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 
+# Settings of commands: how a backend computes, and what the engine of one that answers many requests reserves beside that.
+HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations")
+ANSWERING = (
+    *("max_sequences", "context_length", "max_rows", "prompt_rows"),
+    *("prefix_cache_gb", "prefix_cache_dir", "prefix_disk_gb", "mmap", "head_format"),
+    *HOW,
+)
+
 
 @contextmanager
 def usage_errors() -> Iterator[None]:

@@ -9,7 +9,6 @@ import typer
 from cpuspec.backends import make_backend
 from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import busy, counted, emit_json, exit_codes, note
-from cpuspec.cli.eval_tasks import HOW
 from cpuspec.cli.opening import open_target
 from cpuspec.cli.train_heads import block, distill, eagle3
 from cpuspec.errors import ConfigError
@@ -28,7 +27,7 @@ _SHOWN_REFUSALS = 20
 
 
 @exit_codes()
-@options.takes_running("max_rows", "mmap", *(name for name in HOW if name != "dtype"))  # --dtype is that of the samples
+@options.takes_running("max_rows", "mmap", *(name for name in options.HOW if name != "dtype"))  # --dtype is that of the samples
 def extract(
     model: options.ModelArgument,
     texts: Annotated[
@@ -104,7 +103,7 @@ def extract(
 
 @train_app.command()
 @exit_codes()
-@options.takes_running("max_sequences", "mmap", *HOW)
+@options.takes_running("max_sequences", "mmap", *options.HOW)
 def answers(
     model: options.ModelArgument,
     prompts: Annotated[
@@ -203,7 +202,7 @@ class _Notes:
     def of_extraction(self, summary: "extracting.Summary") -> None:
         """A line for `cpuspec extract`."""
         if self._is_due():
-            note(f"{summary.num_new_tokens} tokens, {summary.as_dict()['tokens_per_s']:.0f} tokens/s")
+            note(f"{summary.num_new_tokens} tokens, {summary.tokens_per_s:.0f} tokens/s")
 
     def of_answers(self, summary: "answering.Summary") -> None:
         """A line for `cpuspec train answers`."""
@@ -226,7 +225,7 @@ def _describe_extraction(summary: "extracting.Summary") -> str:
         *([f"{counted(summary.num_kept, 'sample')} there before"] if summary.num_kept else []),
         f"{summary.path} has {counted(summary.num_samples, 'sample')} of {counted(summary.num_tokens, 'token')}, "
         f"{summary.num_answer_tokens} of answers",
-        f"{summary.num_new_tokens} in {summary.duration_s:.1f} s, {summary.as_dict()['tokens_per_s']:.0f} tokens/s",
+        f"{summary.num_new_tokens} in {summary.duration_s:.1f} s, {summary.tokens_per_s:.0f} tokens/s",
         *(["interrupted: the same command goes on from here"] if summary.interrupted else []),
     ]
     return "; ".join(parts)

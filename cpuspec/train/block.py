@@ -132,9 +132,7 @@ class BlockTraining:
         lengths = [int(at[-1]) for at in anchors]  # features before the last anchor
         attention = _BlockAttention(anchors, lengths, block.size, block.both_ways, weights.device)
         before = np.concatenate([np.arange(length) for length in lengths])
-        features = torch.cat([weights.features(one, slice(length)) for one, length in zip(samples, lengths, strict=True)])
-        hidden = weights.encoded(features)
-        inject(config, Rows(config, weights.all, before, attention, given=hidden))
+        inject(config, Rows(config, weights.all, before, attention, given=weights.encoded(samples, lengths)))
         own = np.arange(block.size)
         places = np.concatenate([at[:, None] + own for at in anchors])
         tokens = np.full(places.shape, weights.head.mask_id, np.int64)

@@ -105,9 +105,8 @@ class Eagle3Training:
         starts = np.cumsum([0, *counts])
         places = np.concatenate([np.arange(count) for count in counts])
         attention = _ChainAttention(starts.tolist(), weights.device)
-        features = torch.cat([weights.features(one, slice(count)) for one, count in zip(samples, counts, strict=True)])
         embedded = weights.embedded(np.concatenate([one.token_ids[1:-1] for one in samples]).astype(np.int64))
-        given = weights.encoded(features)
+        given = weights.encoded(samples, counts)
         previous = weights.on_device(np.maximum(np.arange(len(places)) - 1, 0))
         logits = []
         for step in range(self._loss.steps):

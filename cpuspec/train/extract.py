@@ -52,9 +52,14 @@ class Summary:
     duration_s: float = 0.0
     interrupted: bool = False
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of this run."""
+        return self.num_new_tokens / self.duration_s if self.duration_s else 0.0
+
     def as_dict(self) -> dict[str, Any]:
-        """Everything under its name, and this run's tokens per second."""
-        return asdict(self) | {"tokens_per_s": self.num_new_tokens / self.duration_s if self.duration_s else 0.0}
+        """Everything under its name."""
+        return asdict(self) | {"tokens_per_s": self.tokens_per_s}
 
 
 def read_layers(text: str, num_layers: int) -> tuple[int | str, ...]:

@@ -60,13 +60,10 @@ class HeadWeights:
         """A copy as a tensor."""
         return torch.tensor(np.ascontiguousarray(values), device=self.device)
 
-    def features(self, sample: Sample, rows: slice) -> Tensor:
-        """What the head reads of some tokens of a sample, [T, feature_size]."""
-        return self.on_device(sample.hidden[rows][:, self._columns].reshape(len(sample.token_ids[rows]), -1))
-
-    def encoded(self, features: Tensor) -> Tensor:
-        """The head's hidden states [T, C] of what it reads."""
-        return functional.linear(features, self.all["encode"])
+    def encoded(self, samples: Sequence[Sample], counts: Sequence[int]) -> Tensor:
+        """The head's hidden states [T, C] of what it reads: of each sample the first tokens, so many as `counts` says."""
+        features = [one.hidden[:count, self._columns].reshape(count, -1) for one, count in zip(samples, counts, strict=True)]
+        return functional.linear(self.on_device(np.concatenate(features)), self.all["encode"])
 
     def embedded(self, tokens: I64) -> Tensor:
         """Rows of the target's embedding, [T, C]."""

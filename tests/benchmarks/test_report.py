@@ -331,6 +331,7 @@ def test_the_page_needs_no_other_file_and_takes_no_text_for_markup(tmp_path, dra
     [
         ("x.json", "{", "x.json is not a result"),
         ("x.json", "[]", "wanted an object with benchmark"),
+        ("x.json", json.dumps(result("quality", threads={"most": 6})), "wanted their number"),
         ("x.json", json.dumps(result("quality")), "has not the shape.*backend"),
         ("runs/x.json", "{}", "format is absent"),
     ],

@@ -15,7 +15,7 @@ fault: another exception, MemoryError under the limit, a signal, an exit, a case
 CPUSPEC_FUZZ=10000 in the environment runs as many cases of each kind. With CPUSPEC_FUZZ_STATE=DIRECTORY what came out is kept there
 after every few hundred cases, so that a run that was stopped goes on where it was, and faults of an earlier one are tried again:
 
-    CPUSPEC_FUZZ=10000 CPUSPEC_FUZZ_STATE=/tmp/fuzz python -m pytest tests/fuzz -s -k damaged
+    CPUSPEC_FUZZ=10000 CPUSPEC_FUZZ_STATE=fuzz python -m pytest tests/fuzz -s -k damaged
 
 One case again, in this process and with its traceback:
 

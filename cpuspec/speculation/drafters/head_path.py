@@ -60,9 +60,10 @@ class HeadPath:
             except ConfigError:  # the request forbids every token that the head knows
                 self.limit = len(self.tokens)
                 return
+        elif self.offers is not None:  # rows that a request changes tell nothing of the head's ranks
+            offered = self.ids_of([one for one, _ in largest(logits, CHILDREN)[0]])
+            self.offers[tuple(self.tokens)], token = offered, offered[0]
         else:
-            if self.offers is not None:  # rows that a request changes tell nothing of the head's ranks
-                self.offers[tuple(self.tokens)] = self.ids_of([one for one, _ in largest(logits, CHILDREN)[0]])
             [token] = self.ids_of([int(logits.argmax())])
         self.tokens.append(token)
         if self.min_confidence and 1 / np.exp(logits - logits.max()).sum() < self.min_confidence:

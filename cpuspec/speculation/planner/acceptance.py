@@ -49,7 +49,7 @@ class Estimate:
         """The ratio to expect of a request of which nothing is known: that of all requests, without `but`'s own rounds."""
         own = self._running.get(but.id, _NOTHING) if but else _NOTHING
         gained, spent = self._ended.gained + self._sum.gained - own.gained, self._ended.spent + self._sum.spent - own.spent
-        return (gained + _PRIOR * self.first) / (spent + _PRIOR)
+        return Ratio(gained, spent).expected(self.first)
 
     def expected(self, seq: Sequence) -> float:
         """The ratio to expect of the sequence's next round."""
