@@ -37,7 +37,7 @@ FORMATS = table_of(
         mx.MXFP4,
         *nvfp.FORMATS,
         *nonlinear.FORMATS,
-        nl4.NL4,
+        *nl4.FORMATS,
         *grids.FORMATS,
         *ternary.FORMATS,
         *int4.FORMATS,

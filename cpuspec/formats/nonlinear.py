@@ -45,19 +45,28 @@ def encode_iq4_xs(values: F32, importance: F32 | None = None) -> Parts:
     return {"d": d, "s": s, "codes": _nearest(groups, stored * s.astype(np.float32)).reshape(len(values), -1)}
 
 
+def codes_by_group(fields: NDArray) -> Parts:
+    """Codes 0..15, U8 [n, 256]: 16 bytes for each group of 32, nibbles in the order of q4_0."""
+    packed = fields["codes"].reshape(-1, _GROUPS, 16)
+    return {"codes": np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(-1, SUPERBLOCK)}
+
+
+def fields_by_group(parts: Parts) -> Parts:
+    """The field that holds codes [n, 256]."""
+    codes = parts["codes"].reshape(-1, _GROUPS, 2, 16)
+    return {"codes": codes[:, :, 0] | codes[:, :, 1] << 4}
+
+
 def parts_iq4_xs(fields: NDArray) -> Parts:
-    """Eight scales -32..31, and codes 0..15: 16 bytes for each group, nibbles in the order of q4_0."""
+    """Eight scales -32..31, and codes."""
     low = (fields["scales"][:, :, None] >> _LOW_SHIFTS & 0x0F).reshape(-1, _GROUPS)
     top = (fields["top"][:, None] >> _TOP_SHIFTS & 3).astype(np.uint8)
-    packed = fields["codes"].reshape(-1, _GROUPS, 16)
-    codes = np.concatenate([packed & 0x0F, packed >> 4], axis=2).reshape(-1, SUPERBLOCK)
-    return {"s": (low | top << 4).view(np.int8) - np.int8(32), "codes": codes}
+    return {"s": (low | top << 4).view(np.int8) - np.int8(32), **codes_by_group(fields)}
 
 
 def fields_iq4_xs(parts: Parts) -> Parts:
     """The fields that hold codes and, where they are among the parts, scales."""
-    codes = parts["codes"].reshape(-1, _GROUPS, 2, 16)
-    fields: Parts = {"codes": codes[:, :, 0] | codes[:, :, 1] << 4}
+    fields = fields_by_group(parts)
     if "s" in parts:
         scales = (parts["s"] + np.int8(32)).view(np.uint8)
         fields["scales"] = (scales[:, 0::2] & 0x0F) | scales[:, 1::2] << 4

@@ -124,6 +124,21 @@ def _nl4(row, blocks, out):
             simd.poke_f32(to + 4 * i, scale * simd.to_float(_NL4_LEVELS[code] + move))
 
 
+def _nl4_xs(row, blocks, out):
+    """Scale of the superblock and moves, steps and signs, nibbles."""
+    for block in range(blocks):
+        at, to = row + 136 * block, out + 1024 * block
+        for part in range(8):
+            own = simd.peek_u8(at + 4 + part // 2) >> part % 2 * 4 & 15
+            move = 2 * (simd.peek_i32(at) >> 8 + 3 * part & 7) - 7
+            scale_bits = (simd.peek_u8(at) - (own & 7) & 255) << 7 | own >> 3 << 15
+            simd.poke_i16(to + 128 * part, scale_bits)  # where values will be
+            scale = simd.peek_f16(to + 128 * part)
+            for i in range(32):
+                code = simd.peek_u8(at + 8 + 16 * part + i % 16) >> i // 16 * 4 & 15
+                simd.poke_f32(to + 128 * part + 4 * i, scale * simd.to_float(_NL4_LEVELS[code] + move))
+
+
 def _iq4_nl(row, blocks, out):
     """Scale, nibbles."""
     for block in range(blocks):
@@ -178,6 +193,7 @@ _DECODERS: Mapping[str, Decoder] = MappingProxyType(
         "q6_k": _q6_k,
         "mxfp4": _mxfp4,
         "nl4_g32": _nl4,
+        "nl4_xs": _nl4_xs,
         "iq4_nl": _iq4_nl,
         "iq4_xs": _iq4_xs,
         **{row.name: _int4(row.block_size, "z" in (row.layout.names or ())) for row in int4.FORMATS},

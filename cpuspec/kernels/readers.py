@@ -156,6 +156,16 @@ def _nl4(at: Value, groups: Value, group: Value) -> Group:
     return replace(_looked_up(nl4.LEVELS, _nibbles(at + group * 256), [scale]), minima=(scale * move.sitofp(F32X16),))
 
 
+def _nl4_xs(at: Value, groups: Value, group: Value) -> Group:
+    """Planes codes, scale of the superblock and moves, steps and signs: a panel is a superblock."""
+    heads = at + groups * 256
+    head, own = heads.i32(), (heads + 64).i32() >> _in_lanes(group * 4)
+    halves = ((head & 0xFF) - (own & 7) & 0xFF) << 7 | (own & 8) << 12
+    scale = halves.trunc(vector_of(I16)).bits(vector_of(F16)).fpext(F32X16)
+    move = (head >> _in_lanes(group * 3 + 8) & 7) * 2 + nl4.LEAST_MOVE
+    return replace(_looked_up(nl4.LEVELS, _nibbles(at + group * 256), [scale]), minima=(scale * move.sitofp(F32X16),))
+
+
 def _nvfp4(tensor_scale: bool) -> Reader:
     """nvfp4: planes codes, scales, (the tensor's scale), which is one for 64 inputs."""
 
@@ -325,6 +335,7 @@ _KINDS: Mapping[str, Callable[[Format], Reader]] = MappingProxyType(
         "iq4_nl": lambda row: _iq4_nl,
         "iq4_xs": lambda row: _iq4_xs,
         "nl4": lambda row: _nl4,
+        "nl4_xs": lambda row: _nl4_xs,
         "nvfp4": lambda row: _nvfp4("d" in (row.layout.names or ())),
         "grids": _grids,
         "ternary": lambda row: _ternary,

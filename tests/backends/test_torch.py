@@ -81,6 +81,7 @@ def test_codes_take_the_bits_of_the_format_and_those_that_fill_a_byte(name: str)
         "nvfp4_global": 0.25,
         "tq1_0": 0.375,
         "nl4_g32": 0.25,
+        "nl4_xs": 0.5,
         "iq1_s": 3,
         "iq1_m": 3.3125,
         "iq2_xxs": 2.5,
