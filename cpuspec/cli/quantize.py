@@ -50,7 +50,7 @@ def quantize(
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32. "
+            help="Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32 or nl4_xs. "
             "Of a directory: w4a16, w4a16_asym, w8a8, w8a16, fp8_dynamic.",
         ),
     ] = None,
@@ -152,7 +152,7 @@ def quantize(
         emit_json(asdict(made))
         return
     if own := [name for name in made.formats if (get_format(name).gguf_type or 0) >= OWN_GGUF_TYPES]:
-        note(f"{', '.join(own)} is a format of cpuspec; llama.cpp does not read this file")
+        note(f"only cpuspec has {' and '.join(own)}; llama.cpp does not read this file")
     if made.num_resumed:
         note(f"{counted(made.num_resumed, 'tensor')} taken from the run that was interrupted")
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(made.formats.items()))

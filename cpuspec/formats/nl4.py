@@ -45,6 +45,7 @@ _STEPS = 3  # of a search from a start
 
 _GROUPS = SUPERBLOCK // BLOCK
 _XS_MOVES = tuple(range(LEAST_MOVE, 8, 2))
+_XS_FURTHEST, _XS_NEARER = np.float32(-LEVELS[0] - LEAST_MOVE), np.float32(LEVELS[-1] + _XS_MOVES[-1])  # what a move reaches
 _INFINITE = 0xF8  # the least eight bits of a scale that are no number
 _BELOW, _TRIED = 4, 9  # scales of nl4_xs that are tried: from so many below the one that just holds a group, so many
 _LARGER = 2  # and up to so many above it for a superblock
@@ -144,8 +145,10 @@ def encode_xs(values: F32, importance: F32 | None = None) -> Parts:
     """
     groups = values.reshape(-1, BLOCK)
     weights = None if importance is None else importance.reshape(groups.shape)
-    span = np.maximum(groups.max(axis=1), 0) - np.minimum(groups.min(axis=1), 0)
-    own = (((span / _SPAN).astype("<f2").view(np.uint16).astype(np.int32) + 64) >> 7).reshape(-1, _GROUPS)
+    up, down = np.maximum(groups.max(axis=1), 0), np.maximum(-groups.min(axis=1), 0)
+    turned = np.maximum(np.maximum(up, down) / _XS_FURTHEST, np.minimum(up, down) / _XS_NEARER)
+    holding = np.maximum((up + down) / _SPAN, turned).astype("<f2").view(np.uint16).astype(np.int32)
+    own = (holding + 64 >> 7).reshape(-1, _GROUPS)
     top = own.max(axis=1, keepdims=True)
     # Of a superblock's scales only the upper eight are a group's: a small group gets a larger scale than it needs.
     first = np.maximum(np.maximum(own - _BELOW, top + (_LARGER - _TRIED)), 0)

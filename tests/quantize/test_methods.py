@@ -170,6 +170,7 @@ def test_methods_write_directories_too(tmp_path: Path) -> None:
         (Job("q4_0"), "out", ".gguf"),
         (Job("w8a8", ("awq",)), "out", "calibration"),
         (Job("nl4_g32"), "out", ".gguf"),
+        (Job("nl4_xs"), "out", ".gguf"),
         (Job("w4a16"), "hf", "itself"),
     ],
 )

@@ -118,6 +118,20 @@ def test_weighing_inputs_never_raises_the_weighted_error(name: str) -> None:
     assert error(encode(format, x, importance)) <= error(encode(format, x)) * (0.95 if name in SEARCHED else 1)
 
 
+@pytest.mark.parametrize(("own", "other"), [("nl4_g32", "q4_k"), ("nl4_g32", "iq4_nl"), ("nl4_xs", "iq4_xs")])
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_our_formats_lose_less_than_those_of_as_many_bytes(own: str, other: str, is_weighed: bool) -> None:
+    rng = np.random.default_rng(5)
+    values = (0.02 * rng.standard_t(8, (64, 1024)) * rng.uniform(0.8, 1.25, 1024)).astype(np.float32)
+    importance = rng.lognormal(size=1024).astype(np.float32) if is_weighed else np.ones(1024, np.float32)
+    rows = [encode(get_format(name), values, importance if is_weighed else None) for name in (own, other)]
+    assert rows[0].shape == rows[1].shape
+    ours, theirs = (
+        (np.square(get_format(name).decode(row) - values) * importance).sum() for name, row in zip((own, other), rows, strict=True)
+    )
+    assert ours < 0.97 * theirs
+
+
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("name", CODED)
 def test_gptq_loses_less_of_the_output_than_rounding(name: str, act_order: bool) -> None:
@@ -248,6 +262,12 @@ def test_what_cannot_be_made_is_refused(source: Checkpoint, tmp_path: Path, job:
     with pytest.raises((ConfigError, FormatError), match=wanted):
         quantize(source, tmp_path / "out.gguf", job, threads=1)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("iq4_xs", "iq4_nl"), ("nl4_xs", "nl4_g32")])
+def test_rows_that_do_not_fill_superblocks_get_the_format_of_smaller_blocks(source: Checkpoint, name: str, wanted: str) -> None:
+    found = choose(source.config, {"layers.1.up": (64, 576), "layers.1.o": (64, 1536)}, name)
+    assert {part: format.name for part, format in found.items()} == {"layers.1.up": wanted, "layers.1.o": name}
 
 
 def test_formats_named_one_by_one_win_over_the_mix(source: Checkpoint) -> None:
