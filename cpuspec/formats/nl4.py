@@ -5,11 +5,11 @@ nl4_g32 has blocks of 32, 4.5 bits:
   head: a word whose low four bits are the move of the grid, from -7 to 8, and whose other twelve are the top of an f16, the scale
   16 bytes of codes: nibbles in the order of q4_0. A value is scale * (LEVELS[code] + move).
 
-nl4_xs has superblocks of 256 in 4.25 bits, eight groups of 32:
+nl4_xs has superblocks of 256, eight groups of 32, 4.25 bits:
 
-  head: 32 bits. The low eight are a scale: bits 7 to 14 of an f16. Three for each group are its move, from -7 to 7 in steps of two.
-  steps: four bits for each group: by how much less than the scale of the superblock its own is, and the sign (bit 3). A step is one
-  less in the eight bits, an eighth of an octave or a little more.
+  head: 32 bits. The low eight are a scale, bits 7 to 14 of an f16. Three more for each group are its move: -7, -5, up to 7.
+  steps: four bits for each group. Three say how many steps its scale is below that of the superblock, and the top one is the sign.
+  A step is one less in the eight bits of the scale: an octave has eight steps.
   128 bytes of codes: 16 for each group, as above
 
 q4_k's linear grid with its minimum takes as many bytes as nl4_g32, and so does iq4_nl's grid, which cannot move; iq4_xs takes as
@@ -52,9 +52,9 @@ _LARGER = 2  # and up to so many above it for a superblock
 
 # By floor(2 x) + 256 for each move, the code whose level with the move is nearest to x; and floor(2 x) less twice that.
 _XS_FLOORS = np.arange(-256, 256)
-_XS_CODES = [
-    np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]) + 2 * move, _XS_FLOORS, side="right").astype(np.uint8) for move in _XS_MOVES
-]
+_XS_CODES = np.array(
+    [np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]) + 2 * move, _XS_FLOORS, side="right") for move in _XS_MOVES], np.uint8
+)
 _XS_MISSES = [
     (_XS_FLOORS - 2 * (_LEVELS[codes] + move)).astype(np.float32) for codes, move in zip(_XS_CODES, _XS_MOVES, strict=True)
 ]
@@ -140,8 +140,8 @@ def _fields(parts: Parts) -> Parts:
 def encode_xs(values: F32, importance: F32 | None = None) -> Parts:
     """The scale, steps, signs and moves that leave the least squared error. importance: of each value, [n, 256].
 
-    Every grid is tried whose scale is near the one that just holds a group: on average the luckiest of 144 leaves a twentieth less
-    than a search from a few starts.
+    Every grid is tried whose scale is near the one that just holds a group, 144 for each group. A search from a few starts, as that
+    of nl4_g32, misses the luckiest, which leave 6 % less error (benchmarks/LOG.md).
     """
     groups = values.reshape(-1, BLOCK)
     weights = None if importance is None else importance.reshape(groups.shape)
@@ -150,7 +150,7 @@ def encode_xs(values: F32, importance: F32 | None = None) -> Parts:
     holding = np.maximum((up + down) / _SPAN, turned).astype("<f2").view(np.uint16).astype(np.int32)
     own = (holding + 64 >> 7).reshape(-1, _GROUPS)
     top = own.max(axis=1, keepdims=True)
-    # Of a superblock's scales only the upper eight are a group's: a small group gets a larger scale than it needs.
+    # Groups have the eight scales from that of the superblock down: a small group gets a larger one than it needs.
     first = np.maximum(np.maximum(own - _BELOW, top + (_LARGER - _TRIED)), 0)
     tried = np.minimum(first[:, :, None] + np.arange(_TRIED, dtype=np.int32), _INFINITE - 1)
     errors, grids = np.empty(tried.shape, np.float32), np.empty(tried.shape, np.uint8)
@@ -176,11 +176,11 @@ def encode_xs(values: F32, importance: F32 | None = None) -> Parts:
     shifts = np.arange(_GROUPS, dtype=np.uint32)
     moves, signs = grids.astype(np.uint32) & 7, grids.astype(np.uint32) >> 3
     head = best_top.astype(np.uint32) | np.bitwise_or.reduce(moves << (8 + 3 * shifts), axis=1)
-    down = (best_top[:, None] - scales).astype(np.uint32) | signs << 3
-    steps = np.bitwise_or.reduce(down << (4 * shifts), axis=1)
+    below = (best_top[:, None] - scales).astype(np.uint32) | signs << 3
+    steps = np.bitwise_or.reduce(below << (4 * shifts), axis=1)
     scale = np.where(signs == 1, -_xs_scales(scales), _xs_scales(scales)).reshape(-1)
     at = _floors(groups * (2 * search.inverse(scale))[:, None]).astype(np.intp) + 256
-    codes = np.array(_XS_CODES)[moves.reshape(-1, 1), at]
+    codes = _XS_CODES[moves.reshape(-1, 1), at]
     return {"head": head[:, None], "steps": steps[:, None], "codes": codes.reshape(len(values), -1)}
 
 
@@ -213,7 +213,7 @@ def _xs_scales(eight_bits: NDArray) -> F32:
 
 
 def _parts_xs(fields: NDArray) -> Parts:
-    """d and z of groups [n, 8], and codes. A scale of fewer steps than are taken from it goes on at the largest, which is nan."""
+    """d and z of groups [n, 8], and codes. Below a scale of zero, steps go on from the largest, which is nan."""
     groups = np.arange(_GROUPS, dtype=np.uint32)
     head, own = fields["head"][:, None], fields["steps"][:, None] >> 4 * groups
     scale = ((head & 0xFF) - (own & 7) & 0xFF) << 7 | (own & 8) << 12

@@ -46,7 +46,7 @@ def test_no_other_steps_signs_and_moves_leave_much_less_error_than_those_found(i
     assert np.median(typical) > 2 * found.sum()
 
 
-def test_a_scale_of_fewer_steps_than_are_taken_from_it_is_no_number() -> None:
+def test_a_scale_below_zero_is_no_number() -> None:
     fields = np.zeros(1, NL4_XS.layout)
     fields["head"], fields["steps"] = 2, 0x87654321
     values = NL4_XS.decode(fields.view(np.uint8)).reshape(GROUPS, 32)
