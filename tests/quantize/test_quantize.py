@@ -263,8 +263,8 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     import tracemalloc
 
     peaks = []
-    for layers in (2, 6):
-        path = make_tiny_gguf(tmp_path / f"{layers}.gguf", weight_format="f16", num_layers=layers, intermediate_size=1024)
+    for layers in (1, 4):
+        path = make_tiny_gguf(tmp_path / f"{layers}.gguf", weight_format="f16", num_layers=layers, intermediate_size=512)
         source = open_checkpoint(path)
         chunks = np.random.default_rng(0).integers(0, 300, (4, 64)).astype(np.int32)
         tracemalloc.start()

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuspec import LLM, SamplingParams
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads import Head
-from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError, CheckpointError, ConfigError
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.speculation.drafters.blocks import _MIN_CHANCE
@@ -19,9 +17,8 @@ from cpuspec.speculation.drafters.heads import HeadProposer
 from tests.backends.models import every_backend, tiny
 from tests.block_heads import MASK_ID, RANK, accepted_chance, as_gguf, block_rows, make_block_head, markov_bias
 from tests.heads import RandomHead, opened, output_of, states_of, write_head
+from tests.speculation.head_runs import PARAMS, PROMPTS, SETTINGS, SMALL, check_answers, llm_over
 
-SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4, head_format="file")
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
 SCALES = {"input_embedding_scale": 0.5, "output_multiplier": 1.5, "final_logit_softcapping": 2.0}
 KINDS: dict[str, Any] = {
     "DFlash of z-lab": {},
@@ -36,9 +33,6 @@ KINDS: dict[str, Any] = {
     "DSpark with confidence": {"markov": "vanilla", "confidence": "markov"},
     "DSpark with confidence of the state": {"markov": "vanilla", "confidence": "state"},
 }
-PROMPTS = [[7, 8, 9], [5, 6, 7, 8, 9, 10] * 6, [11, 5, 6, 7, 5, 6]]
-PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +75,11 @@ def test_a_block_computes_its_formulas(target: Checkpoint, heads: dict[str, Rand
         assert np.abs(head.state_norm.applied(output.hidden[0][rows]) - state).max() < 1e-4 * np.abs(state).max()
 
 
-def llm_over(target: Checkpoint, spec: str, backend: str = "numba", **settings: object) -> LLM:
-    return LLM(target, spec, backend, settings=replace(SETTINGS, **settings))  # type: ignore[arg-type]
-
-
 @every_backend(("numba", "numpy", "torch"))
 def test_a_block_changes_no_answer(target: Checkpoint, heads: dict[str, RandomHead], name: str) -> None:
-    params = [PARAMS, SAMPLED, replace(PARAMS, frequency_penalty=0.7)]
-    with llm_over(target, "none", name) as plain:
-        wanted = [plain.generate(PROMPTS, one) for one in params]
-    specs = [(str(made.path), kind) for kind, made in heads.items()]
     some = heads["DSpark of DeepSpec"].path
-    for spec, about in [*specs, (f"draw:{some}", "drawn"), (f"ngram@2+{some}@3", "behind a lookup"), (f"auto,{some}", "planned")]:
-        with llm_over(target, spec, name) as llm:
-            for one, answers in zip(params, wanted, strict=True):
-                if one.greedy or about != "drawn":
-                    got = [answer.token_ids for answer in llm.generate(PROMPTS, one)]
-                    assert got == [answer.token_ids for answer in answers], about
-            if about != "planned":
-                assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20, about
+    specs = [str(made.path) for made in heads.values()]
+    check_answers(target, name, [*specs, f"draw:{some}", f"ngram@2+{some}@3", f"auto,{some}"])
 
 
 def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:

@@ -15,7 +15,7 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.checkpoint import norm_sha256
 from cpuspec.checkpoints.heads import Head, own_mtp
-from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.config import SamplingParams
 from cpuspec.errors import CheckpointError, ConfigError, DownloadError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
@@ -48,10 +48,18 @@ from tests.heads import (
     write_head,
 )
 from tests.speculation.exact import SOURCE, distance, rational_row
+from tests.speculation.head_runs import (
+    PARAMS,
+    PROMPTS,
+    SETTINGS,
+    SMALL,
+    check_answers,
+    check_company,
+    llm_over,
+    recorded,
+    silent_target,
+)
 from tools.make_tiny_model import make_tiny_hf
-
-SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False)
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +236,6 @@ def test_what_a_gguf_head_asks_for_is_computed_or_refused(target: Checkpoint, tm
 # ------------------------------------------------------------------------------------------------------------------------- drafts
 
 SPECS = ("EAGLE3", "tree:EAGLE3@8", "draw:EAGLE3", "EAGLE1", "tree:EAGLE1@5", "PEAGLE", "ngram@2+EAGLE3@2", "EAGLE3@2+ngram@3")
-POINT_MASSES = [spec for spec in SPECS if not spec.startswith("draw:")]
 
 
 @pytest.fixture(scope="module")
@@ -247,47 +254,9 @@ def with_paths(spec: str, heads: dict[str, RandomHead]) -> str:
     return spec
 
 
-PROMPTS = [[7, 8, 9], [5, 6, 7, 8, 9, 10] * 6, [11, 5, 6, 7, 5, 6]]
-PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=5)
-
-
-def llm_over(target: Checkpoint, spec: str, backend: str = "numba", **settings: object) -> LLM:
-    return LLM(target, spec, backend, settings=replace(SETTINGS, head_format="file", prompt_rows=4, **settings))  # type: ignore[arg-type]
-
-
 @every_backend(("numba", "numpy", "torch"))
 def test_a_head_changes_no_answer(target: Checkpoint, heads: dict[str, RandomHead], name: str) -> None:
-    params = [PARAMS, SAMPLED, replace(PARAMS, frequency_penalty=0.7)]
-    with llm_over(target, "none", name) as plain:
-        wanted = [plain.generate(PROMPTS, one) for one in params]
-    for spec in SPECS:
-        with llm_over(target, with_paths(spec, heads), name) as llm:
-            for one, answers in zip(params, wanted, strict=True):
-                if one.greedy or spec in POINT_MASSES:
-                    got = [answer.token_ids for answer in llm.generate(PROMPTS, one)]
-                    assert got == [answer.token_ids for answer in answers], spec
-            assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20, spec
-
-
-class Recorded:
-    """A head's proposer that notes its drafts, and the tokens that they followed."""
-
-    def __init__(self, proposer: HeadProposer) -> None:
-        self.drafts: list[tuple[list[int], Draft]] = []
-        self._propose = proposer.propose
-        proposer.propose = self.propose  # type: ignore[method-assign]
-
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        found = self._propose(seqs, limits)
-        self.drafts += [(seq.tokens[:], draft) for seq, draft in zip(seqs, found, strict=True)]
-        return found
-
-
-def recorded(llm: LLM) -> Recorded:
-    (level,) = llm._drafts
-    assert isinstance(level, HeadProposer)
-    return Recorded(level)
+    check_answers(target, name, [with_paths(spec, heads) for spec in SPECS])
 
 
 def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:
@@ -346,23 +315,7 @@ def test_the_likeliest_chain_of_a_tree_is_in_it(target: Checkpoint, heads: dict[
 
 @pytest.mark.parametrize("spec", ["EAGLE3", "tree:EAGLE3@8", "EAGLE1", "PEAGLE"])
 def test_a_draft_does_not_depend_on_its_batch(target: Checkpoint, heads: dict[str, RandomHead], spec: str) -> None:
-    together, alone = [], []
-    for prompts, drafts in ((PROMPTS, together), (PROMPTS[1:2], alone)):
-        with llm_over(target, with_paths(spec, heads)) as llm:
-            notes = recorded(llm)
-            llm.generate(prompts, PARAMS)
-            drafts += [(tokens, draft.tokens.tolist()) for tokens, draft in notes.drafts if tokens[:2] == PROMPTS[1][:2]]
-    of_tokens = {tuple(tokens): drafted for tokens, drafted in alone}
-    compared = [drafted == of_tokens[tuple(tokens)] for tokens, drafted in together if drafted and tuple(tokens) in of_tokens]
-    assert len(compared) > 10
-    assert all(compared)
-
-
-def silent_target(target: Checkpoint) -> Checkpoint:
-    """The target without branches: its next token depends on the last alone."""
-    silent = {name: t for name, t in target.tensors.items() if name.endswith((".o", ".down"))}
-    zeros = {name: QuantTensor.encode(get_format("f32"), np.zeros(t.shape)) for name, t in silent.items()}
-    return replace(target, tensors={**target.tensors, **zeros})
+    check_company(target, with_paths(spec, heads))
 
 
 @pytest.mark.parametrize("spec", ["EAGLE3@4", "tree:EAGLE3@4", "draw:EAGLE3@4", "EAGLE1@4", "tree:EAGLE1@4"])

@@ -17,19 +17,23 @@ from cpuspec import LLM
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads import Head
-from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.errors import BackendError, CheckpointError
 from cpuspec.speculation.stage_context import StageContext, _gelu
 from tests.backends.models import every_backend, tiny
-from tests.heads import RandomHead, write_head
-from tests.speculation.test_heads import opened, output_of, recorded, silent_target, states_of
+from tests.heads import RandomHead, opened, output_of, states_of, write_head
+from tests.speculation.head_runs import (
+    PARAMS,
+    PROMPTS,
+    SETTINGS,
+    SMALL,
+    check_answers,
+    check_company,
+    llm_over,
+    recorded,
+    silent_target,
+)
 from tests.stage_heads import make_medusa, make_mlp_speculator, medusa_rows, mlp_rows
 
-SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False, prompt_rows=4, head_format="file")
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 4, "vocab_size": 320}
-PROMPTS = [[7, 8, 9], [5, 6, 7, 8, 9, 10] * 6, [11, 5, 6, 7, 5, 6]]
-PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=5)
 MEDUSA: dict[str, dict[str, Any]] = {
     "original": {},
     "two blocks": {"num_layers": 2, "prefix": "medusa_head."},
@@ -104,27 +108,13 @@ def test_matrices_that_all_stages_have_are_there_once(target: Checkpoint, heads:
     assert sum(name.startswith("states.") for name in tied.model.tensors) == 2
 
 
-def llm_over(target: Checkpoint, spec: str, backend: str = "numba", **settings: object) -> LLM:
-    return LLM(target, spec, backend, settings=replace(SETTINGS, **settings))  # type: ignore[arg-type]
-
-
 @every_backend(("numba", "numpy", "torch"))
 def test_stages_change_no_answer(target: Checkpoint, heads: dict[str, RandomHead], name: str) -> None:
-    params = [PARAMS, SAMPLED, replace(PARAMS, frequency_penalty=0.7)]
-    with llm_over(target, "none", name) as plain:
-        wanted = [plain.generate(PROMPTS, one) for one in params]
     medusa, mlp = heads["Medusa, truncated vLLM"].path, heads["MLP, tied"].path
     specs = [f"{medusa}@2", f"{mlp}@2+ngram@2"]
     for one in (medusa, mlp):
         specs += [f"tree:{one}@9", f"draw:{one}", f"ngram@2+{one}", f"auto,{one}"]
-    for spec in specs:
-        with llm_over(target, spec, name) as llm:
-            for some, answers in zip(params, wanted, strict=True):
-                if some.greedy or not spec.startswith("draw:"):
-                    got = [answer.token_ids for answer in llm.generate(PROMPTS, some)]
-                    assert got == [answer.token_ids for answer in answers], spec
-            if not spec.startswith("auto"):
-                assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20, spec
+    check_answers(target, name, specs)
 
 
 def naive_chain(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:
@@ -182,16 +172,7 @@ def test_a_tree_has_the_likeliest_paths(target: Checkpoint, heads: dict[str, Ran
 @pytest.mark.parametrize("spec", ["{}", "tree:{}@7"])
 @pytest.mark.parametrize("kind", ["Medusa, original", "MLP, tied"])
 def test_a_draft_does_not_depend_on_its_batch(target: Checkpoint, heads: dict[str, RandomHead], kind: str, spec: str) -> None:
-    together, alone = [], []
-    for prompts, drafts in ((PROMPTS, together), (PROMPTS[1:2], alone)):
-        with llm_over(target, spec.format(heads[kind].path)) as llm:
-            notes = recorded(llm)
-            llm.generate(prompts, PARAMS)
-            drafts += [(tokens, draft.tokens.tolist()) for tokens, draft in notes.drafts if tokens[:2] == PROMPTS[1][:2]]
-    of_tokens = {tuple(tokens): drafted for tokens, drafted in alone}
-    compared = [drafted == of_tokens[tuple(tokens)] for tokens, drafted in together if drafted and tuple(tokens) in of_tokens]
-    assert len(compared) > 10
-    assert all(compared)
+    check_company(target, spec.format(heads[kind].path))
 
 
 @pytest.mark.parametrize("kind", ["Medusa", "MLP"])
