@@ -1,8 +1,8 @@
 """A Ray Serve application: replicas of the server on the machines of a cluster, and an ingress that finds the right one.
 
 The ingress checks a request, reads it whole, and sends it to the replica that has the conversation's earlier turns. A replica runs
-the application that `cpuspec serve` runs, so that every protocol is there. A request whose replica dies before its answer has begun
-is sent to another one.
+the application that `cpuspec serve` runs, so that every protocol is there. A request whose replica dies is sent to another one,
+which goes on where the client's stream has ended: the ingress gives a request a nonce, so that every replica tells the same.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from prometheus_client import Metric
 from ray import serve
@@ -29,18 +30,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cpuspec.config import EngineConfig, ServerConfig, SpecConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import usable_cores
+from cpuspec.metrics import epoch_s, now_s
+from cpuspec.ray.relay import Relay
 from cpuspec.ray.routing import conversation_key
 from cpuspec.server.app import guard, make_app
-from cpuspec.server.errors import BusyError, EngineFailedError, UnavailableError
-from cpuspec.server.gate import context_of
+from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, UnavailableError
+from cpuspec.server.gate import NONCE, context_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
-from cpuspec.server.replies import error_event, json_response
+from cpuspec.server.replies import json_response
 from cpuspec.server.server import Server
 
 _LOG = logging.getLogger("cpuspec.server")
 _ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 _MOST_TRIES = 5  # replicas that one request may lose
+_ROOM_S = 0.5  # until replicas that were full are asked again
 _METRICS_S = 5.0
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 
@@ -200,11 +204,19 @@ class Ingress:
         body, request_id = await request.body(), context_of(request).id
         headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
         sent = {name: scope[name] for name in _SCOPE if name in scope}
-        sent["headers"] = [*headers, (b"x-request-id", request_id.encode())]
+        sent |= {"headers": [*headers, (b"x-request-id", request_id.encode())], NONCE: (uuid4().hex, epoch_s())}
+        relay = Relay(send)
+        try:
+            await self._answer(sent, body, request_id, relay)
+        except RequestError as error:
+            await relay.break_off(scope["path"], error, request_id)
+
+    async def _answer(self, scope: dict[str, Any], body: bytes, request_id: str, relay: Relay) -> None:
+        """Relay the answer of a replica, and where it dies, the rest of that of another one."""
         replicas = self._replicas.options(stream=True, session_id=conversation_key(body))
-        relay = _Relay(send)
-        for _ in range(_MOST_TRIES):
-            messages = replicas.answer.remote(sent, body)
+        num_lost, ends_s = 0, now_s() + self._config.max_request_s
+        while num_lost < _MOST_TRIES:
+            messages = replicas.answer.remote(scope, body)
             try:
                 async with asyncio.timeout(self._config.max_request_s) as limit:
                     async for some in messages:
@@ -213,52 +225,20 @@ class Ingress:
                             await relay.pass_on(message)
                 return
             except (RayActorError, ReplicaUnavailableError) as error:
-                _LOG.warning("request %s lost its replica: %s", request_id, str(error).partition("\n")[0])
-                if relay.has_begun:
-                    await relay.break_off(scope["path"], request_id)
+                if relay.has_ended:
                     return
+                _LOG.warning("request %s lost its replica: %s", request_id, str(error).partition("\n")[0])
+                relay.begin_again()
+                num_lost += 1
             except BackPressureError:
-                raise BusyError("every replica has as much to do as it takes on; try again later") from None
+                if not num_lost or now_s() > ends_s:  # what has been taken on waits for room
+                    raise BusyError("every replica has as much to do as it takes on; try again later") from None
+                await asyncio.sleep(_ROOM_S)
             except TimeoutError:
                 raise UnavailableError("no replica could answer in time; try again later") from None
             finally:
                 messages.cancel()
         raise EngineFailedError(f"{_MOST_TRIES} replicas have ended while they computed this answer")
-
-
-class _Relay:
-    """Passes a replica's messages on to the client, and those of another replica where the first has said nothing of the answer."""
-
-    def __init__(self, send: Send) -> None:
-        self.has_begun = False  # the client has a part of the answer
-        self._send = send
-        self._held: Message | None = None  # the start of a response that is no stream, until its body is there
-        self._streams = False  # the start of a stream has been sent
-
-    async def pass_on(self, message: Message) -> None:
-        """Send a message, unless a replica before has sent the same."""
-        if message["type"] != "http.response.start":
-            if self._held:
-                await self._send(self._held)
-                self._held = None
-            # A comment is a sign of life, and no part of the answer.
-            self.has_begun |= not self._streams or message.get("body", b":")[:1] not in (b"", b":")
-            await self._send(message)
-        elif any(value.startswith(b"text/event-stream") for name, value in message["headers"] if name == b"content-type"):
-            if not self._streams:
-                await self._send(message)
-            self._streams = True
-        elif self._streams:
-            raise EngineFailedError("another replica refused what one that has ended had taken on")
-        else:
-            self._held = message
-
-    async def break_off(self, path: str, request_id: str) -> None:
-        """End a stream with an error event. What is no stream raises EngineFailedError, which closes the connection."""
-        error = EngineFailedError("the replica that computed this answer has ended; try again")
-        if not self._streams:
-            raise error
-        await self._send({"type": "http.response.body", "body": error_event(path, error, request_id).encode()})
 
 
 class _AtRoot:

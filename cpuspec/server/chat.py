@@ -54,10 +54,10 @@ class ChatPrompt:
         params = replace(params, **self.keeps_to)
         return [Wanted(self.ids, one, shows_progress, prediction) for one in answer_params(params)]
 
-    def call_id(self) -> str:
-        """An id for a tool call, such as the model's template takes."""
+    def call_id(self, digits: str) -> str:
+        """An id for a tool call, such as the model's template takes, from 32 hexadecimal digits."""
         num_chars = self.model.tool_format.id_chars
-        return uuid4().hex[:num_chars] if num_chars < 16 else f"call_{uuid4().hex[:num_chars]}"
+        return digits[:num_chars] if num_chars < 16 else f"call_{digits[:num_chars]}"
 
 
 def chat_prompt(
@@ -271,7 +271,7 @@ def said(prompt: ChatPrompt, text: str) -> Said:
             case "content":
                 found.content += piece.text
             case "call":
-                found.calls += (SaidCall(prompt.call_id(), piece.text),)
+                found.calls += (SaidCall(prompt.call_id(uuid4().hex), piece.text),)
             case "arguments":
                 last = found.calls[-1]
                 found.calls = (*found.calls[:-1], replace(last, arguments=last.arguments + piece.text))

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import answer_params
-from cpuspec.metrics import epoch_s
 from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, message_of, reason_of, said
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import (
@@ -50,8 +49,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     check_number(model, params.n)
     predicted = await model.in_worker(partial(_predicted, model, body.prediction))
     wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)
-    answers = await model.answers(context.client, context.id, wanted)
-    head = {"id": f"chatcmpl-{context.id}", "created": epoch_s(), "model": server_of(request).shown_name(model)}
+    answers = await model.answers(context.client, context.id, wanted, context.rng)
+    head = {"id": f"chatcmpl-{context.id}", "created": context.created, "model": server_of(request).shown_name(model)}
     if body.stream:
         return EventStream(_chat_events(body, prompt, answers, head, context.figures), answers, request, context.id)
     return await unless_gone(request, _chat(body, prompt, answers, head, context.figures), answers.close)
@@ -127,7 +126,7 @@ async def _chat_events(
             case "reasoning":
                 return {"reasoning_content": piece.text}
             case "call":
-                call_id = call_ids.setdefault((index, piece.call), prompt.call_id())
+                call_id = call_ids.setdefault((index, piece.call), prompt.call_id(answers.new_id()))
                 function = {"name": piece.text, "arguments": ""}
                 return {"tool_calls": [{"index": piece.call, "id": call_id, "type": "function", "function": function}]}
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
@@ -190,11 +189,11 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         prompts = await model.in_worker(partial(_prompts, model, body.prompt))
     wanted = [Wanted(prompt, one) for prompt in prompts for one in answer_params(params)]
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
-    answers = await model.answers(context.client, context.id, wanted)
+    answers = await model.answers(context.client, context.id, wanted, context.rng)
     head = {
         "id": f"cmpl-{context.id}",
         "object": "text_completion",
-        "created": epoch_s(),
+        "created": context.created,
         "model": server_of(request).shown_name(model),
     }
     if body.stream:

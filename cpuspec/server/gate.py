@@ -5,6 +5,7 @@ import ipaddress
 import re
 import uuid
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cpuspec.metrics import now_s
+from cpuspec.metrics import epoch_s, now_s
 from cpuspec.server import page
 from cpuspec.server.errors import BodyTooLargeError, ForbiddenError, RequestError, UnauthorizedError
 from cpuspec.server.model import ServedModel
@@ -23,17 +24,25 @@ from cpuspec.server.server import Server, server_of
 BODY_S = 60.0  # that a body may take to come
 # For probes and for a browser's first look, which have no key. The page asks for one.
 OPEN_PATHS = ("/health", "/ready", *page.FILES)
+# In the scope of a request whose stream another server may have to repeat, event for event: a text of the request's own, and when
+# it came, in seconds since the epoch.
+NONCE = "cpuspec.nonce"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 
 
 @dataclass
 class RequestContext:
-    """What is known of a request. figures: what its endpoint adds to the log line. models: stay loaded until it has
-    ended."""
+    """What is known of a request.
+
+    created: when it came, in seconds since the epoch. rng: of a request with a nonce, the same for all with that one. figures: what
+    its endpoint adds to the log line. models: stay loaded until it has ended.
+    """
 
     id: str
     client: str = ""
+    created: int = field(default_factory=epoch_s)
+    rng: Random | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     models: list[ServedModel] = field(default_factory=list)
 
@@ -66,6 +75,9 @@ class Gate:
         start_s, headers = now_s(), Headers(scope=scope)
         given = headers.get("x-request-id", "")
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+        if NONCE in scope:
+            nonce, context.created = scope[NONCE]
+            context.rng = Random(nonce)
         scope["cpuspec.context"] = context
         status = 0
 

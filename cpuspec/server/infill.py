@@ -61,7 +61,7 @@ async def infill(body: InfillBody, request: Request) -> Response:
     params = fill_params(model, model.params({name: value for name, value in given.items() if value is not None}))
     others = [(one.filename, one.text) for one in body.input_extra]
     prompt = await model.in_worker(partial(fill_prompt, model, body.input_prefix + body.prompt, body.input_suffix, others))
-    answers = await model.answers(context.client, context.id, [Wanted(prompt, params)])
+    answers = await model.answers(context.client, context.id, [Wanted(prompt, params)], context.rng)
     name = server_of(request).shown_name(model)
     if body.stream:
         return EventStream(_events(body, answers, name, context.figures), answers, request, context.id)

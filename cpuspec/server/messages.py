@@ -84,7 +84,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     }
     params: SamplingParams = model.params({name: value for name, value in given.items() if value is not None})
     prompt = await model.in_worker(partial(_prompt, model, body))
-    answers = await model.answers(context.client, context.id, prompt.wanted(params))
+    answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
     head: dict[str, Any] = {
         "id": f"msg_{context.id}",
         "type": "message",
@@ -274,7 +274,7 @@ _DELTAS = {
 async def _events(
     prompt: ChatPrompt, answers: Answers, head: dict[str, Any], stops: Sequence[str], figures: dict[str, Any]
 ) -> AsyncGenerator[str]:
-    blocks = _Blocks(prompt)
+    blocks = _Blocks(prompt, answers)
     usage = {"input_tokens": len(prompt.ids), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
     yield _named({"type": "message_start", "message": {**head, "usage": usage}})
     parser, token_ids = prompt.parser(), []
@@ -301,8 +301,9 @@ async def _events(
 class _Blocks:
     """The content blocks of a stream: one is open at a time, and each piece belongs to one."""
 
-    def __init__(self, prompt: ChatPrompt) -> None:
+    def __init__(self, prompt: ChatPrompt, answers: Answers) -> None:
         self._prompt = prompt
+        self._answers = answers
         self._number = -1
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
 
@@ -329,7 +330,7 @@ class _Blocks:
         if kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
         elif kind == "arguments":
-            block = {"type": "tool_use", "id": self._prompt.call_id(), "name": piece.text, "input": {}}
+            block = {"type": "tool_use", "id": self._prompt.call_id(self._answers.new_id()), "name": piece.text, "input": {}}
         return _named({"type": "content_block_start", "index": self._number, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> str:

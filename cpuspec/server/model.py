@@ -4,12 +4,16 @@ It knows prompts as token ids and answers as outputs; the protocols are written 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from random import Random
 from typing import Any, TypeVar
+from uuid import uuid4
+from zlib import crc32
 
 from cpuspec.config import SamplingParams, ServerConfig
 from cpuspec.engine.engine import Output
@@ -114,8 +118,8 @@ class ServedModel:
         """What the function returns, run beside the event loop: for tokenization and templates, which may take a while."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, function)
 
-    async def answers(self, client: str, request_id: str, wanted: Sequence[Wanted]) -> "Answers":
-        """The answers to one request, all or none; its grammar is compiled beside the event loop.
+    async def answers(self, client: str, request_id: str, wanted: Sequence[Wanted], rng: Random | None) -> "Answers":
+        """The answers to one request, all or none; its grammar is compiled beside the event loop. rng: as `Answers` has it.
 
         Raises RequestError or ConfigError for what the model cannot run, BusyError where the queue is full.
         """
@@ -129,7 +133,7 @@ class ServedModel:
                 await self._compile(check)
             else:
                 check()
-        return Answers(self, client, request_id, wanted)
+        return Answers(self, client, request_id, wanted, rng)
 
     async def _compile(self, check: Callable[[], None]) -> None:
         """Check a request with a grammar beside the event loop. As many may wait for that as for their answers."""
@@ -213,10 +217,18 @@ class Answers:
     """The answers to one request, from their places in the queue to their last tokens. `close` must be called at last.
 
     `ServedModel.answers` makes them of what `LLM.check` has passed. Raises BusyError where the queue is full.
+
+    rng: of a request whose answers another server may have to repeat: seeds and ids come from it, and outputs do not depend on when
+    tokens come. None for others. stamp: where there is an `rng`, a checksum of the tokens that `outputs` has yielded; None while it
+    tells how much of a prompt has been read.
     """
 
-    def __init__(self, model: ServedModel, client: str, request_id: str, wanted: Sequence[Wanted]) -> None:
-        self.wanted = wanted
+    def __init__(self, model: ServedModel, client: str, request_id: str, wanted: Sequence[Wanted], rng: Random | None) -> None:
+        self.wanted = wanted if rng is None else [_seeded(one, rng) for one in wanted]
+        self.stamp = None if rng is None else 0
+        self._rng = rng
+        self._checksum = 0
+        self._turns = deque(range(len(wanted)))
         self.meters = [AnswerMeter(len(one.prompt)) for one in wanted]
         self._model = model
         self._request_id = request_id
@@ -234,9 +246,14 @@ class Answers:
             raise
         model.unfinished.add(self)
 
+    def new_id(self) -> str:
+        """32 hexadecimal digits for an item or a call of the answers."""
+        return uuid4().hex if self._rng is None else f"{self._rng.getrandbits(128):032x}"
+
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """Yield each answer's number and output as they come; what came while the reader was slow is one output.
 
+        With an `rng` every token is an output, and the answers take turns.
         Raises TimeUpError when the time is up, EngineFailedError if the engine ended an answer, RequestError if its grammar did.
         """
         num_left = len(self.wanted)
@@ -249,16 +266,13 @@ class Answers:
             self._ready.clear()
             if self._error:
                 raise self._error
-            for number, waiting in enumerate(self._outputs):
-                if waiting:
-                    self._outputs[number] = []
-                    output = _merged(waiting)
-                    if output.error:
-                        raise RequestError(output.error)
-                    if output.finish_reason == "aborted":
-                        raise EngineFailedError("the engine failed while it computed this answer; try again")
-                    num_left -= output.finish_reason is not None
-                    yield number, output
+            for number, output in self._come() if self._rng is None else self._in_turn():
+                if output.error:
+                    raise RequestError(output.error)
+                if output.finish_reason == "aborted":
+                    raise EngineFailedError("the engine failed while it computed this answer; try again")
+                num_left -= output.finish_reason is not None
+                yield number, output
 
     def fail(self, error: CpuspecError) -> None:
         """Let `outputs` raise this."""
@@ -273,6 +287,25 @@ class Answers:
                 self._model.metrics.ended(self.meters[number], "aborted", 0)
             self._end(number)
             self._model.admission.leave(ticket)
+
+    def _come(self) -> Iterator[tuple[int, Output]]:
+        """What has come of each answer, as one output."""
+        for number, waiting in enumerate(self._outputs):
+            if waiting:
+                self._outputs[number] = []
+                yield number, _merged(waiting)
+
+    def _in_turn(self) -> Iterator[tuple[int, Output]]:
+        """What has come, up to the answer that is next and has nothing. What tells of a prompt leaves its answer the turn."""
+        while self._turns and (waiting := self._outputs[self._turns[0]]):
+            number, output = self._turns[0], waiting.pop(0)
+            if output.num_read_tokens is None:
+                self._turns.popleft()
+                if output.finish_reason is None:
+                    self._turns.append(number)
+                self._checksum = crc32(f"{number} {output.token_ids} ".encode(), self._checksum)
+            self.stamp = self._checksum if output.num_read_tokens is None else None
+            yield number, output
 
     def _start(self, number: int) -> None:
         one, model = self.wanted[number], self._model
@@ -292,7 +325,7 @@ class Answers:
         """An output has come; the place of a finished answer is free at once, whether its reader is slow or not."""
         if number not in self._engine_ids:
             return  # closed meanwhile
-        self._outputs[number].append(output)
+        self._outputs[number] += [output] if self._rng is None else _by_token(output)
         self._slots[number].tokens += output.token_ids
         self._ready.set()
         metrics = self._model.metrics
@@ -321,6 +354,35 @@ async def gather(answers: Answers) -> list[Output]:
 def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     """Special tokens that are part of an answer's text."""
     return frozenset(found for text in _SHOWN if (found := tokenizer.token_id(text)) is not None)
+
+
+def _seeded(one: Wanted, rng: Random) -> Wanted:
+    """The same answer, with a seed where it is sampled."""
+    is_fixed = one.params.greedy or one.params.seed is not None
+    return one if is_fixed else replace(one, params=replace(one.params, seed=rng.getrandbits(64)))
+
+
+def _by_token(output: Output) -> list[Output]:
+    """The output in parts of one token each. The first has its rounds, the last its end."""
+    parts: list[Output] = []
+    for number, (token, text, source) in enumerate(zip(output.token_ids, output.token_texts, output.token_sources, strict=True)):
+        is_last = number == len(output.token_ids) - 1
+        parts.append(
+            Output(
+                output.request_id,
+                text,
+                [token],
+                output.logprobs[number : number + 1],
+                output.finish_reason if is_last else None,
+                output.stats if is_last else None,
+                output.num_cached_tokens,
+                [text],
+                [source],
+                [] if number else output.cycles,
+                error=output.error if is_last else None,
+            )
+        )
+    return parts or [output]
 
 
 def _merged(outputs: list[Output]) -> Output:

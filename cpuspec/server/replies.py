@@ -16,6 +16,8 @@ from cpuspec.server.errors import EngineFailedError, RequestError
 from cpuspec.server.model import Answers
 
 KEEP_ALIVE_S = 10.0  # of silence, as while a long prompt is read, until a stream shows that it lives
+# In the messages of a stream that another server may have to repeat: `Answers.stamp`. What has none is no part of the answer.
+STAMP = "cpuspec.stamp"
 _LOG = logging.getLogger("cpuspec.server")
 _T = TypeVar("_T")
 
@@ -87,8 +89,14 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = _LivelySender(send, self._sign_of_life)
+
+        async def send_stamped(message: Message) -> None:
+            if self._answers.stamp is not None:
+                message[STAMP] = self._answers.stamp
+            await sender.send(message)
+
         try:
-            await super().__call__(scope, receive, sender.send)
+            await super().__call__(scope, receive, send_stamped)
         finally:
             sender.close()
             self._answers.close()

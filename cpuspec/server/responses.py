@@ -7,14 +7,13 @@ Sources: OpenAI's API reference for bodies, and for the order of stream events; 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec.engine.engine import Output
 from cpuspec.errors import CpuspecError
-from cpuspec.metrics import RequestStats, epoch_s
+from cpuspec.metrics import RequestStats
 from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import log_figures, stats_of
@@ -81,11 +80,11 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     params = model.params({name: value for name, value in given.items() if value is not None})
     tools, owners = _functions(body.tools or ())
     prompt = await model.in_worker(partial(_prompt, model, body, tools))
-    answers = await model.answers(context.client, context.id, prompt.wanted(params))
+    answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
     head = {
         "id": f"resp_{context.id}",
         "object": "response",
-        "created_at": epoch_s(),
+        "created_at": context.created,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
@@ -107,12 +106,14 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "user": None,
         "metadata": {},
     }
-    items = _Items(prompt, owners)
+    items = _Items(prompt, answers, owners)
     if body.stream:
         numbered = _Numbered()
         events = _events(prompt, answers, head, items, numbered, context.figures)
         # Codex counts events alone, and no comments, when it waits for a long prompt to be read.
-        return EventStream(events, answers, request, context.id, lambda: numbered({"type": "keepalive"}))
+        # It takes no number of a stream that may be repeated, where others come at other times.
+        sign = partial(numbered, {"type": "keepalive"}, counts=context.rng is None)
+        return EventStream(events, answers, request, context.id, sign)
     return await unless_gone(request, _whole(prompt, answers, head, items, context.figures), answers.close)
 
 
@@ -246,9 +247,10 @@ class _Numbered:
     def __init__(self) -> None:
         self._number = 0
 
-    def __call__(self, value: Mapping[str, Any]) -> str:
-        self._number += 1
-        return event({**value, "sequence_number": self._number - 1}, str(value["type"]))
+    def __call__(self, value: Mapping[str, Any], counts: bool = True) -> str:
+        number = self._number
+        self._number += counts
+        return event({**value, "sequence_number": number}, str(value["type"]))
 
 
 async def _events(
@@ -285,9 +287,10 @@ class _Items:
     owners: of tools in a namespace, how the client names them.
     """
 
-    def __init__(self, prompt: ChatPrompt, owners: Mapping[str, dict[str, Any]]) -> None:
+    def __init__(self, prompt: ChatPrompt, answers: Answers, owners: Mapping[str, dict[str, Any]]) -> None:
         self.done: list[dict[str, Any]] = []
         self._prompt = prompt
+        self._answers = answers
         self._owners = owners
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
         self._item: dict[str, Any] = {}
@@ -323,12 +326,17 @@ class _Items:
     def _begin(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
         self._open, self._text = (kind, piece.call), ""
         if kind == "arguments":
-            own = {"type": "function_call", "call_id": self._prompt.call_id(), "name": piece.text, "arguments": ""}
-            self._item = {"id": f"fc_{uuid4().hex}", **own, **self._owners.get(piece.text, {})}
+            own = {
+                "type": "function_call",
+                "call_id": self._prompt.call_id(self._answers.new_id()),
+                "name": piece.text,
+                "arguments": "",
+            }
+            self._item = {"id": f"fc_{self._answers.new_id()}", **own, **self._owners.get(piece.text, {})}
         elif kind == "reasoning":
-            self._item = {"id": f"rs_{uuid4().hex}", "type": "reasoning", "summary": [], "content": []}
+            self._item = {"id": f"rs_{self._answers.new_id()}", "type": "reasoning", "summary": [], "content": []}
         else:
-            self._item = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "content": []}
+            self._item = {"id": f"msg_{self._answers.new_id()}", "type": "message", "role": "assistant", "content": []}
         self._item["status"] = "in_progress"
         events = [{"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._item)}]
         if kind != "arguments":

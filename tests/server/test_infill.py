@@ -1,6 +1,7 @@
 """Filling the gap between two texts, through `/infill` and through the suffix of a plain completion."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ BODY: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "return 1", "n
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with the tokens that Qwen2.5-Coder has for this."""
-    directory = make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048, vocab_size=512)
+    return with_fill_tokens(make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048, vocab_size=512))
+
+
+def with_fill_tokens(directory: Path) -> Path:
+    """The model with the marks in its vocabulary."""
     file = directory / "tokenizer.json"
     content = json.loads(file.read_text())
     free = 1 + max([*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])])
