@@ -103,7 +103,9 @@ def test_a_client_gets_one_answer_whenever_replicas_die(
     created = replicas.scopes[0][NONCE][1]
     assert [said(message["body"]).replace(str(created), "1700000000") for message in got[1:]] == wanted
     assert not got[-1]["more_body"]
-    whole, replicas = told(monkeypatch, applications, BODY, min(death, 1), *[min(one, 1) if isinstance(one, int) else one for one in rest])
+    whole, replicas = told(
+        monkeypatch, applications, BODY, min(death, 1), *[min(one, 1) if isinstance(one, int) else one for one in rest]
+    )
     assert (whole[0]["status"], len(whole), len(replicas.scopes)) == (200, 2, 2 + len(rest))
 
 
