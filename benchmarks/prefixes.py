@@ -15,6 +15,7 @@ import typer
 from record import Rounds, record, save, say, spread
 
 from cpuspec import LLM
+from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.engine.llm import Completion, Message
 
@@ -34,17 +35,17 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
     """Print a line for each turn, and the figures of all turns from the second on."""
-    settings = EngineConfig(threads=threads, max_sequences=1)
+    path, settings = resolve_model(model), EngineConfig(threads=threads, max_sequences=1)
     samples: dict[str, dict[str, list[float]]] = {TTFT: {}, OVER: {}}
-    with tempfile.TemporaryDirectory() as directory, LLM(model, "none", settings=settings, prefix_cache_gb=0) as fresh:
-        warm = LLM(model, "none", settings=settings)
+    with tempfile.TemporaryDirectory() as directory, LLM(path, "none", settings=settings, prefix_cache_gb=0) as fresh:
+        warm = LLM(path, "none", settings=settings)
         messages, passed = [{"role": "system", "content": system_prompt(fresh, system_tokens)}], Rounds(turns, threads)
         for number in passed:
             messages.append({"role": "user", "content": f"Question {number + 1}: what does rule {7 * number + 3} say?"})
             answers = {CACHED: answer(warm, messages)}
             if number % fresh_every == 0 or number == turns - 1:
                 answers[FRESH] = answer(fresh, messages)
-                with LLM(model, "none", settings=settings, prefix_cache_dir=directory) as again:
+                with LLM(path, "none", settings=settings, prefix_cache_dir=directory) as again:
                     answers[RESTARTED] = answer(again, messages)
                 assert len({tuple(one.token_ids) for one in answers.values()}) == 1, "an answer depends on the cache"
             for name, one in answers.items():
@@ -63,7 +64,7 @@ def main(
         for engine, one in of.items():
             print(f"{name}, {engine}: {one['median']:.3g} ({one['min']:.3g} to {one['max']:.3g})")
     details = {"turns": turns, "system_tokens": system_tokens, "figures": figures}
-    save(record("prefixes", model, passed) | details, json_file)
+    save(record("prefixes", path.name, passed) | details, json_file)
 
 
 def answer(llm: LLM, messages: list[Message]) -> Completion:
