@@ -58,7 +58,8 @@ def rounded(values: F32, largest: np.float32) -> F32:
 
 def inverse(values: F32) -> F32:
     """1 / values, and 0 where that is not finite."""
-    inverted = np.float32(1) / values
+    with np.errstate(divide="ignore", over="ignore"):
+        inverted = np.float32(1) / values
     return np.where(np.isfinite(inverted), inverted, np.float32(0))
 
 

@@ -56,9 +56,9 @@ class Products:
         """Whether inputs have a shift, whose factor is the sum of a group's weights."""
         return self.order == "int8"
 
-    def chunks(self, part: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
+    def chunks(self, part: int, signed: bool = False) -> Iterator[tuple[list[tuple[int, int]], int]]:
         """What one scale is for, in chunks whose sums fit their lanes: vectors of codes, each with the place of its inputs in a
-        record, and the factor of the chunk. Vectors are as `ymm.laid` has them.
+        record, and the factor of the chunk. Vectors are as `ymm.laid` has them; signed: codes of eight bits that are not halved.
         """
         share = 8 // self.num_scales
         own = range(part * share, (part + 1) * share)
@@ -69,8 +69,8 @@ class Products:
             if self.order == "int16":
                 yield [(v, LOW_BYTES + 4 * v) for v in own], 1
         else:  # of four bits eight sums of two products fit 16 bits, of five four, of six two, of seven one
-            fit = min(share, {5: 4, 6: 2, 7: 1}.get(self.bits, 8))
-            for first_vector, factor in ((0, 1), (8, 16)) if self.in_nibbles else ((0, 1),):
+            fit = 1 if signed else min(share, {5: 4, 6: 2, 7: 1}.get(self.bits, 8))
+            for first_vector, factor in ((0, 1), (8, 16)) if self.in_nibbles and not signed else ((0, 1),):
                 for first in own[::fit]:
                     yield [(first_vector + v, 4 * v) for v in range(first, first + fit)], factor
 

@@ -77,12 +77,13 @@ def _quantized_pass(
         with o.loop(inside) as index, o.loop(streams) as stream:
             here = tile + stream * distance + panels * panel
             (here + index * share).fetch(AHEAD, share)
-            group = READERS[name](here, inside, index)
-            shifted = sum_of_weights(group) if order == "int8" else None
             records = acts + (first + index) * stride
             if isa.dot_isa() == "avx2":
-                ymm.add_rows(order, group, shifted, records.base(), [total(stream, row, 32) for row in range(rows)])
+                own_totals = [total(stream, row, 32) for row in range(rows)]
+                ymm.add_rows(order, lambda at: READERS[name](at, inside, index), here.base(), records.base(), own_totals)
             else:
+                group = READERS[name](here, inside, index)
+                shifted = sum_of_weights(group) if order == "int8" else None
                 for row in range(rows):
                     own = total(stream, row)
                     own.set(add_group(group, shifted, records + row * ORDERS[order], own.get()))

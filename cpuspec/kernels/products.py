@@ -49,8 +49,8 @@ def sum_of_weights(group: Group) -> Value:
     the inputs.
     """
     ones = group.codes[0].like(0x01010101)
-    weights: Value | None = None
-    for scale, vectors in _halves(group):
+    totals = []
+    for _, vectors in _halves(group):
         total = ones.like(-group.zero * 4 * len(vectors))
         if group.bits == 8 and dot_isa() == "avx2":  # in halves, as they are multiplied (`instructions`)
             low, high = (_sum_of_bytes([codes.shifted(shift) & 0x0F0F0F0F for codes in vectors]) for shift in (0, -4))
@@ -59,6 +59,14 @@ def sum_of_weights(group: Group) -> Value:
             fit = max(1, 255 // (2**group.bits - 1))  # as bytes, the sum of so many does not overflow
             for first in range(0, len(vectors), fit):
                 total = dot_bytes(total, _sum_of_bytes(vectors[first : first + fit]), ones)
+        totals.append(total)
+    return weigh(totals, group)
+
+
+def weigh(totals: list[Value], group: Group) -> Value:
+    """`sum_of_weights` from the sums of codes less their zero point, for each scale."""
+    weights: Value | None = None
+    for scale, total in zip(group.scales, totals, strict=True):
         number = total.sitofp(F32X16)
         weights = number * scale if weights is None else fma(number, scale, weights)
     assert weights is not None, "a group has a scale"

@@ -17,7 +17,7 @@ from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
 from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
-from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start, sum_of_weights, weigh
 from cpuspec.kernels.readers import AHEAD, READERS, Group
 
 # Rows that are multiplied while weights are unpacked. With dot products of bytes LLVM keeps more of three rows' sums on the stack.
@@ -41,32 +41,48 @@ def laid(products: Products, group: Group) -> list[Value]:
     return group.codes
 
 
-def add_rows(order: str, group: Group, shifted: Value | None, records: Value, totals: list[Variable]) -> None:
+def add_rows(order: str, read: Callable[[Value], Group], address: Value, records: Value, totals: list[Variable]) -> None:
     """Add a group's products with FEW rows or fewer to their totals, from registers and without dot products of bytes.
 
-    shifted: as in `products.add_group`; records: the address of the first row's.
+    read: the group of a tile at an address; it is asked for each vector of codes again, right before that is multiplied, and LLVM
+    drops the rest. records: the address of the first row's.
     """
-    products = Products.of(order, group)
-    codes, words = laid(products, group), products.in_words
+    group = read(address)
+    products, share = Products.of(order, group), 8 // len(group.scales)
+    words, signed = products.in_words, products.in_nibbles
+    assert group.zero == 128 or not signed, "codes of eight bits are around 128"
     typ, name, result = (_WORDS, "wd", _INTEGERS) if words else (_BYTES, "ub.sw", _WORDS)
     dots: list[_Halves] = []
+    weights: list[Value] = []
     for part in range(len(group.scales)):
         dots.append([[None, None] for _ in totals])
-        for vectors, factor in products.chunks(part):
+        of_codes: list[Any] = [None, None]
+        in_bytes = share * (2**group.bits - 1) < 256
+        for vectors, factor in products.chunks(part, signed):
             sums: _Halves = [[None, None] for _ in totals]
             for vector, at in vectors:
-                weights = [codes[vector].shuffled(range(8 * half, 8 * half + 8)).bits(typ) for half in _HALVES]
+                codes = (read(address).codes if signed else laid(products, read(address)))[vector]
+                halves = [codes.shuffled(range(8 * half, 8 * half + 8)).bits(typ) for half in _HALVES]
+                if products.shifted and factor == 1:
+                    _add(of_codes, halves if in_bytes else [_pairs(half) for half in halves])
+                if signed:  # the sizes of codes less their zero point, times inputs that have taken their signs
+                    signs = [half - half.like(-128) for half in halves]
+                    halves = [call("llvm.x86.avx2.psign.b", _BYTES, half, half) for half in signs]
                 for row, own in enumerate(sums):
                     inputs = (records + (ORDERS[order] * row + at)).load(I32).splat(8).bits(typ)
-                    _add(own, [call(f"llvm.x86.avx2.pmadd.{name}", result, half, inputs) for half in weights])
-                records = _settled(sums, records)
+                    faced = [call("llvm.x86.avx2.psign.b", _BYTES, inputs, half) for half in signs] if signed else [inputs] * 2
+                    _add(own, [call(f"llvm.x86.avx2.pmadd.{name}", result, *both) for both in zip(halves, faced, strict=True)])
+                records, address = _settled(sums, records, address)
             for own, dot in zip(sums, dots[part], strict=True):
-                whole = own if words else [call("llvm.x86.avx2.pmadd.wd", _INTEGERS, half, half.like(factor)) for half in own]
-                _add(dot, whole)
+                _add(dot, own if words else [_widened(half, factor) for half in own])
+        if products.shifted:
+            pairs = [_pairs(half) for half in of_codes] if in_bytes else of_codes
+            weights.append(_whole([_widened(half) for half in pairs]) - group.zero * 4 * share)
+    shifted = weigh(weights, group) if products.shifted else None
     for row, total in enumerate(totals):
         record = records + ORDERS[order] * row
-        whole = [part[row][0].shuffled(range(LANES), part[row][1]) for part in dots]
-        if group.zero:
+        whole = [_whole(part[row]) for part in dots]
+        if group.zero and not signed:
             whole = [dot + start(record, group, part) for part, dot in enumerate(whole)]
         total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
 
@@ -75,17 +91,32 @@ def _add(totals: list[Any], values: list[Value]) -> None:
     totals[:] = [value if total is None else total + value for total, value in zip(totals, values, strict=True)]
 
 
-def _settled(sums: _Halves, address: Value) -> Value:
-    """The address, known once these sums are made: LLVM loads as early as it can, and then keeps most of it on the stack."""
-    values = [*(total for own in sums for total in own), address]
+def _pairs(codes: Value) -> Value:
+    """The sums of neighbouring unsigned bytes."""
+    return call("llvm.x86.avx2.pmadd.ub.sw", _WORDS, codes, codes.like(1))
+
+
+def _widened(pairs: Value, factor: int = 1) -> Value:
+    """The sums of neighbouring numbers of 16 bits, times a factor."""
+    return call("llvm.x86.avx2.pmadd.wd", _INTEGERS, pairs, pairs.like(factor))
+
+
+def _whole(halves: list[Any]) -> Value:
+    return halves[0].shuffled(range(LANES), halves[1])
+
+
+def _settled(sums: _Halves, *addresses: Value) -> list[Value]:
+    """The addresses, known once these sums are made: LLVM loads as early as it can, and then keeps most of it on the stack."""
+    values = [*(total for own in sums for total in own), *addresses]
     kinds = [value.type for value in values]
-    constraints = ",".join([*["=x"] * (len(values) - 1), "=r", *map(str, range(len(values)))])
-    b = address.b
+    outputs = ["=x"] * (len(values) - len(addresses)) + ["=r"] * len(addresses)
+    constraints = ",".join([*outputs, *map(str, range(len(values)))])
+    b = addresses[0].b
     settled = b.asm(ir.FunctionType(ir.LiteralStructType(kinds), kinds), "", constraints, [v.v for v in values], False)
     same = [Value(b, b.extract_value(settled, n)) for n in range(len(values))]
     for row, own in enumerate(sums):
         own[:] = same[2 * row : 2 * row + 2]
-    return same[-1]
+    return same[2 * len(sums) :]
 
 
 class _Unpacked:
