@@ -15,6 +15,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ class TinyVocabulary:
         return self.tokens.index(token)
 
 
+@cache
 def make_vocabulary(vocab_size: int) -> TinyVocabulary:
     """A working vocabulary of `vocab_size` >= 259 tokens. The same for every call."""
     if vocab_size < 256 + len(CONTROL_TOKENS):
@@ -364,14 +366,18 @@ def _gguf_architecture(config: ModelConfig) -> str:
 
 def _gguf_name(name: str, config: ModelConfig) -> str:
     """The name that the gguf package's own table gives to a Hugging Face tensor of the architecture."""
-    import gguf
-
     if name == "output":
         return "output.weight"
-    architecture = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[_gguf_architecture(config)]
-    found = gguf.get_tensor_name_map(architecture, config.num_layers).get_name(_hf_name(name, config), (".weight", ".bias"))
+    found = _gguf_names(_gguf_architecture(config), config.num_layers).get_name(_hf_name(name, config), (".weight", ".bias"))
     assert found, f"gguf has no name for {name} of {config.architecture}"
     return found
+
+
+@cache
+def _gguf_names(architecture: str, num_layers: int) -> "gguf.TensorNameMap":
+    import gguf
+
+    return gguf.get_tensor_name_map({text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[architecture], num_layers)
 
 
 def _gguf_rows(name: str, values: F32, config: ModelConfig) -> F32:

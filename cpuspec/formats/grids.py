@@ -100,16 +100,25 @@ class Grid:
         less error of Gaussian values.
         """
         magnitudes = np.array(self.magnitudes, np.float32)
-        places = np.searchsorted((magnitudes[:-1] + magnitudes[1:]) / 2, sizes)
-        candidates = self._near[places @ self._weights]
-        offered = magnitudes[self.points]
+        numbers = np.searchsorted((magnitudes[:-1] + magnitudes[1:]) / 2, sizes) @ self._weights
         best = np.empty(len(sizes), np.intp)
         for start in range(0, len(sizes), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
-            misses = np.square(offered[candidates[rows]] - sizes[rows, None])
-            errors = misses.sum(axis=2) if weights is None else np.einsum("nkd,nd->nk", misses, weights[rows])
+            errors = np.zeros((len(best[rows]), _CANDIDATES), np.float32)
+            for value, offered in enumerate(self._offered):  # one after the other: numpy is slow where the inner sums are short
+                misses = offered[numbers[rows]]
+                misses -= sizes[rows, value, None]
+                misses *= misses
+                if weights is not None:
+                    misses *= weights[rows, value, None]
+                errors += misses
             best[rows] = errors.argmin(axis=1)
-        return self.points[np.take_along_axis(candidates, best[:, None], axis=1)[:, 0]]
+        return self.points[self._near[numbers, best]]
+
+    @cached_property
+    def _offered(self) -> F32:
+        """The magnitudes of the points in `_near`, [dims, points of all, _CANDIDATES]."""
+        return np.array(self.magnitudes, np.float32)[self.points].T[:, self._near]
 
     @cached_property
     def _near(self) -> NDArray[np.intp]:
