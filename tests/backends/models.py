@@ -15,6 +15,9 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from tools.make_tiny_model import make_tiny_gguf
 
+# Of a model in each format: some take microseconds a value to encode.
+SMALLEST = {"num_layers": 1, "intermediate_size": 256}
+
 
 def missing(name: str) -> str:
     """Why the backend cannot be made here; "" where it can."""

@@ -13,7 +13,7 @@ from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.model.batch import ForwardBatch, Lists
 from cpuspec.sampling import argmax
-from tests.backends.models import every_backend, forward, missing, tiny
+from tests.backends.models import SMALLEST, every_backend, forward, missing, tiny
 
 FAMILIES = {
     "qwen2": {},
@@ -40,7 +40,7 @@ def family(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-
 
 @pytest.fixture(scope="module", params=FORMATS)
 def of_format(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
-    return tiny(tmp_path_factory, weight_format=request.param)
+    return tiny(tmp_path_factory, weight_format=request.param, **SMALLEST)
 
 
 def _backend(checkpoint: Checkpoint, name: str = "numba", threads: int = 1, max_rows: int = 64):  # type: ignore[no-untyped-def]
@@ -404,10 +404,10 @@ def test_a_batch_of_lists_is_a_batch_of_arrays(small, name: str) -> None:  # typ
     assert len(np.unique(outputs[0].logits, axis=0)) == 3
 
 
-def test_threads_that_slept_wake_for_the_next_forward(of_format: Checkpoint) -> None:
+def test_threads_that_slept_wake_for_the_next_forward(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
     import time
 
-    backend = _backend(of_format, threads=2)
+    backend = _backend(tiny(tmp_path_factory), threads=2)
     cache = backend.new_cache(1, 64)
     alone = _one_by_one(backend, TOKENS[:3])
     for i in range(3):

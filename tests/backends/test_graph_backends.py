@@ -24,7 +24,7 @@ from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
-from tests.backends.models import every_backend, forward, tiny
+from tests.backends.models import SMALLEST, every_backend, forward, tiny
 from tests.backends.test_forward import DEPTHS, FAMILIES, PARENTS, TOKENS, TREE, _kl
 
 GRAPHS = ("onnxruntime", "openvino")
@@ -78,7 +78,7 @@ def test_every_family_means_what_the_reference_means(tmp_path_factory, family: s
 @every_backend(GRAPHS)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_every_format_has_the_values_of_the_file(tmp_path_factory, weight_format: str, name: str) -> None:  # type: ignore[no-untyped-def]
-    _means_the_same(name, tiny(tmp_path_factory, weight_format=weight_format))
+    _means_the_same(name, tiny(tmp_path_factory, weight_format=weight_format, **SMALLEST))
 
 
 @every_backend(GRAPHS)

@@ -1,6 +1,7 @@
 """What differs by architecture and by layer means in every backend what it means in the reference; compiled rows stay invariant."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -97,12 +98,18 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(model: _Model) -> None
         assert np.array_equal(_computed(model, TOKENS[:30], size, threads), alone)
 
 
+@cache
+def _with_windows(windows: tuple[int, int], softcap: float) -> tuple[_Model, np.ndarray]:
+    """A model, and what TOKENS mean to it."""
+    model = _model(layer_windows=windows, attention_softcap=softcap)
+    return model, _reference(model, TOKENS)
+
+
 @pytest.mark.parametrize("windows", [(300, 70), (256, 1), (16, 257), (0, 511)])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @every_backend()
 def test_windows_over_several_chunks_of_the_cache(windows: tuple[int, int], softcap: float, name: str) -> None:
-    model = _model(layer_windows=windows, attention_softcap=softcap)
-    wanted = _reference(model, TOKENS)
+    model, wanted = _with_windows(windows, softcap)
     together, in_chunks = _computed(model, TOKENS, 640, name=name), _computed(model, TOKENS, 200, 2, name)
     assert np.abs(together - wanted).max() < 1e-4 * np.abs(wanted).max()
     assert np.abs(in_chunks - wanted).max() < 1e-4 * np.abs(wanted).max()

@@ -24,7 +24,7 @@ from cpuspec.errors import BackendError, CacheError, ConfigError
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.formats.kv import KV_FORMATS, rounded
 from cpuspec.sampling import argmax
-from tests.backends.models import forward, tiny
+from tests.backends.models import SMALLEST, forward, tiny
 from tests.backends.test_forward import DEPTHS, FAMILIES, PARENTS, TOKENS, TREE
 
 CPU = torch.device("cpu")
@@ -151,7 +151,7 @@ def test_every_family_agrees_with_the_reference_to_rounding(tmp_path_factory, fa
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_agrees_with_the_reference_to_rounding(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
-    checkpoint = tiny(tmp_path_factory, weight_format=name)
+    checkpoint = tiny(tmp_path_factory, weight_format=name, **SMALLEST)
     wanted = _logits(NumpyBackend(checkpoint, F32, np.float64))
     for weights in ("values", "codes"):
         assert np.abs(_logits(TorchBackend(checkpoint, replace(F32, weights=weights))) - wanted).max() < 1e-4

@@ -470,7 +470,7 @@ def test_more_rows_than_memory_should_hold_are_refused_before_they_are_made(save
 
 
 def test_a_small_file_cannot_ask_for_much_memory(saved, tmp_path):
-    value, num_rows = copy.deepcopy(saved[1]), 1 << 20
+    value, num_rows = copy.deepcopy(saved[1]), 1 << 18
     prompt = value["prompts"][0]
     value |= {"top": 384, "prompts": [prompt]}
     prompt["fed"] = prompt["ids"] + [0] * (num_rows - len(prompt["ids"]))

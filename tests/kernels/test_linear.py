@@ -98,8 +98,9 @@ def test_a_tile_is_computed_alike_in_any_share_of_the_work(format_name: str, ord
 
 @pytest.mark.parametrize(("format_name", "order"), CASES)
 def test_rows_too_long_to_stay_near_are_computed_like_others(format_name: str, order: str) -> None:
-    in_features = 10752  # of which few rows are as large as the second cache
-    _, packed = _matrix(format_name, PADDED, in_features)
+    in_features = 21 * 512  # of which few rows are as large as the second cache
+    tensor, _ = _matrix(format_name, OUT_FEATURES, 512)
+    packed = pack(QuantTensor(tensor.format, (OUT_FEATURES, in_features), np.tile(tensor.data, 21)))
     x = np.random.default_rng(11).standard_normal((40, in_features)).astype(np.float32)
     together = _run(packed, order, x)
     for first, end in ((0, 1), (14, 18), (24, 40)):

@@ -79,7 +79,9 @@ def test_a_block_computes_its_formulas(target: Checkpoint, heads: dict[str, Rand
 def test_a_block_changes_no_answer(target: Checkpoint, heads: dict[str, RandomHead], name: str) -> None:
     some = heads["DSpark of DeepSpec"].path
     specs = [str(made.path) for made in heads.values()]
-    check_answers(target, name, [*specs, f"draw:{some}", f"ngram@2+{some}@3", f"auto,{some}"])
+    if name == "numba":  # other backends are asked for nothing else by these
+        specs += [f"draw:{some}", f"ngram@2+{some}@3", f"auto,{some}"]
+    check_answers(target, name, specs)
 
 
 def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:

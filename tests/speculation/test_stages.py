@@ -111,9 +111,10 @@ def test_matrices_that_all_stages_have_are_there_once(target: Checkpoint, heads:
 @every_backend(("numba", "numpy", "torch"))
 def test_stages_change_no_answer(target: Checkpoint, heads: dict[str, RandomHead], name: str) -> None:
     medusa, mlp = heads["Medusa, truncated vLLM"].path, heads["MLP, tied"].path
-    specs = [f"{medusa}@2", f"{mlp}@2+ngram@2"]
-    for one in (medusa, mlp):
-        specs += [f"tree:{one}@9", f"draw:{one}", f"ngram@2+{one}", f"auto,{one}"]
+    specs = [f"{medusa}@2", f"{mlp}@2+ngram@2", f"tree:{medusa}@9", f"tree:{mlp}@9"]
+    if name == "numba":  # other backends are asked for nothing else by these
+        for one in (medusa, mlp):
+            specs += [f"draw:{one}", f"ngram@2+{one}", f"auto,{one}"]
     check_answers(target, name, specs)
 
 
