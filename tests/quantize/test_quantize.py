@@ -55,19 +55,18 @@ def loss(source: Checkpoint, path: Path, tokens: np.ndarray) -> Quality:
 
 @pytest.mark.parametrize("type_name", TYPES)
 def test_a_file_of_every_type_holds_what_was_chosen(small: Checkpoint, tmp_path: Path, type_name: str) -> None:
-    source = small
-    made = quantize(source, tmp_path / "out.gguf", Job(type_name), threads=1)
+    made = quantize(small, tmp_path / "out.gguf", Job(type_name), threads=1)
     again = open_checkpoint(tmp_path / "out.gguf")
-    shapes = {name: tensor.shape for name, tensor in source.tensors.items() if len(tensor.shape) == 2}
-    wanted = choose(source.config, shapes, type_name)
+    shapes = {name: tensor.shape for name, tensor in small.tensors.items() if len(tensor.shape) == 2}
+    wanted = choose(small.config, shapes, type_name)
     assert {name: again.tensors[name].format for name in wanted} == wanted
-    assert again.config == source.config
-    assert again.vocabulary == source.vocabulary
+    assert again.config == small.config
+    assert again.vocabulary == small.vocabulary
     for name, format in wanted.items():
-        given = source.tensors[name].dequantize()
+        given = small.tensors[name].dequantize()
         assert np.array_equal(again.tensors[name].data, format.encode(given)), name
-    for name in source.tensors.keys() - wanted.keys():
-        assert np.array_equal(again.tensors[name].dequantize(), source.tensors[name].dequantize())
+    for name in small.tensors.keys() - wanted.keys():
+        assert np.array_equal(again.tensors[name].dequantize(), small.tensors[name].dequantize())
     assert made.num_bytes == (tmp_path / "out.gguf").stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
