@@ -7,9 +7,9 @@
 
 Each text argument is FILE:FIELD:COUNT of a JSON-lines file: raw prompts, with :chat what a user says, with :complete a function
 that a user asks to complete.
-Every arm answers a prompt before the next prompt has its turn, greedily or, with --temperature, by a seed, which gives the same answer with
-drafts and without where they are no draws. Answers end where the model ends them. The ratio of a
-prompt is of tokens after the first step over the time they took. Means are geometric, intervals bootstrapped (95 %).
+Every arm answers a prompt before the next prompt has its turn, greedily or, with --temperature, by a seed, which gives the same
+answer with drafts and without where they are no draws. Answers end where the model ends them. The ratio of a prompt is of
+tokens after the first step over the time they took. Means are geometric, intervals bootstrapped (95 %).
 llama.cpp's and transformers' drafts (`chains_peers.py`) have their turns on the same prompts, if asked for; that their answers
 differ from those of their own plain decoding is counted and no error. One trained head in both:
 

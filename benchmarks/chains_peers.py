@@ -35,13 +35,13 @@ _TRANSFORMERS_WORKER = Path(__file__).resolve().parent / "peer_workers" / "worke
 class Answer:
     """A greedy answer. num_timed: tokens after those of the first step; seconds: from the first step's end to the last's.
 
-    drafts: what its drafts came to, where the engine tells.
+    drafts: what its drafts came to, None where the engine does not tell.
     """
 
     token_ids: list[int]
     num_timed: int
     seconds: float
-    drafts: Drafts = Drafts()
+    drafts: Drafts | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -56,8 +56,9 @@ Arm = Callable[[list[int], int], Answer]  # from token ids and how many tokens t
 class Choice:
     """Which peers to measure, and how.
 
-    llama_cpp: directory of its programs; isa: which of its libraries, as `llama_cpp_build.find_build` takes it. llama_cpp_drafts: each a --spec-type of its server, then more of its options if they are
-    to differ from its defaults. transformers: interpreter of an environment that has it. num_lookup_tokens: of its drafts.
+    llama_cpp: directory of its programs; isa: which of its libraries, as `llama_cpp_build.find_build` takes it. llama_cpp_drafts:
+    each a --spec-type of its server, then more of its options if they are to differ from its defaults. transformers: interpreter of
+    an environment that has it. num_lookup_tokens: of its drafts.
     """
 
     llama_cpp: Path | None = None
@@ -199,7 +200,7 @@ def _summary(ones: Sequence[Answer], plain: Sequence[Answer] | None, ours: Seque
     over_plain, plain_interval = mean_ratio(rates, plain_rates)
     cpuspec_over, cpuspec_interval = mean_ratio(ours, rates)
     same = [one.token_ids == other.token_ids for one, other in zip(ones, plain, strict=True)] if plain else None
-    drafts = sum((one.drafts for one in ones), Drafts())
+    drafts = sum((one.drafts for one in ones if one.drafts), Drafts())
     return {
         "num_prompts": len(ones),
         "num_identical": None if same is None else sum(same),

@@ -79,7 +79,7 @@ class LlamaServer:
         raise self._failed("did not load the model")
 
     def complete(self, ids: Sequence[int], max_tokens: int, **more: Any) -> bytes:
-        """Its reply to a request for the greedy continuation; nothing of an earlier prompt is reused. more: fields of the request."""
+        """Its reply to a request for the greedy continuation; nothing of an earlier prompt is reused. more: of the request."""
         greedy = {"temperature": 0, "top_k": 1, "samplers": ["top_k"]}
         request = {"prompt": list(ids), "n_predict": max_tokens, "cache_prompt": False, "return_tokens": True, **greedy, **more}
         return self._read("POST", "/completion", json.dumps(request))
