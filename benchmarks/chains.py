@@ -7,10 +7,15 @@
 
 Each text argument is FILE:FIELD:COUNT of a JSON-lines file: raw prompts, with :chat what a user says, with :complete a function
 that a user asks to complete.
-Every arm answers a prompt before the next prompt has its turn, greedily, and answers end where the model ends them. The ratio of a
-prompt is of tokens after the first step over the time they took. Means are geometric, intervals bootstrapped (95 %).
+Every arm answers a prompt before the next prompt has its turn, greedily or, with --temperature, by a seed, which gives the same
+answer with drafts and without where they are no draws. Answers end where the model ends them. The ratio of a prompt is of
+tokens after the first step over the time they took. Means are geometric, intervals bootstrapped (95 %).
 llama.cpp's and transformers' drafts (`chains_peers.py`) have their turns on the same prompts, if asked for; that their answers
-differ from those of their own plain decoding is counted and no error.
+differ from those of their own plain decoding is counted and no error. One trained head in both:
+
+    cpuspec train export smollm2-135m-instruct my-head my-head.gguf
+    python benchmarks/chains.py smollm2-135m-instruct HUMANEVAL.jsonl:prompt:10 --arm my-head@3 --no-auto --llama-cpp PROGRAMS_DIR \
+        --llama-cpp-draft "draft-eagle3 --spec-draft-model my-head.gguf --spec-draft-n-max 3"
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +32,13 @@ from chains_peers import (
     Answer,
     Choice,
     Peers,
+    by_position,
     open_peers,
     peer_row,
     peer_table,
     summarize_peers,
 )
-from instruction_sets import in_use
+from instruction_sets import NATIVE, in_use
 from peers import read_interpreters
 from peers_errors import PeerError
 from peers_report import who
@@ -80,6 +86,8 @@ def main(
         list[str] | None, typer.Option(help="torch=PATH, an interpreter: transformers' prompt lookup takes part.")
     ] = None,
     lookup: Annotated[int, typer.Option(metavar="N", help="transformers' prompt_lookup_num_tokens.", min=1)] = 10,
+    isa: Annotated[str, typer.Option(help="llama.cpp's library for this instruction set, as in peers.py.")] = NATIVE,
+    temperature: Annotated[float, typer.Option(help="Of cpuspec's arms; above 0 each prompt has a seed of its own.", min=0)] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")] = None,
 ) -> None:
@@ -94,11 +102,13 @@ def main(
         sets += [replace(random_words(no_repeats, seed=1), name=_NO_REPEATS)] if no_repeats else []
         checkpoint = open_checkpoint(resolve_model(model))
         interpreter = read_interpreters(python or [], ("torch",)).get("torch")
-        choice = Choice(llama_cpp, tuple(llama_cpp_drafts or LLAMA_CPP_DRAFTS), interpreter, lookup)
+        choice = Choice(llama_cpp, tuple(llama_cpp_drafts or LLAMA_CPP_DRAFTS), interpreter, lookup, isa)
         choice.check(checkpoint, target_dtype)
         checkpoint = dequantized(checkpoint, get_format(target_dtype)) if target_dtype else checkpoint
     except (CpuspecError, PeerError) as error:
         raise typer.BadParameter(str(error)) from None
+    if temperature and (llama_cpp or python):
+        raise typer.BadParameter("other engines decode greedily here; leave out --temperature, or --llama-cpp and --python")
     if not sets:
         raise typer.BadParameter("there are no prompts; give FILE:FIELD:COUNT, --quote, --random-words or --no-repeats")
     tokenizer = make_tokenizer(checkpoint)
@@ -106,7 +116,10 @@ def main(
     warm_up = prompt_ids(tokenizer, _WARM_UP)
     room = max(len(ids) for ids in chain([warm_up], *questions.values())) + max_tokens
     room = min(room, checkpoint.config.context_length)
-    params, rounds = SamplingParams(max_tokens=max_tokens), Rounds(len(questions), threads or usable_cores())
+    params, rounds = (
+        SamplingParams(max_tokens=max_tokens, temperature=temperature),
+        Rounds(len(questions), threads or usable_cores()),
+    )
     compared = "auto" if "auto" in specs else specs[-1]  # with it peers are
     rows: list[dict[str, Any]] = []
     summaries: dict[str, dict[str, Any]] = {}
@@ -125,7 +138,7 @@ def main(
         for number in rounds:
             name, each = list(questions.items())[number]
             rule, others = (_no_repeats, Peers()) if name == _NO_REPEATS else (_as_it_is, peers)  # peers have no such rule
-            turns = [_in_turn(llms, others, ids, rule(params, ids), first) for first, ids in enumerate(each)]
+            turns = [_in_turn(llms, others, ids, replace(rule(params, ids), seed=i), i) for i, ids in enumerate(each)]
             answers, peer_answers = [own for own, _ in turns], [theirs for _, theirs in turns]
             rows += [
                 {"set": name, "prompt": i, "arms": _row(own)} | ({"peers": peer_row(theirs)} if theirs else {})
@@ -138,7 +151,11 @@ def main(
                 peer_summaries[name] = summarize_peers(whole, [one[compared].stats.tokens_per_s for one in answers])
                 print(peer_table(peer_summaries[name], compared), flush=True)
         memory = {spec: [asdict(level) for level in llm.memory()] for spec, llm in llms.items()}
-    head = record("chains", checkpoint.path.name, rounds) | {"target_dtype": target_dtype, "max_tokens": max_tokens}
+    head = record("chains", checkpoint.path.name, rounds) | {
+        "target_dtype": target_dtype,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+    }
     head |= {"sets": summaries, "memory": memory, "prompts": rows}
     if peers.abouts or peers.failed:
         head["instructions"] = instructions
@@ -178,11 +195,12 @@ def summarize(answers: Sequence[Completion], plain: Sequence[Completion]) -> dic
 
 def table(name: str, arms: Mapping[str, Mapping[str, Any]]) -> str:
     """A set's arms as Markdown."""
-    columns = ("drafts", "tokens/s", "over plain", "95 %", "tokens per forward", "identical", "accepted of drafted")
+    columns = ("drafts", "tokens/s", "over plain", "95 %", "tokens per forward", "identical", "accepted of drafted (by position)")
     lines = [f"\n{name}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for spec, one in arms.items():
         low, high = one["over_plain_interval"]
-        accepted = "; ".join(f"{level} {counts['accepted_per_proposed']:.0%}" for level, counts in one["levels"].items())
+        levels = one["levels"].items()
+        accepted = "; ".join(f"{level} {counts['accepted_per_proposed']:.0%} ({by_position(counts)})" for level, counts in levels)
         speed = f"{one['tokens_per_s']:.1f} | {one['over_plain']:.2f}x | {low:.2f} to {high:.2f}" if one["over_plain"] else " | | "
         same = f"{one['num_identical']} of {one['num_prompts']}"
         lines.append(f"| {spec} | {speed} | {one['tokens_per_forward']:.2f} | {same} | {accepted} |")

@@ -6,21 +6,16 @@ Both get a prompt's token ids and give ids back, decode greedily and have the mo
 
 import json
 import shlex
-import socket
-import subprocess
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-from instruction_sets import build_text, in_use
-from llama_cpp_build import open_build
+from instruction_sets import NATIVE, build_text, in_use
+from llama_cpp_build import find_build
+from llama_server import Drafts, LlamaServer
 from peers_engines import Worker
 from peers_errors import PeerError
 from record import say
@@ -38,11 +33,15 @@ _TRANSFORMERS_WORKER = Path(__file__).resolve().parent / "peer_workers" / "worke
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer. num_timed: tokens after those of the first step; seconds: from the first step's end to the last's."""
+    """A greedy answer. num_timed: tokens after those of the first step; seconds: from the first step's end to the last's.
+
+    drafts: what its drafts came to, None where the engine does not tell.
+    """
 
     token_ids: list[int]
     num_timed: int
     seconds: float
+    drafts: Drafts | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -57,14 +56,16 @@ Arm = Callable[[list[int], int], Answer]  # from token ids and how many tokens t
 class Choice:
     """Which peers to measure, and how.
 
-    llama_cpp: directory of its programs. llama_cpp_drafts: each a --spec-type of its server, then more of its options if they are
-    to differ from its defaults. transformers: interpreter of an environment that has it. num_lookup_tokens: of its drafts.
+    llama_cpp: directory of its programs; isa: which of its libraries, as `llama_cpp_build.find_build` takes it. llama_cpp_drafts:
+    each a --spec-type of its server, then more of its options if they are to differ from its defaults. transformers: interpreter of
+    an environment that has it. num_lookup_tokens: of its drafts.
     """
 
     llama_cpp: Path | None = None
     llama_cpp_drafts: Sequence[str] = LLAMA_CPP_DRAFTS
     transformers: Path | None = None
     num_lookup_tokens: int = 10
+    isa: str = NATIVE
 
     def check(self, checkpoint: Checkpoint, target_dtype: str | None) -> None:
         """Raises PeerError where a peer would decode other weights than cpuspec does."""
@@ -110,16 +111,18 @@ def open_peers(choice: Choice, model: Path, threads: int, context: int, end_ids:
     peers = Peers()
     if choice.llama_cpp is not None:
         with peers.left_out_if_it_fails(LLAMA_CPP):
-            build = open_build(choice.llama_cpp)
+            build = find_build(choice.llama_cpp, None, choice.isa)
             peers.abouts[LLAMA_CPP], peers.builds[LLAMA_CPP] = build.about, build_text(build.instructions, in_use())
     if LLAMA_CPP in peers.builds:
         for drafts in (PLAIN, *choice.llama_cpp_drafts):
             name, room = f"{LLAMA_CPP}: {drafts}", context + _ROOM_FOR_DRAFTS
             say(f"loading {name}")
             with peers.left_out_if_it_fails(name):
-                server = stack.enter_context(closing(LlamaServer(choice.llama_cpp, model, drafts, threads, room, _TIMEOUT_S)))
+                kind, *options = shlex.split(drafts)
+                server = LlamaServer(build, model, threads, room, _TIMEOUT_S, ("--spec-type", kind, *options))
+                stack.enter_context(closing(server))
                 peers.abouts[LLAMA_CPP] = f"{server.load()}; {build.about}"
-                peers.arms[name] = server.answer
+                peers.arms[name] = partial(_answer, server, drafts != PLAIN)
     if choice.transformers is not None:
         say(f"loading {TRANSFORMERS}")
         with peers.left_out_if_it_fails(TRANSFORMERS):
@@ -135,68 +138,13 @@ def _generate(worker: Worker, end_ids: list[int], num_lookup_tokens: int | None,
     return Answer(**worker.ask(do="generate", ids=ids, **settings))
 
 
-class LlamaServer:
-    """llama.cpp's server with one slot. What its drafts learn stays from answer to answer, as it does with cpuspec's suffix."""
-
-    def __init__(self, programs: Path, model: Path, drafts: str, threads: int, context: int, timeout: float) -> None:
-        program = programs / "llama-server"
-        if not program.is_file():
-            raise PeerError(f"there is no llama-server in {programs}; give the directory of llama.cpp's programs")
-        self._timeout, self._port = timeout, _free_port()
-        kind, *options = shlex.split(drafts)
-        slot = ("-t", str(threads), "-c", str(context), "-np", "1", "--cache-ram", "0")
-        listen = ("--host", "127.0.0.1", "--port", str(self._port))
-        command = [str(program), "-m", str(model), *slot, *listen, "--spec-type", kind, *options]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
-        except OSError as error:
-            self._log.close()
-            raise PeerError(f"{program.name} does not start: {error}") from error
-
-    def load(self) -> str:
-        """Wait until the model is loaded; returns which build it is."""
-        end_s = time.monotonic() + self._timeout
-        while self._process.poll() is None and time.monotonic() < end_s:
-            try:
-                if self._ask("GET", "/health")[0] == HTTPStatus.OK:
-                    return f"llama.cpp {json.loads(self._ask('GET', '/props')[1])['build_info']}, llama-server"
-            except (OSError, HTTPException):
-                pass  # it does not listen yet
-            time.sleep(0.1)
-        raise self._failed("did not load the model")
-
-    def answer(self, ids: list[int], max_tokens: int) -> Answer:
-        """The greedy continuation; nothing of an earlier prompt is reused."""
-        greedy = {"temperature": 0, "top_k": 1, "samplers": ["top_k"]}
-        request = {"prompt": ids, "n_predict": max_tokens, "cache_prompt": False, "return_tokens": True, **greedy}
-        try:
-            return parse_completion(self._ask("POST", "/completion", json.dumps(request))[1])
-        except (OSError, HTTPException) as error:
-            raise self._failed(f"did not answer ({type(error).__name__}: {error})") from error
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
-
-    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
-        with closing(HTTPConnection("127.0.0.1", self._port, timeout=self._timeout)) as connection:
-            connection.request(method, path, body)
-            response = connection.getresponse()
-            return response.status, response.read()
-
-    def _failed(self, what: str) -> PeerError:
-        """What happened with the server's last words; it is ended, lest it compute on beside the others."""
-        self._process.kill()
-        code = self._process.wait()
-        self._log.seek(0)
-        return PeerError(f"llama-server {what}; it ended with {code}: {self._log.read().decode(errors='replace')[-500:].strip()}")
+def _answer(server: LlamaServer, counts: bool, ids: list[int], max_tokens: int) -> Answer:
+    """The greedy continuation. counts: whether the server drafts."""
+    if not counts:
+        return parse_completion(server.complete(ids, max_tokens))
+    before = server.drafts()
+    answer = parse_completion(server.complete(ids, max_tokens))
+    return replace(answer, drafts=server.drafts().since(before))
 
 
 def parse_completion(output: bytes) -> Answer:
@@ -229,14 +177,20 @@ def peer_row(answers: Mapping[str, Answer]) -> dict[str, Any]:
 
 def peer_table(arms: Mapping[str, Mapping[str, Any]], ours: str) -> str:
     """A set's peers as Markdown. ours: the spec that they are compared with."""
-    columns = ("peer", "tokens/s", "over its plain", "95 %", "identical to it", f"cpuspec {ours} over the peer", "95 %")
+    columns = ("peer", "tokens/s", "over its plain", "95 %", "identical to it", f"cpuspec {ours} over the peer", "95 %", "accepted")
     lines = [f"\n| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, one in arms.items():
         speed = f"{one['tokens_per_s']:.1f}" if one["tokens_per_s"] else ""
         same = f"{one['num_identical']} of {one['num_prompts']}" if one["num_identical"] is not None else ""
-        cells = (name, speed, *_ratio_cells(one, "over_plain"), same, *_ratio_cells(one, "cpuspec_over"))
+        ratios = _ratio_cells(one, "over_plain"), _ratio_cells(one, "cpuspec_over")
+        cells = (name, speed, *ratios[0], same, *ratios[1], by_position(one["drafts"]))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def by_position(counts: Mapping[str, Any]) -> str:
+    """The shares of drafts that were accepted up to each position, from the counts of a level or of `Drafts`."""
+    return " ".join(f"{one / counts['num_drafts']:.3f}" for one in counts["num_accepted_tokens_per_pos"] if counts["num_drafts"])
 
 
 def _summary(ones: Sequence[Answer], plain: Sequence[Answer] | None, ours: Sequence[float | None]) -> dict[str, Any]:
@@ -246,6 +200,7 @@ def _summary(ones: Sequence[Answer], plain: Sequence[Answer] | None, ours: Seque
     over_plain, plain_interval = mean_ratio(rates, plain_rates)
     cpuspec_over, cpuspec_interval = mean_ratio(ours, rates)
     same = [one.token_ids == other.token_ids for one, other in zip(ones, plain, strict=True)] if plain else None
+    drafts = sum((one.drafts for one in ones if one.drafts), Drafts())
     return {
         "num_prompts": len(ones),
         "num_identical": None if same is None else sum(same),
@@ -255,6 +210,7 @@ def _summary(ones: Sequence[Answer], plain: Sequence[Answer] | None, ours: Seque
         "over_plain_interval": list(plain_interval),
         "cpuspec_over": cpuspec_over,
         "cpuspec_over_interval": list(cpuspec_interval),
+        "drafts": asdict(drafts),
     }
 
 
@@ -268,10 +224,3 @@ def _ratio_cells(one: Mapping[str, Any], name: str) -> tuple[str, str]:
         return "", ""
     low, high = one[f"{name}_interval"]
     return f"{one[name]:.2f}x", f"{low:.2f} to {high:.2f}"
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port

@@ -12,12 +12,9 @@ neither engine may be much further off than the other. --speed times decoding of
 
 import json
 import math
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -28,6 +25,7 @@ import numpy as np
 import typer
 from instruction_sets import NATIVE
 from llama_cpp_build import Build, find_build
+from llama_server import LlamaServer
 from peers_errors import PeerError
 from record import Rounds, record, save, say
 
@@ -56,7 +54,7 @@ PROMPTS = (
     "SELECT name, COUNT(*) FROM users",
     "A list of fruits:\n1. Apples\n2.",
 )
-_START_S, _ANSWER_S = 120, 300
+_CONTEXT, _TIMEOUT_S = 1024, 300
 
 # How many times the largest error two tokens may be apart where answers part, how many times one engine's usual error may be the
 # other's, and what is no error.
@@ -118,75 +116,29 @@ def compare(ours: Sequence[Answer], theirs: Sequence[Answer], judged: Sequence[F
     return Comparison(len(ours) - len(partings), compared, *usual, largest, partings)
 
 
-class LlamaServer:
-    """llama-server on a port of this machine, asked with token ids."""
+class Peer:
+    """llama-server as an engine to compare with."""
 
-    def __init__(self, build: Build, model: Path, threads: int, log: Any) -> None:
-        program = build.find("llama-server")
-        if program is None:
-            raise PeerError(f"there is no llama-server in {build.programs}; give the directory of llama.cpp's programs")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        command = [str(program), "-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", "1024", "-np", "1"]
-        command += ["--port", str(self._port), "--no-webui", "--no-warmup"]
-        self._process = subprocess.Popen(command, env=build.environment(), stdout=log, stderr=log)
-        until = time.monotonic() + _START_S
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5):
-                    return
-            except OSError:
-                if self._process.poll() is not None or time.monotonic() > until:
-                    self.close()
-                    code = self._process.returncode
-                    raise PeerError(f"llama-server did not start with {model.name}; it ended with {code}") from None
-                time.sleep(0.2)
+    def __init__(self, server: LlamaServer) -> None:
+        self._server = server
 
     def answer(self, prompt: Sequence[int], num_tokens: int, with_log_probs: bool = True) -> tuple[Answer, float]:
         """The greedy continuation of token ids, up to the end of the answer, and tokens a second."""
-        asked = {
-            "prompt": list(prompt),
-            "n_predict": num_tokens,
-            "return_tokens": True,
-            "temperature": 0,
-            "n_probs": int(with_log_probs),
-            "cache_prompt": False,
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
-            got = json.load(reply)
+        got = json.loads(self._server.complete(prompt, num_tokens, n_probs=int(with_log_probs)))
         answer, told = Answer(got["tokens"], []), got.get("completion_probabilities", [])
         for token in answer.tokens:  # of bytes that make no character yet the server tells no probability
             known = bool(told) and told[0]["id"] == token
             answer.log_probs.append(told.pop(0)["logprob"] if known else math.nan)
         return answer, got["timings"]["predicted_per_second"]
 
-    def close(self) -> None:
-        """End the server."""
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
 
 @contextmanager
-def serving(build: Build, model: Path, threads: int) -> Iterator[LlamaServer]:
+def serving(build: Build, model: Path, threads: int) -> Iterator[Peer]:
     """A server with the model. Raises PeerError with the end of what it printed if it does not start."""
-    with tempfile.TemporaryFile() as log:
-        try:
-            server = LlamaServer(build, model, threads, log)
-        except PeerError as error:
-            log.seek(0)
-            raise PeerError(f"{error}: {log.read().decode(errors='replace')[-700:].strip()}") from None
-        try:
-            yield server
-        finally:
-            server.close()
+    options = ("-tb", str(threads), "--no-webui", "--no-warmup")
+    with closing(LlamaServer(build, model, threads, _CONTEXT, _TIMEOUT_S, options)) as server:
+        server.load()
+        yield Peer(server)
 
 
 def own_answer(backend: Backend, prompt: Sequence[int], num_tokens: int) -> Answer:

@@ -35,9 +35,37 @@ class TensorInfo(NamedTuple):
         rows = self.shape[0] if len(self.shape) == 2 else 1
         return rows * self.format.row_bytes(self.shape[-1])
 
+    @property
+    def kind(self) -> str:
+        """For errors."""
+        return self.format.name
+
+    @property
+    def gguf_type(self) -> int | None:
+        """The number of its type, None where files have none."""
+        return self.format.gguf_type
+
+
+class IdsInfo(NamedTuple):
+    """A vector of whole numbers of 64 bits to be written: `length` of them."""
+
+    length: int
+    kind: str = "int64"
+    gguf_type: int | None = 27  # GGML_TYPE_I64
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the vector."""
+        return (self.length,)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file, without the gap behind."""
+        return 8 * self.length
+
 
 def write_gguf(
-    file: BinaryIO, entries: Mapping[str, bytes], tensors: Mapping[str, TensorInfo], data_of: Callable[[str], U8]
+    file: BinaryIO, entries: Mapping[str, bytes], tensors: Mapping[str, TensorInfo | IdsInfo], data_of: Callable[[str], U8]
 ) -> None:
     """Write a whole file.
 
@@ -47,19 +75,17 @@ def write_gguf(
     """
     infos, offset = [], 0
     for name, info in tensors.items():
-        if info.format.gguf_type is None:
-            raise CheckpointError(f"{name}: GGUF files have no type for {info.format.name}; choose another format for this tensor")
+        if info.gguf_type is None:
+            raise CheckpointError(f"{name}: GGUF files have no type for {info.kind}; choose another format for this tensor")
         dims = info.shape[::-1]
-        infos.append(_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, info.format.gguf_type, offset))
+        infos.append(_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, info.gguf_type, offset))
         offset += -(-info.num_bytes // _ALIGNMENT) * _ALIGNMENT
     header = b"".join([MAGIC, struct.pack("<IQQ", 3, len(tensors), len(entries)), *entries.values(), *infos])
     file.write(header + bytes(-len(header) % _ALIGNMENT))
     for name, info in tensors.items():
         data = data_of(name)
         if data.nbytes != info.num_bytes:
-            raise CheckpointError(
-                f"{name}: {data.nbytes} bytes came for {info.format.name} {list(info.shape)}; wanted {info.num_bytes}"
-            )
+            raise CheckpointError(f"{name}: {data.nbytes} bytes came for {info.kind} {list(info.shape)}; wanted {info.num_bytes}")
         file.write(np.ascontiguousarray(data).data)
         file.write(bytes(-data.nbytes % _ALIGNMENT))
 

@@ -10,7 +10,7 @@ from cpuspec.backends import make_backend
 from cpuspec.cli import INTERRUPTED, options
 from cpuspec.cli.console import busy, counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
-from cpuspec.cli.train_heads import block, distill, eagle3
+from cpuspec.cli.train_heads import block, distill, eagle3, export
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cpuspec.train import extract as extracting
 
 train_app = typer.Typer(no_args_is_help=True, help="Train heads that draft for a model, from its own answers.")
-for command in (block, eagle3, distill):
+for command in (block, eagle3, distill, export):
     train_app.command()(command)
 
 _NOTES_APART_S = 10.0

@@ -1,4 +1,4 @@
-"""The commands that train: `cpuspec train block` and `eagle3` for heads, `distill` for a model that drafts."""
+"""The commands that train: `cpuspec train block` and `eagle3` for heads, `distill` for a model that drafts; and `export`."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cpuspec.train.eagle3 import Eagle3Loss
     from cpuspec.train.loop import Measured, Schedule
 
+_EXPORTED = ("f32", "f16", "bf16", "q8_0", "q4_0", "iq4_nl")
 _HOW = ("device", "dtype", "threads")
 _OF_SHAPE = ("layers", "intermediate_size", "vocab_size")
 _OF_SCHEDULE = ("epochs", "minutes", "tokens", "longest", "rate", "weight_decay", "held_back", "measured_every", "seed")
@@ -172,6 +173,38 @@ def distill(
     job = ModelJob(DistillLoss(num_drafted, masks), _schedule(chosen), mask_id, *(chosen[name] for name in _HOW))
     with StepProgress(tenths=True) as progress:
         _report(out, train_model(opened, texts, out, job, progress, _tell), as_json)
+
+
+@exit_codes()
+def export(
+    model: options.ModelArgument,
+    head: Annotated[
+        Path, typer.Argument(metavar="HEAD", help="A head's directory or GGUF file, as --draft takes it.", exists=True)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.", dir_okay=False)],
+    *,
+    type_name: Annotated[
+        str, typer.Option("--type", metavar="TYPE", help=f"Of its matrices: {', '.join(_EXPORTED)}; vectors are f32.")
+    ] = "f16",
+) -> None:
+    """Write an EAGLE-3, DFlash or DSpark head as a GGUF file, for llama-server (--spec-draft-model) and for cpuspec.
+
+    MODEL is the model that it drafts for, whose tokenizer goes into the file. Needs no torch.
+    """
+    from cpuspec.checkpoints.heads import find_reader
+    from cpuspec.formats import get_format
+    from cpuspec.quantize.head_output import write_head
+
+    if type_name not in _EXPORTED:
+        raise typer.BadParameter(f"there is no --type {type_name!r}; wanted one of {', '.join(_EXPORTED)}")
+    if out.suffix != ".gguf":
+        raise typer.BadParameter(f"{out} does not end with .gguf; name a GGUF file to write")
+    target, found = open_target(model), find_reader(head)
+    if found is None:
+        raise typer.BadParameter(f"{head} is no draft head; wanted a directory that `cpuspec train` wrote, or one as published")
+    reader, files = found
+    write_head(out, reader.read(files, target), target, get_format(type_name))
+    note(f"{out} has {out.stat().st_size / 1e6:.1f} MB")
 
 
 def _train(

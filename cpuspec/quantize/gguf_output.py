@@ -61,13 +61,10 @@ def write_model(
         known = {gguf_name(config, name) for name in checkpoint.tensors}
         others = {name: tensor for name, tensor in read_parts(checkpoint.path).tensors.items() if name not in known}
     else:
-        made = _settings(checkpoint) | _tokenizer(checkpoint, checkpoint.vocabulary)
-        entries = {key: entry(key, value) for key, value in made.items()}
-        if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
-            plain, scaled = (
-                inverse_frequencies(Rope(config.rope_base, scaling), config.head_dim) for scaling in (None, config.rope_scaling)
-            )
-            others = {_ROPE_FACTORS: QuantTensor.encode(get_format("f32"), plain / scaled)}
+        family = FAMILIES[config.architecture]
+        made = shape_entries(checkpoint, family.gguf_architecture or family.architecture)
+        entries = {key: entry(key, value) for key, value in made.items()} | tokenizer_entries(checkpoint)
+        others = rope_factors(config)
     entries |= {key: entry(key, value) for key, value in told.items()}
     by_file = {gguf_name(config, name): name for name in checkpoint.tensors}
 
@@ -81,9 +78,13 @@ def write_model(
 
 
 def _rows(config: ModelConfig, name: str, tensor: QuantTensor) -> QuantTensor:
-    """Rows of q and k in the order of families that rotate neighbours."""
+    return neighbours_paired(config, name, tensor) if FAMILIES[config.architecture].pairs_neighbours else tensor
+
+
+def neighbours_paired(config: ModelConfig, name: str, tensor: QuantTensor) -> QuantTensor:
+    """A tensor by its canonical name, rows of q and k in the order in which rotation pairs neighbours."""
     part = layer_parts(name)[1]
-    if not FAMILIES[config.architecture].pairs_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
+    if part not in ("q", "k", "q_bias", "k_bias"):
         return tensor
     heads = config.num_heads if part.startswith("q") else config.num_kv_heads
     return tensor.permute_rows(
@@ -91,11 +92,22 @@ def _rows(config: ModelConfig, name: str, tensor: QuantTensor) -> QuantTensor:
     )
 
 
-def _settings(checkpoint: Checkpoint) -> dict[str, Value]:
-    """Metadata of the model, in the names that llama.cpp's converter gives."""
+def rope_factors(config: ModelConfig) -> dict[str, QuantTensor]:
+    """The tensor that says how a Llama 3 slows each frequency down, by its name in the file; none for other models."""
+    if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
+        return {}
+    plain, scaled = (
+        inverse_frequencies(Rope(config.rope_base, scaling), config.head_dim) for scaling in (None, config.rope_scaling)
+    )
+    return {_ROPE_FACTORS: QuantTensor.encode(get_format("f32"), plain / scaled)}
+
+
+def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]:
+    """Metadata of the model, in the names that llama.cpp's converter gives. architecture: the file's name of its family.
+
+    Raises ConfigError for a scaling of positions that has no name there.
+    """
     c = checkpoint.config
-    family = FAMILIES[c.architecture]
-    architecture = family.gguf_architecture or family.architecture
     found: dict[str, Value] = {
         "block_count": c.num_layers,
         "context_length": c.context_length,
@@ -136,8 +148,17 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Value]:
     return general | {f"{architecture}.{key}": value for key, value in found.items()}
 
 
+def tokenizer_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Entries of the tokenizer: those of a GGUF file to the byte, converted ones of a Hugging Face directory.
+
+    Raises ConfigError if llama.cpp could not encode as it does.
+    """
+    if isinstance(checkpoint.vocabulary, GgufVocabulary):
+        return {key: data for key, data in read_entries(checkpoint.path).items() if key.startswith("tokenizer.")}
+    return {key: entry(key, value) for key, value in _tokenizer(checkpoint, checkpoint.vocabulary).items()}
+
+
 def _tokenizer(checkpoint: Checkpoint, files: HfTokenizerFiles) -> dict[str, Value]:
-    """Metadata of the tokenizer. Raises ConfigError if llama.cpp could not encode as it does."""
     tokenizer = make_tokenizer(checkpoint)
     read = read_tokenizer_json(files.tokenizer_json)
     settings = read_json(files.directory / "tokenizer_config.json")

@@ -97,6 +97,15 @@ def test_an_answer_without_repeats_has_no_token_of_its_prompt_none_twice_and_no_
     assert all(len(ids) == 12 for _, ids in asked[4:])
 
 
+def test_sampled_answers_are_those_of_plain_decoding_too(model, prompts, tmp_path):
+    options = ("--arm", "ngram", "--no-auto", "--temperature", "1")
+    saved, _ = measured(tmp_path / "chains.json", model, f"{prompts}:text:2", *options)
+    greedy, _ = measured(tmp_path / "greedy.json", model, f"{prompts}:text:2", *options[:-2])
+    assert (saved["temperature"], greedy["temperature"]) == (1, 0)
+    assert saved["sets"]["tasks"]["ngram"]["num_identical"] == 2
+    assert run(model, f"{prompts}:text:1", *options, "--llama-cpp", tmp_path).exit_code == 2
+
+
 def test_an_arm_with_another_id_fails(model, prompts, monkeypatch):
     class Wrong(LLM):
         def generate(self, prompts, params=None):

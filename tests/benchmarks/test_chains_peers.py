@@ -5,7 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from chains_peers import Answer, Choice, LlamaServer, open_peers, parse_completion, peer_row, peer_table, summarize_peers
+from chains_peers import Answer, Choice, open_peers, parse_completion, peer_row, peer_table, summarize_peers
+from llama_cpp_build import Build
+from llama_server import Drafts, LlamaServer
 from peers_engines import PeerError
 
 from cpuspec import LLM, SamplingParams
@@ -21,7 +23,7 @@ COMPLETION = b"""{"index":0,"content":" assistant. They","tokens":[11173,30,1069
 "predicted_per_token_ms":133.3,"predicted_per_second":7.5,"draft_n":7,"draft_n_accepted":1}}"""
 
 # A llama-server that gives back the ids of the prompt, one a millisecond, but fails where FAILS_AT is among them.
-SERVER = """#!INTERPRETER
+SERVER = '''#!INTERPRETER
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -29,13 +31,26 @@ options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if options["--spec-type"] == "psychic":
     sys.exit("unknown speculative type: psychic")
 
+METRICS = """# TYPE llamacpp:spec_decode_num_drafts_total counter
+llamacpp:spec_decode_num_drafts_total {0}
+llamacpp:spec_decode_num_draft_tokens_total {1}
+llamacpp:spec_decode_num_accepted_tokens_total {0}
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {0}
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} 0
+"""
+num_answers = 0
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/metrics":
+            return self.reply(METRICS.format(num_answers, 2 * num_answers))
         self.reply({"status": "ok"} if self.path == "/health" else {"build_info": "b7-fake"})
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert request["temperature"] == 0 and not request["cache_prompt"] and request["return_tokens"]
+        global num_answers
+        num_answers += 1
         ids = request["prompt"][: request["n_predict"]]
         if FAILS_AT in ids:
             print("out of luck", flush=True)
@@ -48,13 +63,13 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, answer):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
+        self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
 
     def log_message(self, *arguments):
         pass
 
 HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
-"""
+'''
 
 
 @pytest.fixture
@@ -97,7 +112,7 @@ def test_an_answer_without_tokens_after_the_first_step_or_without_time_has_no_sp
 def test_ratios_are_of_each_prompt_and_against_the_same_engine():
     answers = {
         "llama.cpp: none": [Answer([1, 2], 10, 1.0), Answer([3, 4], 10, 2.0)],
-        "llama.cpp: ngram-mod": [Answer([1, 2], 10, 0.5), Answer([3, 5], 10, 1.0)],
+        "llama.cpp: ngram-mod": [Answer([1, 2], 10, 0.5, Drafts(3, 9, (2, 1))), Answer([3, 5], 10, 1.0, Drafts(5, 5, (2,)))],
         "transformers: none": [Answer([9], 10, 10.0), Answer([9], 10, 10.0)],
         "transformers: lookup 10": [Answer([9], 10, 5.0), Answer([9], 10, 20.0)],
     }
@@ -109,11 +124,12 @@ def test_ratios_are_of_each_prompt_and_against_the_same_engine():
     assert (mod["num_identical"], mod["num_prompts"], mod["num_tokens"]) == (1, 2, 4)
     assert mod["cpuspec_over"] == pytest.approx(2)  # 20 / 20 and 40 / 10
     assert mod["cpuspec_over_interval"] == pytest.approx([1, 4])
+    assert mod["drafts"] == {"num_drafts": 8, "num_draft_tokens": 14, "num_accepted_tokens_per_pos": (4, 1)}
     assert lookup["over_plain"] == pytest.approx(1)
     assert lookup["over_plain_interval"] == pytest.approx([0.5, 2])
     assert lookup["num_identical"] == 2
     shown = peer_table(summary, "auto")
-    assert "| llama.cpp: ngram-mod | 14.1 | 2.00x | 2.00 to 2.00 | 1 of 2 | 2.00x | 1.00 to 4.00 |" in shown
+    assert "| llama.cpp: ngram-mod | 14.1 | 2.00x | 2.00 to 2.00 | 1 of 2 | 2.00x | 1.00 to 4.00 | 0.500 0.125 |" in shown
     assert "cpuspec auto over the peer" in shown
 
 
@@ -129,7 +145,7 @@ def test_drafts_whose_plain_decoding_was_left_out_are_compared_with_cpuspec_only
     summary = summarize_peers(answers, [30.0])
     one = summary["llama.cpp: ngram-mod"]
     assert (one["over_plain"], one["num_identical"], one["cpuspec_over"]) == (None, None, pytest.approx(3))
-    assert "| llama.cpp: ngram-mod | 10.0 |  |  |  | 3.00x | 3.00 to 3.00 |" in peer_table(summary, "auto")
+    assert "| llama.cpp: ngram-mod | 10.0 |  |  |  | 3.00x | 3.00 to 3.00 |  |" in peer_table(summary, "auto")
     assert peer_row({name: ones[0] for name, ones in answers.items()})["llama.cpp: ngram-mod"]["identical"] is None
 
 
@@ -141,7 +157,8 @@ def test_servers_answer_in_turns_and_one_that_fails_is_left_out(programs):
         assert peers.builds == {"llama.cpp": "unknown instructions"}  # there is no library to ask
         assert "unknown speculative type" in peers.failed["llama.cpp: psychic"]
         plain, drafted = (peers.answer(name, [5, 6, 7, 8], 3) for name in peers.arms)
-        assert (plain, drafted) == (Answer([5, 6, 7], 2, 0.002), Answer([5, 6, 7], 2, 0.001))
+        assert (plain, drafted) == (Answer([5, 6, 7], 2, 0.002), Answer([5, 6, 7], 2, 0.001, Drafts(1, 2, (1, 0))))
+        assert peers.answer(list(peers.arms)[1], [5, 6, 7, 8], 3).drafts == Drafts(1, 2, (1, 0))  # of this answer alone
         assert peers.answer("llama.cpp: none", [666], 3) is None
         assert peers.answer("llama.cpp: none", [5], 3) is None
         assert "out of luck" in peers.failed["llama.cpp: none"]
@@ -151,13 +168,13 @@ def test_servers_answer_in_turns_and_one_that_fails_is_left_out(programs):
 def test_a_server_that_does_not_answer_in_time_is_ended(programs):
     script = (programs / "llama-server").read_text("utf-8")
     (programs / "llama-server").write_text(script.replace("step_ms =", "import time; time.sleep(600); step_ms ="), "utf-8")
-    server = LlamaServer(programs, Path("model.gguf"), "none", 1, 100, 0.5)
+    server = LlamaServer(Build(programs), Path("model.gguf"), 1, 100, 0.5, ("--spec-type", "none"))
     try:
         server._timeout = 900.0
         server.load()
         server._timeout = 0.2
         with pytest.raises(PeerError, match="did not answer"):
-            server.answer([5, 6], 2)
+            server.complete([5, 6], 2)
         assert server._process.poll() is not None
     finally:
         server.close()

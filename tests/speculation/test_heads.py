@@ -19,6 +19,7 @@ from cpuspec.config import SamplingParams
 from cpuspec.errors import CheckpointError, ConfigError, DownloadError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.quantize.head_output import write_head as export_head
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters import head_path
@@ -28,6 +29,7 @@ from cpuspec.speculation.drafters.heads import HeadProposer, Rule
 from cpuspec.speculation.drafters.parallel import draft_at_once
 from cpuspec.speculation.head_context import DraftedRows, HeadRows
 from tests.backends.models import every_backend, tiny
+from tests.block_heads import make_block_head
 from tests.checkpoints.quantizers import compressed, save
 from tests.heads import (
     RandomHead,
@@ -200,6 +202,48 @@ def test_a_gguf_head_is_the_head_that_it_was_made_of(target: Checkpoint, tmp_pat
     for name, tensor in ours.model.tensors.items():
         assert np.array_equal(tensor.dequantize(), theirs.model.tensors[name].dequantize()), name
     assert replace(theirs.model.config, norm_eps=1e-5) == ours.model.config
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-3", "EAGLE-3 with a norm before fc", "DFlash", "DSpark"])
+def test_an_exported_head_is_the_head_again(target: Checkpoint, tmp_path: Path, kind: str) -> None:
+    made = {
+        "EAGLE-3": lambda path: make_eagle3(path, target.config),
+        "EAGLE-3 with a norm before fc": lambda path: make_eagle3(path, target.config, norm_before_fc=True),
+        "DFlash": lambda path: make_block_head(path, target.config),
+        "DSpark": lambda path: make_block_head(
+            path, target.config, layout="DeepSpec", markov="vanilla", confidence="markov", num_drafted=64
+        ),
+    }[kind](tmp_path / "head")
+    ours = opened(made, target)
+    export_head(tmp_path / "again.gguf", ours, target, get_format("f32"))
+    theirs = opened(RandomHead(tmp_path / "again.gguf", {}, {}), target)
+    assert (theirs.method, theirs.layers, theirs.mask_id) == (ours.method, ours.layers, ours.mask_id)
+    assert np.array_equal(theirs.token_ids, ours.token_ids) if ours.token_ids is not None else theirs.token_ids is None
+    assert theirs.model.tensors.keys() == ours.model.tensors.keys()
+    for name, tensor in ours.model.tensors.items():
+        assert np.array_equal(tensor.dequantize(), theirs.model.tensors[name].dequantize()), name
+    assert replace(theirs.model.config, norm_eps=0.0) == replace(ours.model.config, norm_eps=0.0)
+    assert theirs.model.config.norm_eps == pytest.approx(ours.model.config.norm_eps)
+    for a, b in zip(ours.feature_norms, theirs.feature_norms, strict=True):
+        assert np.array_equal(a.weight, b.weight)
+    if ours.block is not None and theirs.block is not None:
+        assert (theirs.block.size, theirs.block.num_skipped) == (ours.block.size, ours.block.num_skipped)
+        assert (theirs.block.both_ways, theirs.block.confidence_bias) == (ours.block.both_ways, ours.block.confidence_bias)
+        assert np.array_equal(theirs.block.confidence, ours.block.confidence) or ours.block.confidence is None
+        if ours.block.markov is not None and theirs.block.markov is not None:
+            assert np.array_equal(theirs.block.markov.w1.dequantize(), ours.block.markov.w1.dequantize())
+            assert np.array_equal(theirs.block.markov.w2.dequantize(), ours.block.markov.w2.dequantize())
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "gated DSpark"])
+def test_a_head_that_llama_cpp_has_no_layout_for_is_not_exported(target: Checkpoint, tmp_path: Path, kind: str) -> None:
+    if kind == "EAGLE":
+        made = make_eagle1(tmp_path / "head", target.config)
+    else:
+        made = make_block_head(tmp_path / "head", target.config, layout="DeepSpec", markov="gated")
+    with pytest.raises(ConfigError, match="GGUF"):
+        export_head(tmp_path / "out.gguf", opened(made, target), target, get_format("f32"))
+    assert not (tmp_path / "out.gguf").exists()
 
 
 def test_a_quantized_head_is_the_head_that_was_quantized(target: Checkpoint, tmp_path: Path) -> None:

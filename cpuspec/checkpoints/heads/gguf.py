@@ -30,8 +30,9 @@ from cpuspec.config import HeadConfig, ModelConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
-_LAYER = {theirs: ours for ours, (theirs, _) in FAMILIES["qwen3"].layer_names.items()}
-_OTHERS = {
+# Of tensors: the file's name to the canonical one, of the parts of a layer and of the others.
+LAYER_NAMES = {theirs: ours for ours, (theirs, _) in FAMILIES["qwen3"].layer_names.items()}
+NAMES_OF_EAGLE3 = {
     "fc.weight": "encode",
     "blk.0.attn_norm.weight": "embed_norm",
     "blk.0.attn_norm_2.weight": "hidden_norm",
@@ -39,7 +40,7 @@ _OTHERS = {
     "output.weight": "output",
     "token_embd.weight": "embed",
 }
-_OTHERS_OF_BLOCKS = {
+NAMES_OF_BLOCK = {
     "fc.weight": "encode",
     "enc.output_norm.weight": "hidden_norm",
     "output_norm.weight": "norm",
@@ -48,7 +49,7 @@ _OTHERS_OF_BLOCKS = {
 }
 # What changes the computation and is not computed here, with the values at which it changes nothing.
 _UNSUPPORTED = {"attention.sliding_window": (0,), "attention.value_scale": (0, 1)}
-_FACTORS, _FEATURE_NORM = "rope_freqs.weight", "enc.output_norm.weight"
+_FACTORS, FEATURE_NORM = "rope_freqs.weight", "enc.output_norm.weight"
 
 
 def is_gguf_eagle3(files: HeadFiles) -> bool:
@@ -62,7 +63,7 @@ def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     layers = _layers(files, fields, target)
     hidden = target.config.hidden_size
     files.check("size of its target's hidden states", fields.integer("target_hidden_size", hidden), hidden, target)
-    tensors = _canonical(files, _OTHERS, {_FACTORS, _FEATURE_NORM})
+    tensors = _canonical(files, NAMES_OF_EAGLE3, {_FACTORS, FEATURE_NORM})
     size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
     token_ids = files.token_ids(num_logits, target)
     head = HeadConfig(
@@ -73,11 +74,11 @@ def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     )
     model = _model(files, fields, head, tensors, target)
     config = model.config
-    if fields.boolean("norm_before_fc", False) != (_FEATURE_NORM in files.tensors):
-        files.refuse(f"norm_before_fc is {fields.boolean('norm_before_fc', False)}, and tensor {_FEATURE_NORM} says otherwise")
+    if fields.boolean("norm_before_fc", False) != (FEATURE_NORM in files.tensors):
+        files.refuse(f"norm_before_fc is {fields.boolean('norm_before_fc', False)}, and tensor {FEATURE_NORM} says otherwise")
     norms: tuple[HeadNorm, ...] = ()
-    if _FEATURE_NORM in files.tensors:
-        norms = (files.norm(_FEATURE_NORM, size, config.norm_eps),)
+    if FEATURE_NORM in files.tensors:
+        norms = (files.norm(FEATURE_NORM, size, config.norm_eps),)
     model = with_logit_scale(replace(model, tensors=unpermuted(config, model.tensors)), _factor(fields, "logit_scale"))
     return Head("eagle3", files.name, model, layers, norms, None, token_ids)
 
@@ -94,7 +95,7 @@ def read_gguf_block(files: HeadFiles, target: Checkpoint) -> Head:
         files.refuse("it is a head of DFlash 2, whose convolutions are not supported; use one of DFlash or DSpark")
     layers = _layers(files, fields, target)
     others = {name: one for name, one in files.tensors.items() if name.startswith(("markov_", "conf_"))}
-    tensors = _canonical(files, _OTHERS_OF_BLOCKS, {_FACTORS, *others})
+    tensors = _canonical(files, NAMES_OF_BLOCK, {_FACTORS, *others})
     size, num_logits = files.feature_size(tensors.get("encode"), layers, target), num_drafted(tensors, target)
     token_ids = files.token_ids(num_logits, target)
     head = HeadConfig("none", feature_size=size, num_logits=num_logits, injects=True)
@@ -120,8 +121,8 @@ def _canonical(files: HeadFiles, others: Mapping[str, str], left_out: Set[str]) 
         layer = re.fullmatch(r"blk\.(\d{1,4})\.(.+)", name, re.DOTALL)
         if name in others:
             tensors[others[name]] = tensor
-        elif layer and layer[2] in _LAYER:
-            tensors[f"layers.{layer[1]}.{_LAYER[layer[2]]}"] = tensor
+        elif layer and layer[2] in LAYER_NAMES:
+            tensors[f"layers.{layer[1]}.{LAYER_NAMES[layer[2]]}"] = tensor
         elif name not in left_out:
             tensors[name] = tensor
     return tensors
