@@ -5,7 +5,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cpuspec.server.parsing import TOOL_FORMATS, AnswerParser, Piece, joined, tool_format
@@ -142,6 +142,8 @@ def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int]
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 @given(text=FRAGMENTS)
+@example(text="[TOOL_CALLS][{")
+@example(text='Well.[TOOL_CALLS] [ {"name": [1}')
 @settings(deadline=None, max_examples=100)
 def test_text_without_calls_loses_nothing(name: str, text: str) -> None:
     pieces = parse(AnswerParser(reasons=False, calls=TOOL_FORMATS[name].parser(NAMES)), [text])

@@ -11,6 +11,7 @@ from cpuspec.cli.app import app
 from cpuspec.train.loop import read_log
 from cpuspec.train.samples import SampleSet
 from tests.backends.models import tiny
+from tests.heads import make_eagle3
 from tests.train.toy import SMALL, make_samples
 from tools.plot_training import plot
 
@@ -47,6 +48,33 @@ def test_a_head_is_trained_and_reported(target: Checkpoint, samples: SampleSet, 
     assert other.exit_code == 1
     assert "other settings" in other.stderr
     assert plot({"head": read_log(out)}).startswith(b"\x89PNG")
+
+
+def test_a_head_is_exported_as_gguf_and_drafts(target: Checkpoint, tmp_path: Path) -> None:
+    made, out = make_eagle3(tmp_path / "head", target.config), tmp_path / "head.gguf"
+    done = RUN.invoke(app, ["train", "export", str(target.path), str(made.path), str(out), "--type", "f32"])
+    assert done.exit_code == 0, done.output
+    assert "head.gguf has" in done.stderr
+    drafted = RUN.invoke(app, ["generate", "-m", str(target.path), "--draft", str(out), "--max-tokens", "4", "--raw", "text"])
+    assert drafted.exit_code == 0, drafted.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["HEAD", "out.safetensors"], "does not end with .gguf"),
+        (["HEAD", "out.gguf", "--type", "q9"], "there is no --type 'q9'"),
+        (["EMPTY", "out.gguf"], "is no draft head"),
+        (["MISSING", "out.gguf"], "does not exist"),
+    ],
+)
+def test_what_cannot_be_exported_is_wrong_usage(target: Checkpoint, tmp_path: Path, arguments: list[str], told: str) -> None:
+    (tmp_path / "EMPTY").mkdir()
+    make_eagle3(tmp_path / "HEAD", target.config)
+    head, out, *options = arguments
+    done = RUN.invoke(app, ["train", "export", str(target.path), str(tmp_path / head), str(tmp_path / out), *options])
+    assert done.exit_code == 2
+    assert told in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_a_model_is_distilled_from_a_file_of_answers(target: Checkpoint, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class MarkedCalls:
         self._named = named
         self._state = "content"
         self._pending = ""  # text that nothing is decided about
+        self._before_call = ""  # the mark, white space and the bracket of a list
         self._reader = CallReader()
         self._arguments = ValueEnd()
 
@@ -60,7 +61,7 @@ class MarkedCalls:
         if self._state == "before":
             rest = self._opens + rest
         elif self._state == "call" and not self._reader.begun:
-            rest = self._opens + self._reader.raw + rest
+            rest = self._before_call + self._reader.raw + rest
         elif self._state != "content":
             rest = ""  # a closing mark that broke off
         self._pending, self._state = "", "content"
@@ -102,6 +103,7 @@ class MarkedCalls:
         if not text:
             return False
         if text[0] == "{":
+            self._before_call = self._opens + self._pending.removesuffix(text)
             self._pending, self._reader, self._state = text, CallReader(), "call"
             return True
         if not self._named:
@@ -125,7 +127,7 @@ class MarkedCalls:
             self._begin(pieces, reader.name)
         pieces.append(Piece("arguments", arguments, self.num_calls - 1))
         if reader.failed:
-            self._not_a_call(pieces, self._opens + reader.raw + self._pending)
+            self._not_a_call(pieces, self._before_call + reader.raw + self._pending)
             return True
         if reader.done:
             self._state = "after"
