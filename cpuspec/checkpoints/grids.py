@@ -126,6 +126,8 @@ def make_groups(what: str, index: NDArray[np.integer] | None, inputs: int, size:
     Raises CheckpointError for groups of other sizes.
     """
     size = inputs if size == -1 else size
+    if size > np.iinfo(np.int32).max:
+        raise CheckpointError(f"{what}: its group_size is {size}, and a row has {inputs} inputs; the configuration is damaged")
     if index is None or np.array_equal(index, np.arange(inputs) // size):
         return size, None
     if index.min() < 0 or index.max() >= count:

@@ -334,6 +334,7 @@ def test_tensors_that_do_not_belong_together_are_a_clear_error(
         ("gptq", {"bits": 5}, r"bits is 5, wanted 2, 3, 4 or 8"),
         ("gptq", {"bits": 2}, r"of 2 bits and g_idx of 512 are no whole matrix"),
         ("gptq", {"group_size": 0}, r"group_size is 0"),
+        ("gptq", {"group_size": 10**40}, r"group_size is 1000.*the configuration is damaged"),
         ("gptq", {"group_size": 64}, r"scales are \[2, 256\], wanted \[4, 256\]|g_idx makes groups"),
         ("gptq", {"checkpoint_format": "marlin"}, r"'marlin', wanted gptq or gptq_v2; save the model again"),
         ("awq", {"bits": 8}, r"bits is 8, wanted 4"),
