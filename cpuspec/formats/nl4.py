@@ -20,6 +20,9 @@ two pairs of products in 16 bits: iq4's levels, up to 127, have to be multiplied
 algorithm on values of normal and of t distributions.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,8 +37,11 @@ LEVELS = (-32, -26, -20, -16, -12, -8, -5, -2, 0, 3, 6, 9, 12, 16, 21, 28)
 MOVE_BITS = 15  # of a head
 LEAST_MOVE = -7  # of both formats
 _MOST_MOVE = LEAST_MOVE + MOVE_BITS
+MOVES = tuple(range(LEAST_MOVE, _MOST_MOVE + 1))
+XS_MOVES = MOVES[: MOVE_BITS + 1 : 2]
 
 _LEVELS = np.array(LEVELS, np.float32)
+_COUNT = np.float32(BLOCK)
 _SPAN, _MIDDLE = np.float32(LEVELS[-1] - LEVELS[0]), np.float32((LEVELS[-1] + LEVELS[0]) / 2)
 _LEAST, _MOST = np.float32(LEVELS[0] + LEAST_MOVE), np.float32(LEVELS[-1] + _MOST_MOVE)
 
@@ -44,8 +50,7 @@ _SHARES = (0.8, 0.9, 1.0, 1.1)
 _STEPS = 3  # of a search from a start
 
 _GROUPS = SUPERBLOCK // BLOCK
-_XS_MOVES = tuple(range(LEAST_MOVE, 8, 2))
-_XS_FURTHEST, _XS_NEARER = np.float32(-LEVELS[0] - LEAST_MOVE), np.float32(LEVELS[-1] + _XS_MOVES[-1])  # what a move reaches
+_XS_FURTHEST, _XS_NEARER = np.float32(-LEVELS[0] - LEAST_MOVE), np.float32(LEVELS[-1] + XS_MOVES[-1])  # what a move reaches
 _INFINITE = 0xF8  # the least eight bits of a scale that are no number
 _BELOW, _TRIED = 4, 9  # scales of nl4_xs that are tried: from so many below the one that just holds a group, so many
 _LARGER = 2  # and up to so many above it for a superblock
@@ -53,25 +58,23 @@ _LARGER = 2  # and up to so many above it for a superblock
 # By floor(2 x) + 256 for each move, the code whose level with the move is nearest to x; and floor(2 x) less twice that.
 _XS_FLOORS = np.arange(-256, 256)
 _XS_CODES = np.array(
-    [np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]) + 2 * move, _XS_FLOORS, side="right") for move in _XS_MOVES], np.uint8
+    [np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]) + 2 * move, _XS_FLOORS, side="right") for move in XS_MOVES], np.uint8
 )
 _XS_MISSES = [
-    (_XS_FLOORS - 2 * (_LEVELS[codes] + move)).astype(np.float32) for codes, move in zip(_XS_CODES, _XS_MOVES, strict=True)
+    (_XS_FLOORS - 2 * (_LEVELS[codes] + move)).astype(np.float32) for codes, move in zip(_XS_CODES, XS_MOVES, strict=True)
 ]
 
 # By floor(2 x) + 80, the code whose level is nearest to x: midpoints of levels are whole numbers there.
 _NEAREST = np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]), np.arange(-80, 80), side="right").astype(np.uint8)
 
 
-def encode(values: F32, importance: F32 | None = None) -> Parts:
-    """The scale, of either sign, and the move that leave the least squared error found. importance: of each value, [n, 32].
+def encode(values: F32) -> Parts:
+    """The scale, of either sign, and the move that leave the least squared error found.
 
     From each start codes are chosen, and the line of least squares through their levels and the values gives the next grid.
+    `quantize.rounding` tries more, compiled.
     """
-    weights = np.ones((1, 1), np.float32) if importance is None else importance
-    total = weights.sum(axis=1) * np.float32(BLOCK if importance is None else 1)
-    weighted = values * weights
-    total_x = weighted.sum(axis=1)
+    total_x = values.sum(axis=1)
     low, high = np.minimum(values.min(axis=1), 0), np.maximum(values.max(axis=1), 0)
     best_gain = np.zeros(len(values), np.float32)
     best = _head((high - low) / _SPAN, best_gain)  # where that is infinite, it stays: no gain is a number then
@@ -86,22 +89,29 @@ def encode(values: F32, importance: F32 | None = None) -> Parts:
                 head = _head(scale, move)
                 stored, whole = scales_and_moves(head)
                 levels = _LEVELS[_codes(values, stored, whole)]
-                along, squares = (levels * weighted).sum(axis=1), (levels * levels * weights).sum(axis=1)
-                sums = (levels * weights).sum(axis=1)
+                along, squares, sums = (levels * values).sum(axis=1), (levels * levels).sum(axis=1), levels.sum(axis=1)
                 # Of the squared error over that of zeros, sums of level + move follow from those of levels.
-                gain = stored * (2 * (along + whole * total_x) - stored * (squares + whole * (2 * sums + whole * total)))
+                gain = stored * (2 * (along + whole * total_x) - stored * (squares + whole * (2 * sums + whole * _COUNT)))
                 better = gain > best_gain
                 best, best_gain = np.where(better, head, best), np.where(better, gain, best_gain)
-                slope = (total * along - sums * total_x) * search.inverse(total * squares - sums * sums)
+                slope = (_COUNT * along - sums * total_x) * search.inverse(_COUNT * squares - sums * sums)
                 kept = slope * sign > 0
-                start = (total_x - slope * sums) * search.inverse(total)
+                start = (total_x - slope * sums) / _COUNT
                 move = np.where(kept, start * search.inverse(slope), move)
                 # The scale that is best with the move as it will be stored.
                 moved = np.clip(np.rint(move), LEAST_MOVE, _MOST_MOVE)
-                slope = (along + moved * total_x) * search.inverse(squares + moved * (2 * sums + moved * total))
+                slope = (along + moved * total_x) * search.inverse(squares + moved * (2 * sums + moved * _COUNT))
                 scale = np.where(kept & (slope * sign > 0), slope, scale)
-    scale, move = scales_and_moves(best)
-    return {"head": best[:, None], "codes": _codes(values, scale, move)}
+    return _parts_of(values, best)
+
+
+def parts_of(values: F32, scale: F32, move: F32) -> Parts:
+    """The parts of values [n, 32] whose grids are nearest to scales and moves [n]."""
+    return _parts_of(values, _head(scale, move))
+
+
+def _parts_of(values: F32, head: NDArray[np.uint16]) -> Parts:
+    return {"head": head[:, None], "codes": _codes(values, *scales_and_moves(head))}
 
 
 def scales_and_moves(head: NDArray[np.uint16]) -> tuple[F32, F32]:
@@ -137,11 +147,17 @@ def _fields(parts: Parts) -> Parts:
     return fields
 
 
-def encode_xs(values: F32, importance: F32 | None = None) -> Parts:
+# Groups [n, 32], weights of their errors or None for ones, scales [n] -> the least weighted squared error under the scale, and the
+# sign (bit 3) and index of the move that leave it.
+Search = Callable[[F32, F32 | None, F32], tuple[F32, NDArray[Any]]]
+
+
+def encode_xs(values: F32, importance: F32 | None = None, search_grids: Search | None = None) -> Parts:
     """The scale, steps, signs and moves that leave the least squared error. importance: of each value, [n, 256].
 
     Every grid is tried whose scale is near the one that just holds a group, 144 for each group. A search from a few starts, as that
-    of nl4_g32, misses the luckiest, which leave 6 % less error (benchmarks/LOG.md).
+    of `encode`, misses the luckiest, which leave 6 % less error (benchmarks/LOG.md). search_grids: tries the moves of scales, if
+    not numpy.
     """
     groups = values.reshape(-1, BLOCK)
     weights = None if importance is None else importance.reshape(groups.shape)
@@ -154,8 +170,11 @@ def encode_xs(values: F32, importance: F32 | None = None) -> Parts:
     first = np.maximum(np.maximum(own - _BELOW, top + (_LARGER - _TRIED)), 0)
     tried = np.minimum(first[:, :, None] + np.arange(_TRIED, dtype=np.int32), _INFINITE - 1)
     errors, grids = np.empty(tried.shape, np.float32), np.empty(tried.shape, np.uint8)
+    without = np.einsum("gk,gk->g", groups, groups if weights is None else groups * weights)  # of a scale of 0
     for n in range(_TRIED):
-        error, grid = _best_grids(groups, weights, _xs_scales(tried[:, :, n].reshape(-1)))
+        scale = _xs_scales(tried[:, :, n].reshape(-1))
+        error, grid = (search_grids or _best_grids)(groups, weights, scale)
+        error = np.where(scale > 0, error, without)
         errors[:, :, n], grids[:, :, n] = error.reshape(own.shape), grid.reshape(own.shape)
     best_error = np.full(len(values), np.inf, np.float32)
     best_top, best_tried = top[:, 0], np.zeros(own.shape, np.int64)
@@ -198,9 +217,7 @@ def _best_grids(groups: F32, weights: F32 | None, scale: F32) -> tuple[F32, U8]:
             error = np.einsum("gk,gk->g", miss, miss if weights is None else miss * weights)
             better = error < best
             best, found = np.where(better, error, best), np.where(better, np.uint8(sign << 3 | move), found)
-    # Without a scale a value is its own error.
-    plain = np.einsum("gk,gk->g", groups, groups if weights is None else groups * weights)
-    return np.where(scale > 0, best * np.square(scale / 2), plain), found
+    return best * np.square(scale / 2), found
 
 
 def _floors(doubled: F32) -> F32:
@@ -232,7 +249,6 @@ NL4 = Format(
     planes=(bits(4), lanes("head", "<u2", BLOCK)),
     reader="nl4",
     gguf_type=OWN_GGUF_TYPES | 1,
-    encode_weighed=encode,
 )
 NL4_XS = Format(
     "nl4_xs",
@@ -245,7 +261,6 @@ NL4_XS = Format(
     planes=(bits(4), lanes("head", "<u4", SUPERBLOCK), lanes("steps", "<u4", SUPERBLOCK)),
     reader="nl4_xs",
     gguf_type=OWN_GGUF_TYPES | 2,
-    encode_weighed=encode_xs,
 )
 
 FORMATS = (NL4, NL4_XS)

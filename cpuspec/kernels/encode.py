@@ -15,6 +15,7 @@ from cpuspec.formats import Format, lowbit, search
 from cpuspec.formats.legacy import BLOCK
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.kernels import machine_code, simd
+from cpuspec.kernels.blocks import inverted, larger, lay, rounded, smaller, splat
 from cpuspec.kernels.embed import row_decoder
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.simd import LANES
@@ -24,15 +25,6 @@ _INFINITY, _LARGEST_BYTE = np.float32(np.inf), np.float32(255)
 
 # Kernels have no allocator: the caller brings room.
 Encoder = Callable[[int, int, int, int], int]  # (f32 values, blocks, their bytes, room for 17 blocks: addresses) -> blocks refused
-
-
-@compiled
-def _lay(values, first, count, size, to):
-    """Blocks of `size` values, `count` from `first` on, one in each lane: value i of all at to + 64 i. Others repeat the last."""
-    for lane in range(LANES):
-        block = values + 4 * size * (first + min(lane, count - 1))
-        for i in range(size):
-            simd.poke_i32(to + 64 * i + 4 * lane, simd.peek_i32(block + 4 * i))
 
 
 @compiled
@@ -50,42 +42,14 @@ def _put(words, room, to, stride, count, size):
 
 
 @compiled
-def _all(number):
-    return simd.splat_f32(number)
-
-
-@compiled
 def _shift(by):
     return simd.splat_i32(simd.int32(by))
 
 
 @compiled
-def _smaller(x, y):
-    return simd.where_less(x, y, x, y)
-
-
-@compiled
-def _larger(x, y):
-    return simd.where_less(y, x, x, y)
-
-
-@compiled
 def _num_infinite(x):
     """Lanes that are infinite or nan."""
-    return simd.sum_lanes(simd.where_less(simd.abs_f32(x), _all(_INFINITY), _all(_ZERO), _all(_ONE)))
-
-
-@compiled
-def _inverse(x):
-    """1 / x, and 0 where that is not finite."""
-    inverse = _all(_ONE) / x
-    return simd.where_less(simd.abs_f32(inverse), _all(_INFINITY), inverse, _all(_ZERO))
-
-
-@compiled
-def _rounded(x, largest):
-    """To the nearest of 0 to `largest`."""
-    return _smaller(_larger(simd.round_f32(x), _all(_ZERO)), largest)
+    return simd.sum_lanes(simd.where_less(simd.abs_f32(x), splat(_INFINITY), splat(_ZERO), splat(_ONE)))
 
 
 def _lowbit(row: Format) -> Encoder:
@@ -102,48 +66,48 @@ def _lowbit(row: Format) -> Encoder:
     def encode(values, blocks, out, x):
         room = x + 64 * size
         refused = _ZERO
-        largest = _all(largest_code)
+        largest = splat(largest_code)
         for first in range(0, blocks, LANES):
             lanes, to = min(LANES, blocks - first), out + stride * first
-            _lay(values, first, lanes, size, x)
+            lay(values, first, lanes, size, x)
             total = simd.load_f32(x)
-            low, high = _smaller(total, _all(_ZERO)), _larger(total, _all(_ZERO))
+            low, high = smaller(total, splat(_ZERO)), larger(total, splat(_ZERO))
             for i in range(1, size):
                 value = simd.load_f32(x + 64 * i)
-                low, high, total = _smaller(value, low), _larger(value, high), total + value
-            span, middle = high - low, (low + high) * _all(_HALF)
-            best_d = simd.rounded_to_f16(span * _all(one_over_largest))
-            best_zero = _rounded(low * _all(-steps) * _inverse(best_d), _all(_LARGEST_BYTE)) * _all(one_over_steps)
-            best_error = _all(_INFINITY)
+                low, high, total = smaller(value, low), larger(value, high), total + value
+            span, middle = high - low, (low + high) * splat(_HALF)
+            best_d = simd.rounded_to_f16(span * splat(one_over_largest))
+            best_zero = rounded(low * splat(-steps) * inverted(best_d), splat(_LARGEST_BYTE)) * splat(one_over_steps)
+            best_error = splat(_INFINITY)
             for n in range(len(shares)):
-                step = span * _all(shares[n])
-                start, inverse = middle + step * _all(moves[n]), _inverse(step)
-                codes_total = products = squares = _all(_ZERO)
+                step = span * splat(shares[n])
+                start, inverse = middle + step * splat(moves[n]), inverted(step)
+                codes_total = products = squares = splat(_ZERO)
                 for i in range(size):
                     value = simd.load_f32(x + 64 * i)
-                    code = _rounded((value - start) * inverse, largest)
+                    code = rounded((value - start) * inverse, largest)
                     codes_total, products, squares = codes_total + code, products + code * value, squares + code * code
-                slope = _all(count) * products - codes_total * total
-                slope = slope * _inverse(_all(count) * squares - codes_total * codes_total)
-                start = simd.where_less(_all(_ZERO), slope, (total - slope * codes_total) * _all(one_over_count), start)
-                d = simd.rounded_to_f16(simd.where_less(_all(_ZERO), slope, slope, step))
-                inverse = _inverse(d)
-                zero = _rounded(start * _all(-steps) * inverse, _all(_LARGEST_BYTE)) * _all(one_over_steps)
-                error = _all(_ZERO)
+                slope = splat(count) * products - codes_total * total
+                slope = slope * inverted(splat(count) * squares - codes_total * codes_total)
+                start = simd.where_less(splat(_ZERO), slope, (total - slope * codes_total) * splat(one_over_count), start)
+                d = simd.rounded_to_f16(simd.where_less(splat(_ZERO), slope, slope, step))
+                inverse = inverted(d)
+                zero = rounded(start * splat(-steps) * inverse, splat(_LARGEST_BYTE)) * splat(one_over_steps)
+                error = splat(_ZERO)
                 for i in range(size):
                     value = simd.load_f32(x + 64 * i)
-                    miss = d * (_rounded(value * inverse + zero, largest) - zero) - value
+                    miss = d * (rounded(value * inverse + zero, largest) - zero) - value
                     error = error + miss * miss
                 best_d = simd.where_less(error, best_error, d, best_d)
                 best_zero = simd.where_less(error, best_error, zero, best_zero)
-                best_error = _smaller(error, best_error)
+                best_error = smaller(error, best_error)
             refused += _num_infinite(best_d + total)
             _put(simd.f16_bits(best_d), room, to, stride, lanes, 2)
-            _put(simd.truncate_i32(best_zero * _all(steps)), room, to + zero_at, stride, lanes, 1)
-            inverse, nothing = _inverse(best_d), simd.truncate_i32(_all(_ZERO))
+            _put(simd.truncate_i32(best_zero * splat(steps)), room, to + zero_at, stride, lanes, 1)
+            inverse, nothing = inverted(best_d), simd.truncate_i32(splat(_ZERO))
             pairs = tops = nothing
             for i in range(size):
-                code = simd.truncate_i32(_rounded(simd.load_f32(x + 64 * i) * inverse + best_zero, largest))
+                code = simd.truncate_i32(rounded(simd.load_f32(x + 64 * i) * inverse + best_zero, largest))
                 pairs = pairs | (code & _shift(3)) << _shift(2 * (i % 16))
                 tops = tops | code >> _shift(2) << _shift(i % 32)
                 if i % 16 == 15:
@@ -161,17 +125,17 @@ def _mxfp4(values, blocks, out, x):
     """As `mx.encode_mxfp4`."""
     room, stride, codes_at = x + 64 * BLOCK, BLOCK // 2 + 1, 1
     refused = _ZERO
-    nothing = simd.truncate_i32(_all(_ZERO))
+    nothing = simd.truncate_i32(splat(_ZERO))
     for first in range(0, blocks, LANES):
         lanes, to = min(LANES, blocks - first), out + stride * first
-        _lay(values, first, lanes, BLOCK, x)
-        peak = total = _all(_ZERO)
+        lay(values, first, lanes, BLOCK, x)
+        peak = total = splat(_ZERO)
         for i in range(BLOCK):
             magnitude = simd.abs_f32(simd.load_f32(x + 64 * i))
-            peak, total = _larger(magnitude, peak), total + magnitude
+            peak, total = larger(magnitude, peak), total + magnitude
         refused += _num_infinite(total)
         # The exponent of the largest magnitude less 2, at least 0: both are small numbers, so f32 is exact.
-        e = _larger(simd.to_f32(simd.as_i32(peak) >> _shift(23)) - _all(_TWO), _all(_ZERO))
+        e = larger(simd.to_f32(simd.as_i32(peak) >> _shift(23)) - splat(_TWO), splat(_ZERO))
         exponent = simd.truncate_i32(e)
         _put(exponent, room, to, stride, lanes, 1)
         inverse = simd.as_f32((_shift(254) - exponent) << _shift(23))
@@ -180,10 +144,10 @@ def _mxfp4(values, blocks, out, x):
             i = n // 8 * 4 + n % 4 + n // 4 % 2 * 16  # the values of a word: four in low halves, four in high halves
             value = simd.load_f32(x + 64 * i)
             scaled = simd.abs_f32(value) * inverse
-            fine, coarse = simd.round_f32(scaled * _all(_TWO)), simd.round_f32(scaled * _all(_HALF)) + _all(_FOUR)
-            code = simd.where_less(scaled, _all(_FOUR), simd.round_f32(scaled) + _all(_TWO), coarse)
-            code = _smaller(simd.where_less(scaled, _all(_TWO), fine, code), _all(_SEVEN))
-            code = simd.where_less(_all(_ZERO), code, simd.where_less(value, _all(_ZERO), code + _all(_EIGHT), code), code)
+            fine, coarse = simd.round_f32(scaled * splat(_TWO)), simd.round_f32(scaled * splat(_HALF)) + splat(_FOUR)
+            code = simd.where_less(scaled, splat(_FOUR), simd.round_f32(scaled) + splat(_TWO), coarse)
+            code = smaller(simd.where_less(scaled, splat(_TWO), fine, code), splat(_SEVEN))
+            code = simd.where_less(splat(_ZERO), code, simd.where_less(value, splat(_ZERO), code + splat(_EIGHT), code), code)
             words = words | simd.truncate_i32(code) << _shift(8 * (n % 4) + 4 * (n // 4 % 2))
             if n % 8 == 7:
                 _put(words, room, to + codes_at + n // 8 * 4, stride, lanes, 4)

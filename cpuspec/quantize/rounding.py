@@ -5,21 +5,25 @@ The error of a value counts importance * sqrt(mean square of the row + value^2),
 matrix: inputs by their mean square, and large weights more than small ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from cpuspec.formats import Format, kquants, search
+from cpuspec.formats import Format, kquants, nl4, search
 from cpuspec.formats.format import CHUNK_VALUES, F32, U8, Parts, per_group, scales_of
+from cpuspec.kernels import fit
 from cpuspec.kernels.encode import encode as encode_compiled
 
 # The smallest and the largest scale of a group, as superblocks store it.
 _SCALES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"q2_k": (0, 15), "q3_k": (-32, 31), "q4_k": (0, 63), "q5_k": (0, 63), "q6_k": (-128, 127), "iq4_xs": (-32, 31)}
 )
-_MOVES = np.linspace(-0.9, 0.9, 13, dtype=np.float32)  # codes by which searches stretch the range of a group
+
+
+_SAFE = 1024  # the scales of smaller values fit every format
 
 
 class Grid(NamedTuple):
@@ -35,23 +39,23 @@ def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
     importance: of the K inputs, such as the mean squares of what they are multiplied with; None where all count the same.
     Raises FormatError as `Format.encode` does.
     """
-    if importance is None or format.affine is None or format.code_bits == 8:
+    search = _search_of(format)
+    if not search or (importance is None and search is format.encode_weighed):
         return encode_compiled(format, values)
     rows, columns = values.shape
     out = np.empty((rows, format.row_bytes(columns)), np.uint8)
     step = max(1, CHUNK_VALUES // columns)
     for start in range(0, rows, step):
         x = np.ascontiguousarray(values[start : start + step], np.float32)
-        plain = encode_compiled(format, x)  # refuses what the format cannot hold
-        weights = importance * np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.square(x))
+        if not np.abs(x).max(initial=0) < _SAFE:
+            out[start : start + step] = encode_compiled(format, x)  # refuses what the format cannot hold
+            continue
+        weights = (
+            np.ones_like(x) if importance is None else importance * np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.square(x))
+        )
         blocks, weights = x.reshape(-1, format.block_size), weights.reshape(-1, format.block_size)
-        if format.encode_weighed:
-            fitted = format.encode_weighed(blocks, weights)
-        else:
-            parts = format.split(plain.reshape(-1, format.block_bytes))
-            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                fitted = _fitted(format, blocks, weights, parts)
-        out[start : start + step] = format.join(fitted).reshape(len(x), -1)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            out[start : start + step] = format.join(search(blocks, weights)).reshape(len(x), -1)
     return out
 
 
@@ -85,61 +89,52 @@ def values_of(format: Format, codes: U8, grid: Grid) -> F32:
     return numbers * grid.scale - grid.offset
 
 
-def _fitted(format: Format, x: F32, weights: F32, plain: Parts) -> Parts:
-    """The parts of blocks [n, block_size] with the least weighted error found: those of `plain`, or better ones."""
-    assert format.affine, "checked by `encode`"
-    groups = grid_of(format, plain).scale.shape[1]
+def _search_of(format: Format) -> Callable[[F32, F32], Parts] | None:
+    """What finds the parts of blocks with the least weighted error, if errors can have weights: F32 [n, block_size], as blocks."""
+    if format.affine is None or format.code_bits == 8:
+        return None
+    if format.name == "nl4_g32":
+        return lambda x, weights: nl4.parts_of(x, *fit.moved(x, weights, nl4.LEVELS, nl4.MOVES, signs=True))
+    if format.name == "nl4_xs":
+        return partial(nl4.encode_xs, search_grids=_grids_of_nl4_xs)
+    like = format.split(np.zeros((1, format.block_bytes), np.uint8))
+    if format.encode_weighed or "e" in like or ("s" in like and format.name not in _SCALES):
+        return format.encode_weighed  # of scales that are powers of two, or of a kind that is not searched for, there is none
+    return partial(_fitted, format, like)
+
+
+def _grids_of_nl4_xs(groups: F32, weights: F32 | None, scale: F32) -> tuple[F32, F32]:
+    assert weights is not None, "`encode` has ones"
+    return fit.moves_of_scales(groups, weights, scale, nl4.LEVELS, nl4.XS_MOVES)
+
+
+def _fitted(format: Format, like: Parts, x: F32, weights: F32) -> Parts:
+    """The parts of blocks, which have the parts of `like`, with the scales that leave the least weighted error found."""
+    assert format.affine, "checked by `_search_of`"
+    groups = grid_of(format, like).scale.shape[1]
     x, weights = x.reshape(len(x), groups, -1), weights.reshape(len(x), groups, -1)
-    if "base" in plain or "z" in plain:
-        scale, minimum = _fit_with_minimum(format, x, weights)
-        stored = _store_with_minimum(format, scale, minimum)
-    elif "e" in plain or ("s" in plain and format.name not in _SCALES):
-        return plain  # scales are powers of two, or of a kind that is not searched for
+    if "z" in like and "base" not in like and format.affine.zero == 1:
+        levels = range(1 << format.code_bits)
+        d, move = fit.moved(_flat(x), _flat(weights), levels, [-zero for zero in levels], signs=False)
+        stored = {"d": d.astype("<f2").reshape(x.shape[:2]), "z": (-move).astype(np.uint8).reshape(x.shape[:2])}
+    elif "base" in like or "z" in like:
+        stored = _store_with_minimum(format, *_fit_with_minimum(format, x, weights))
     else:
         stored = _store(format, _fit(format, x, weights))
-    best, best_error = dict(plain), _error(format, x, weights, plain)
-    found = {**plain, **stored}
-    grid = grid_of(format, found)
-    found["codes"] = nearest(format, x, Grid(grid.scale[:, :, None], grid.offset[:, :, None])).reshape(len(x), -1)
-    better = _error(format, x, weights, found) < best_error
-    for name, part in found.items():
-        best[name] = np.where(better.reshape(-1, *[1] * (part.ndim - 1)), part, best[name])
-    return best
+    scale, offset = (part[:, :, None] for part in grid_of(format, stored))
+    return stored | {"codes": nearest(format, x, Grid(scale, offset)).reshape(len(x), -1)}
 
 
-def _error(format: Format, x: F32, weights: F32, parts: Parts) -> F32:
-    """The weighted squared error of each block [n], of values [n, groups, k]."""
-    grid = grid_of(format, parts)
-    codes = parts["codes"].reshape(x.shape)
-    miss = values_of(format, codes, Grid(grid.scale[:, :, None], grid.offset[:, :, None])) - x
-    error: F32 = (miss * miss * weights).sum(axis=(1, 2))
-    return np.where(np.isfinite(error), error, np.float32(np.inf))
+def _flat(groups: F32) -> F32:
+    """Groups [n, g, k] as [n g, k]."""
+    return groups.reshape(-1, groups.shape[2])
 
 
 def _fit(format: Format, x: F32, weights: F32) -> F32:
     """The scale [n, g] of groups [n, g, k] around zero."""
     assert format.affine, "checked by `encode`"
-    zero = 0.0 if format.affine.levels else format.affine.zero
-    levels = np.array(format.affine.levels or range(1 << format.code_bits), np.float32) - np.float32(zero)
-    furthest = levels[np.abs(levels).argmax()]
-    spacing = np.abs(furthest) / (1 << format.code_bits - 1)
-    peak = np.take_along_axis(x, np.abs(x).argmax(axis=2)[:, :, None], axis=2)
-    best, best_error = peak / furthest, np.full_like(peak, np.inf)
-    weighted = weights * x
-    for move in _MOVES:
-        scale = peak / (furthest + np.sign(furthest) * move * spacing)
-        for _ in range(2):
-            codes = values_of(
-                format,
-                nearest(format, x, Grid(scale, scale * np.float32(zero))),
-                Grid(np.ones(1, np.float32), np.full(1, zero, np.float32)),
-            )
-            products, squares = (codes * weighted).sum(axis=2, keepdims=True), (codes * codes * weights).sum(axis=2, keepdims=True)
-            scale = products * search.inverse(squares)
-        error = -products * scale  # less the same number for every scale
-        better = error < best_error
-        best, best_error = np.where(better, scale, best), np.where(better, error, best_error)
-    return best[:, :, 0]
+    levels = format.affine.levels or [code - format.affine.zero for code in range(1 << format.code_bits)]
+    return fit.scales(_flat(x), _flat(weights), sorted(levels)).reshape(x.shape[:2])
 
 
 def _store(format: Format, scale: F32) -> Parts:
@@ -155,33 +150,9 @@ def _store(format: Format, scale: F32) -> Parts:
 
 def _fit_with_minimum(format: Format, x: F32, weights: F32) -> tuple[F32, F32]:
     """Scale and minimum [n, g], value = scale * code - minimum, of groups [n, g, k] by the line of least weighted squares."""
-    largest = np.float32((1 << format.code_bits) - 1)
     free = format.name in ("q4_1", "q5_1")  # whose minimum may be above zero
-    low, high = x.min(axis=2, keepdims=True), x.max(axis=2, keepdims=True)
-    low = low if free else np.minimum(low, 0)
-    span = high - low
-    best_scale, best_minimum, best_error = span / largest, -low, np.full_like(span, np.inf)
-    weighted = weights * x
-    total, total_x = weights.sum(axis=2, keepdims=True), weighted.sum(axis=2, keepdims=True)
-    for move in _MOVES:
-        scale, minimum = span / (largest + move), -low
-        for _ in range(2):
-            codes = np.clip(np.rint((x + minimum) * search.inverse(scale)), 0, largest)
-            heavy = weights * codes
-            sums, squares = heavy.sum(axis=2, keepdims=True), (heavy * codes).sum(axis=2, keepdims=True)
-            products = (weighted * codes).sum(axis=2, keepdims=True)
-            slope = (total * products - sums * total_x) * search.inverse(total * squares - sums * sums)
-            start = (total_x - slope * sums) * search.inverse(total)
-            if not free:
-                slope = np.where(start > 0, products * search.inverse(squares), slope)
-                start = np.minimum(start, 0)
-            scale, minimum = np.where(slope > 0, slope, scale), np.where(slope > 0, -start, minimum)
-        miss = scale * codes - minimum - x
-        error = (miss * miss * weights).sum(axis=2, keepdims=True)
-        better = error < best_error
-        best_scale, best_minimum = np.where(better, scale, best_scale), np.where(better, minimum, best_minimum)
-        best_error = np.where(better, error, best_error)
-    return best_scale[:, :, 0], best_minimum[:, :, 0]
+    scale, minimum = fit.lines(_flat(x), _flat(weights), (1 << format.code_bits) - 1, free)
+    return scale.reshape(x.shape[:2]), minimum.reshape(x.shape[:2])
 
 
 def _store_with_minimum(format: Format, scale: F32, minimum: F32) -> Parts:
@@ -197,6 +168,5 @@ def _store_with_minimum(format: Format, scale: F32, minimum: F32) -> Parts:
     d = scale.astype("<f2")
     if format.name in ("q4_1", "q5_1"):
         return {"d": d, "base": (minimum / zero).astype("<f2")}
-    largest_zero = 15 if zero == 1 else 255
-    z = np.clip(np.rint(minimum * search.inverse(d.astype(np.float32) * zero)), 0, largest_zero).astype(np.uint8)
+    z = np.clip(np.rint(minimum * search.inverse(d.astype(np.float32) * zero)), 0, 255).astype(np.uint8)
     return {"d": d, "z": z}

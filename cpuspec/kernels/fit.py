@@ -1,0 +1,271 @@
+"""Searches for the scales, and minima, of groups of values whose errors have weights, compiled: sixteen groups at a time.
+
+They try many grids, and each takes a pass over the values: in numpy 200 to 1,300 ns a weight, here some 10.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+
+from cpuspec.formats.tensor import F32
+from cpuspec.kernels import machine_code, simd
+from cpuspec.kernels.blocks import inverted, larger, lay, rounded, smaller, splat
+from cpuspec.kernels.options import compiled
+from cpuspec.kernels.simd import LANES
+
+# Where searches start. Where the range of a group ends, in codes beyond the last one, and cuts of it: for few codes these pay. Of
+# levels: shares of either end. Of lines: shares of the range, and where in it they begin.
+_LEVELS_BEYOND = tuple(np.linspace(-1.5, 0.9, 5))
+_CUTS_OF_LEVELS = (1.2, 1.5, 2.2, 3.5)
+_LINES_BEYOND = tuple(np.linspace(-1.2, 0.9, 9))
+_CUTS_OF_LINES = ((0.94, 0.03), (0.85, 0.07), (0.8, 0.0), (0.8, 0.2), (0.65, 0.17))
+_TURNS = 2  # of a search from a start
+_SHARES = tuple(np.float32(share) for share in (0.8, 1.0))  # of the scale that just holds a group
+_ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
+
+
+def scales(groups: F32, weights: F32, levels: Sequence[float]) -> F32:
+    """The scale, of either sign, under which levels come nearest to each group, F32 [n].
+
+    groups, weights: F32 [n, k]. levels: ascending, of both signs. From each start the nearest levels are chosen, and the scale of
+    least weighted squares for these is the next one.
+    """
+    steps = np.diff(levels)
+    whole = bool((steps == 1).all())
+    table = np.array(_with_middles(levels), np.float32)
+    ends = sorted((levels[0], levels[-1]), key=abs, reverse=True)
+    spacing = abs(ends[0]) / (len(levels) // 2)
+    starts = [
+        end * share for end in ends for share in (*(1 + beyond * spacing / abs(end) for beyond in _LEVELS_BEYOND), *_CUTS_OF_LEVELS)
+    ]
+    out = np.empty(_whole(len(groups)), np.float32)
+    _run("fit-scales", _scales, groups, weights, np.array([*table, *starts], np.float32), len(table), whole, out)
+    return out[: len(groups)]
+
+
+def lines(groups: F32, weights: F32, largest: int, minimum_is_free: bool) -> tuple[F32, F32]:
+    """Scales and minima, F32 [n] each, for which scale * code - minimum, codes 0 to `largest`, comes nearest to each group.
+
+    groups, weights: F32 [n, k]. From each start codes are chosen, and the line of least weighted squares through codes and values
+    is the next one. A minimum is at least 0 unless it is free.
+    """
+    out = np.empty((2, _whole(len(groups))), np.float32)
+    starts = np.array([*((largest / (largest + beyond), 0) for beyond in _LINES_BEYOND), *_CUTS_OF_LINES], np.float32)
+    _run("fit-lines", _lines, groups, weights, starts.reshape(-1), largest, minimum_is_free, out)
+    return out[0, : len(groups)], out[1, : len(groups)]
+
+
+def moved(groups: F32, weights: F32, levels: Sequence[float], moves: Sequence[float], signs: bool) -> tuple[F32, F32]:
+    """Scales, with signs of either sign, and moves, F32 [n] each, for which scale * (level + move) comes nearest to each group.
+
+    groups, weights: F32 [n, k]. levels: ascending. All moves are tried, with several scales.
+    """
+    table = np.array([*_with_middles(levels), *moves], np.float32)
+    out = np.empty((2, _whole(len(groups))), np.float32)
+    _run("fit-moved", _moved, groups, weights, table, 2 * len(levels) - 1, signs, out)
+    return out[0, : len(groups)], out[1, : len(groups)]
+
+
+def moves_of_scales(groups: F32, weights: F32, scales: F32, levels: Sequence[float], moves: Sequence[float]) -> tuple[F32, F32]:
+    """As `moved` with scales [n], above 0, given but for their signs: the weighted squared errors, and the index of the move, to
+    which the number of moves is added where the sign is minus; F32 [n] each.
+    """
+    table = np.array([*_with_middles(levels), *moves], np.float32)
+    out = np.zeros((2, _whole(len(groups))), np.float32)
+    out[0, : len(groups)] = scales
+    _run("fit-moves", _moves_of_scales, groups, weights, table, 2 * len(levels) - 1, False, out)
+    return out[0, : len(groups)], out[1, : len(groups)]
+
+
+def _with_middles(levels: Sequence[float]) -> list[float]:
+    return [*levels, *(np.add(levels[:-1], levels[1:]) / 2)]
+
+
+def _whole(count: int) -> int:
+    """The least whole number of sixteens that holds so many."""
+    return -(-count // LANES) * LANES
+
+
+# Addresses of groups and weights, F32 [n, size], of numbers that it needs, out and room; n, size, how many numbers, two of its own.
+Search = Callable[..., None]
+
+
+def _run(name: str, search: Search, groups: F32, weights: F32, numbers: F32, number: int, flag: bool, out: F32) -> None:
+    if groups.shape != weights.shape or groups.ndim != 2:
+        raise ValueError(f"groups are {list(groups.shape)} and their weights {list(weights.shape)}, wanted [n, k] both")
+    x, w = (np.ascontiguousarray(part, np.float32) for part in (groups, weights))
+    room = np.empty(2 * LANES * x.shape[1], np.float32)
+    addresses = [part.ctypes.data for part in (x, w, numbers, out, room)]
+    _compiled(name, search)(*addresses, len(x), x.shape[1], len(numbers), number, int(flag))
+
+
+@cache
+def _compiled(name: str, search: Search) -> Search:
+    address = machine_code.address(name, 10, lambda: search)
+    call: Search = machine_code.function(address, 10)
+    return call
+
+
+@compiled
+def _level(scaled, table, count):
+    """The nearest level. table: `count` numbers, the levels and then what lies in the middle of two."""
+    levels = (count + 1) // 2
+    level = splat(simd.peek_f32(table))
+    for n in range(1, levels):
+        middle = splat(simd.peek_f32(table + 4 * (levels + n - 1)))
+        level = simd.where_less(middle, scaled, splat(simd.peek_f32(table + 4 * n)), level)
+    return level
+
+
+@compiled
+def _sums(x, w, size, inverse, table, count, whole):
+    """Of each lane: the weighted sums of value times level and of level times level."""
+    products = squares = splat(_ZERO)
+    low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * ((count + 1) // 2 - 1)))
+    for i in range(size):
+        value = simd.load_f32(x + 64 * i)
+        scaled = value * inverse
+        level = smaller(larger(simd.round_f32(scaled), low), high) if whole else _level(scaled, table, count)
+        heavy = level * simd.load_f32(w + 64 * i)
+        products, squares = simd.fma(heavy, value, products), simd.fma(heavy, level, squares)
+    return products, squares
+
+
+def _scales(groups, weights, table, out, room, number, size, num_starts, count, whole):
+    x, w, starts, num_starts = room, room + 64 * size, table + 4 * count, num_starts - count
+    for first in range(0, number, LANES):
+        lanes = min(LANES, number - first)
+        lay(groups, first, lanes, size, x)
+        lay(weights, first, lanes, size, w)
+        peak = splat(_ZERO)
+        for i in range(size):
+            value = simd.load_f32(x + 64 * i)
+            peak = simd.where_less(simd.abs_f32(peak), simd.abs_f32(value), value, peak)
+        best, best_gain = peak * inverted(splat(simd.peek_f32(starts))), splat(_ZERO)
+        for n in range(num_starts):
+            inverse = splat(simd.peek_f32(starts + 4 * n)) * inverted(peak)
+            scale = gain = splat(_ZERO)
+            for _ in range(_TURNS):
+                products, squares = _sums(x, w, size, inverse, table, count, whole)
+                scale = products * inverted(squares)
+                gain = products * scale  # of the squared error over that of zeros
+                inverse = inverted(scale)
+            best = simd.where_less(best_gain, gain, scale, best)
+            best_gain = larger(gain, best_gain)
+        simd.store_f32(out + 4 * first, best)
+
+
+def _lines(groups, weights, starts, out, room, number, size, num_numbers, largest_code, free):
+    x, w = room, room + 64 * size
+    minima = out + 4 * LANES * ((number + LANES - 1) // LANES)
+    largest = splat(simd.to_float(largest_code))
+    for first in range(0, number, LANES):
+        lanes = min(LANES, number - first)
+        lay(groups, first, lanes, size, x)
+        lay(weights, first, lanes, size, w)
+        low = high = simd.load_f32(x)
+        total = total_x = splat(_ZERO)
+        for i in range(size):
+            value, weight = simd.load_f32(x + 64 * i), simd.load_f32(w + 64 * i)
+            low, high = smaller(value, low), larger(value, high)
+            total, total_x = total + weight, simd.fma(weight, value, total_x)
+        if not free:
+            low = smaller(low, splat(_ZERO))
+        span = high - low
+        best_scale, best_start, best_error = span * inverted(largest), low, splat(_INFINITY)
+        for n in range(num_numbers // 2):
+            share, place = splat(simd.peek_f32(starts + 8 * n)), splat(simd.peek_f32(starts + 8 * n + 4))
+            scale, start = span * share * inverted(largest), low + span * place
+            error = splat(_ZERO)
+            for turn in range(_TURNS + 1):  # the last one only tells the error
+                inverse = inverted(scale)
+                sums = squares = products = error = splat(_ZERO)
+                for i in range(size):
+                    value, weight = simd.load_f32(x + 64 * i), simd.load_f32(w + 64 * i)
+                    code = rounded((value - start) * inverse, largest)
+                    heavy = weight * code
+                    sums, squares, products = sums + heavy, simd.fma(heavy, code, squares), simd.fma(heavy, value, products)
+                    miss = simd.fma(scale, code, start) - value
+                    error = simd.fma(miss * miss, weight, error)
+                if turn < _TURNS:
+                    slope = total * products - sums * total_x
+                    slope = slope * inverted(total * squares - sums * sums)
+                    fitted = (total_x - slope * sums) * inverted(total)
+                    if not free:
+                        above = splat(_ZERO)
+                        slope = simd.where_less(above, fitted, products * inverted(squares), slope)
+                        fitted = smaller(fitted, above)
+                    start = simd.where_less(splat(_ZERO), slope, fitted, start)
+                    scale = simd.where_less(splat(_ZERO), slope, slope, scale)
+            best_scale = simd.where_less(error, best_error, scale, best_scale)
+            best_start = simd.where_less(error, best_error, start, best_start)
+            best_error = smaller(error, best_error)
+        simd.store_f32(out + 4 * first, best_scale)
+        simd.store_f32(minima + 4 * first, splat(_ZERO) - best_start)
+
+
+def _moved(groups, weights, table, out, room, number, size, num_numbers, count, signs):
+    x, w, moves, num_moves = room, room + 64 * size, table + 4 * count, num_numbers - count
+    found = out + 4 * LANES * ((number + LANES - 1) // LANES)
+    low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * (count // 2)))
+    for first in range(0, number, LANES):
+        lanes = min(LANES, number - first)
+        lay(groups, first, lanes, size, x)
+        lay(weights, first, lanes, size, w)
+        least = most = splat(_ZERO)
+        for i in range(size):
+            value = simd.load_f32(x + 64 * i)
+            least, most = smaller(value, least), larger(value, most)
+        best, best_move, best_gain = (most - least) * inverted(high - low), splat(_ZERO), splat(_ZERO)
+        for n in range((1 + signs) * num_moves):
+            move = splat(simd.peek_f32(moves + 4 * (n % num_moves)))
+            up, down = most * inverted(high + move), least * inverted(low + move)
+            sign = splat(_ONE)
+            if n >= num_moves:
+                up, down, sign = least * inverted(high + move), most * inverted(low + move), splat(-_ONE)
+                up, down = splat(_ZERO) - up, splat(_ZERO) - down
+            holding = larger(up, down)
+            for share in _SHARES:
+                inverse = sign * inverted(holding * splat(share))
+                scale = gain = splat(_ZERO)
+                for _ in range(_TURNS):
+                    products = squares = splat(_ZERO)
+                    for i in range(size):
+                        value = simd.load_f32(x + 64 * i)
+                        level = _level(simd.fma(value, inverse, splat(_ZERO) - move), table, count) + move
+                        heavy = level * simd.load_f32(w + 64 * i)
+                        products, squares = simd.fma(heavy, value, products), simd.fma(heavy, level, squares)
+                    scale = products * inverted(squares)
+                    gain = products * scale
+                    inverse = inverted(scale)
+                best = simd.where_less(best_gain, gain, scale, best)
+                best_move = simd.where_less(best_gain, gain, move, best_move)
+                best_gain = larger(gain, best_gain)
+        simd.store_f32(out + 4 * first, best)
+        simd.store_f32(found + 4 * first, best_move)
+
+
+def _moves_of_scales(groups, weights, table, out, room, number, size, num_numbers, count, _):
+    x, w, moves, num_moves = room, room + 64 * size, table + 4 * count, num_numbers - count
+    found = out + 4 * LANES * ((number + LANES - 1) // LANES)
+    for first in range(0, number, LANES):
+        lanes = min(LANES, number - first)
+        lay(groups, first, lanes, size, x)
+        lay(weights, first, lanes, size, w)
+        scale = simd.load_f32(out + 4 * first)
+        inverse = inverted(scale)
+        best_error, best = splat(_INFINITY), splat(_ZERO)
+        for n in range(2 * num_moves):
+            move = splat(_ZERO) - splat(simd.peek_f32(moves + 4 * (n % num_moves)))
+            if n == num_moves:
+                inverse = splat(_ZERO) - inverse
+            error = splat(_ZERO)
+            for i in range(size):
+                scaled = simd.fma(simd.load_f32(x + 64 * i), inverse, move)
+                miss = _level(scaled, table, count) - scaled
+                error = simd.fma(miss * miss, simd.load_f32(w + 64 * i), error)
+            best = simd.where_less(error, best_error, splat(simd.to_float(n)), best)
+            best_error = smaller(error, best_error)
+        simd.store_f32(out + 4 * first, best_error * scale * scale)
+        simd.store_f32(found + 4 * first, best)

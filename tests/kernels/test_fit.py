@@ -1,0 +1,113 @@
+"""Compiled searches find scales that leave about the least error there is, each group by itself."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from cpuspec.formats import nl4, nonlinear
+from cpuspec.kernels import fit
+
+LEVELS = {"signed": range(-4, 4), "three": (-1, 0, 1), "table": nonlinear.LEVELS}
+
+
+def _groups(number: int, size: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(number)
+    return rng.standard_t(5, (number, size)).astype(np.float32), rng.lognormal(0, 1, (number, size)).astype(np.float32)
+
+
+def _error(x: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The least weighted error of each group [n, k], of which each value may be any of `values` [n, levels]."""
+    return (np.square(np.abs(x[:, :, None] - values[:, None]).min(axis=2)) * weights).sum(axis=1)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("size", [16, 32, 128])
+def test_few_scales_leave_less_error_than_those_found(name: str, size: int) -> None:
+    x, weights = _groups(50, size)
+    levels = np.array(LEVELS[name], np.float64)
+    found = _error(x, weights, fit.scales(x, weights, LEVELS[name])[:, None] * levels)
+    all_scales = np.abs(x).max(axis=1)[:, None] / np.abs(levels).max() * np.linspace(-2, 2, 1001)
+    least = np.min([_error(x, weights, scale[:, None] * levels) for scale in all_scales.T], axis=0)
+    assert found.sum() < 1.03 * least.sum()
+    assert (found < np.square(x * np.sqrt(weights)).sum(axis=1)).all()
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+def test_few_lines_leave_less_error_than_those_found(is_free: bool) -> None:
+    x, weights = _groups(40)
+    x += np.linspace(-3, 3, len(x), dtype=np.float32)[:, None]
+    scale, minimum = fit.lines(x, weights, 7, is_free)
+    assert is_free or (minimum >= 0).all()
+    found = _error(x, weights, scale[:, None] * np.arange(8) - minimum[:, None])
+    low = x.min(axis=1) if is_free else np.minimum(x.min(axis=1), 0)
+    span = x.max(axis=1) - low
+    least = np.full(len(x), np.inf)
+    for share in np.linspace(0.5, 1.1, 31):
+        for start in np.linspace(-0.1, 0.5, 31):
+            first = low + start * span if is_free else np.minimum(low + start * span, 0)
+            least = np.minimum(least, _error(x, weights, (first[:, None] + share * span[:, None] / 7 * np.arange(8))))
+    assert found.sum() < 1.04 * least.sum()
+
+
+@pytest.mark.parametrize("signs", [False, True])
+def test_few_grids_that_move_leave_less_error_than_those_found(signs: bool) -> None:
+    x, weights = _groups(30)
+    scale, move = fit.moved(x, weights, nl4.LEVELS, nl4.MOVES, signs)
+    assert set(move) <= set(nl4.MOVES)
+    assert signs == (scale < 0).any()
+    levels = np.array(nl4.LEVELS)
+    found = _error(x, weights, scale[:, None] * (levels + move[:, None]))
+    least = np.full(len(x), np.inf)
+    for one in nl4.MOVES:
+        for share in np.linspace(0.6, 1.4, 41):
+            for sign in (1, -1) if signs else (1,):
+                tried = sign * share * (x.max(axis=1) - x.min(axis=1))[:, None] / (levels[-1] - levels[0])
+                least = np.minimum(least, _error(x, weights, tried * (levels + one)))
+    assert found.sum() < 1.03 * least.sum()
+
+
+def test_moves_under_given_scales_are_the_best_ones() -> None:
+    x, weights = _groups(33)
+    scales = np.abs(x).max(axis=1) / 30
+    error, index = fit.moves_of_scales(x, weights, scales, nl4.LEVELS, nl4.XS_MOVES)
+    count = len(nl4.XS_MOVES)
+    for n in range(2 * count):
+        sign, move = (-1 if n >= count else 1), nl4.XS_MOVES[n % count]
+        own = _error(x, weights, sign * scales[:, None] * np.add(nl4.LEVELS, move))
+        assert (own > error * (1 - 1e-4)).all()
+        assert np.allclose(own[index == n], error[index == n], rtol=1e-4)
+
+
+SEARCHES = {
+    "scales": lambda x, w: (fit.scales(x, w, nonlinear.LEVELS),),
+    "lines": lambda x, w: fit.lines(x, w, 15, minimum_is_free=False),
+    "moved": lambda x, w: fit.moved(x, w, nl4.LEVELS, nl4.MOVES, signs=True),
+    "moves_of_scales": lambda x, w: fit.moves_of_scales(x, w, np.abs(x).max(axis=1) / 30, nl4.LEVELS, nl4.XS_MOVES),
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_what_is_found_for_a_group_does_not_depend_on_its_company_or_on_other_threads(name: str) -> None:
+    x, weights = _groups(37)
+    together = SEARCHES[name](x, weights)
+    for count in (1, 15, 16, 17):
+        some = SEARCHES[name](x[5 : 5 + count], weights[5 : 5 + count])
+        assert all(np.array_equal(part, whole[5 : 5 + count]) for part, whole in zip(some, together, strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        for again in pool.map(lambda _: SEARCHES[name](x, weights), range(16)):
+            assert all(np.array_equal(part, whole) for part, whole in zip(again, together, strict=True))
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_zeros_and_weights_of_zero_give_numbers(name: str) -> None:
+    x, weights = _groups(16)
+    x[3], weights[5], x[7, 1:] = 0, 0, 0
+    assert all(np.isfinite(part).all() for part in SEARCHES[name](x, weights))
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_weights_of_other_shapes_are_refused(name: str) -> None:
+    x, weights = _groups(16)
+    with pytest.raises(ValueError, match=r"groups are \[16, 32\] and their weights \[16, 31\], wanted \[n, k\] both"):
+        SEARCHES[name](x, weights[:, 1:])
