@@ -168,7 +168,7 @@ def test_gptq_survives_inputs_that_are_never_used_or_always_the_same() -> None:
     assert np.isfinite(format.decode(found)).all()
 
 
-@pytest.mark.parametrize("job", [Job("q4_0", pure=True), Job("q3_k_s", pure=True)], ids=lambda job: job.type_name)
+@pytest.mark.parametrize("job", [Job("q4_0", pure=True), Job("q2_k", pure=True)], ids=lambda job: job.type_name)
 def test_methods_lose_less_than_rounding_at_equal_bytes(source: Checkpoint, chunks: np.ndarray, tmp_path: Path, job: Job) -> None:
     others = (np.random.default_rng(9).zipf(1.3, 64) % source.config.vocab_size).astype(np.int32)
     made = [
