@@ -126,7 +126,7 @@ class Format:
     padded_to: int = 1
     gguf_type: int | None = None
     safetensors_dtype: str | None = None
-    encode_weighed: Callable[[F32, F32], Parts] | None = None
+    encode_weighed: Callable[..., Parts] | None = None
     free_codes: bool = True
 
     def __post_init__(self) -> None:

@@ -105,28 +105,28 @@ class Grid:
         for start in range(0, len(sizes), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
             errors = np.zeros((len(best[rows]), _CANDIDATES), np.float32)
-            for value, offered in enumerate(self._offered):  # one after the other: numpy is slow where the inner sums are short
-                misses = offered[numbers[rows]]
+            for value in range(self.dims):  # one after the other: numpy is slow where the inner sums are short
+                misses = self.offered[numbers[rows], value]
                 misses -= sizes[rows, value, None]
                 misses *= misses
                 if weights is not None:
                     misses *= weights[rows, value, None]
                 errors += misses
             best[rows] = errors.argmin(axis=1)
-        return self.points[self._near[numbers, best]]
+        return self.points[self.near[numbers, best]]
 
     @cached_property
-    def _offered(self) -> F32:
-        """The magnitudes of the points in `_near`, [dims, points of all, _CANDIDATES]."""
-        return np.array(self.magnitudes, np.float32)[self.points].T[:, self._near]
+    def offered(self) -> F32:
+        """The magnitudes of the points in `near`, [points of all, dims, 16]."""
+        return np.ascontiguousarray(np.array(self.magnitudes, np.float32)[self.points[self.near]].transpose(0, 2, 1))
 
     @cached_property
-    def _near(self) -> NDArray[np.intp]:
-        """By number of a point of all: the indices of the _CANDIDATES points of the grid that are nearest to it."""
+    def near(self) -> NDArray[np.int32]:
+        """By number of a point of all: the indices of the 16 points of the grid that are nearest to it."""
         magnitudes = np.array(self.magnitudes, np.float32)
         everything = magnitudes[np.arange(len(self._indices))[:, None] // self._weights % len(magnitudes)]
         offered = magnitudes[self.points].T
-        near = np.empty((len(everything), _CANDIDATES), np.intp)
+        near = np.empty((len(everything), _CANDIDATES), np.int32)
         for start in range(0, len(everything), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
             # Not by matmul, whose threads would fight those that encode other tensors.
@@ -194,11 +194,17 @@ _IQ3_S = Grid(
 )
 
 
-def encode(grid: Grid, group: int, even: bool, values: F32, importance: F32 | None = None) -> Parts:
+# The points [n, dims] of a grid whose magnitudes come nearest to sizes [n, dims] in squared error, with weights of that, [n, dims].
+Nearest = Callable[[Grid, F32, F32 | None], NDArray[np.uint8]]
+
+
+def encode(
+    grid: Grid, group: int, even: bool, values: F32, importance: F32 | None = None, nearest: Nearest = Grid.nearest
+) -> Parts:
     """Scales by least squares for each `group` values, then the nearest points under the scales as stored.
 
     even: whether each eight values have an even number of minuses; where they have not, the value that counts least gets the other
-    sign. importance: of each value, [n, 256]. Takes some microseconds a value.
+    sign. importance: of each value, [n, 256]. With the nearest points found in numpy a value takes about a microsecond.
     """
     signed = values.reshape(-1, 8)
     weights = None if importance is None else importance.reshape(-1, group)
@@ -208,31 +214,31 @@ def encode(grid: Grid, group: int, even: bool, values: F32, importance: F32 | No
         least = cost.argmin(axis=1)
         minus[np.arange(len(minus)), least] ^= minus.sum(axis=1) % 2 == 1
     sizes = np.where(minus, -signed, signed).reshape(-1, group)  # below zero where a sign was changed
-    scales = _fit(grid, sizes, weights).reshape(len(values), -1)
+    scales = _fit(grid, sizes, weights, nearest).reshape(len(values), -1)
     top = np.float32(31 * grid.unit)
     d = (scales.max(axis=1, keepdims=True) / top).astype("<f2")
     step = d.astype(np.float32) * np.float32(grid.unit)
     four_bits = np.clip(np.rint((scales * search.inverse(step) - 1) / 2), 0, 15).astype(np.uint8)
     stored = (step * (2 * four_bits.astype(np.float32) + 1)).reshape(-1, 1)
-    places = _points(grid, sizes, stored, weights).reshape(len(values), -1)
+    places = _points(grid, sizes, stored, weights, nearest).reshape(len(values), -1)
     codes = places | minus.reshape(len(values), -1).astype(np.uint8) << grid.sign
     return {"d": d, "codes": codes, "scales": _halves(four_bits)}
 
 
-def _points(grid: Grid, sizes: F32, scales: F32, weights: F32 | None) -> NDArray[np.uint8]:
+def _points(grid: Grid, sizes: F32, scales: F32, weights: F32 | None, nearest: Nearest) -> NDArray[np.uint8]:
     """The places of magnitudes nearest to sizes [n, k] under scales [n, 1]."""
     flat = None if weights is None else weights.reshape(-1, grid.dims)
-    return grid.nearest((sizes * search.inverse(scales)).reshape(-1, grid.dims), flat).reshape(sizes.shape)
+    return nearest(grid, (sizes * search.inverse(scales)).reshape(-1, grid.dims), flat).reshape(sizes.shape)
 
 
-def _fit(grid: Grid, sizes: F32, weights: F32 | None) -> F32:
+def _fit(grid: Grid, sizes: F32, weights: F32 | None, nearest: Nearest) -> F32:
     """Scales [n] that bring scale * magnitude closest to sizes [n, k] in squared error."""
     magnitudes = np.array(grid.magnitudes, np.float32)
     weighted = sizes if weights is None else sizes * weights
     peak = sizes.max(axis=1, keepdims=True)
     best_scale, best_gain = peak[:, 0] / magnitudes[-1], np.zeros(len(sizes), np.float32)
     for share in _SHARES:
-        found = magnitudes[_points(grid, sizes, peak / np.float32(magnitudes[-1] * share), weights)]
+        found = magnitudes[_points(grid, sizes, peak / np.float32(magnitudes[-1] * share), weights, nearest)]
         along = (found * weighted).sum(axis=1)
         scale = along * search.inverse((found * found if weights is None else found * found * weights).sum(axis=1))
         gain = np.where(along > 0, along * scale, 0)
@@ -246,7 +252,7 @@ def _fit(grid: Grid, sizes: F32, weights: F32 | None) -> F32:
 _SHARES_OF_IQ1 = (0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4)
 
 
-def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = None) -> Parts:
+def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = None, nearest: Nearest = Grid.nearest) -> Parts:
     """Scales by least squares for each `group` values, then for each `shared` values the move up or down, and the nearest points.
 
     importance: of each value, [n, 256].
@@ -258,7 +264,7 @@ def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = No
     weighted = x if weights is None else x * weights
     for sign in (1, -1):
         for share in _SHARES_OF_IQ1:
-            levels = _levels_of_iq1(x, peak / np.float32(8 * share), sign, weights)
+            levels = _levels_of_iq1(x, peak / np.float32(8 * share), sign, weights, nearest)
             along = (levels * weighted).sum(axis=1)
             scale = along * search.inverse((levels * levels if weights is None else levels * levels * weights).sum(axis=1))
             gain = np.where(along > 0, along * scale, 0)
@@ -270,7 +276,7 @@ def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = No
     three_bits = np.clip(np.rint((scales * search.inverse(step) - 1) / 2), 0, 7).astype(np.uint8)
     stored = np.repeat(step * (2 * three_bits.astype(np.float32) + 1), group // shared, axis=1).reshape(-1, 1)
     x, weights = values.reshape(-1, shared), None if importance is None else importance.reshape(-1, shared)
-    up, down = (_levels_of_iq1(x, stored, sign, weights) for sign in (1, -1))
+    up, down = (_levels_of_iq1(x, stored, sign, weights, nearest) for sign in (1, -1))
     errors = [np.square(levels * stored - x) * (1 if weights is None else weights) for levels in (up, down)]
     is_down = (errors[1].sum(axis=1) < errors[0].sum(axis=1))[:, None]
     places = np.where(is_down, down + _IQ1.moved, up - _IQ1.moved) / 8 + 1
@@ -278,11 +284,11 @@ def encode_iq1(group: int, shared: int, values: F32, importance: F32 | None = No
     return {"d": d, "codes": codes.reshape(len(values), -1), "scales": _halves(three_bits)}
 
 
-def _levels_of_iq1(x: F32, scales: F32, sign: int, weights: F32 | None) -> F32:
+def _levels_of_iq1(x: F32, scales: F32, sign: int, weights: F32 | None, nearest: Nearest) -> F32:
     """The levels [n, k] of the nearest points, all moved by `sign`, under scales [n, 1]."""
     moved = np.float32(sign * _IQ1.moved)
     sizes = (x * search.inverse(scales) - moved).reshape(-1, 8)
-    places = _IQ1.nearest(sizes, None if weights is None else weights.reshape(-1, 8))
+    places = nearest(_IQ1, sizes, None if weights is None else weights.reshape(-1, 8))
     return np.array(_IQ1.magnitudes, np.float32)[places].reshape(x.shape) + moved
 
 

@@ -5,8 +5,10 @@ They try many grids, and each takes a pass over the values: in numpy 200 to 1,30
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.formats.tensor import F32
 from cpuspec.kernels import machine_code, simd
@@ -78,6 +80,23 @@ def moves_of_scales(groups: F32, weights: F32, scales: F32, levels: Sequence[flo
     return out[0, : len(groups)], out[1, : len(groups)]
 
 
+def points(sizes: F32, weights: F32, magnitudes: Sequence[int], offered: F32, near: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Of the points that are offered, the one nearest to each group in weighted squared error, by its index in `near`; I32 [n].
+
+    sizes, weights: F32 [n, dims]. magnitudes: what values may be. By the number of the point that a group would be if there were
+    all of them, its first value counting least: offered, F32 [all, dims, 16], magnitudes of sixteen points; near, I32 [all, 16], which.
+    """
+    number = len(magnitudes) ** sizes.shape[1]
+    wanted = (number, sizes.shape[1], LANES), (number, LANES)
+    if (offered.shape, near.shape) != wanted:
+        raise ValueError(f"offered are {list(offered.shape)} and near {list(near.shape)}, wanted {' and '.join(map(str, wanted))}")
+    offered, near = np.ascontiguousarray(offered, np.float32), np.ascontiguousarray(near, np.int32)
+    middles = np.array(_with_middles(magnitudes)[len(magnitudes) :], np.float32)
+    out = np.empty(len(sizes), np.int32)
+    _run("fit-points", _points, sizes, weights, middles, offered.ctypes.data, near.ctypes.data, out)
+    return out
+
+
 def _with_middles(levels: Sequence[float]) -> list[float]:
     return [*levels, *(np.add(levels[:-1], levels[1:]) / 2)]
 
@@ -91,13 +110,13 @@ def _whole(count: int) -> int:
 Search = Callable[..., None]
 
 
-def _run(name: str, search: Search, groups: F32, weights: F32, numbers: F32, number: int, flag: bool, out: F32) -> None:
+def _run(name: str, search: Search, groups: F32, weights: F32, numbers: F32, first: int, second: int, out: NDArray[Any]) -> None:
     if groups.shape != weights.shape or groups.ndim != 2:
         raise ValueError(f"groups are {list(groups.shape)} and their weights {list(weights.shape)}, wanted [n, k] both")
     x, w = (np.ascontiguousarray(part, np.float32) for part in (groups, weights))
     room = np.empty(2 * LANES * x.shape[1], np.float32)
     addresses = [part.ctypes.data for part in (x, w, numbers, out, room)]
-    _compiled(name, search)(*addresses, len(x), x.shape[1], len(numbers), number, int(flag))
+    _compiled(name, search)(*addresses, len(x), x.shape[1], len(numbers), int(first), int(second))
 
 
 @cache
@@ -269,3 +288,21 @@ def _moves_of_scales(groups, weights, table, out, room, number, size, num_number
             best_error = smaller(error, best_error)
         simd.store_f32(out + 4 * first, best_error * scale * scale)
         simd.store_f32(found + 4 * first, best)
+
+
+def _points(groups, weights, middles, out, _room, number, size, num_middles, offered, near):
+    for n in range(number):
+        x, w = groups + 4 * size * n, weights + 4 * size * n
+        point, step = 0, 1
+        for i in range(size):
+            value = simd.peek_f32(x + 4 * i)
+            for place in range(num_middles):
+                if simd.peek_f32(middles + 4 * place) < value:
+                    point += step
+            step *= num_middles + 1
+        error = splat(_ZERO)
+        for i in range(size):
+            miss = simd.load_f32(offered + 64 * (size * point + i)) - splat(simd.peek_f32(x + 4 * i))
+            error = simd.fma(miss * miss, splat(simd.peek_f32(w + 4 * i)), error)
+        best = simd.first_equal(error, splat(simd.min_lanes(error)))
+        simd.poke_i32(out + 4 * n, simd.peek_i32(near + 64 * point + 4 * min(best, LANES - 1)))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpuspec.formats import Format, kquants, nl4, search
+from cpuspec.formats import Format, grids, kquants, nl4, search
 from cpuspec.formats.format import CHUNK_VALUES, F32, U8, Parts, per_group, scales_of
 from cpuspec.kernels import fit
 from cpuspec.kernels.encode import encode as encode_compiled
@@ -97,10 +97,17 @@ def _search_of(format: Format) -> Callable[[F32, F32], Parts] | None:
         return lambda x, weights: nl4.parts_of(x, *fit.moved(x, weights, nl4.LEVELS, nl4.MOVES, signs=True))
     if format.name == "nl4_xs":
         return partial(nl4.encode_xs, search_grids=_grids_of_nl4_xs)
+    if format.encode_weighed and format.reader == "grids":
+        return partial(format.encode_weighed, nearest=_nearest_points)
     like = format.split(np.zeros((1, format.block_bytes), np.uint8))
     if format.encode_weighed or "e" in like or ("s" in like and format.name not in _SCALES):
         return format.encode_weighed  # of scales that are powers of two, or of a kind that is not searched for, there is none
     return partial(_fitted, format, like)
+
+
+def _nearest_points(grid: grids.Grid, sizes: F32, weights: F32 | None) -> U8:
+    weights = np.ones_like(sizes) if weights is None else weights
+    return grid.points[fit.points(sizes, weights, grid.magnitudes, grid.offered, grid.near)]
 
 
 def _grids_of_nl4_xs(groups: F32, weights: F32 | None, scale: F32) -> tuple[F32, F32]:

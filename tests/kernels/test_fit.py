@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from cpuspec.formats import nl4, nonlinear
+from cpuspec.formats import grids, nl4, nonlinear
 from cpuspec.kernels import fit
 
 LEVELS = {"signed": range(-4, 4), "three": (-1, 0, 1), "table": nonlinear.LEVELS}
@@ -79,10 +79,30 @@ def test_moves_under_given_scales_are_the_best_ones() -> None:
         assert np.allclose(own[index == n], error[index == n], rtol=1e-4)
 
 
+GRIDS = {2: grids._IQ2_XXS, 3: grids._IQ3_S, 1: grids._IQ1}
+
+
+@pytest.mark.parametrize("bits", GRIDS)
+def test_points_are_as_near_as_those_that_numpy_finds(bits: int) -> None:
+    grid = GRIDS[bits]
+    rng = np.random.default_rng(bits)
+    sizes = (rng.standard_normal((100, grid.dims)) * grid.magnitudes[-1]).astype(np.float32)
+    weights = rng.lognormal(0, 1, sizes.shape).astype(np.float32)
+    magnitudes = np.array(grid.magnitudes, np.float32)
+    points = grid.points[fit.points(sizes, weights, grid.magnitudes, grid.offered, grid.near)]
+    found, wanted = (
+        (np.square(magnitudes[places] - sizes) * weights).sum(axis=1) for places in (points, grid.nearest(sizes, weights))
+    )
+    assert np.allclose(found, wanted, rtol=1e-5)
+    with pytest.raises(ValueError, match="near"):
+        fit.points(sizes, weights, grid.magnitudes, grid.offered, grid.near[:-1])
+
+
 SEARCHES = {
     "scales": lambda x, w: (fit.scales(x, w, nonlinear.LEVELS),),
     "lines": lambda x, w: fit.lines(x, w, 15, minimum_is_free=False),
     "moved": lambda x, w: fit.moved(x, w, nl4.LEVELS, nl4.MOVES, signs=True),
+    "points": lambda x, w: (fit.points(x[:, :4], w[:, :4], GRIDS[3].magnitudes, GRIDS[3].offered, GRIDS[3].near),),
     "moves_of_scales": lambda x, w: fit.moves_of_scales(x, w, np.abs(x).max(axis=1) / 30, nl4.LEVELS, nl4.XS_MOVES),
 }
 
@@ -109,5 +129,5 @@ def test_zeros_and_weights_of_zero_give_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", SEARCHES)
 def test_weights_of_other_shapes_are_refused(name: str) -> None:
     x, weights = _groups(16)
-    with pytest.raises(ValueError, match=r"groups are \[16, 32\] and their weights \[16, 31\], wanted \[n, k\] both"):
-        SEARCHES[name](x, weights[:, 1:])
+    with pytest.raises(ValueError, match=r"groups are \[16, \d+\] and their weights \[15, \d+\], wanted \[n, k\] both"):
+        SEARCHES[name](x, weights[:-1])
