@@ -83,8 +83,9 @@ def moves_of_scales(groups: F32, weights: F32, scales: F32, levels: Sequence[flo
 def points(sizes: F32, weights: F32, magnitudes: Sequence[int], offered: F32, near: NDArray[np.int32]) -> NDArray[np.int32]:
     """Of the points that are offered, the one nearest to each group in weighted squared error, by its index in `near`; I32 [n].
 
-    sizes, weights: F32 [n, dims]. magnitudes: what values may be. By the number of the point that a group would be if there were
-    all of them, its first value counting least: offered, F32 [all, dims, 16], magnitudes of sixteen points; near, I32 [all, 16], which.
+    sizes, weights: F32 [n, dims]. magnitudes: what values may be. offered, F32 [all, dims, 16], and near, I32 [all, 16]: the magnitudes
+    of sixteen points and which these are, by the number of the point that a group would be if there were all of them, the first of
+    its values counting least.
     """
     number = len(magnitudes) ** sizes.shape[1]
     wanted = (number, sizes.shape[1], LANES), (number, LANES)
