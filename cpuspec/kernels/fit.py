@@ -83,9 +83,9 @@ def moves_of_scales(groups: F32, weights: F32, scales: F32, levels: Sequence[flo
 def points(sizes: F32, weights: F32, magnitudes: Sequence[int], offered: F32, near: NDArray[np.int32]) -> NDArray[np.int32]:
     """Of the points that are offered, the one nearest to each group in weighted squared error, by its index in `near`; I32 [n].
 
-    sizes, weights: F32 [n, dims]. magnitudes: what values may be. offered, F32 [all, dims, 16], and near, I32 [all, 16]: the magnitudes
-    of sixteen points and which these are, by the number of the point that a group would be if there were all of them, the first of
-    its values counting least.
+    sizes, weights: F32 [n, dims]. magnitudes: what values may be. offered, F32 [all, dims, 16], and near, I32 [all, 16]: the
+    magnitudes of sixteen points and which these are, by the number of the point that a group would be if there were all of them,
+    the first of its values counting least.
     """
     number = len(magnitudes) ** sizes.shape[1]
     wanted = (number, sizes.shape[1], LANES), (number, LANES)
@@ -139,14 +139,14 @@ def _level(scaled, table, count):
 
 
 @compiled
-def _sums(x, w, size, inverse, table, count, whole):
-    """Of each lane: the weighted sums of value times level and of level times level."""
+def _sums(x, w, size, inverse, move, table, count, whole):
+    """Of each lane: the weighted sums of value times level, moved, and of such levels squared."""
     products = squares = splat(_ZERO)
     low, high = splat(simd.peek_f32(table)), splat(simd.peek_f32(table + 4 * ((count + 1) // 2 - 1)))
     for i in range(size):
         value = simd.load_f32(x + 64 * i)
-        scaled = value * inverse
-        level = smaller(larger(simd.round_f32(scaled), low), high) if whole else _level(scaled, table, count)
+        scaled = simd.fma(value, inverse, splat(_ZERO) - move)
+        level = (smaller(larger(simd.round_f32(scaled), low), high) if whole else _level(scaled, table, count)) + move
         heavy = level * simd.load_f32(w + 64 * i)
         products, squares = simd.fma(heavy, value, products), simd.fma(heavy, level, squares)
     return products, squares
@@ -167,7 +167,7 @@ def _scales(groups, weights, table, out, room, number, size, num_starts, count, 
             inverse = splat(simd.peek_f32(starts + 4 * n)) * inverted(peak)
             scale = gain = splat(_ZERO)
             for _ in range(_TURNS):
-                products, squares = _sums(x, w, size, inverse, table, count, whole)
+                products, squares = _sums(x, w, size, inverse, splat(_ZERO), table, count, whole)
                 scale = products * inverted(squares)
                 gain = products * scale  # of the squared error over that of zeros
                 inverse = inverted(scale)
@@ -250,12 +250,7 @@ def _moved(groups, weights, table, out, room, number, size, num_numbers, count, 
                 inverse = sign * inverted(holding * splat(share))
                 scale = gain = splat(_ZERO)
                 for _ in range(_TURNS):
-                    products = squares = splat(_ZERO)
-                    for i in range(size):
-                        value = simd.load_f32(x + 64 * i)
-                        level = _level(simd.fma(value, inverse, splat(_ZERO) - move), table, count) + move
-                        heavy = level * simd.load_f32(w + 64 * i)
-                        products, squares = simd.fma(heavy, value, products), simd.fma(heavy, level, squares)
+                    products, squares = _sums(x, w, size, inverse, move, table, count, False)
                     scale = products * inverted(squares)
                     gain = products * scale
                     inverse = inverted(scale)
