@@ -57,6 +57,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context_length=32768, **SMALL))
 
 
+KERNELS = machine_code.kernel_directory()  # of this machine, before a test has a cache of its own
+
+
+@pytest.fixture
+def kept_kernels(cache: Path) -> None:
+    """The kernels that this machine has: half a minute to compile, otherwise."""
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    (cache / "kernels").mkdir(parents=True)
+    machine_code.kernel_directory().symlink_to(KERNELS)
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for each test, and no network."""
@@ -170,6 +181,7 @@ def test_raw_continues_the_prompt_as_it_is(model: str) -> None:
     assert shown["stats"]["num_prompt_tokens"] == answer.stats.num_prompt_tokens
 
 
+@pytest.mark.usefixtures("kept_kernels")
 def test_explain_tells_what_auto_decided_from(model: str) -> None:
     told = run("generate", "hello", "-m", model, "--max-tokens", "8", "--explain").stderr
     assert "target: a forward by its rows costs 1: 1.00, 2: " in told
