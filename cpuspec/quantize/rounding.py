@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpuspec.formats import Format, grids, kquants, nl4, search
+from cpuspec.formats import Format, grids, kquants, mx, nl4, search
 from cpuspec.formats.format import CHUNK_VALUES, F32, U8, Parts, per_group, scales_of
 from cpuspec.kernels import fit
 from cpuspec.kernels.encode import encode as encode_compiled
@@ -99,10 +99,23 @@ def _search_of(format: Format) -> Callable[[F32, F32], Parts] | None:
         return partial(nl4.encode_xs, search_grids=_grids_of_nl4_xs)
     if format.encode_weighed and format.reader == "grids":
         return partial(format.encode_weighed, nearest=_nearest_points)
+    if format.name == "mxfp4":
+        return _mxfp4
     like = format.split(np.zeros((1, format.block_bytes), np.uint8))
-    if format.encode_weighed or "e" in like or ("s" in like and format.name not in _SCALES):
-        return format.encode_weighed  # of scales that are powers of two, or of a kind that is not searched for, there is none
+    if format.encode_weighed or ("s" in like and format.name not in _SCALES):
+        return format.encode_weighed  # scales of a kind that is not searched for have none
     return partial(_fitted, format, like)
+
+
+def _mxfp4(x: F32, weights: F32) -> Parts:
+    """The power of two that leaves the least weighted error: that of the largest value, or one beside it."""
+    around = np.clip(mx.encode_mxfp4(x)["e"] + np.arange(-1, 2), 0, 254)
+    levels = sorted(set(mx.E2M1_DOUBLED))
+    errors = [fit.moves_of_scales(x, weights, mx.HALF_SCALES[e], levels, (0,))[0] for e in around.T]
+    e = np.take_along_axis(around, np.argmin(errors, axis=0)[:, None], axis=1)
+    scale = mx.HALF_SCALES[e]
+    codes = nearest(mx.MXFP4, x, Grid(scale, np.zeros_like(scale)))
+    return {"e": e, "codes": np.where(codes == 8, np.uint8(0), codes)}  # zeros have no sign
 
 
 def _nearest_points(grid: grids.Grid, sizes: F32, weights: F32 | None) -> U8:
