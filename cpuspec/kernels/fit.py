@@ -58,6 +58,18 @@ def lines(groups: F32, weights: F32, largest: int, minimum_is_free: bool) -> tup
     return out[0, : len(groups)], out[1, : len(groups)]
 
 
+def whole_lines(
+    groups: F32, weights: F32, units: tuple[F32, F32], whole: tuple[F32, F32], largest: int, most: int
+) -> tuple[F32, F32]:
+    """Scales and minima as in `lines` that are whole multiples of units, up to `most`: of those given and their neighbours the ones
+    that leave the least error together. units, whole: of scales and of minima, F32 [n] each.
+    """
+    out = np.zeros((4, _whole(len(groups))), np.float32)
+    out[:, : len(groups)] = *units, *whole
+    _run("fit-whole-lines", _whole_lines, groups, weights, np.zeros(1, np.float32), largest, most, out)
+    return out[2, : len(groups)], out[3, : len(groups)]
+
+
 def moved(groups: F32, weights: F32, levels: Sequence[float], moves: Sequence[float], signs: bool) -> tuple[F32, F32]:
     """Scales, with signs of either sign, and moves, F32 [n] each, for which scale * (level + move) comes nearest to each group.
 
@@ -223,6 +235,35 @@ def _lines(groups, weights, starts, out, room, number, size, num_numbers, larges
             best_error = smaller(error, best_error)
         simd.store_f32(out + 4 * first, best_scale)
         simd.store_f32(minima + 4 * first, splat(_ZERO) - best_start)
+
+
+def _whole_lines(groups, weights, _numbers, out, room, number, size, _num_numbers, largest_code, most_whole):
+    x, w = room, room + 64 * size
+    row = 4 * LANES * ((number + LANES - 1) // LANES)
+    largest, most = splat(simd.to_float(largest_code)), splat(simd.to_float(most_whole))
+    for first in range(0, number, LANES):
+        lanes = min(LANES, number - first)
+        lay(groups, first, lanes, size, x)
+        lay(weights, first, lanes, size, w)
+        at = out + 4 * first
+        unit, unit_of_minima = simd.load_f32(at), simd.load_f32(at + row)
+        scale, minimum = simd.load_f32(at + 2 * row), simd.load_f32(at + 3 * row)
+        best_scale, best_minimum, best_error = scale, minimum, splat(_INFINITY)
+        for n in range(9):
+            own_scale = rounded(scale + splat(simd.to_float(n // 3 - 1)), most)
+            own_minimum = rounded(minimum + splat(simd.to_float(n % 3 - 1)), most)
+            step, start = unit * own_scale, splat(_ZERO) - unit_of_minima * own_minimum
+            inverse = inverted(step)
+            error = splat(_ZERO)
+            for i in range(size):
+                value = simd.load_f32(x + 64 * i)
+                miss = simd.fma(step, rounded((value - start) * inverse, largest), start) - value
+                error = simd.fma(miss * miss, simd.load_f32(w + 64 * i), error)
+            best_scale = simd.where_less(error, best_error, own_scale, best_scale)
+            best_minimum = simd.where_less(error, best_error, own_minimum, best_minimum)
+            best_error = smaller(error, best_error)
+        simd.store_f32(at + 2 * row, best_scale)
+        simd.store_f32(at + 3 * row, best_minimum)
 
 
 def _moved(groups, weights, table, out, room, number, size, num_numbers, count, signs):

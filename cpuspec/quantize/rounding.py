@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.formats import Format, grids, kquants, mx, nl4, search
 from cpuspec.formats.format import CHUNK_VALUES, F32, U8, Parts, per_group, scales_of
@@ -39,8 +40,8 @@ def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
     importance: of the K inputs, such as the mean squares of what they are multiplied with; None where all count the same.
     Raises FormatError as `Format.encode` does.
     """
-    search = _search_of(format)
-    if not search or (importance is None and search is format.encode_weighed):
+    find = _search_of(format)
+    if not find or (importance is None and find is format.encode_weighed):
         return encode_compiled(format, values)
     rows, columns = values.shape
     out = np.empty((rows, format.row_bytes(columns)), np.uint8)
@@ -55,7 +56,7 @@ def encode(format: Format, values: F32, importance: F32 | None = None) -> U8:
         )
         blocks, weights = x.reshape(-1, format.block_size), weights.reshape(-1, format.block_size)
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            out[start : start + step] = format.join(search(blocks, weights)).reshape(len(x), -1)
+            out[start : start + step] = format.join(find(blocks, weights)).reshape(len(x), -1)
     return out
 
 
@@ -138,7 +139,7 @@ def _fitted(format: Format, like: Parts, x: F32, weights: F32) -> Parts:
         d, move = fit.moved(_flat(x), _flat(weights), levels, [-zero for zero in levels], signs=False)
         stored = {"d": d.astype("<f2").reshape(x.shape[:2]), "z": (-move).astype(np.uint8).reshape(x.shape[:2])}
     elif "base" in like or "z" in like:
-        stored = _store_with_minimum(format, *_fit_with_minimum(format, x, weights))
+        stored = _lines(format, x, weights)
     else:
         stored = _store(format, _fit(format, x, weights))
     scale, offset = (part[:, :, None] for part in grid_of(format, stored))
@@ -152,7 +153,7 @@ def _flat(groups: F32) -> F32:
 
 def _fit(format: Format, x: F32, weights: F32) -> F32:
     """The scale [n, g] of groups [n, g, k] around zero."""
-    assert format.affine, "checked by `encode`"
+    assert format.affine, "checked by `_search_of`"
     levels = format.affine.levels or [code - format.affine.zero for code in range(1 << format.code_bits)]
     return fit.scales(_flat(x), _flat(weights), sorted(levels)).reshape(x.shape[:2])
 
@@ -168,25 +169,28 @@ def _store(format: Format, scale: F32) -> Parts:
     return {"d": d, "s": s, **({"scales": kquants.pack_signed_scales(s)} if format.name == "q3_k" else {})}
 
 
-def _fit_with_minimum(format: Format, x: F32, weights: F32) -> tuple[F32, F32]:
-    """Scale and minimum [n, g], value = scale * code - minimum, of groups [n, g, k] by the line of least weighted squares."""
+def _lines(format: Format, x: F32, weights: F32) -> Parts:
+    """The scales and minima of groups [n, g, k], value = scale * code - minimum, that leave the least weighted error."""
+    assert format.affine, "checked by `_search_of`"
+    groups, group_weights, shape = _flat(x), _flat(weights), x.shape[:2]
+    zero, largest = np.float32(format.affine.zero), (1 << format.code_bits) - 1
     free = format.name in ("q4_1", "q5_1")  # whose minimum may be above zero
-    scale, minimum = fit.lines(_flat(x), _flat(weights), (1 << format.code_bits) - 1, free)
-    return scale.reshape(x.shape[:2]), minimum.reshape(x.shape[:2])
-
-
-def _store_with_minimum(format: Format, scale: F32, minimum: F32) -> Parts:
-    """The parts that hold scales and minima [n, g] best."""
-    assert format.affine, "checked by `encode`"
-    zero = np.float32(format.affine.zero)
+    scale, minimum = fit.lines(groups, group_weights, largest, free)
     if format.name in _SCALES:
-        largest = _SCALES[format.name][1]
-        d, base = ((part.max(axis=1, keepdims=True) / largest).astype("<f2") for part in (scale, minimum))
-        s = np.clip(np.rint(scale * search.inverse(d.astype(np.float32))), 0, largest).astype(np.uint8)
-        z = np.clip(np.rint(minimum * search.inverse(base.astype(np.float32))), 0, largest).astype(np.uint8)
+        most = _SCALES[format.name][1]
+        d, of_scales, scales = _multiples(scale, shape, most)
+        base, of_minima, minima = _multiples(minimum, shape, most)
+        found = fit.whole_lines(groups, group_weights, (of_scales, of_minima), (scales, minima), largest, most)
+        s, z = (part.astype(np.uint8).reshape(shape) for part in found)
         return {"d": d, "base": base, "s": s, "z": z, **({"scales": s | z << 4} if format.name == "q2_k" else {})}
-    d = scale.astype("<f2")
-    if format.name in ("q4_1", "q5_1"):
+    d, minimum = scale.astype("<f2").reshape(shape), minimum.reshape(shape)
+    if free:
         return {"d": d, "base": (minimum / zero).astype("<f2")}
-    z = np.clip(np.rint(minimum * search.inverse(d.astype(np.float32) * zero)), 0, 255).astype(np.uint8)
-    return {"d": d, "z": z}
+    return {"d": d, "z": np.clip(np.rint(minimum * search.inverse(d.astype(np.float32) * zero)), 0, 255).astype(np.uint8)}
+
+
+def _multiples(numbers: F32, shape: tuple[int, ...], most: int) -> tuple[NDArray[np.float16], F32, F32]:
+    """Numbers of groups, of `shape` [n, g], as multiples 0 to `most` of a unit of each n: the unit, F16 [n, 1]; both by group."""
+    unit = (numbers.reshape(shape).max(axis=1, keepdims=True) / most).astype("<f2")
+    by_group = np.repeat(unit.astype(np.float32), shape[1])
+    return unit, by_group, np.clip(np.rint(numbers * search.inverse(by_group)), 0, most)

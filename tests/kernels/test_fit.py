@@ -50,6 +50,22 @@ def test_few_lines_leave_less_error_than_those_found(is_free: bool) -> None:
     assert found.sum() < 1.04 * least.sum()
 
 
+def test_whole_scales_and_minima_are_the_best_of_nine() -> None:
+    x, weights = _groups(35)
+    scale, minimum = fit.lines(x, weights, 15, minimum_is_free=False)
+    units = tuple(np.full_like(part, part.max() / 63) for part in (scale, minimum))
+    whole = tuple(np.clip(np.rint(part / unit), 0, 63) for part, unit in zip((scale, minimum), units, strict=True))
+
+    def error(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
+        return _error(x, weights, (units[0] * scales)[:, None] * np.arange(16) - (units[1] * minima)[:, None])
+
+    found = fit.whole_lines(x, weights, units, whole, 15, 63)
+    assert any((one != given).any() for one, given in zip(found, whole, strict=True))
+    moves = [(a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+    all_nine = [error(np.clip(whole[0] + a, 0, 63), np.clip(whole[1] + b, 0, 63)) for a, b in moves]
+    assert np.allclose(error(*found), np.min(all_nine, axis=0), rtol=1e-4)
+
+
 @pytest.mark.parametrize("signs", [False, True])
 def test_few_grids_that_move_leave_less_error_than_those_found(signs: bool) -> None:
     x, weights = _groups(30)
@@ -101,6 +117,7 @@ def test_points_are_as_near_as_those_that_numpy_finds(bits: int) -> None:
 SEARCHES = {
     "scales": lambda x, w: (fit.scales(x, w, nonlinear.LEVELS),),
     "lines": lambda x, w: fit.lines(x, w, 15, minimum_is_free=False),
+    "whole_lines": lambda x, w: fit.whole_lines(x, w, (np.abs(x).max(axis=1) / 99,) * 2, (np.ones(len(x)),) * 2, 15, 63),
     "moved": lambda x, w: fit.moved(x, w, nl4.LEVELS, nl4.MOVES, signs=True),
     "points": lambda x, w: (fit.points(x[:, :4], w[:, :4], GRIDS[3].magnitudes, GRIDS[3].offered, GRIDS[3].near),),
     "moves_of_scales": lambda x, w: fit.moves_of_scales(x, w, np.abs(x).max(axis=1) / 30, nl4.LEVELS, nl4.XS_MOVES),
