@@ -28,17 +28,17 @@ _TOP_SHIFTS = np.arange(0, 2 * _GROUPS, 2, dtype=np.uint16)
 _NEAREST = np.searchsorted(np.add(LEVELS[:-1], LEVELS[1:]), np.arange(-256, 256), side="right").astype(np.uint8)
 
 
-def encode_iq4_nl(values: F32, importance: F32 | None = None) -> Parts:
-    """The scale that leaves the least squared error, then codes for the scale as stored. importance: of each value, [n, 32]."""
+def encode_iq4_nl(values: F32) -> Parts:
+    """The scale that leaves the least squared error, then codes for the scale as stored."""
     groups = values[:, None]
-    d = _fit(groups, None if importance is None else importance[:, None]).astype("<f2")
+    d = _fit(groups).astype("<f2")
     return {"d": d, "codes": _nearest(groups, d.astype(np.float32)).reshape(len(values), -1)}
 
 
-def encode_iq4_xs(values: F32, importance: F32 | None = None) -> Parts:
+def encode_iq4_xs(values: F32) -> Parts:
     """As iq4_nl for each 32 values; the scale of largest magnitude becomes -32, and the others whole numbers beside it."""
     groups = values.reshape(-1, _GROUPS, BLOCK)
-    scales = _fit(groups, None if importance is None else importance.reshape(groups.shape))
+    scales = _fit(groups)
     d = (np.take_along_axis(scales, np.abs(scales).argmax(axis=1)[:, None], axis=1) / -32).astype("<f2")
     stored = d.astype(np.float32)
     s = np.clip(np.rint(scales * search.inverse(stored)), -32, 31).astype(np.int8)
@@ -74,16 +74,14 @@ def fields_iq4_xs(parts: Parts) -> Parts:
     return fields
 
 
-def _fit(groups: NDArray, importance: NDArray | None) -> NDArray:
-    """Scales [n, s] that bring scale * level(code) closest to `groups` [n, s, k] in squared error, weighted with `importance`."""
-    weights = np.ones((1, 1, 1), np.float32) if importance is None else importance
+def _fit(groups: NDArray) -> NDArray:
+    """Scales [n, s] that bring scale * level(code) closest to `groups` [n, s, k] in squared error."""
     peak = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
     best_scale, best_gain = peak / LEVELS[0], np.zeros(peak.shape, np.float32)
-    weighted = groups * weights
     for place in _PEAKS:
         levels = np.array(LEVELS, np.float32)[_nearest(groups, peak / np.float32(place))]
-        along = (levels * weighted).sum(axis=2)
-        scale = along * search.inverse((levels * levels * weights).sum(axis=2))
+        along = (levels * groups).sum(axis=2)
+        scale = along * search.inverse((levels * levels).sum(axis=2))
         gain = along * scale  # of the squared error over that of zeros
         better = gain > best_gain
         best_scale, best_gain = np.where(better, scale, best_scale), np.where(better, gain, best_gain)
