@@ -78,7 +78,7 @@ def _quantized_pass(
             here = tile + stream * distance + panels * panel
             (here + index * share).fetch(AHEAD, share)
             records = acts + (first + index) * stride
-            if isa.dot_isa() == "avx2":
+            if isa.has_sixteen_registers():
                 own_totals = [total(stream, row, 32) for row in range(rows)]
                 ymm.add_rows(order, lambda at: READERS[name](at, inside, index), here.base(), records.base(), own_totals)
             else:

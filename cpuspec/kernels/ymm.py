@@ -1,9 +1,9 @@
 """Linear layers of codes on processors with sixteen vector registers, AVX2 with or without dot products of bytes (AVX-VNNI).
 
 A register has half of a tile, and sixteen registers do not hold a group's codes beside sums. A few rows are multiplied while
-weights are unpacked. For more rows, a panel of a tile is unpacked to the stack once, and up to six rows at a time are multiplied
-with it, by the instructions of `instructions`. The float sums are those of `linear`'s other passes in the same order, and integer
-dots are exact: the bits are the same.
+weights are unpacked, more than four with one half of the tile after the other. For still more rows, a panel of a tile is unpacked
+to the stack once, and up to six rows at a time are multiplied with it, by the instructions of `instructions`. The float sums are
+those of `linear`'s other passes in the same order, and integer dots are exact: the bits are the same.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,13 @@ from llvmlite import ir
 
 from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, panel_bytes
-from cpuspec.kernels import isa
 from cpuspec.kernels.instructions import MOST_ROWS, SCRATCH_BYTES, Products
 from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Value, Variable, call, vector_of
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start, sum_of_weights, weigh
 from cpuspec.kernels.readers import AHEAD, READERS, Group
 
-# Rows that are multiplied while weights are unpacked. With dot products of bytes LLVM keeps more of three rows' sums on the stack.
-FEW = 2 if isa.dot_isa() == "avx_vnni" else 4
+# Rows that are multiplied while weights are unpacked: up to _WHOLE with both halves of a tile, more with one after the other.
+FEW, _WHOLE = 8, 4
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 
 _GROUPS = PANEL // GROUP
@@ -42,39 +41,37 @@ def laid(products: Products, group: Group) -> list[Value]:
 
 
 def add_rows(order: str, read: Callable[[Value], Group], address: Value, records: Value, totals: list[Variable]) -> None:
-    """Add a group's products with FEW rows or fewer to their totals, from registers and without dot products of bytes.
+    """Add a group's products with FEW rows or fewer to their totals, from registers.
 
     read: the group of a tile at an address; it is asked for each vector of codes again, right before that is multiplied, and LLVM
     drops the rest. records: the address of the first row's.
     """
     group = read(address)
     products, share = Products.of(order, group), 8 // len(group.scales)
-    words, signed = products.in_words, products.in_nibbles
+    signed = products.in_nibbles
     assert group.zero == 128 or not signed, "codes of eight bits are around 128"
-    typ, name, result = (_WORDS, "wd", _INTEGERS) if words else (_BYTES, "ub.sw", _WORDS)
+    in_bytes = share * (2**group.bits - 1) < 256  # whether the sums of codes fit
     dots: list[_Halves] = []
     weights: list[Value] = []
     for part in range(len(group.scales)):
         dots.append([[None, None] for _ in totals])
         of_codes: list[Any] = [None, None]
-        in_bytes = share * (2**group.bits - 1) < 256
-        for vectors, factor in products.chunks(part, signed):
-            sums: _Halves = [[None, None] for _ in totals]
-            for vector, at in vectors:
-                codes = (read(address).codes if signed else laid(products, read(address)))[vector]
-                halves = [codes.shuffled(range(8 * half, 8 * half + 8)).bits(typ) for half in _HALVES]
-                if products.shifted and factor == 1:
-                    _add(of_codes, halves if in_bytes else [_pairs(half) for half in halves])
-                if signed:  # the sizes of codes less their zero point, times inputs that have taken their signs
-                    signs = [half - half.like(-128) for half in halves]
-                    halves = [call("llvm.x86.avx2.psign.b", _BYTES, half, half) for half in signs]
-                for row, own in enumerate(sums):
-                    inputs = (records + (ORDERS[order] * row + at)).load(I32).splat(8).bits(typ)
-                    faced = [call("llvm.x86.avx2.psign.b", _BYTES, inputs, half) for half in signs] if signed else [inputs] * 2
-                    _add(own, [call(f"llvm.x86.avx2.pmadd.{name}", result, *both) for both in zip(halves, faced, strict=True)])
-                records, address = _settled(sums, records, address)
-            for own, dot in zip(sums, dots[part], strict=True):
-                _add(dot, own if words else [_widened(half, factor) for half in own])
+        for halves in [_HALVES] if len(totals) <= _WHOLE else [(half,) for half in _HALVES]:
+            for vectors, factor in products.chunks(part, signed):
+                sums: _Halves = [[None for _ in halves] for _ in totals]
+                for vector, at in vectors:
+                    codes = (read(address).codes if signed else laid(products, read(address)))[vector]
+                    parts = [codes.shuffled(range(8 * half, 8 * half + 8)) for half in halves]
+                    if products.shifted and factor == 1:
+                        for half, some in zip(halves, parts, strict=True):
+                            of_codes[half] = _plus(of_codes[half], some.bits(_BYTES) if in_bytes else _pairs(some.bits(_BYTES)))
+                    for row, own in enumerate(sums):
+                        inputs = (records + (ORDERS[order] * row + at)).load(I32).splat(8)
+                        own[:] = [_times(products, *both, inputs) for both in zip(own, parts, strict=True)]
+                    records, address = _settled(sums, records, address)
+                for own, dot in zip(sums, dots[part], strict=True):
+                    for half, total in zip(halves, own, strict=True):
+                        dot[half] = _plus(dot[half], _scaled(products, total, factor))
         if products.shifted:
             pairs = [_pairs(half) for half in of_codes] if in_bytes else of_codes
             weights.append(_whole([_widened(half) for half in pairs]) - group.zero * 4 * share)
@@ -87,8 +84,28 @@ def add_rows(order: str, read: Callable[[Value], Group], address: Value, records
         total.set(add_dots(whole, group.scales, shifted, group.minima, record, total.get()))
 
 
-def _add(totals: list[Any], values: list[Value]) -> None:
-    totals[:] = [value if total is None else total + value for total, value in zip(totals, values, strict=True)]
+def _times(products: Products, total: Any, codes: Value, inputs: Value) -> Value:
+    """The sums so far (None for none) plus the products of codes with inputs, in lanes as wide as they are added in."""
+    if products.vnni:
+        return call("llvm.x86.avx512.vpdpbusd.256", _INTEGERS, codes.like(0) if total is None else total, codes, inputs)
+    if products.in_words:
+        return _plus(total, call("llvm.x86.avx2.pmadd.wd", _INTEGERS, codes.bits(_WORDS), inputs.bits(_WORDS)))
+    codes, inputs = codes.bits(_BYTES), inputs.bits(_BYTES)
+    if products.in_nibbles:  # the sizes of codes less their zero point, times inputs that have taken their signs
+        signs = codes - codes.like(-128)
+        codes, inputs = (call("llvm.x86.avx2.psign.b", _BYTES, some, signs) for some in (signs, inputs))
+    return _plus(total, call("llvm.x86.avx2.pmadd.ub.sw", _WORDS, codes, inputs))
+
+
+def _scaled(products: Products, total: Value, factor: int) -> Value:
+    """What `_times` has summed, in 32 bits, times a factor."""
+    if products.vnni:
+        return total.shifted(factor.bit_length() - 1)
+    return total if products.in_words else _widened(total, factor)
+
+
+def _plus(total: Any, value: Value) -> Value:
+    return value if total is None else total + value
 
 
 def _pairs(codes: Value) -> Value:
@@ -115,8 +132,8 @@ def _settled(sums: _Halves, *addresses: Value) -> list[Value]:
     settled = b.asm(ir.FunctionType(ir.LiteralStructType(kinds), kinds), "", constraints, [v.v for v in values], False)
     same = [Value(b, b.extract_value(settled, n)) for n in range(len(values))]
     for row, own in enumerate(sums):
-        own[:] = same[2 * row : 2 * row + 2]
-    return same[2 * len(sums) :]
+        own[:] = same[len(own) * row : len(own) * (row + 1)]
+    return same[-len(addresses) :]
 
 
 class _Unpacked:
