@@ -543,6 +543,7 @@ NO_DEFAULTS = SamplingDefaults()
 DTYPES = ("auto", "f32", "bf16", "f16")
 WEIGHTS = ("auto", "values", "codes")
 ACTIVATIONS = ("auto", "int8", "f32")
+PROMPT_ARITHMETICS = ("auto", "codes", "bf16")
 HEAD_FORMATS = ("int8", "int4", "file")
 POOLINGS = ("last", "mean", "cls")  # of a text's states, for its embedding: the last token's, the mean of all, the first one's
 
@@ -552,7 +553,7 @@ class EngineConfig:
     """What an engine reserves, and how its backend computes.
 
     The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
-    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy; others take "auto", and "cpu" as
+    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy, the prompt arithmetic of numba; others take "auto", and "cpu" as
     the device (`cpuspec.backends.check_backend`).
     """
 
@@ -630,6 +631,13 @@ class EngineConfig:
         _choice(ACTIVATIONS),
         "What ONNX Runtime and OpenVINO multiply 4- and 8-bit matrices with: int8, fast and what auto is, or f32, exact but for "
         "the order of sums. numpy with int8 shows what that rounding costs.",
+        "A",
+    )
+    prompt_arithmetic: str = _of_backend(
+        "auto",
+        _choice(PROMPT_ARITHMETICS),
+        "What numba multiplies tokens of prompts in: codes, as all other tokens; bf16, weights dequantized to bf16 in tile registers; "
+        "or auto, bf16 where the processor has such registers.",
         "A",
     )
 

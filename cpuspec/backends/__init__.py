@@ -29,6 +29,7 @@ OWN_SETTINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingPro
         "dtype": (("auto",), ("torch",)),
         "weights": (("auto",), ("torch",)),
         "activations": (("auto",), ("onnxruntime", "openvino", "numpy")),
+        "prompt_arithmetic": (("auto", "codes"), ("numba",)),
     }
 )
 
@@ -106,6 +107,11 @@ def settings_of(name: str, engine: EngineConfig) -> dict[str, str]:
 def device_of(backend: Backend) -> str:
     """Where it computes, as "cpu" and "cuda:0"."""
     return str(getattr(backend, "device", "cpu"))  # of those that have a choice
+
+
+def has_prompt_arithmetic(backend: Backend) -> bool:
+    """Whether it gives a token of a prompt other bits than a generated one (`ForwardBatch.of_prompts`)."""
+    return getattr(backend, "prompt_arithmetic", "codes") != "codes"  # of those that have a choice
 
 
 def make_backend(

@@ -26,6 +26,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import EngineConfig, ModelConfig, Rope
 from cpuspec.environment import sources_digest, usable_cores
+from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, hadamard_size, stored_bytes
 from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes
@@ -84,6 +85,7 @@ class NumbaBackend:
         casts: Mapping[str, Format] = MappingProxyType({}),
     ) -> None:
         isa.check_processor()
+        self.prompt_arithmetic = _prompt_arithmetic(engine.prompt_arithmetic, checkpoint.config)
         self.config = c = checkpoint.config
         self.max_rows = engine.max_rows
         self.threads: int = share.threads if share else engine.threads or usable_cores()
@@ -100,7 +102,7 @@ class NumbaBackend:
 
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
-        self._identity = _identity(c, engine.kv_format, tensors)
+        self._identity = _identity(c, engine.kv_format, self.prompt_arithmetic, tensors)
         self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
         group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
@@ -124,7 +126,13 @@ class NumbaBackend:
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
         self._programs: list[program.Program] = []
-        self._program = self._new_program(self._writer.operations)
+        self._program = self._prompt_program = self._new_program(self._writer.operations)
+        if self.prompt_arithmetic == "bf16":
+            written = len(self._writer.operations)
+            self._writer.order = linear.prompt_order
+            decode(c, self._writer)
+            self._writer.order = linear.activation_order
+            self._prompt_program = self._new_program(self._writer.operations[written:])
         self._projections: dict[str, program.Program] = {}  # by the name of the matrix
         if c.head and c.head.injects:
             written = len(self._writer.operations)
@@ -198,7 +206,8 @@ class NumbaBackend:
         if batch.hidden_layers:
             kept, output.hidden = self._room_for_hidden(batch.hidden_layers, num_rows)
         lengths, addresses, head_bytes = _places(lists.slots, cache)
-        self._program.enter(
+        entered = self._prompt_program if batch.of_prompts else self._program
+        entered.enter(
             lists.tokens,
             lists.positions,
             lists.parents or [],
@@ -211,7 +220,7 @@ class NumbaBackend:
             logits,
             batch.both_ways,
         )
-        self._run(self._program)
+        self._run(entered)
         cache.advance(batch)
         if num_logits <= products.BLOCK_ROWS:
             output.best = self._picked[:num_logits]
@@ -349,6 +358,7 @@ class _Writer:
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
+        self.order = linear.activation_order  # of what a matrix's format wants, but for the logits'
         self.ropes: list[Rope] = []
         decoder = embed.row_decoder(embedding.format.name)
         self.embeds = (
@@ -482,8 +492,9 @@ class _Writer:
         """Up to three matrices."""
         c = self._config
         matrices = {name: self._matrices[name] for name in outputs}
-        orders = {name: linear.activation_order(m.format.name, _is_precise(c, name)) for name, m in matrices.items()}
         features, logits = next(iter(matrices.values())).shape[1], any(out is None for out in outputs.values())
+        order_of = linear.activation_order if logits else self.order
+        orders = {name: order_of(m.format.name, _is_precise(c, name)) for name, m in matrices.items()}
         kind = pointwise.PLAIN if norm is None else pointwise.NORM
         if x.up is not None:
             kind = {"silu": pointwise.SILU, "gelu_tanh": pointwise.GELU}[c.activation]
@@ -517,11 +528,21 @@ class _Writer:
         return self.rooms[part]
 
 
-def _identity(config: ModelConfig, kv_format: str, tensors: Mapping[str, WeightTensor]) -> str:
+def _prompt_arithmetic(asked: str, config: ModelConfig) -> str:
+    """In what tokens of prompts are computed. Heads read rows of their own, and no prompts. Raises BackendError."""
+    if asked == "bf16" and not isa.has_bf16_tiles():
+        raise BackendError(
+            f"prompt_arithmetic bf16 needs a processor with bf16 tile registers (AMX), and this one has {isa.describe()}; "
+            "leave it at auto, or take codes"
+        )
+    return "bf16" if asked != "codes" and isa.has_bf16_tiles() and config.head is None else "codes"
+
+
+def _identity(config: ModelConfig, kv_format: str, prompt_arithmetic: str, tensors: Mapping[str, WeightTensor]) -> str:
     """A hash of everything that the bits of keys and values depend on besides the tokens."""
     sources = [sources_digest(Path(file).parent) for file in (__file__, model.__file__)]
     weights = [(name, tensor.format.name, tensor.shape, _weights_of(tensor)) for name, tensor in tensors.items()]
-    facts = (machine_code.fingerprint(), sources, np.__version__, sys.byteorder, repr(config), kv_format, weights)
+    facts = (machine_code.fingerprint(), sources, np.__version__, sys.byteorder, repr(config), kv_format, prompt_arithmetic, weights)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -249,6 +249,7 @@ class _Stage:
                     slots=np.array(slots, np.int32),
                     q_start=np.cumsum([0, *fed], dtype=np.int32),
                     logit_rows=None if work.all_logits else np.array(last, np.int32),
+                    of_prompts=not work.all_logits,
                 )
             )
         return batches

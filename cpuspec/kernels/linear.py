@@ -49,6 +49,11 @@ def activation_order(format_name: str, precise: bool = False) -> str:
     return "int16" if precise else "int8"
 
 
+def prompt_order(format_name: str, precise: bool = False) -> str:
+    """`activation_order` for tokens of prompts in bf16: weights in codes are dequantized."""
+    return activation_order(PAIRED if format_name in READERS else format_name, precise)
+
+
 def _quantized_pass(
     o: Ops, name: str, order: str, rows: int, tile: Value, in_features: Value, acts: Value, block_rows: Value, streams: Value,
     distance: Value,
@@ -287,6 +292,30 @@ def _bf16_rows(typingctx, width, blocks, rows, tile, tile_bytes, in_features, ac
     return types.void(*[types.int64] * 12), codegen
 
 
+@intrinsic(prefer_literal=True)
+def _dequantized_rows(
+    typingctx, format_name, num_tiles, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
+):
+    """`_pass` of up to MOST_TILES tiles in codes, dequantized to bf16 and multiplied in tile registers, for up to MOST_ROWS rows."""
+    signature = types.void(format_name, *[types.int64] * 11)
+    name = format_name.literal_value
+
+    def codegen(context, builder, sig, args):
+        o = Ops(builder)
+        num_tiles, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride = map(o.value, args[1:])
+
+        def finish(number: Value, row: Value, values: Value) -> None:
+            to = number * 64
+            [values] = _plus(o, [values], bias, lambda _: bias + to)
+            [values] = _plus(o, [values], residual, lambda _: residual + (to + stride * row))
+            (out + (to + stride * row)).store(values)
+
+        tiles.dequantized_pass(o, name, num_tiles, rows, tile, tile_bytes, in_features, acts, row_bytes, finish)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 def _num_streams(distance: Value) -> Value:
     """How many streams a pass has whose tiles are `distance` tiles from each other."""
     return distance.equals(0).select(distance.like(1), distance.like(_STREAMS))
@@ -313,7 +342,7 @@ def linear_kernel(format_name: str, order: str) -> int:
 
     def make() -> Callable[..., None]:
         if order == "bf16":
-            return _bf16_linear()
+            return _bf16_linear() if format_name == PAIRED else _dequantized_linear(format_name)
         if isa.has_sixteen_registers() and format_name in READERS:
             return _ymm_linear(format_name, order)
         return _linear(format_name, order, 4 if order in ("f32", "rounded") else ORDERS[order])
@@ -342,6 +371,28 @@ def _bf16_linear() -> Callable[..., None]:
                     add = residual + row * stride + 64 * tile if residual != 0 else residual
                     _bf16_rows(width, blocks, count, weights, tile_bytes, in_features, here, row_bytes, plus, add, to, stride)
                 tile += width
+        tiles.release()
+
+    return linear
+
+
+def _dequantized_linear(name: str) -> Callable[..., None]:
+    """The kernel of a format of codes that are dequantized to bf16, to be compiled."""
+    most_rows, most_tiles = tiles.MOST_ROWS, tiles.MOST_TILES
+
+    def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
+        tiles.shape(PAIRED)
+        for top in range(0, rows, most_rows):
+            count = min(most_rows, rows - top)
+            here, to, add = acts + top * row_bytes, out + top * stride, residual + top * stride if residual != 0 else residual
+            for tile in range(first, end, most_tiles):
+                weights = matrix + tile * tile_bytes
+                plus = bias + 64 * tile if bias != 0 else bias
+                more = add + 64 * tile if add != 0 else add
+                number = min(most_tiles, end - tile)
+                _dequantized_rows(
+                    name, number, count, weights, tile_bytes, in_features, here, row_bytes, plus, more, to + 64 * tile, stride
+                )
         tiles.release()
 
     return linear

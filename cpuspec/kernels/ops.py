@@ -374,6 +374,16 @@ def bf16_bits(values: Value, mask: int = 0xFFFFFFFF) -> Value:
     return values.unordered("uno", values).select(quiet, rounded) & mask
 
 
+def bf16_pairs(even: Value, odd: Value) -> Value:
+    """Two vectors of f32 rounded to bf16, to nearest even: of each lane `even` in the lower half and `odd` in the upper one."""
+    if "avx512bf16" not in features():
+        return bf16_bits(even) >> 16 | bf16_bits(odd, 0xFFFF0000)
+    rounded = ir.FunctionType(I32X16, [F32X16, F32X16])
+    both = Value(even.b, even.b.asm(rounded, "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v", [odd.v, even.v], False))
+    lanes = [lane + LANES * half for lane in range(LANES) for half in range(2)]
+    return both.bits(vector_of(I16, 2 * LANES)).shuffled(lanes).bits(I32X16)
+
+
 def dot_bytes(total: Value, unsigned: Value, signed: Value) -> Value:
     """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic; with AVX2 alone, as long as two
     neighbouring products together fit 16 bits.

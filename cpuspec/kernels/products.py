@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from cpuspec.kernels.isa import dot_isa
-from cpuspec.kernels.ops import F32, F32X16, I8, I32, I32X16, Value, dot_bytes, fma, vector_of
+from cpuspec.kernels.ops import F32, F32X16, I8, I32, I32X16, Value, bf16_pairs, dot_bytes, fma, vector_of
 from cpuspec.kernels.readers import Group
 
 BLOCK_ROWS = 16  # rows of a block of activations, which lie together
@@ -73,6 +73,25 @@ def weigh(totals: list[Value], group: Group) -> Value:
     if len(group.minima) == 2:
         weights = fma(group.minima[0] + group.minima[1], weights.like(16.0), weights)
     return weights
+
+
+def dequantized(group: Group) -> list[Value]:
+    """scale * (code - zero) + minimum, rounded to bf16: sixteen vectors of pairs of inputs, as weights in bf16 lie."""
+    share = 8 // len(group.scales)
+    pairs = []
+    for v, codes in enumerate(group.codes):
+        scale = group.scales[v // share]
+        offset = scale * float(-group.zero) if group.zero else None
+        if group.minima:
+            minimum = group.minima[v // share % len(group.minima)]
+            offset = minimum if offset is None else offset + minimum
+        weights = []
+        for byte in range(4):
+            code = codes >> 24 if byte == 3 else codes.shifted(-8 * byte) & 0xFF
+            number = code.sitofp(F32X16)
+            weights.append(number * scale if offset is None else fma(number, scale, offset))
+        pairs += [bf16_pairs(*weights[:2]), bf16_pairs(*weights[2:])]
+    return pairs
 
 
 def _sum_of_bytes(vectors: list[Value]) -> Value:

@@ -6,6 +6,7 @@ bf16 are summed by the instruction itself, in an order that is documented, and t
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 from numba import types
 from numba.extending import intrinsic
@@ -14,7 +15,7 @@ from cpuspec.formats import FORMATS
 from cpuspec.formats.packing import GROUP, PANEL, TILE, panel_bytes
 from cpuspec.kernels import isa
 from cpuspec.kernels.ops import F32X16, I8, I32X16, Ops, Value, Variable, vector_of
-from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, sum_of_weights
+from cpuspec.kernels.products import BLOCK_ROWS, LOW_BYTES, ORDERS, add_dots, dequantized, sum_of_weights
 from cpuspec.kernels.readers import AHEAD, NUM_SCALES, PAIRED, READERS, Group
 
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
@@ -23,6 +24,11 @@ _TOGETHER = 8  # rows that are summed at once
 _TURNS = 2 + BLOCK_ROWS // _TOGETHER  # through the groups of a batch: to unpack them, for their dots, for the sums of each 8 rows
 
 _GROUPS = PANEL // GROUP
+
+# Of weights that are dequantized: rows and tiles that one pass serves at most, whose sums stay in the second cache, and the groups
+# of two tiles that stay in the first one in bf16.
+MOST_ROWS, MOST_TILES = 32 * BLOCK_ROWS, 8
+_STEP = _GROUPS
 
 # Tile registers: totals, rows of activations, codes.
 _TOTALS, _ACTS, _CODES = (0, 1, 2, 3), 4, 5
@@ -184,6 +190,72 @@ def bf16_pass(
     with o.loop(rows) as row:
         for number in range(width):
             finish(number, row, (sums + 64 * BLOCK_ROWS * blocks * number + row * 64).f32())
+
+
+def dequantized_pass(
+    o: Ops, name: str, num_tiles: Value, rows: Value, tile: Value, tile_bytes: Value, in_features: Value, acts: Value,
+    row_bytes: Value, finish: Callable[[Value, Value, Value], None],
+) -> None:  # fmt: skip
+    """The outputs of up to MOST_TILES tiles of weights in codes for up to MOST_ROWS rows, from the start of a block on, multiplied in
+    bf16.
+
+    Some groups of two tiles are dequantized to the stack and multiplied with all rows, and so on, in the order of the groups. Sums
+    are f32, which is what tile registers hold: to load them again changes no bit. finish(number, row, values): what to do with a
+    row's 16 outputs of a tile.
+    """
+    panel, line = panel_bytes(FORMATS[name]), ORDERS["bf16"]
+    group_bytes, block_bytes = line * TILE, 64 * BLOCK_ROWS
+    tile_sums = block_bytes * (MOST_ROWS // BLOCK_ROWS)
+    groups = in_features >> 5
+    weights, sums = o.room(2 * _STEP * group_bytes), o.room(MOST_TILES * tile_sums)
+    with o.loop(num_tiles) as number, o.loop(rows.rounded_up(BLOCK_ROWS) * BLOCK_ROWS) as row:
+        (sums + number * tile_sums + row * 64).store(o.number(0.0, F32X16))
+
+    def dequantize(number: Value, first: Value, count: Value) -> None:
+        with o.loop(count) as place:
+            group = first + place
+            begin = group & -_GROUPS
+            here = tile + number * tile_bytes + (group >> 3) * panel
+            (here + (group - begin) * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, nearest=False)
+            pairs = dequantized(READERS[name](here, (groups - begin).smaller(_GROUPS), group - begin))
+            to = weights + (number & 1) * (_STEP * group_bytes) + place * group_bytes
+            for p, pair in enumerate(pairs):
+                (to + 64 * p).store(pair)
+
+    def multiply(width: int, blocks: int, own_sums: Value, block: Value, first: Value, count: Value) -> None:
+        """A pass over `count` groups for `width` tiles and `blocks` blocks of rows."""
+        parts = []  # where a block begins, and the bytes from a group to the next
+        for n in range(blocks):
+            stride = (rows - (block + n) * BLOCK_ROWS).smaller(BLOCK_ROWS) * line
+            parts.append((acts + (block + n) * BLOCK_ROWS * row_bytes + first * stride, stride))
+        totals = {(number, n): _TOTALS[number * blocks + n] for number in range(width) for n in range(blocks)}
+        places = {(number, n): own_sums + number * tile_sums + (block + n) * block_bytes for number, n in totals}
+        for key, total in totals.items():
+            o.tile_load(total, places[key], 64)
+        with o.loop(count) as place:
+            for number in range(width):
+                o.tile_load(_PAIRED_WEIGHTS[number], weights + number * (_STEP * group_bytes) + place * group_bytes, line)
+            for n, (start, stride) in enumerate(parts):
+                o.tile_load(_PAIRED_ACTS[n], start + place * stride, line)
+                for number in range(width):
+                    o.tile_dot_bf16(totals[number, n], _PAIRED_ACTS[n], _PAIRED_WEIGHTS[number])
+        for key, total in totals.items():
+            o.tile_store(total, places[key], 64)
+
+    num_blocks = rows.rounded_up(BLOCK_ROWS)
+    with o.loop(groups.rounded_up(_STEP)) as steps, o.loop(num_tiles.rounded_up(2)) as some:
+        first, number = steps * _STEP, some * 2
+        count, width = (groups - first).smaller(_STEP), (num_tiles - number).smaller(2)
+        with o.loop(width) as n:
+            dequantize(number + n, first, count)
+        with o.loop(num_blocks.rounded_up(2)) as pair:
+            block = pair * 2
+            blocks = (num_blocks - block).smaller(2)
+            sizes = [(width, blocks) for width in (1, 2) for blocks in (1, 2)]
+            passes = {2 * w + b: partial(multiply, w, b, sums + number * tile_sums, block, first, count) for w, b in sizes}
+            o.switch(width * 2 + blocks, passes)
+    with o.loop(rows) as row, o.loop(num_tiles) as number:
+        finish(number, row, (sums + number * tile_sums + row * 64).f32())
 
 
 @intrinsic(prefer_literal=True)

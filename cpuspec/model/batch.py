@@ -57,11 +57,13 @@ class ForwardBatch:
         hidden_layers: tuple[int, ...] = (),
         hidden: F32 | None = None,
         both_ways: bool = False,
+        of_prompts: bool = False,
     ) -> None:
         """As the properties below. Raises BackendError for other arrays.
 
         hidden_layers: layers whose outputs a proposer asked for. hidden: [T, C] hidden states that the rows begin with, where the
         model takes them (`ModelConfig.takes_hidden`). both_ways: whether a row sees the rows behind it in its sequence, too.
+        of_prompts: whether the rows are tokens of prompts, which a backend may compute in an arithmetic of their own.
         """
         fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
         if not _LISTED.issuperset(map(type, fields)):
@@ -70,6 +72,7 @@ class ForwardBatch:
         self.hidden_layers = hidden_layers
         self.hidden = hidden
         self.both_ways = both_ways
+        self.of_prompts = of_prompts
 
     @cached_property
     def tokens(self) -> I32:
@@ -140,6 +143,8 @@ class ForwardBatch:
             raise BackendError("this model takes no hidden states")
         if self.both_ways and parents is not None:
             raise BackendError("rows of a tree see their ancestors; rows that see each other have no parents")
+        if self.of_prompts and parents is not None:
+            raise BackendError("rows of a tree are drafts, and no tokens of prompts")
         if takes_hidden:
             wanted, given = (num_rows, config.hidden_size), self.hidden
             if given is None or given.dtype != np.float32 or given.shape != wanted:

@@ -5,6 +5,9 @@ feed the rest. It knows nothing about sampling or about why a string changed.
 
 What finished sequences have left stays in their slots as long as these are not needed, and then in a `PrefixStore`. A sequence
 that begins alike goes on in such a slot, if little is lost there, or gets a copy of what it shares.
+
+Where the backend computes prompts in an arithmetic of their own, a token's place in its sequence decides, and nothing else: tokens of
+prompts go in forwards of their own, and only they are kept for others, as tokens of their prompts.
 """
 
 from contextlib import suppress
@@ -15,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.backends import Backend
+from cpuspec.backends import Backend, has_prompt_arithmetic
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.metrics import PrefixStats
@@ -58,12 +61,13 @@ class _Feed:
     """The rows of one sequence that a score still has to run, and the outputs of those that ran.
 
     tokens: committed and drafted ones that the slot does not hold yet. num_unscored: how many of them come before the first whose
-    logits are asked for. num_straight: how many follow one another: all, or those before a tree. tree: the draft if it is one.
+    logits are asked for. num_prompt: how many are tokens of the prompt, where these are computed in an arithmetic of their own. num_straight: how many follow one another: all, or those before a tree. tree: the draft if it is one.
     """
 
     slot: int
     tokens: list[int]
     num_unscored: int
+    num_prompt: int
     num_straight: int
     tree: Draft | None
     outputs: list[ForwardOutput]
@@ -95,6 +99,7 @@ class Context:
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.num_forwards = self.num_rows = 0  # of all forwards
         self.num_acquired_tokens = self.num_cached_tokens = 0  # that sequences came with, and of these what was there already
+        self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
         self._free = list(range(num_slots))  # least recently used first
@@ -154,7 +159,7 @@ class Context:
             else:
                 assert self._store, "only a store supplies more than the slots"
                 self.cache.truncate(slot, 0)
-                length = self._store.load(slot, seq.tokens[:-1], self._clock)
+                length = self._store.load(slot, self._reusable(seq), self._clock)
             self._held[slot], assigned.agreed = seq.tokens[:length], seq.mark()
         self._tidy()
         num_cached = len(self._align(assigned))
@@ -166,14 +171,16 @@ class Context:
         """Whether a running sequence will soon hold a useful prefix of this one that is nowhere yet: acquire it then."""
         if len(seq.tokens) < _MANY or not self._shares:
             return False
-        coming = max((shared_prefix(other.seq.tokens, seq.tokens) for other in self._assignments.values()), default=0)
+        wanted = self._reusable(seq)
+        coming = max((shared_prefix(self._kept(other.seq, other.seq.tokens), wanted) for other in self._assignments.values()), default=0)
         return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
     def release(self, seq: Sequence) -> None:
         """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
         assigned = self._assignments.get(seq.id)
         if assigned is not None and assigned.slot not in self._free:
-            self._align(assigned, but=0)  # drafts that were rejected are no part of it
+            held = self._align(assigned, but=0)  # drafts that were rejected are no part of it
+            del held[self.cache.truncate(assigned.slot, len(self._kept(seq, held))) :]
             if not self._shares:
                 self._held[assigned.slot] = []
             self._clock += 1
@@ -188,7 +195,7 @@ class Context:
 
         Raises CacheError if there is none, or the backend's cache cannot be saved, and OSError.
         """
-        store, shared = self._wanted_store(), [shared_prefix(held, tokens) for held in self._held]
+        store, shared = self._wanted_store(), [shared_prefix(held, tokens) for held in self._all_kept()]
         slot = max(range(len(shared)), key=shared.__getitem__)
         if shared[slot] > store.length(tokens):
             self._save(slot, self._clock, shared[slot])
@@ -293,11 +300,27 @@ class Context:
 
     def _shared(self, seq: Sequence) -> list[int]:
         """For each slot the number of the sequence's leading tokens that it holds and the sequence may use."""
-        return [shared_prefix(held, seq.tokens) if self._shares else 0 for held in self._held]
+        wanted = seq.tokens[: seq.num_prompt_tokens] if self._separates else seq.tokens
+        return [shared_prefix(held, wanted) if self._shares else 0 for held in self._all_kept()]
 
     def _stored(self, seq: Sequence) -> int:
         """The number of the sequence's tokens, all but the last at most, that the store holds."""
-        return self._store.length(seq.tokens[:-1]) if self._store else 0
+        return self._store.length(self._reusable(seq)) if self._store else 0
+
+    def _reusable(self, seq: Sequence) -> list[int]:
+        """The sequence's tokens that may come from elsewhere: all but the last, as far as others would compute them likewise."""
+        return seq.tokens[: min(len(seq.tokens) - 1, seq.num_prompt_tokens if self._separates else len(seq.tokens))]
+
+    def _kept(self, seq: Sequence, tokens: list[int]) -> list[int]:
+        """Of tokens that a sequence has, or that its slot holds, those that others may use."""
+        return tokens[: seq.num_prompt_tokens] if self._separates else tokens
+
+    def _all_kept(self) -> list[list[int]]:
+        """For each slot the tokens that it holds and others may use. Free slots hold no more than that."""
+        kept = self._held.copy()
+        for assigned in self._assignments.values() if self._separates else ():
+            kept[assigned.slot] = self._kept(assigned.seq, kept[assigned.slot])
+        return kept
 
     def _wanted_store(self) -> PrefixStore:
         if self._store is None:
@@ -371,7 +394,7 @@ class Context:
         num_held = len(self._align(assigned))
         tokens = seq.tokens[num_held:] + draft.tokens.tolist()
         num_straight = len(tokens) - num_drafted if tree else len(tokens)
-        return _Feed(assigned.slot, tokens, num_committed - 1 - num_held, num_straight, tree, [])
+        return _Feed(assigned.slot, tokens, num_committed - 1 - num_held, self._num_prompt(seq, num_held), num_straight, tree, [])
 
     def _read(self, chunk: PromptChunk) -> _Feed:
         """The rows of a chunk, as far as they come before the sequence's last token."""
@@ -379,7 +402,11 @@ class Context:
         num_held = len(self._align(assigned))
         tokens = chunk.seq.tokens[num_held:-1][: chunk.num_tokens]
         assert tokens, "a chunk has tokens"
-        return _Feed(assigned.slot, tokens, len(tokens), len(tokens), None, [])
+        return _Feed(assigned.slot, tokens, len(tokens), self._num_prompt(chunk.seq, num_held), len(tokens), None, [])
+
+    def _num_prompt(self, seq: Sequence, num_held: int) -> int:
+        """`_Feed.num_prompt` of a sequence whose slot holds that many tokens."""
+        return max(seq.num_prompt_tokens - num_held, 0) if self._separates else 0
 
     def _fit(self, output: ForwardOutput) -> ForwardOutput:
         """Rows of `vocab_size` logits. Fitted before they become probabilities: a draft declares what it draws from."""
@@ -393,7 +420,10 @@ class Context:
         return output
 
     def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...]) -> list[_Feed]:
-        """Run as many rows as one forward takes; returns the feeds that have rows left."""
+        """Run as many rows as one forward takes; returns the feeds that have rows left. Tokens of prompts go first, and alone."""
+        of_prompts = any(feed.num_prompt for feed in feeds)
+        others = [feed for feed in feeds if of_prompts and not feed.num_prompt]
+        feeds = [feed for feed in feeds if not of_prompts or feed.num_prompt]
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -401,8 +431,10 @@ class Context:
         q_start, num_scored = [0], [0]
         for feed in feeds:
             first, start, size = len(tokens), len(self._held[feed.slot]), len(feed.tokens)
+            if of_prompts:
+                size = min(size, feed.num_prompt)
             if first + size > self.backend.max_rows:
-                size = min(self.backend.max_rows - first, feed.num_straight)  # a tree goes as a whole
+                size = min(self.backend.max_rows - first, size, feed.num_straight)  # a tree goes as a whole
                 if not size:
                     break
             tokens += feed.tokens[:size]
@@ -411,8 +443,8 @@ class Context:
             logit_rows += range(first + feed.num_unscored, first + size)
             q_start.append(first + size)
             num_scored.append(len(logit_rows))
-        parents = _tree_parents(feeds, q_start, positions) if any(feed.tree for feed in feeds) else None
-        batch = ForwardBatch(tokens, positions, slots, q_start, parents, logit_rows, hidden_layers)
+        parents = _tree_parents(feeds, q_start, positions) if not of_prompts and any(feed.tree for feed in feeds) else None
+        batch = ForwardBatch(tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts)
         output = self.backend.forward(batch, self.cache)
         self.num_forwards += 1
         self.num_rows += len(tokens)
@@ -427,10 +459,11 @@ class Context:
                 feed.outputs.append(output)
             if size < len(feed.tokens):
                 del feed.tokens[:size]
+                feed.num_prompt = max(feed.num_prompt - size, 0)
                 feed.num_straight -= size
                 feed.num_unscored = max(feed.num_unscored - size, 0)
                 left.append(feed)
-        return left + feeds[len(slots) :]
+        return left + feeds[len(slots) :] + others
 
 
 def first_come(wanted: list[int], num_rows: int) -> list[int]:
