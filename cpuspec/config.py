@@ -553,8 +553,8 @@ class EngineConfig:
     """What an engine reserves, and how its backend computes.
 
     The KV format's name is checked where formats are known (`cpuspec.formats.kv`), the device's where devices are. Device, dtype
-    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy, the prompt arithmetic of numba; others take "auto", and "cpu" as
-    the device (`cpuspec.backends.check_backend`).
+    and weights are settings of the torch backend, activations of onnxruntime, openvino and numpy, the arithmetic of prompts of
+    numba; others take "auto", and "cpu" as the device (`cpuspec.backends.check_backend`).
     """
 
     max_sequences: int = _setting(16, _whole(1, 4096), "Sequences that run at once; more wait their turn.", "N")
@@ -636,8 +636,8 @@ class EngineConfig:
     prompt_arithmetic: str = _of_backend(
         "auto",
         _choice(PROMPT_ARITHMETICS),
-        "What numba multiplies tokens of prompts in: codes, as all other tokens; bf16, weights dequantized to bf16 in tile registers; "
-        "or auto, bf16 where the processor has such registers.",
+        "How numba multiplies tokens of prompts: codes, like all other tokens; bf16, with weights dequantized to bf16, in tile "
+        "registers; or auto, bf16 where the processor has such registers.",
         "A",
     )
 

@@ -358,7 +358,7 @@ class _Writer:
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
-        self.order = linear.activation_order  # of what a matrix's format wants, but for the logits'
+        self.order = linear.activation_order  # of the activations of all matrices but the logits'
         self.ropes: list[Rope] = []
         decoder = embed.row_decoder(embedding.format.name)
         self.embeds = (
@@ -542,7 +542,8 @@ def _identity(config: ModelConfig, kv_format: str, prompt_arithmetic: str, tenso
     """A hash of everything that the bits of keys and values depend on besides the tokens."""
     sources = [sources_digest(Path(file).parent) for file in (__file__, model.__file__)]
     weights = [(name, tensor.format.name, tensor.shape, _weights_of(tensor)) for name, tensor in tensors.items()]
-    facts = (machine_code.fingerprint(), sources, np.__version__, sys.byteorder, repr(config), kv_format, prompt_arithmetic, weights)
+    versions = machine_code.fingerprint(), sources, np.__version__, sys.byteorder
+    facts = (*versions, repr(config), kv_format, prompt_arithmetic, weights)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -50,7 +50,7 @@ def activation_order(format_name: str, precise: bool = False) -> str:
 
 
 def prompt_order(format_name: str, precise: bool = False) -> str:
-    """`activation_order` for tokens of prompts in bf16: weights in codes are dequantized."""
+    """`activation_order` for tokens of prompts in bf16, for which codes are dequantized."""
     return activation_order(PAIRED if format_name in READERS else format_name, precise)
 
 
@@ -296,7 +296,7 @@ def _bf16_rows(typingctx, width, blocks, rows, tile, tile_bytes, in_features, ac
 def _dequantized_rows(
     typingctx, format_name, num_tiles, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride
 ):
-    """`_pass` of up to MOST_TILES tiles in codes, dequantized to bf16 and multiplied in tile registers, for up to MOST_ROWS rows."""
+    """`_pass` of up to MOST_TILES tiles in codes that are dequantized to bf16, in tile registers, for up to MOST_ROWS rows."""
     signature = types.void(format_name, *[types.int64] * 11)
     name = format_name.literal_value
 

@@ -5,7 +5,8 @@ Activations come in one of these orders, in blocks of up to BLOCK_ROWS rows:
            bytes around zero this halves the error, for one more multiply-add a group.
   "int16"  [group][row] records of 128 bytes: x = scale * (256 * byte + low byte), for matrices where errors count most.
   "f32"    [input][row] numbers, for weights that are floating point themselves.
-  "bf16"   [group][row] records of 32 numbers rounded to bf16, for bf16 weights on processors that multiply them in tile registers.
+  "bf16"   [group][row] records of 32 numbers rounded to bf16, for bf16 weights on processors that multiply them in tile registers;
+           of prompts also for codes, which are dequantized to bf16.
   "rounded"  [input][row] the same numbers, in f32, for processors that do not.
 The last two are padded with zeros to whole groups. A record of integers holds 32 signed bytes, then at the offsets below the scale,
 the shift and what formats with a zero point or a minimum need of the sums; then in "int16" order the 32 low bytes. On processors
@@ -76,20 +77,20 @@ def weigh(totals: list[Value], group: Group) -> Value:
 
 
 def dequantized(group: Group) -> list[Value]:
-    """scale * (code - zero) + minimum, rounded to bf16: sixteen vectors of pairs of inputs, as weights in bf16 lie."""
+    """scale * (code - zero) + minimum, rounded to f32 and then to bf16: sixteen vectors of pairs of inputs, as bf16 weights lie."""
     share = 8 // len(group.scales)
+    offsets = list(group.minima)
+    if group.zero and not group.minima:  # a power of two, so that this is exact, and no subtraction from each code
+        offsets = [scale * float(-group.zero) for scale in group.scales]
     pairs = []
     for v, codes in enumerate(group.codes):
-        scale = group.scales[v // share]
-        offset = scale * float(-group.zero) if group.zero else None
-        if group.minima:
-            minimum = group.minima[v // share % len(group.minima)]
-            offset = minimum if offset is None else offset + minimum
         weights = []
         for byte in range(4):
             code = codes >> 24 if byte == 3 else codes.shifted(-8 * byte) & 0xFF
-            number = code.sitofp(F32X16)
-            weights.append(number * scale if offset is None else fma(number, scale, offset))
+            if group.minima and group.zero:
+                code = code - group.zero
+            number, scale = code.sitofp(F32X16), group.scales[v // share]
+            weights.append(fma(number, scale, offsets[v // share % len(offsets)]) if offsets else number * scale)
         pairs += [bf16_pairs(*weights[:2]), bf16_pairs(*weights[2:])]
     return pairs
 

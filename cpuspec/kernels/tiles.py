@@ -25,8 +25,8 @@ _TURNS = 2 + BLOCK_ROWS // _TOGETHER  # through the groups of a batch: to unpack
 
 _GROUPS = PANEL // GROUP
 
-# Of weights that are dequantized: rows and tiles that one pass serves at most, whose sums stay in the second cache, and the groups
-# of two tiles that stay in the first one in bf16.
+# Of weights that are dequantized: the rows and tiles that one pass serves at most, whose sums stay in the second cache; and the
+# groups that are dequantized at a time, 16 KiB of two tiles in bf16, which stay in the first one.
 MOST_ROWS, MOST_TILES = 32 * BLOCK_ROWS, 8
 _STEP = _GROUPS
 
@@ -196,12 +196,12 @@ def dequantized_pass(
     o: Ops, name: str, num_tiles: Value, rows: Value, tile: Value, tile_bytes: Value, in_features: Value, acts: Value,
     row_bytes: Value, finish: Callable[[Value, Value, Value], None],
 ) -> None:  # fmt: skip
-    """The outputs of up to MOST_TILES tiles of weights in codes for up to MOST_ROWS rows, from the start of a block on, multiplied in
-    bf16.
+    """The outputs of up to MOST_TILES tiles of weights in codes for up to MOST_ROWS rows from the start of a block on, in bf16.
 
-    Some groups of two tiles are dequantized to the stack and multiplied with all rows, and so on, in the order of the groups. Sums
-    are f32, which is what tile registers hold: to load them again changes no bit. finish(number, row, values): what to do with a
-    row's 16 outputs of a tile.
+    Some groups of two tiles are dequantized to the stack and multiplied with all rows, then the same groups of the next two tiles,
+    then the next groups. The sums of a tile wait on the stack meanwhile. They are f32, as in tile registers, so each output sums
+    its groups in their order, as `bf16_pass` does, with the same bits. finish(number, row, values): what to do with a row's 16
+    outputs of a tile.
     """
     panel, line = panel_bytes(FORMATS[name]), ORDERS["bf16"]
     group_bytes, block_bytes = line * TILE, 64 * BLOCK_ROWS
@@ -251,8 +251,9 @@ def dequantized_pass(
         with o.loop(num_blocks.rounded_up(2)) as pair:
             block = pair * 2
             blocks = (num_blocks - block).smaller(2)
-            sizes = [(width, blocks) for width in (1, 2) for blocks in (1, 2)]
-            passes = {2 * w + b: partial(multiply, w, b, sums + number * tile_sums, block, first, count) for w, b in sizes}
+            passes: dict[int, Callable[[], None]] = {
+                2 * w + b: partial(multiply, w, b, sums + number * tile_sums, block, first, count) for w in (1, 2) for b in (1, 2)
+            }
             o.switch(width * 2 + blocks, passes)
     with o.loop(rows) as row, o.loop(num_tiles) as number:
         finish(number, row, (sums + number * tile_sums + row * 64).f32())

@@ -6,8 +6,9 @@ feed the rest. It knows nothing about sampling or about why a string changed.
 What finished sequences have left stays in their slots as long as these are not needed, and then in a `PrefixStore`. A sequence
 that begins alike goes on in such a slot, if little is lost there, or gets a copy of what it shares.
 
-Where the backend computes prompts in an arithmetic of their own, a token's place in its sequence decides, and nothing else: tokens of
-prompts go in forwards of their own, and only they are kept for others, as tokens of their prompts.
+Some backends compute tokens of prompts in another arithmetic than generated ones (`has_prompt_arithmetic`). Then a token's place in
+its sequence decides, and nothing else: tokens of prompts go in forwards of their own, and only they are kept for other sequences,
+which take them as tokens of their prompts.
 """
 
 from contextlib import suppress
@@ -61,7 +62,8 @@ class _Feed:
     """The rows of one sequence that a score still has to run, and the outputs of those that ran.
 
     tokens: committed and drafted ones that the slot does not hold yet. num_unscored: how many of them come before the first whose
-    logits are asked for. num_prompt: how many are tokens of the prompt, where these are computed in an arithmetic of their own. num_straight: how many follow one another: all, or those before a tree. tree: the draft if it is one.
+    logits are asked for. num_prompt: how many are tokens of the prompt; 0 where these are computed like others. num_straight: how
+    many follow one another: all, or those before a tree. tree: the draft if it is one.
     """
 
     slot: int
@@ -171,8 +173,8 @@ class Context:
         """Whether a running sequence will soon hold a useful prefix of this one that is nowhere yet: acquire it then."""
         if len(seq.tokens) < _MANY or not self._shares:
             return False
-        wanted = self._reusable(seq)
-        coming = max((shared_prefix(self._kept(other.seq, other.seq.tokens), wanted) for other in self._assignments.values()), default=0)
+        others, wanted = (assigned.seq for assigned in self._assignments.values()), self._reusable(seq)
+        coming = max((shared_prefix(self._kept(other, other.tokens), wanted) for other in others), default=0)
         return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
     def release(self, seq: Sequence) -> None:
@@ -300,7 +302,7 @@ class Context:
 
     def _shared(self, seq: Sequence) -> list[int]:
         """For each slot the number of the sequence's leading tokens that it holds and the sequence may use."""
-        wanted = seq.tokens[: seq.num_prompt_tokens] if self._separates else seq.tokens
+        wanted = self._kept(seq, seq.tokens)
         return [shared_prefix(held, wanted) if self._shares else 0 for held in self._all_kept()]
 
     def _stored(self, seq: Sequence) -> int:
@@ -308,8 +310,8 @@ class Context:
         return self._store.length(self._reusable(seq)) if self._store else 0
 
     def _reusable(self, seq: Sequence) -> list[int]:
-        """The sequence's tokens that may come from elsewhere: all but the last, as far as others would compute them likewise."""
-        return seq.tokens[: min(len(seq.tokens) - 1, seq.num_prompt_tokens if self._separates else len(seq.tokens))]
+        """Of the sequence's tokens, all but the last, those that may come from elsewhere."""
+        return self._kept(seq, seq.tokens[:-1])
 
     def _kept(self, seq: Sequence, tokens: list[int]) -> list[int]:
         """Of tokens that a sequence has, or that its slot holds, those that others may use."""

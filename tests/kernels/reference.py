@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.formats import QuantTensor
+from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.format import F32, U8, per_group, scales_of
 from cpuspec.formats.packing import GROUP
 from cpuspec.kernels.products import (
@@ -170,6 +170,15 @@ def weights(tensor: QuantTensor) -> Weights:
         return repeated.reshape(len(codes), groups, -1)
 
     return Weights(codes.reshape(len(codes), groups, GROUP), by_group(scales), by_group(minima))
+
+
+def dequantized(tensor: QuantTensor) -> F32:
+    """The weights [N, K] of a tensor in a format of codes, each rounded once to f32 and then to bf16."""
+    codes, scales, minima = weights(tensor)
+    every_scale = np.repeat(scales, GROUP // scales.shape[2], axis=2)
+    every_minimum = np.repeat(minima, GROUP // minima.shape[2], axis=2) if minima.shape[2] else np.float32(0)
+    values = fma(codes, every_scale, every_minimum).reshape(len(codes), -1)
+    return QuantTensor.encode(FORMATS["bf16"], values).dequantize()
 
 
 def of_group(parts: Any, group: int) -> Any:

@@ -11,7 +11,7 @@ from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import PANEL, TILE, pack
 from cpuspec.kernels import isa
 from cpuspec.kernels.alone import activations, multiply
-from cpuspec.kernels.linear import activation_order
+from cpuspec.kernels.linear import activation_order, prompt_order
 from cpuspec.kernels.pointwise import GELU, NORM, SILU, prepare_row
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.readers import FLOAT_CODES, NUMBERS, READERS
@@ -109,6 +109,17 @@ def test_products_of_bf16_are_those_of_the_reference_for_any_number_of_rows(
     assert wanted.any()
     for rows in ROWS:
         assert np.array_equal(_products(tensor, order, x[:rows]), wanted[:rows]), f"{rows} rows"
+
+
+@pytest.mark.skipif(not isa.has_bf16_tiles(), reason="this processor has no bf16 tile registers")
+@pytest.mark.parametrize("name", READERS)
+def test_products_of_dequantized_codes_are_those_of_bf16_weights_for_any_number_of_rows(name: str) -> None:
+    tensor = _codes(name)
+    x = _rows(max(ROWS), tensor.shape[1])
+    wanted = reference.pairs_times(reference.dequantized(tensor), QuantTensor.encode(FORMATS["bf16"], x).dequantize())
+    assert np.isfinite(wanted).all()
+    for rows in ROWS:
+        assert np.array_equal(_products(tensor, prompt_order(name), x[:rows]), wanted[:rows]), f"{rows} rows"
 
 
 @pytest.mark.parametrize("features", [83, 576])

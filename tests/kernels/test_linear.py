@@ -10,12 +10,15 @@ from numba.extending import intrinsic
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels.alone import activations, multiply
-from cpuspec.kernels.isa import dot_isa, features, lookup_isa
+from cpuspec.kernels.isa import dot_isa, features, has_bf16_tiles, lookup_isa
 from cpuspec.kernels.linear import ORDERS, activation_order
 from cpuspec.kernels.ops import Ops, lookup_bytes
+from cpuspec.kernels.readers import READERS
+from tests.kernels import reference
 
 CASES = [(name, activation_order(name, precise)) for name in FORMATS for precise in (False, True)]
 CASES = list(dict.fromkeys([*CASES, ("bf16", "rounded")]))  # what processors without tile registers for bf16 do
+CASES += [(name, "bf16") for name in READERS if has_bf16_tiles()]  # tokens of prompts
 NUMBERS = [(name, order) for name, order in CASES if FORMATS[name].block_size == 1]
 PAIRED = [order for name, order in CASES if name == "bf16"]
 OUT_FEATURES = 153  # ten tiles, the last in part: with few rows four are read in turns, twice, and two are left
@@ -33,7 +36,7 @@ def _decoded(x: np.ndarray, order: str) -> np.ndarray:
     """The numbers that the records of `order` stand for, f64 [T, K]."""
     if order == "f32":
         return x.astype(np.float64)
-    if order in PAIRED:
+    if order in ("bf16", "rounded"):
         return _rounded(x).astype(np.float64)
     rows, features = x.shape
     out = []
@@ -54,6 +57,13 @@ def _rounded(x: np.ndarray) -> np.ndarray:
     return QuantTensor.encode(FORMATS["bf16"], x).dequantize()
 
 
+def _multiplied(tensor: QuantTensor, order: str) -> np.ndarray:
+    """The weights that rows of `order` are multiplied with, f64 [N, K]."""
+    if order == "bf16" and tensor.format.name in READERS:
+        return reference.dequantized(tensor).astype(np.float64)
+    return tensor.dequantize().astype(np.float64)
+
+
 def _run(
     packed: PackedTensor, order: str, x: np.ndarray, *, bias: np.ndarray | None = None, residual: np.ndarray | None = None,
     tiles: tuple[int, int] | None = None,
@@ -67,7 +77,7 @@ def _run(
 def test_products_are_those_of_the_decoded_weights_and_inputs(format_name: str, order: str) -> None:
     tensor, packed = _matrix(format_name, OUT_FEATURES, 512)
     x = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32) + 1
-    wanted = _decoded(x, order) @ tensor.dequantize().astype(np.float64).T
+    wanted = _decoded(x, order) @ _multiplied(tensor, order).T
     got = _run(packed, order, x)[:, :OUT_FEATURES]
     assert np.abs(got - wanted).max() < 2e-6 * np.abs(wanted).max() * np.sqrt(512)
     wrong = _decoded(x, order) @ np.roll(tensor.dequantize(), 1, axis=1).astype(np.float64).T
