@@ -34,6 +34,7 @@ class _Cpuspec:
                 slots=np.zeros(1, np.int32),
                 q_start=np.array([0, len(chunk)], np.int32),
                 logit_rows=None if all_logits else np.array(last, np.int32),
+                of_prompts=not all_logits,  # all logits are asked for where tokens are decoded or verified
             )
             outputs.append(self._backend.forward(batch, self._cache).logits)
         return np.concatenate(outputs) if len(outputs) > 1 else outputs[0]
