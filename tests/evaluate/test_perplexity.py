@@ -37,8 +37,10 @@ TEXT = "the cat sat on the mat and the dog ran to the door while the rain was fa
 @pytest.fixture(scope="module")
 def backends(tmp_path_factory):  # type: ignore[no-untyped-def]
     fine, coarse = (tiny(tmp_path_factory, weight_format=name) for name in ("f32", "q4_0"))
-    fast = make_backend("numba", coarse, EngineConfig(max_rows=7, threads=1))
-    yield NumpyBackend(fine, EngineConfig(max_rows=7)), NumpyBackend(coarse, EngineConfig(max_rows=7)), fast
+    # Keys and values in f32: the last bits of a BLAS product depend on the rows beside it, and rounding to int8 would enlarge that.
+    config = EngineConfig(max_rows=7, threads=1, kv_format="f32")
+    fast = make_backend("numba", coarse, config)
+    yield NumpyBackend(fine, config), NumpyBackend(coarse, config), fast
     fast.close()
 
 
@@ -170,7 +172,8 @@ def test_divergence_from_a_file_is_that_from_the_backend_that_wrote_it(backends,
     assert found.same_top == np.mean(same)
     assert found.reference_perplexity == pytest.approx(reference.perplexity, rel=1e-4)
     assert found.perplexity == pytest.approx(measure_perplexity(coarse, windows).perplexity)
-    assert compare_with_file(fine, file, BOS).kl_max < 1e-5
+    # The file keeps log probabilities in 16 bits, of a range of 16 or so: half a step is 1.2e-4, and errors largely cancel.
+    assert compare_with_file(fine, file, BOS).kl_max < 5e-5
     assert compare_with_file(fast, file, BOS).kl_mean == pytest.approx(found.kl_mean, rel=0.2)
     assert compare_with_file(coarse, file, BOS, most=1).num_tokens == 9
 
