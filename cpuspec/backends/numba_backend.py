@@ -33,6 +33,7 @@ from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes
 from cpuspec.kernels import (
     attention,
     attention_plan,
+    attention_tiles,
     embed,
     encode,
     isa,
@@ -45,6 +46,7 @@ from cpuspec.kernels import (
     sharing,
     simd,
 )  # fmt: skip
+from cpuspec.kernels.layout import MAX_QUERIES
 from cpuspec.kernels.team import Team
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import BlockAccess, KVCache
@@ -109,7 +111,7 @@ class NumbaBackend:
         self._kv_format = kv_format
         self._partial_bytes = attention.partial_bytes(kv_format.name, c.head_dim)
         partials_at = attention.partials_offset(kv_format.name, c.head_dim)
-        queries = attention.QUERIES + max(attention_plan.TASK_QUERIES, group)
+        queries = MAX_QUERIES + max(attention_plan.TASK_QUERIES, group)
         self._scratch = aligned_bytes((self.threads, partials_at + queries * self._partial_bytes))
         self._places = np.empty(self.max_rows, layout.PLACE)
         self._logits = np.empty((1, self._num_logits), np.float32)
@@ -129,9 +131,9 @@ class NumbaBackend:
         self._program = self._prompt_program = self._new_program(self._writer.operations)
         if self.prompt_arithmetic == "bf16":
             written = len(self._writer.operations)
-            self._writer.order = linear.prompt_order
+            self._writer.of_prompts = True
             decode(c, self._writer)
-            self._writer.order = linear.activation_order
+            self._writer.of_prompts = False
             self._prompt_program = self._new_program(self._writer.operations[written:])
         self._projections: dict[str, program.Program] = {}  # by the name of the matrix
         if c.head and c.head.injects:
@@ -358,7 +360,7 @@ class _Writer:
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
-        self.order = linear.activation_order  # of the activations of all matrices but the logits'
+        self.of_prompts = False  # whether operations are written for tokens of prompts in bf16
         self.ropes: list[Rope] = []
         decoder = embed.row_decoder(embedding.format.name)
         self.embeds = (
@@ -436,10 +438,13 @@ class _Writer:
         c = self._config
         self._rotate(layer, q, k, v)
         out = self._rows("attention", c.num_heads * c.head_dim)
+        kernel, together = attention.attend_kernel, attention.QUERIES
+        if self.of_prompts and c.head_dim % 2 == 0:
+            kernel, together = attention_tiles.attend_kernel, MAX_QUERIES
         attend = {
             "heads": c.num_heads, "kv_heads": c.num_kv_heads, "dims": c.head_dim, "layer": layer.index,
             "queries": _at(q.numbers), "stride": q.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
-            "kernel": attention.attend_kernel(self._kv_format, layer.window is not None, c.attention_softcap > 0),
+            "kernel": kernel(self._kv_format, layer.window is not None, c.attention_softcap > 0), "together": together,
             "partials_at": attention.partials_offset(self._kv_format, c.head_dim),
             "partial_bytes": attention.partial_bytes(self._kv_format, c.head_dim),
             "window": layer.window or 0, "cap": c.attention_softcap, "hadamard": self._hadamard,
@@ -493,7 +498,7 @@ class _Writer:
         c = self._config
         matrices = {name: self._matrices[name] for name in outputs}
         features, logits = next(iter(matrices.values())).shape[1], any(out is None for out in outputs.values())
-        order_of = linear.activation_order if logits else self.order
+        order_of = linear.prompt_order if self.of_prompts and not logits else linear.activation_order
         orders = {name: order_of(m.format.name, _is_precise(c, name)) for name, m in matrices.items()}
         kind = pointwise.PLAIN if norm is None else pointwise.NORM
         if x.up is not None:

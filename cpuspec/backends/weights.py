@@ -52,10 +52,11 @@ def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, We
     bias over positions.
 
     It shifts all scores of a query alike, and softmax does not see that. A bias may be many times larger than what tells keys apart
-    (Qwen2.5: 354 in one dimension), and the steps of a format in codes are as long as the largest number wants them. Nothing for
-    other formats, for soft-capped scores, which see it, and where a norm follows the bias.
+    (Qwen2.5: 354 in one dimension), and the steps of a format are as long as the largest number wants them; so are those of
+    bf16, in which keys of prompts are multiplied. Nothing in f32, for soft-capped scores, which see it, and where a norm
+    follows the bias.
     """
-    if kv_format.affine is None or config.attention_softcap or config.qk_norm:
+    if kv_format.name == "f32" or config.attention_softcap or config.qk_norm:
         return {}
     biases = {layer: tensors.get(layer.weight("k_bias")) for layer in layers_of(config)}
     shape = config.num_kv_heads, config.head_dim

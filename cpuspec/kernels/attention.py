@@ -40,6 +40,7 @@ from cpuspec.kernels.layout import MAX_QUERIES, WALK, walk_at
 from cpuspec.kernels.ops import F16, F32, F32X16, I1, I8, I16, I32, I32X16, I64, VOID, Ops, Value, call, fma, vector_of
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import cap_numbers, exp_f32, exp_of_parts, exp_parts
+from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.simd import LANES
 
 CHUNK = 256  # positions of a partial
@@ -47,6 +48,7 @@ CHUNK = 256  # positions of a partial
 # How many vectors of sums stay in registers beside what they are made of, queries are multiplied at once, share one walk over a
 # chunk, and make it worth while to widen keys and values to f32 once for all of them.
 _SUMS, _TOGETHER, QUERIES, _MANY = (16, 8, 8, 9) if "avx512f" in isa.features() else (4, 6, MAX_QUERIES, 24)
+_MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_tiles() else QUERIES  # whose scores have room
 
 # What is widened at a time is a panel, which stays in the nearest cache while all queries read it: a block of keys, or of so many
 # positions so many vectors of the values' dimensions.
@@ -59,10 +61,10 @@ _POSITIONS = 32
 # The scratch of a thread: a WALK, scores of each query, powers of one query's scores, a gathered chunk or a panel (which is no
 # larger), partials.
 _QUERIES_AT, _PARTIALS_AT = (WALK.fields[name][1] for name in ("queries", "partials"))  # type: ignore[index]
-_SCORES = WALK.itemsize
-_SCORES_STRIDE = 4 * CHUNK
-_POWERS = _SCORES + QUERIES * _SCORES_STRIDE
-_GATHERED = _POWERS + _SCORES_STRIDE
+SCORES = WALK.itemsize
+SCORES_STRIDE = 4 * CHUNK
+POWERS = SCORES + _MOST_QUERIES * SCORES_STRIDE
+GATHERED = POWERS + SCORES_STRIDE
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _half_bytes(address: Value, half: Value) -> Value:
     return (address.u8_codes() >> (half * 4).splat() & 15).sitofp(F32X16)
 
 
-_CODINGS: Mapping[str, _Coding] = MappingProxyType(
+CODINGS: Mapping[str, _Coding] = MappingProxyType(
     {
         _PANEL: _Coding(4, 0, lambda at, half: at.f32(), lambda values: values, near=True),
         "f32": _Coding(4, 0, lambda at, half: at.f32(), lambda values: values),
@@ -131,7 +133,13 @@ def partial_bytes(format_name: str, dims: int) -> int:
 
 def partials_offset(format_name: str, dims: int) -> int:
     """Where in a thread's scratch its partials begin: QUERIES of a walk, then those of a task."""
-    return _GATHERED + head_bytes(format_name, dims, CHUNK)
+    return GATHERED + max(head_bytes(format_name, dims, CHUNK), tiles_bytes(dims))
+
+
+def tiles_bytes(dims: int) -> int:
+    """What a walk of `attention_tiles` needs besides scores: queries, two blocks of keys or two vectors of all values, sums."""
+    depth = -(-dims // 32)
+    return 64 * depth * (MAX_QUERIES + BLOCK_ROWS) + 1024 * max(2 * depth, 2 * (CHUNK // 32 + 2))
 
 
 @compiled
@@ -181,7 +189,7 @@ def finish(partial, size, dims, out):
 @cache
 def append_kernel(format_name: str) -> int:
     """Address of (head's cache, dims, index, key, value): put a key and a value, `dims` f32 each, at a cache index."""
-    return machine_code.address(f"append-{format_name}", 5, lambda: _append(format_name, *_shape(format_name)))
+    return machine_code.address(f"append-{format_name}", 5, lambda: _append(format_name, *row_shape(format_name)))
 
 
 @cache
@@ -193,14 +201,14 @@ def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False
     behind position 0; capped: scores are soft-capped.
     """
     name = f"attend-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
-    return machine_code.address(name, 7, lambda: _attend(format_name, *_shape(format_name), windowed, capped))
+    return machine_code.address(name, 7, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
 
 
 def copy_rows(format_name: str, dims: int, heads: U8, rows: NDArray[np.int32], first: int) -> None:
     """In each head's cache, U8 [heads, head_bytes], copy keys and values from rising indices `rows` to `first` and following."""
     assert (rows >= np.arange(first, first + len(rows))).all(), "rows move towards the front"
     indices = rows.astype(np.int64)
-    _copy_rows_function()(*_shape(format_name), dims, heads.ctypes.data, *heads.shape, indices.ctypes.data, len(indices), first)
+    _copy_rows_function()(*row_shape(format_name), dims, heads.ctypes.data, *heads.shape, indices.ctypes.data, len(indices), first)
 
 
 @cache
@@ -215,9 +223,9 @@ def _copy_rows(size, header, unit, unit_bytes, dims, heads, num_heads, head_size
             _copy_position(size, header, unit_bytes, units, head, first + i, head, simd.peek_i64(rows + 8 * i))
 
 
-def _shape(format_name: str) -> tuple[int, int, int, int]:
+def row_shape(format_name: str) -> tuple[int, int, int, int]:
     """Bytes of an element, of a unit's header, dimensions of a unit, and its bytes: what a row is made of."""
-    coding = _CODINGS[format_name]
+    coding = CODINGS[format_name]
     return coding.size, coding.header, coding.unit, coding.unit_bytes
 
 
@@ -227,7 +235,7 @@ def _units(unit, dims):
 
 
 def _append(name: str, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:
-    halves = _CODINGS[name].halves
+    halves = CODINGS[name].halves
 
     def append(head, dims, index, key, value):
         row_bytes = _units(unit, dims) * unit_bytes
@@ -242,8 +250,8 @@ def _append(name: str, size: int, header: int, unit: int, unit_bytes: int) -> Ca
                 _write_group(halves, unit, k, count, key_at, key_stride, block + LANES * at + 2 * lane, 2 * LANES)
                 _write_group(halves, unit, v, count, row + at + header, size, row + at, 2)
             else:
-                _write_numbers(name, _load_part(k, count), key_at, key_stride)
-                _write_numbers(name, _load_part(v, count), row + at, size)
+                _write_numbers(name, load_part(k, count), key_at, key_stride)
+                _write_numbers(name, load_part(v, count), row + at, size)
 
     return append
 
@@ -253,9 +261,9 @@ def _write_group(halves, group, source, count, to, stride, header, shift_after):
     """Write up to `group` numbers as `formats.kv` does, "int4" where halves is 2, else "int8": codes `stride` bytes apart, and the
     group's scale and shift at `header`.
     """
-    largest = smallest = _load_part(source, count)
+    largest = smallest = load_part(source, count)
     for at in range(LANES, group, LANES):
-        values = _load_part(source + 4 * at, count - at)
+        values = load_part(source + 4 * at, count - at)
         largest, smallest = simd.max_f32(largest, values), simd.min_f32(smallest, values)
     high, low = simd.max_lanes(largest), simd.min_lanes(smallest)
     if halves == 2:
@@ -268,9 +276,9 @@ def _write_group(halves, group, source, count, to, stride, header, shift_after):
     simd.poke_f16(header, scale)
     inverse, offset = simd.splat_f32(simd.inverse_or_zero(scale)), simd.splat_f32(shift)
     for at in range(0, group, halves * LANES):
-        codes = (_load_part(source + 4 * at, count - at) - offset) * inverse
+        codes = (load_part(source + 4 * at, count - at) - offset) * inverse
         if halves == 2:
-            later = (_load_part(source + 4 * at + 64, count - at - LANES) - offset) * inverse
+            later = (load_part(source + 4 * at + 64, count - at - LANES) - offset) * inverse
             codes = _nearest(codes, 0, 15) + _nearest(later, 0, 15) * simd.splat_f32(simd.to_float(16))
         else:
             codes = _nearest(codes, -127, 127)
@@ -291,7 +299,7 @@ def _load_masked(o: Ops, address: Value, count: Value) -> Value:
     return o.call("llvm.masked.load.v16f32.p0", F32X16, *operands)
 
 
-_load_part = simd.operation((types.int64, types.int64), simd.f32x16, _load_masked)
+load_part = simd.operation((types.int64, types.int64), simd.f32x16, _load_masked)
 
 
 @intrinsic(prefer_literal=True)
@@ -300,7 +308,7 @@ def _write_numbers(typingctx, name, values, to, stride):
 
     def codegen(context, builder, sig, args):
         values, to, stride = map(Ops(builder).value, args[1:])
-        elements = _CODINGS[name.literal_value].write(values)
+        elements = CODINGS[name.literal_value].write(values)
         for lane in range(LANES):
             (to + stride * lane).store(elements.lane(lane))
         return context.get_dummy_value()
@@ -321,11 +329,11 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
         walk = walk_at(scratch)
         units = _units(unit, dims)
         stored, row_bytes = units * unit, units * unit_bytes
-        chunk, gathered, scores = head + first * (2 * row_bytes), scratch + _GATHERED, scratch + _SCORES
-        shortest = longest = _end(walk, 0, first)
-        earliest = latest = _start(walk, 0, first, windowed)
+        chunk, gathered, scores = head + first * (2 * row_bytes), scratch + GATHERED, scratch + SCORES
+        shortest = longest = walk_end(walk, 0, first)
+        earliest = latest = walk_start(walk, 0, first, windowed)
         for number in range(1, count):
-            end, start = _end(walk, number, first), _start(walk, number, first, windowed)
+            end, start = walk_end(walk, number, first), walk_start(walk, number, first, windowed)
             shortest, longest = min(shortest, end), max(longest, end)
             earliest, latest = min(earliest, start), max(latest, start)
         earliest = earliest // LANES * LANES
@@ -347,13 +355,17 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
                     _score_panel(name, count, step, scratch, keys + block * LANES * row_bytes, row_bytes, dims, to + 64 * block)
             else:
                 for number in range(0, count, step):
-                    some, own = min(step, count - number), to + number * _SCORES_STRIDE
+                    some, own = min(step, count - number), to + number * SCORES_STRIDE
                     _score(name, some, scratch + 8 * number, keys, row_bytes, dims, blocks, own)
         for number in range(count):
-            own, start, end = scores + number * _SCORES_STRIDE, _start(walk, number, first, windowed), _end(walk, number, first)
+            own, start, end = (
+                scores + number * SCORES_STRIDE,
+                walk_start(walk, number, first, windowed),
+                walk_end(walk, number, first),
+            )
             if capped:
                 cap_numbers(own + 4 * (start // LANES * LANES), end - start // LANES * LANES, walk.caps[0])
-            _weights(own, start, end, scratch + _POWERS, walk.partials[number], stored)
+            softmax_weights(own, start, end, scratch + POWERS, walk.partials[number], stored)
         # In the order of the positions: what each query of a window sees before the others do, what all of them see, and then the
         # ancestors of a tree row, or what each query of a chain sees more.
         heads = count if windowed and not tree else 0
@@ -364,21 +376,21 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
                 if piece:
                     values, begin, end = gathered, max(inside, latest), longest
             elif piece < heads:
-                number, many, begin = piece, 1, _start(walk, piece, first, windowed)
-                end = min(latest, _end(walk, number, first))
+                number, many, begin = piece, 1, walk_start(walk, piece, first, windowed)
+                end = min(latest, walk_end(walk, number, first))
             elif piece > heads:
                 number, many = piece - heads - 1, 1
-                begin, end = together, _end(walk, number, first)
+                begin, end = together, walk_end(walk, number, first)
             panels = wide and many > 1
             positions = _PANEL_POSITIONS if panels else _POSITIONS
             for start in range(begin, end, positions):
                 row, here = values + (CHUNK + start) * row_bytes, min(positions, end - start)
-                weights = scores + number * _SCORES_STRIDE + 4 * start
+                weights = scores + number * SCORES_STRIDE + 4 * start
                 if panels:
                     _weigh_panels(name, count, step, scratch, weights, row, row_bytes, stored, here)
                 else:
                     for other in range(0, many, step):
-                        some, own = min(step, many - other), weights + other * _SCORES_STRIDE
+                        some, own = min(step, many - other), weights + other * SCORES_STRIDE
                         _weigh(name, some, scratch + 8 * (number + other), own, row, row_bytes, stored, here, 0)
 
     return attend
@@ -392,13 +404,13 @@ def _even_step(count):
 
 
 @compiled
-def _end(walk, number, first):
+def walk_end(walk, number, first):
     """Where the positions of the chunk that a query sees end."""
     return min(CHUNK, walk.lengths[number] - first)
 
 
 @compiled
-def _start(walk, number, first, windowed):
+def walk_start(walk, number, first, windowed):
     """Where they begin."""
     return max(0, walk.starts[number] - first) if windowed else 0
 
@@ -421,7 +433,7 @@ def _copy_position(size, header, unit_bytes, units, to, index, source, source_in
 
 
 @compiled
-def _weights(scores, start, end, powers, partial, stored):
+def softmax_weights(scores, start, end, powers, partial, stored):
     """Scores start..end to exp(score - largest) in place, zeros up to whole vectors; begins the partial: no sums yet, the rest
     complete. powers: room for a chunk's.
 
@@ -469,11 +481,11 @@ def _weights(scores, start, end, powers, partial, stored):
 
 @intrinsic(prefer_literal=True)
 def _score(typingctx, name, count, walk, keys, row_bytes, dims, blocks, to):
-    """Scores of `count` queries against `blocks` blocks of 16 keys, at to + query * _SCORES_STRIDE.
+    """Scores of `count` queries against `blocks` blocks of 16 keys, at to + query * SCORES_STRIDE.
 
     A score is one sum, in the order of the dimensions.
     """
-    coding = _CODINGS[name.literal_value]
+    coding = CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
         o = Ops(builder)
@@ -505,12 +517,12 @@ def _score(typingctx, name, count, walk, keys, row_bytes, dims, blocks, to):
                 with o.loop(dims.rounded_up(coding.group)) as group:
                     at = group * (LANES * coding.unit_bytes)
                     scales = [((block + at).f16(), (block + at + 2 * LANES).f16()) for block in here]
-                    for part in _parts(coding, at, group, dims):
+                    for part in key_parts(coding, at, group, dims):
                         add_dims(*part, scales)
             else:
                 add_dims(o.number(0), o.number(0), dims, 0, [()] * together)
             for r, totals in enumerate(sums):
-                row = to + first * 64 + r * _SCORES_STRIDE
+                row = to + first * 64 + r * SCORES_STRIDE
                 for n, total in enumerate(totals):
                     (row + 64 * n).store(total.get())
 
@@ -529,7 +541,7 @@ def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, posit
     """Add weight * value over `positions` positions to the partials of `count` queries, in the order of the positions: `stored`
     dimensions, whose sums lie `offset` bytes behind a partial's begin.
     """
-    coding = _CODINGS[name.literal_value]
+    coding = CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
         o = Ops(builder)
@@ -537,16 +549,16 @@ def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, posit
 
         def some(partials: list[Value], first: Value, width: int) -> None:
             """For `width` vectors of dimensions from `first` on."""
-            scales, numbers, half = _place(coding, rows, first)
+            scales, numbers, half = place_of_value(coding, rows, first)
             sums = [[o.variable((partial + first * 4 + 64 * w).f32()) for w in range(width)] for partial in partials]
             with o.loop(positions) as index:
                 row = index * row_bytes
                 here = numbers + row
                 if not coding.near:
                     (here + row_bytes * _POSITIONS).fetch(0, width * LANES * coding.size)
-                values = [_value(coding, here, scales + row, half, w) for w in range(width)]
+                values = [sixteen_of_value(coding, here, scales + row, half, w) for w in range(width)]
                 for r, totals in enumerate(sums):
-                    weight = (weights + index * 4 + r * _SCORES_STRIDE).every(F32)
+                    weight = (weights + index * 4 + r * SCORES_STRIDE).every(F32)
                     for value, total in zip(values, totals, strict=True):
                         total.set(fma(weight, value, total.get()))
             for partial, totals in zip(partials, sums, strict=True):
@@ -563,7 +575,7 @@ def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, posit
     return types.void(name, *[types.int64] * 8), codegen
 
 
-def _parts(coding: _Coding, at: Value, group: Value, dims: Value) -> Iterator[tuple[Value, Value, Value, int]]:
+def key_parts(coding: _Coding, at: Value, group: Value, dims: Value) -> Iterator[tuple[Value, Value, Value, int]]:
     """Of a group of dimensions of a block of keys, in the order of the dimensions, those that have one half of their bytes: where
     in the block they lie, the first dimension, how many there are, which half.
     """
@@ -574,9 +586,9 @@ def _parts(coding: _Coding, at: Value, group: Value, dims: Value) -> Iterator[tu
         yield where, first_dim, (dims - first_dim).smaller(together), offset // together % coding.halves
 
 
-def _value(coding: _Coding, numbers: Value, scales: Value, half: Value, vector: int) -> Value:
-    """Sixteen dimensions of a value: the `vector`-th from where `_place` says. More than one begin at a whole group, or at a half
-    or a quarter of one, so that all of them are of it.
+def sixteen_of_value(coding: _Coding, numbers: Value, scales: Value, half: Value, vector: int) -> Value:
+    """Sixteen dimensions of a value: the `vector`-th from where `place_of_value` says. More than one begin at a whole group, or at
+    a half or a quarter of one, so that all of them are of it.
     """
     group, element = vector * LANES // coding.unit, vector // coding.halves * LANES * coding.size
     values = coding.read(numbers + (element + group * coding.header), half if vector == 0 else half.like(vector % coding.halves))
@@ -591,32 +603,32 @@ def _value(coding: _Coding, numbers: Value, scales: Value, half: Value, vector: 
 def _score_panel(name, count, step, scratch, keys, row_bytes, dims, to):
     """Scores of all queries against one block of keys. The next block, and this one's values, are asked for meanwhile."""
     block_bytes = LANES * row_bytes
-    panel = scratch + _GATHERED
+    panel = scratch + GATHERED
     _widen_keys(name, keys, dims, panel)
     for number in range(0, count, step):
         some = min(step, count - number)
         for line in range(block_bytes * number // count // 64, block_bytes * (number + some) // count // 64):
             _fetch(keys + block_bytes + 64 * line)
             _fetch(keys + CHUNK * row_bytes + 64 * line)
-        _score(_PANEL, some, scratch + 8 * number, panel, row_bytes, dims, 1, to + number * _SCORES_STRIDE)
+        _score(_PANEL, some, scratch + 8 * number, panel, row_bytes, dims, 1, to + number * SCORES_STRIDE)
 
 
 @compiled
 def _weigh_panels(name, count, step, scratch, weights, rows, row_bytes, stored, positions):
     """`_weigh` for all queries, up to _PANEL_POSITIONS positions."""
-    panel = scratch + _GATHERED
+    panel = scratch + GATHERED
     for first in range(0, stored // LANES, _PANEL_VECTORS):
         vectors = min(_PANEL_VECTORS, stored // LANES - first)
         _widen_values(name, rows, row_bytes, first, vectors, positions, panel)
         for number in range(0, count, step):
-            some, own = min(step, count - number), weights + number * _SCORES_STRIDE
+            some, own = min(step, count - number), weights + number * SCORES_STRIDE
             _weigh(_PANEL, some, scratch + 8 * number, own, panel, 64 * vectors, LANES * vectors, positions, 64 * first)
 
 
 @intrinsic(prefer_literal=True)
 def _widen_keys(typingctx, name, keys, dims, panel):
     """A block of 16 keys as f32 [dims][16]."""
-    coding = _CODINGS[name.literal_value]
+    coding = CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
         o = Ops(builder)
@@ -633,7 +645,7 @@ def _widen_keys(typingctx, name, keys, dims, panel):
             with o.loop(dims.rounded_up(coding.group)) as group:
                 at = keys + group * (LANES * coding.unit_bytes)
                 scale = [at.f16(), (at + 2 * LANES).f16()]
-                for part in _parts(coding, at, group, dims):
+                for part in key_parts(coding, at, group, dims):
                     widen_dims(*part, scale)
         else:
             widen_dims(keys, o.number(0), dims, 0, [])
@@ -645,18 +657,18 @@ def _widen_keys(typingctx, name, keys, dims, panel):
 @intrinsic(prefer_literal=True)
 def _widen_values(typingctx, name, rows, row_bytes, first, vectors, positions, panel):
     """Vectors first..first + vectors of the dimensions of some values as f32 [positions][16 * vectors]."""
-    coding = _CODINGS[name.literal_value]
+    coding = CODINGS[name.literal_value]
 
     def codegen(context, builder, sig, args):
         o = Ops(builder)
         rows, row_bytes, first, vectors, positions, panel = map(o.value, args[1:])
-        scales, numbers, half = _place(coding, rows, first * LANES)
+        scales, numbers, half = place_of_value(coding, rows, first * LANES)
 
         def body(number: int) -> None:
             with o.loop(positions) as index:
                 row = index * row_bytes
                 for w in range(number):
-                    (panel + index * (64 * number) + 64 * w).store(_value(coding, numbers + row, scales + row, half, w))
+                    (panel + index * (64 * number) + 64 * w).store(sixteen_of_value(coding, numbers + row, scales + row, half, w))
 
         o.switch(vectors, {number: functools.partial(body, number) for number in range(1, _PANEL_VECTORS + 1)})
         return context.get_dummy_value()
@@ -664,7 +676,7 @@ def _widen_values(typingctx, name, rows, row_bytes, first, vectors, positions, p
     return types.void(name, *[types.int64] * 6), codegen
 
 
-def _place(coding: _Coding, rows: Value, first: Value) -> tuple[Value, Value, Value]:
+def place_of_value(coding: _Coding, rows: Value, first: Value) -> tuple[Value, Value, Value]:
     """Where a value's scales and numbers lie from dimension `first` on, a multiple of 16, and in which half of their bytes."""
     unit, vector = rows + first // coding.unit * coding.unit_bytes, first % coding.unit // LANES
     element = vector // coding.halves * (LANES * coding.size)

@@ -122,6 +122,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
         ),
         "attend": _record(
             **dict.fromkeys(("queries", "stride", "out", "out_stride", "heads", "kv_heads", "dims", "layer", "kernel"), _I64),
+            together=_I64,  # queries that the kernel takes at most
             partials_at=_I64,  # where in a thread's scratch
             partial_bytes=_I64,
             window=_I64,  # positions that a row sees, itself included; 0 for all

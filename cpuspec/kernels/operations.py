@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from cpuspec.kernels import layout, simd
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
-from cpuspec.kernels.attention import CHUNK, QUERIES, finish, first_chunk, merge, put_query, sees
+from cpuspec.kernels.attention import CHUNK, finish, first_chunk, merge, put_query, sees
 from cpuspec.kernels.layout import DONE, team_at, walk_at
 from cpuspec.kernels.ops import Ops
 from cpuspec.kernels.options import compiled
@@ -194,7 +194,7 @@ def _attend(op, state, counter, threads, thread):
         row, chunks, span = task.row, task.chunks, task.span
         spans, queries = (chunks + span - 1) // span, (task.end_row - row) * group
         kv_head, first = (item - task.item) // spans, (item - task.item) % spans * span
-        partials, stride = scratch + op.partials_at + QUERIES * size, size
+        partials, stride = scratch + op.partials_at + op.together * size, size
         if spans > 1:
             stride = chunks * size
             partials = state.partials + task.partial * size + kv_head * queries * stride
@@ -238,7 +238,7 @@ def _attend_chunk(op, state, task, kv_head, chunk, separate, partials, stride, s
         if alone and not sees(places[row].length, start, op.window):
             query = end
         while query < end:
-            walks = (end - query + QUERIES - 1) // QUERIES
+            walks = (end - query + op.together - 1) // op.together
             count = (end - query + walks - 1) // walks
             for number in range(count):
                 here, member = (query + number) // group, (query + number) % group
@@ -323,7 +323,7 @@ def _take_part(job, number, items, threads, thread):
         return _linear(op.linear, state, counter, 8 * job.num_operations, threads, thread)
     if op.number == _ATTEND:
         return _attend(op.attend, state, counter, threads, thread)
-    count = max(1, items // (threads * 4)) if op.number == _ROTATE else 1
+    count = max(1, items // (threads * 4 if op.number == _ROTATE else threads * 16))
     completed = 0
     while True:
         first = take(counter, items, count)

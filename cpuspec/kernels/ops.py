@@ -384,6 +384,12 @@ def bf16_pairs(even: Value, odd: Value) -> Value:
     return both.bits(vector_of(I16, 2 * LANES)).shuffled(lanes).bits(I32X16)
 
 
+def bf16_numbers(values: Value) -> Value:
+    """Sixteen numbers of f32 as sixteen of bf16, to nearest even; those below the least normal one become zeros (AVX-512 BF16)."""
+    rounded = ir.FunctionType(vector_of(I16), [F32X16])
+    return Value(values.b, values.b.asm(rounded, "vcvtneps2bf16 $1, $0", "=v,v", [values.v], False))
+
+
 def dot_bytes(total: Value, unsigned: Value, signed: Value) -> Value:
     """Per lane: total + the four products of unsigned and signed bytes, in exact 32-bit arithmetic; with AVX2 alone, as long as two
     neighbouring products together fit 16 bits.

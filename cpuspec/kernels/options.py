@@ -9,3 +9,4 @@ from numba import njit
 OPTIONS: dict[str, Any] = {"error_model": "numpy"}
 
 compiled: Any = njit(nogil=True, **OPTIONS)
+inlined: Any = njit(nogil=True, forceinline=True, **OPTIONS)  # of a few vectors: a call would pass them through memory

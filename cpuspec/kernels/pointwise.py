@@ -4,7 +4,7 @@ Everything works on one row (or one head) by addresses. Row buffers are padded w
 """
 
 from cpuspec.kernels import isa, simd
-from cpuspec.kernels.options import compiled
+from cpuspec.kernels.options import compiled, inlined
 from cpuspec.kernels.products import (
     BLOCK_ROWS,
     LOW_BYTES,
@@ -125,7 +125,7 @@ def _gelu(x):
     return simd.splat_f32(0.5) * x * (simd.splat_f32(1.0) + tanh_f32(inner))
 
 
-@compiled
+@inlined
 def _numbers(row, order, at):
     """Sixteen numbers of a row, those at byte offset `at` of it, or those that `order` names there."""
     if order != 0:
@@ -133,7 +133,7 @@ def _numbers(row, order, at):
     return simd.load_f32(row + at)
 
 
-@compiled
+@inlined
 def _prepared(kind, row, other, weight, order, scale, at):
     """Sixteen prepared numbers at byte offset `at` of the row's order."""
     x = _numbers(row, order, at)
@@ -158,27 +158,24 @@ def prepare_row(kind, row, other, weight, order, eps, features, first, end, int8
     scale = simd.splat_f32(1.0)
     if kind == NORM:
         scale = _norm_factor(row, features, eps)
-    if int8 != 0 or int16 != 0:
-        for group in range(first // 32, end // 32):
-            low = _prepared(kind, row, other, weight, order, scale, group * 128)
-            high = _prepared(kind, row, other, weight, order, scale, group * 128 + 64)
-            if int8 != 0:
-                quantize_to_int8(low, high, int8 + (group * block_rows + place) * _INT8_RECORD)
-            if int16 != 0:
-                quantize_to_int16(low, high, int16 + (group * block_rows + place) * _INT16_RECORD)
-    if bf16 != 0:
-        for start in range(first, end, 32):
-            record = bf16 + (start // 32 * block_rows + place) * _BF16_RECORD
-            simd.store_bf16(record, _prepared(kind, row, other, weight, order, scale, start * 4))
-            simd.store_bf16(record + 32, _prepared(kind, row, other, weight, order, scale, start * 4 + 64))
-    if f32 != 0:
-        for start in range(first, end, 16):
-            x = _prepared(kind, row, other, weight, order, scale, start * 4)
-            simd.scatter_f32(f32 + (start * block_rows + place) * 4, block_rows * 4, min(16, end - start), x)
-    if rounded != 0:
-        for start in range(first, (end + 31) // 32 * 32, 16):
-            x = simd.rounded_to_bf16(_prepared(kind, row, other, weight, order, scale, start * 4))
-            simd.scatter_f32(rounded + (start * block_rows + place) * 4, block_rows * 4, 16, x)
+    for start in range(first, end, 32):
+        low = _prepared(kind, row, other, weight, order, scale, start * 4)
+        high = _prepared(kind, row, other, weight, order, scale, start * 4 + 64)
+        record = start // 32 * block_rows + place
+        if int8 != 0:
+            quantize_to_int8(low, high, int8 + record * _INT8_RECORD)
+        if int16 != 0:
+            quantize_to_int16(low, high, int16 + record * _INT16_RECORD)
+        if bf16 != 0:
+            simd.store_bf16(bf16 + record * _BF16_RECORD, low)
+            simd.store_bf16(bf16 + record * _BF16_RECORD + 32, high)
+        at, stride = (start * block_rows + place) * 4, block_rows * 4
+        if f32 != 0:
+            simd.scatter_f32(f32 + at, stride, min(16, end - start), low)
+            simd.scatter_f32(f32 + at + 16 * stride, stride, max(0, min(16, end - start - 16)), high)
+        if rounded != 0:
+            simd.scatter_f32(rounded + at, stride, 16, simd.rounded_to_bf16(low))
+            simd.scatter_f32(rounded + at + 16 * stride, stride, 16, simd.rounded_to_bf16(high))
 
 
 @compiled
@@ -238,15 +235,26 @@ def rotate_head(head, dims, cosines, sines, weight, eps, scale):
     """In place: RMS norm of the head (where weight is not 0), then pairs (i, i + dims / 2) turned (where cosines is not 0), then
     times scale.
     """
-    half = dims // 2
+    half, whole = dims // 2, dims // 2 // simd.LANES * simd.LANES
     factor = simd.to_float(1)
     if weight != 0:
-        total = simd.to_float(0)
-        for i in range(dims):
+        total = sum_of_squares(head, dims // simd.LANES * simd.LANES)
+        for i in range(dims // simd.LANES * simd.LANES, dims):
             x = simd.peek_f32(head + 4 * i)
             total = simd.fma_f32(x, x, total)
         factor = simd.to_float(1) / simd.sqrt_f32(total / simd.to_float(dims) + eps)
-    for i in range(half):
+    factors, scales = simd.splat_f32(factor), simd.splat_f32(scale)
+    for i in range(0, whole, simd.LANES):
+        first, second = head + 4 * i, head + 4 * (i + half)
+        u, v = simd.load_f32(first) * factors, simd.load_f32(second) * factors
+        if weight != 0:
+            u, v = u * simd.load_f32(weight + 4 * i), v * simd.load_f32(weight + 4 * (i + half))
+        if cosines != 0:
+            cs, ss = simd.load_f32(cosines + 4 * i), simd.load_f32(sines + 4 * i)
+            u, v = u * cs - v * ss, v * cs + u * ss
+        simd.store_f32(first, u * scales)
+        simd.store_f32(second, v * scales)
+    for i in range(whole, half):
         first, second = head + 4 * i, head + 4 * (i + half)
         x, y = simd.peek_f32(first) * factor, simd.peek_f32(second) * factor
         if weight != 0:

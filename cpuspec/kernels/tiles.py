@@ -26,7 +26,7 @@ _TURNS = 2 + BLOCK_ROWS // _TOGETHER  # through the groups of a batch: to unpack
 _GROUPS = PANEL // GROUP
 
 # Of weights that are dequantized: the rows and tiles that one pass serves at most, whose sums stay in the second cache; and the
-# groups that are dequantized at a time, 16 KiB of two tiles in bf16, which stay in the first one.
+# groups of a turn, 16 KiB of two tiles in bf16, which stay in the first one.
 MOST_ROWS, MOST_TILES = 32 * BLOCK_ROWS, 8
 _STEP = _GROUPS
 
@@ -198,31 +198,47 @@ def dequantized_pass(
 ) -> None:  # fmt: skip
     """The outputs of up to MOST_TILES tiles of weights in codes for up to MOST_ROWS rows from the start of a block on, in bf16.
 
-    Some groups of two tiles are dequantized to the stack and multiplied with all rows, then the same groups of the next two tiles,
-    then the next groups. The sums of a tile wait on the stack meanwhile. They are f32, as in tile registers, so each output sums
-    its groups in their order, as `bf16_pass` does, with the same bits. finish(number, row, values): what to do with a row's 16
+    A turn multiplies some groups of two tiles with all rows, the next turn the same groups of the next two tiles; then come the
+    next groups. The weights of a turn are dequantized to the stack between the products of the turn before, which tile registers
+    make meanwhile. The sums of a tile wait on the stack. They are f32, as in tile registers, so each output sums its groups in
+    their order, as `bf16_pass` does, with the same bits. finish(number, row, values): what to do with a row's 16
     outputs of a tile.
     """
     panel, line = panel_bytes(FORMATS[name]), ORDERS["bf16"]
     group_bytes, block_bytes = line * TILE, 64 * BLOCK_ROWS
     tile_sums = block_bytes * (MOST_ROWS // BLOCK_ROWS)
     groups = in_features >> 5
-    weights, sums = o.room(2 * _STEP * group_bytes), o.room(MOST_TILES * tile_sums)
+    weights, sums = o.room(4 * _STEP * group_bytes), o.room(MOST_TILES * tile_sums)
     with o.loop(num_tiles) as number, o.loop(rows.rounded_up(BLOCK_ROWS) * BLOCK_ROWS) as row:
         (sums + number * tile_sums + row * 64).store(o.number(0.0, F32X16))
 
-    def dequantize(number: Value, first: Value, count: Value) -> None:
-        with o.loop(count) as place:
-            group = first + place
+    num_blocks = rows.rounded_up(BLOCK_ROWS)
+    pairs_of_tiles, pairs_of_blocks = num_tiles.rounded_up(2), num_blocks.rounded_up(2)
+    turns = groups.rounded_up(_STEP) * pairs_of_tiles
+
+    def of_turn(turn: Value) -> tuple[Value, Value, Value, Value, Value]:
+        """The first tile and how many, the first group and how many, and where their weights are put."""
+        first, number = turn // pairs_of_tiles * _STEP, turn % pairs_of_tiles * 2
+        room = weights + (turn & 1) * (2 * _STEP * group_bytes)
+        return number, (num_tiles - number).smaller(2), first, (groups - first).smaller(_STEP), room
+
+    def dequantize(turn: Value, part: Value, parts: Value) -> None:
+        """One of some equal parts of a turn's groups."""
+        number, width, first, count, room = of_turn(turn)
+        total = width * count
+        start = total * part // parts
+        with o.loop(total * (part + 1) // parts - start) as index:
+            place = start + index
+            own, group = place // count, first + place % count
             begin = group & -_GROUPS
-            here = tile + number * tile_bytes + (group >> 3) * panel
+            here = tile + (number + own) * tile_bytes + (group >> 3) * panel
             (here + (group - begin) * (panel // _GROUPS)).fetch(AHEAD, panel // _GROUPS, nearest=False)
             pairs = dequantized(READERS[name](here, (groups - begin).smaller(_GROUPS), group - begin))
-            to = weights + (number & 1) * (_STEP * group_bytes) + place * group_bytes
+            to = room + own * (_STEP * group_bytes) + (group - first) * group_bytes
             for p, pair in enumerate(pairs):
                 (to + 64 * p).store(pair)
 
-    def multiply(width: int, blocks: int, own_sums: Value, block: Value, first: Value, count: Value) -> None:
+    def multiply(width: int, blocks: int, room: Value, own_sums: Value, block: Value, first: Value, count: Value) -> None:
         """A pass over `count` groups for `width` tiles and `blocks` blocks of rows."""
         parts = []  # where a block begins, and the bytes from a group to the next
         for n in range(blocks):
@@ -234,7 +250,7 @@ def dequantized_pass(
             o.tile_load(total, places[key], 64)
         with o.loop(count) as place:
             for number in range(width):
-                o.tile_load(_PAIRED_WEIGHTS[number], weights + number * (_STEP * group_bytes) + place * group_bytes, line)
+                o.tile_load(_PAIRED_WEIGHTS[number], room + number * (_STEP * group_bytes) + place * group_bytes, line)
             for n, (start, stride) in enumerate(parts):
                 o.tile_load(_PAIRED_ACTS[n], start + place * stride, line)
                 for number in range(width):
@@ -242,17 +258,15 @@ def dequantized_pass(
         for key, total in totals.items():
             o.tile_store(total, places[key], 64)
 
-    num_blocks = rows.rounded_up(BLOCK_ROWS)
-    with o.loop(groups.rounded_up(_STEP)) as steps, o.loop(num_tiles.rounded_up(2)) as some:
-        first, number = steps * _STEP, some * 2
-        count, width = (groups - first).smaller(_STEP), (num_tiles - number).smaller(2)
-        with o.loop(width) as n:
-            dequantize(number + n, first, count)
-        with o.loop(num_blocks.rounded_up(2)) as pair:
-            block = pair * 2
+    with o.loop(turns + 1) as turn, o.loop(pairs_of_blocks) as pair:
+        with o.when(turn < turns):
+            dequantize(turn, pair, pairs_of_blocks)
+        with o.when(turn > 0):
+            number, width, first, count, room = of_turn(turn - 1)
+            block, own_sums = pair * 2, sums + number * tile_sums
             blocks = (num_blocks - block).smaller(2)
             passes: dict[int, Callable[[], None]] = {
-                2 * w + b: partial(multiply, w, b, sums + number * tile_sums, block, first, count) for w in (1, 2) for b in (1, 2)
+                2 * w + b: partial(multiply, w, b, room, own_sums, block, first, count) for w in (1, 2) for b in (1, 2)
             }
             o.switch(width * 2 + blocks, passes)
     with o.loop(rows) as row, o.loop(num_tiles) as number:

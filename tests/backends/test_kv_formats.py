@@ -179,12 +179,12 @@ def biased(unbiased: Checkpoint) -> Checkpoint:
     return replace(unbiased, tensors=tensors)
 
 
-@pytest.mark.parametrize("kv_format", ["int8", "int4"])
+@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8", "int4"])
 @every_backend(["numba", "numpy", "torch"])
-def test_what_all_keys_of_a_head_have_in_common_costs_codes_nothing(
+def test_what_all_keys_of_a_head_have_in_common_costs_nothing(
     biased: Checkpoint, unbiased: Checkpoint, name: str, kv_format: str
 ) -> None:
-    """Softmax does not see it, so a cache in codes leaves it out; with it, the steps of the codes would be several units long."""
+    """Softmax does not see it, so a cache leaves it out; with it, the steps of codes would be several units long."""
 
     def lost(name: str, checkpoint: Checkpoint) -> float:
         backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=64, kv_format=kv_format))
@@ -200,7 +200,7 @@ def test_keys_have_a_centre_only_where_scores_do_not_show_it(biased: Checkpoint)
     centres = key_centres(biased.config, KV_FORMATS["int8"], biased.tensors)
     assert [centre.shape for centre in centres.values()] == [(biased.config.num_kv_heads, 64)] * 2
     assert all(199 < centre[0, 31] < 201 for centre in centres.values())
-    for kv_format, changes in (("f16", {}), ("int4", {"attention_softcap": 50.0}), ("int4", {"qk_norm": True})):
+    for kv_format, changes in (("f32", {}), ("int4", {"attention_softcap": 50.0}), ("int4", {"qk_norm": True})):
         assert not key_centres(replace(biased.config, **changes), KV_FORMATS[kv_format], biased.tensors)
 
 

@@ -8,13 +8,21 @@ import pytest
 
 from cpuspec.formats.kv import KV_FORMATS, encode_rows, rounded
 from cpuspec.formats.packing import aligned_bytes
-from cpuspec.kernels import attention, pointwise
-from cpuspec.kernels.layout import WALK
+from cpuspec.kernels import attention, attention_tiles, isa, pointwise
+from cpuspec.kernels.layout import MAX_QUERIES, WALK
 
 CAPACITY = 2 * attention.CHUNK + 88
 
 # Queries of a walk: few, and so many that keys and values are widened first, where a processor's kernels do that.
 COUNTS = sorted({min(count, attention.QUERIES) for count in (*range(1, 9), 13, 23, 24, 25, 37, attention.QUERIES)})
+
+needs_tiles = pytest.mark.skipif(not isa.has_bf16_tiles(), reason="this processor has no bf16 tile registers")
+KERNELS = {"vectors": attention.attend_kernel, "tiles": attention_tiles.attend_kernel}
+
+
+@pytest.fixture(params=["vectors", pytest.param("tiles", marks=needs_tiles)])
+def kernel(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def _function(address: int, arguments: int) -> Callable[..., None]:
@@ -24,7 +32,7 @@ def _function(address: int, arguments: int) -> Callable[..., None]:
 class _Head:
     """One head's cache, filled and read through the product's own code."""
 
-    def __init__(self, name: str, dims: int, seed: int = 0) -> None:
+    def __init__(self, name: str, dims: int, seed: int = 0, kernel: str = "vectors") -> None:
         rng = np.random.default_rng(seed)
         self.format, self.dims = KV_FORMATS[name], dims
         self.k, self.v = rng.standard_normal((2, CAPACITY, dims)).astype(np.float32)
@@ -33,9 +41,9 @@ class _Head:
         self.cache = aligned_bytes((attention.head_bytes(name, dims, CAPACITY),))
         self.cache[:] = 255
         self.size, self.partials = attention.partial_bytes(name, dims), attention.partials_offset(name, dims)
-        self.scratch = aligned_bytes((self.partials + 2 * attention.QUERIES * self.size,))
+        self.scratch = aligned_bytes((self.partials + 2 * MAX_QUERIES * self.size,))
         self._append = _function(attention.append_kernel(name), 5)
-        self._attend = _function(attention.attend_kernel(name), 7)
+        self._attend = _function(KERNELS[kernel](name), 7)
 
     def put(self, index: int, source: int) -> None:
         k, v = self.k[source], self.v[source]
@@ -56,7 +64,7 @@ class _Head:
         self.scratch[:] = 255
         walk = self.scratch[: WALK.itemsize].view(WALK)[0]
         scratch, steps = self.scratch.ctypes.data, np.array(path or [0], np.int64)
-        merged = [scratch + self.partials + (attention.QUERIES + number) * self.size for number in range(len(queries))]
+        merged = [scratch + self.partials + (MAX_QUERIES + number) * self.size for number in range(len(queries))]
         for first in range(0, max(lengths), attention.CHUNK):
             there = [number for number, length in enumerate(lengths) if length > first]
             walked = [scratch + self.partials + place * self.size for place in range(len(there))]
@@ -124,10 +132,28 @@ def test_attention_is_softmax_over_the_cached_positions(name: str, dims: int, le
     assert np.allclose(head.attend(length), wanted, rtol=1e-4, atol=2e-5)
 
 
+@needs_tiles
+@pytest.mark.parametrize("dims", [2, 18, 64, 80, 128])
+@pytest.mark.parametrize("length", [1, 15, 17, 33, 255, 257, CAPACITY])
+def test_attention_in_tiles_is_softmax_over_what_is_rounded_to_bf16(name: str, dims: int, length: int) -> None:
+    head = _Head(name, dims, kernel="tiles").fill(length)
+    cached = [rounded(head.format, rows[:length]) for rows in (head.k, head.v)]
+    query, keys, values = (rounded(KV_FORMATS["bf16"], rows).astype(np.float64) for rows in (head.query, *cached))
+    scores = keys @ query
+    weights = np.exp(scores - scores.max())
+    wanted = weights / weights.sum() @ values
+    got = head.attend(length)
+    assert np.allclose(got, wanted, atol=2**-8 * np.abs(values).max())
+    if length > 1:
+        assert not np.array_equal(got, _Head(name, dims).fill(length).attend(length))
+
+
 @pytest.mark.parametrize("dims", [18, 64, 80, 128])
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_query_does_not_depend_on_those_it_goes_with(name: str, dims: int, count: int) -> None:
-    head = _Head(name, dims).fill(300)
+@pytest.mark.parametrize("count", [*COUNTS, pytest.param(17, marks=needs_tiles), pytest.param(MAX_QUERIES, marks=needs_tiles)])
+def test_a_query_does_not_depend_on_those_it_goes_with(name: str, dims: int, count: int, kernel: str) -> None:
+    if kernel == "vectors" and count > attention.QUERIES:
+        pytest.skip("more than a walk over vectors takes")
+    head = _Head(name, dims, kernel=kernel).fill(300)
     queries = list(np.random.default_rng(1).standard_normal((count, dims)).astype(np.float32))
     for lengths in ([1 + (29 * n + 37) % 60 for n in range(count)], [253 + (n * 3) % 8 for n in range(count)]):
         together = head.attend_all(queries, lengths)
@@ -138,8 +164,8 @@ def test_a_query_does_not_depend_on_those_it_goes_with(name: str, dims: int, cou
 
 @pytest.mark.parametrize("dims", [16, 80, 128])
 @pytest.mark.parametrize("length", [37, 256, 300])
-def test_later_positions_do_not_touch_a_rows_bits(name: str, dims: int, length: int) -> None:
-    head = _Head(name, dims).fill(length + 3)
+def test_later_positions_do_not_touch_a_rows_bits(name: str, dims: int, length: int, kernel: str) -> None:
+    head = _Head(name, dims, kernel=kernel).fill(length + 3)
     before = head.attend(length)
     head.k[5], head.v[6] = np.nan, np.inf
     for position in range(length, CAPACITY):
@@ -180,12 +206,14 @@ def test_rows_are_copied_bit_for_bit(name: str, dims: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, attention.QUERIES])
-def test_a_nan_shows_in_the_queries_that_see_it_and_in_no_other(name: str, count: int) -> None:
-    head = _Head(name, 64)
-    head.k[260, 0] = np.nan
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_a_nan_shows_in_the_queries_that_see_it_and_in_no_other(name: str, count: int, of: str, kernel: str) -> None:
+    head = _Head(name, 64, kernel=kernel)
+    alone = head.fill(300).attend(260)
+    getattr(head, of)[260, :] = np.nan
     head.fill(300)
     got = head.attend_all([head.query] * count, [260, 261] * (count // 2))
-    assert np.isfinite(got[::2]).all()
+    assert all(np.array_equal(row, alone) for row in got[::2])
     assert np.isnan(got[1::2]).all()
 
 

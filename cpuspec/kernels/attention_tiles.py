@@ -1,0 +1,236 @@
+"""Attention of many queries in tile registers (AMX), in bf16: for tokens of prompts.
+
+A walk over a chunk as in `attention`, with its cache, its partials and its softmax; queries, keys, weights and values are rounded
+to bf16 where they are multiplied, and sums are f32. A query's bits do not depend on those it goes with: each sum is of its own
+products in their order, and positions that it does not see add zeros.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+from numba import types
+from numba.extending import intrinsic
+
+from cpuspec.kernels import attention, machine_code, simd
+from cpuspec.kernels.attention import (
+    CHUNK,
+    CODINGS,
+    GATHERED,
+    POWERS,
+    SCORES,
+    SCORES_STRIDE,
+    key_parts,
+    load_part,
+    place_of_value,
+    sixteen_of_value,
+    softmax_weights,
+    walk_end,
+    walk_start,
+)  # fmt: skip
+from cpuspec.kernels.layout import MAX_QUERIES, walk_at
+from cpuspec.kernels.ops import F32X16, I32, Ops, Value, bf16_numbers, bf16_pairs, fma
+from cpuspec.kernels.options import compiled
+from cpuspec.kernels.pointwise import cap_numbers
+from cpuspec.kernels.products import BLOCK_ROWS
+from cpuspec.kernels.readers import PAIRED
+from cpuspec.kernels.simd import LANES
+from cpuspec.kernels.tiles import release, shape
+
+_STEP = 32  # numbers of a row of a tile register: what one instruction sums
+_STEP_BYTES = 64 * BLOCK_ROWS  # of a tile register
+_VECTORS = 2  # of the values' dimensions that are multiplied at a time
+
+_TOTALS, _ROWS, _COLUMNS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
+
+
+@cache
+def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False) -> int:
+    """Address of what `attention.attend_kernel` has, for queries of prompts: up to MAX_QUERIES, no tree."""
+    name = f"attend-tiles-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
+    return machine_code.address(name, 7, lambda: _attend(format_name, *attention.row_shape(format_name), windowed, capped))
+
+
+def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windowed: bool, capped: bool) -> Callable[..., None]:
+    def attend(count, head, dims, first, straight, path, scratch):
+        walk = walk_at(scratch)
+        units = (dims + unit - 1) // unit
+        stored, row_bytes = units * unit, units * unit_bytes
+        keys, depth, blocks = head + first * (2 * row_bytes), (dims + _STEP - 1) // _STEP, (count + BLOCK_ROWS - 1) // BLOCK_ROWS
+        queries = scratch + GATHERED
+        panel = queries + 64 * depth * (MAX_QUERIES + BLOCK_ROWS)
+        longest, earliest = walk_end(walk, 0, first), walk_start(walk, 0, first, windowed)
+        for number in range(1, count):
+            longest = max(longest, walk_end(walk, number, first))
+            earliest = min(earliest, walk_start(walk, number, first, windowed))
+        earliest = earliest // _STEP * _STEP
+        shape(PAIRED)
+        for number in range(count):
+            _round_numbers(walk.queries[number], 0, dims, depth * _STEP, queries + 64 * depth * number)
+        for at in range(earliest, longest, _STEP):
+            for half in range(2):
+                _pair_keys(name, keys + (at + LANES * half) * row_bytes, dims, depth, panel + half * _STEP_BYTES * depth)
+            for block in range(0, blocks, 2):
+                own = block * BLOCK_ROWS
+                _multiply(
+                    min(2, blocks - block), 2, queries + own * 64 * depth, 64 * depth, panel, _STEP_BYTES * depth, depth,
+                    scratch + SCORES + own * SCORES_STRIDE + 4 * at, SCORES_STRIDE,
+                )  # fmt: skip
+        for number in range(count):
+            own = scratch + SCORES + number * SCORES_STRIDE
+            start, end = walk_start(walk, number, first, windowed), walk_end(walk, number, first)
+            if capped:
+                cap_numbers(own + 4 * (start // LANES * LANES), end - start // LANES * LANES, walk.caps[0])
+            softmax_weights(own, start, end, scratch + POWERS, walk.partials[number], stored)
+            _round_numbers(own, start // LANES * LANES, (end + LANES - 1) // LANES * LANES, longest, own)
+        values = keys + CHUNK * row_bytes
+        _weigh(name, scratch, 0, count, values, row_bytes, stored, earliest, earliest, longest, panel)
+        # What a query does not see weighs nothing, unless it is no finite number.
+        for number in range(count):
+            if not _is_finite(walk.partials[number], stored):
+                start, end = walk_start(walk, number, first, windowed), walk_end(walk, number, first)
+                _weigh(name, scratch, number, 1, values, row_bytes, stored, earliest, start, end, panel)
+        release()
+
+    return attend
+
+
+@compiled
+def _weigh(name, scratch, number, count, values, row_bytes, stored, begin, start, end, panel):
+    """The sums of weight * value of `count` queries over the positions from `begin` on, of which start..end are read."""
+    walk = walk_at(scratch)
+    steps = (end - begin + _STEP - 1) // _STEP
+    found = panel + _VECTORS * (CHUNK // _STEP) * _STEP_BYTES
+    for vector in range(0, stored // LANES, _VECTORS):
+        vectors = min(_VECTORS, stored // LANES - vector)
+        _pair_values(name, values, row_bytes, vector, vectors, begin, steps, start, end, panel)
+        for own in range(number, number + count, 2 * BLOCK_ROWS):
+            some = min(2 * BLOCK_ROWS, number + count - own)
+            blocks = (some + BLOCK_ROWS - 1) // BLOCK_ROWS
+            rows = scratch + SCORES + own * SCORES_STRIDE + 2 * begin
+            _multiply(blocks, vectors, rows, SCORES_STRIDE, panel, CHUNK // _STEP * _STEP_BYTES, steps, found, 64 * _VECTORS)
+            for row in range(some):
+                to, source = walk.partials[own + row] + 64 * vector, found + 64 * _VECTORS * row
+                for at in range(0, 64 * vectors, 64):
+                    simd.store_f32(to + at, simd.load_f32(source + at))
+
+
+@compiled
+def _is_finite(numbers, count):
+    total = simd.splat_f32(0.0)
+    for at in range(numbers, numbers + 4 * count, 64):
+        total = total + simd.load_f32(at) * simd.splat_f32(0.0)
+    return not simd.is_nan(simd.sum_lanes(total))
+
+
+@compiled
+def _round_numbers(source, first, end, total, to):
+    """Numbers first..end in bf16, and zeros before and behind, up to a multiple of _STEP from `total` on; in place, too.
+
+    first: a multiple of 16.
+    """
+    whole, zero = end // LANES * LANES, simd.splat_f32(0.0)
+    for at in range(0, first, LANES):
+        _store_bf16(to + 2 * at, zero)
+    for at in range(first, whole, LANES):
+        _store_bf16(to + 2 * at, simd.load_f32(source + 4 * at))
+    if whole < end:
+        _store_bf16(to + 2 * whole, load_part(source + 4 * whole, end - whole))
+    for at in range((end + LANES - 1) // LANES * LANES, (total + _STEP - 1) // _STEP * _STEP, LANES):
+        _store_bf16(to + 2 * at, zero)
+
+
+_store_bf16 = simd.operation((types.int64, simd.f32x16), types.void, lambda o, at, values: at.store(bf16_numbers(values)))
+
+
+@intrinsic
+def _multiply(typingctx, blocks, columns, rows, row_bytes, panel, panel_bytes, steps, to, to_bytes):
+    """The products of 1 or 2 blocks of 16 rows of bf16, `row_bytes` apart, with 1 or 2 blocks of 16 columns, `panel_bytes` apart:
+    sums over `steps` tile registers of each, as f32 rows `to_bytes` apart.
+    """
+
+    def codegen(context, builder, sig, args):
+        o = Ops(builder)
+        blocks, columns, rows, row_bytes, panel, panel_bytes, steps, to, to_bytes = map(o.value, args)
+
+        def products(height: int, width: int) -> None:
+            totals = {(n, m): _TOTALS[n * width + m] for n in range(height) for m in range(width)}
+            for total in totals.values():
+                o.tile_zero(total)
+            with o.loop(steps) as step:
+                for m in range(width):
+                    o.tile_load(_COLUMNS[m], panel + panel_bytes * m + step * _STEP_BYTES, 64)
+                for n in range(height):
+                    o.tile_load(_ROWS[n], rows + row_bytes * (BLOCK_ROWS * n) + step * 64, row_bytes)
+                    for m in range(width):
+                        o.tile_dot_bf16(totals[n, m], _ROWS[n], _COLUMNS[m])
+            for (n, m), total in totals.items():
+                o.tile_store(total, to + to_bytes * (BLOCK_ROWS * n) + 64 * m, to_bytes)
+
+        o.switch(blocks * 2 + columns, {2 * n + m: partial(products, n, m) for n in (1, 2) for m in (1, 2)})
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _pair_keys(typingctx, name, keys, dims, depth, panel):
+    """A block of 16 keys in bf16 as tile registers want columns: [dims / 2][16 keys][2], zeros up to `depth` registers."""
+    coding = CODINGS[name.literal_value]
+
+    def codegen(context, builder, sig, args):
+        o = Ops(builder)
+        keys, dims, depth, panel = map(o.value, args[1:])
+        number_bytes = LANES * coding.size
+
+        def pair_dims(at: Value, first_dim: Value, number: Value, half: int, scale: list[Value]) -> None:
+            with o.loop((number > 0).select(number, number.like(0)) // 2) as index:
+                pair = []
+                for odd in range(2):
+                    key = coding.read(at + (index * 2 + odd) * number_bytes, o.number(half, I32))
+                    pair.append(fma(key, *scale) if scale else key)
+                (panel + (first_dim + index * 2) * 32).store(bf16_pairs(*pair))
+
+        if coding.group:
+            with o.loop(dims.rounded_up(coding.group)) as group:
+                at = keys + group * (LANES * coding.unit_bytes)
+                scale = [at.f16(), (at + 2 * LANES).f16()]
+                for part in key_parts(coding, at, group, dims):
+                    pair_dims(*part, scale)
+        else:
+            pair_dims(keys, o.number(0), dims, 0, [])
+        with o.loop(depth * (_STEP // 2) - dims // 2) as rest:
+            (panel + (dims // 2 + rest) * 64).store(o.number(0.0, F32X16))
+        return context.get_dummy_value()
+
+    return types.void(name, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _pair_values(typingctx, name, rows, row_bytes, vector, vectors, begin, steps, start, end, panel):
+    """1 or 2 vectors of the dimensions of values, in bf16 as tile registers want columns: for each vector [positions / 2][16][2],
+    from position `begin` on and `steps` registers of them; zeros where they are not in start..end.
+    """
+    coding = CODINGS[name.literal_value]
+
+    def codegen(context, builder, sig, args):
+        o = Ops(builder)
+        rows, row_bytes, vector, vectors, begin, steps, start, end, panel = map(o.value, args[1:])
+        scales, numbers, half = place_of_value(coding, rows, vector * LANES)
+        zero = o.number(0.0, F32X16)
+
+        def body(width: int) -> None:
+            with o.loop(steps * (_STEP // 2)) as index:
+                pairs: list[list[Value]] = [[] for _ in range(width)]
+                for odd in range(2):
+                    position = begin + index * 2 + odd
+                    row = position * row_bytes
+                    seen = (position < end) & (position >= start)
+                    for w, pair in enumerate(pairs):
+                        pair.append(seen.select(sixteen_of_value(coding, numbers + row, scales + row, half, w), zero))
+                for w, pair in enumerate(pairs):
+                    (panel + w * (CHUNK // _STEP * _STEP_BYTES) + index * 64).store(bf16_pairs(*pair))
+
+        o.switch(vectors, {width: partial(body, width) for width in range(1, _VECTORS + 1)})
+        return context.get_dummy_value()
+
+    return types.void(name, *[types.int64] * 9), codegen
