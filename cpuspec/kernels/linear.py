@@ -30,7 +30,8 @@ _MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if isa.has_sixteen_registers() else 8
 # places at once memory gives a core more (benchmarks/LOG.md). A pass of more rows than these keeps its sums in registers: one tile.
 _STREAMS = 4
 _STREAMED_ROWS = 8
-_LONG = 128 << 10  # bytes of a stream from which on tile registers gain by it
+# Bytes of a stream from which on it gains, and does so in tile registers: nobody asks for the first AHEAD bytes of a stream.
+_LEAST_STREAM, _LONG = 16 << 10, 128 << 10
 
 _GROUPS = PANEL // GROUP
 
@@ -400,7 +401,7 @@ def _dequantized_linear(name: str) -> Callable[..., None]:
 
 def _ymm_linear(name: str, order: str) -> Callable[..., None]:
     """The kernel of a format of codes without AVX-512, to be compiled: one pass for any number of rows."""
-    streams, few, many, near = _STREAMS, ymm.FEW, ymm.MANY, _NEAR
+    streams, few, many, near, short = _STREAMS, ymm.FEW, ymm.MANY, _NEAR, _LEAST_STREAM
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         span = max(BLOCK_ROWS, min(many, near // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
@@ -408,6 +409,8 @@ def _ymm_linear(name: str, order: str) -> Callable[..., None]:
             count = min(span, rows - top)
             here, to, add = acts + top * row_bytes, out + top * stride, residual + top * stride if residual != 0 else residual
             length = (end - first) // streams if count <= BLOCK_ROWS else 0
+            if length * tile_bytes < short:
+                length = 0
             for turn in range(end - first - (streams - 1) * length):
                 tile, distance = (first + turn, length) if turn < length else (first + turn + (streams - 1) * length, 0)
                 weights = matrix + tile * tile_bytes
@@ -430,7 +433,7 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
     most = _MOST_ROWS if name in READERS and not in_tiles else _MOST_OF_NUMBERS
     few = BLOCK_ROWS if in_tiles else BLOCK_ROWS - 1  # whose passes have streams
     streams, streamed_rows = _STREAMS, few if name in READERS else 0
-    least, many, near, long = tiles.least(name), tiles.MANY, _NEAR, _LONG
+    least, many, near, short, long = tiles.least(name), tiles.MANY, _NEAR, _LEAST_STREAM, _LONG
     shortest = -(-least // BLOCK_ROWS) * BLOCK_ROWS if in_tiles else BLOCK_ROWS
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
@@ -441,7 +444,7 @@ def _linear(name: str, order: str, step: int) -> Callable[..., None]:
             bottom = min(rows, top + span)
             use_tiles = in_tiles and bottom - top >= least
             length = (end - first) // streams if bottom - top <= streamed_rows else 0
-            if use_tiles and length * tile_bytes < long:
+            if length * tile_bytes < (long if use_tiles else short):
                 length = 0
             for turn in range(end - first - (streams - 1) * length):
                 tile, distance = (first + turn, length) if turn < length else (first + turn + (streams - 1) * length, 0)
