@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.backends.weights import WeightTensor
+from cpuspec.backends.weights import WeightTensor, key_centres
 from cpuspec.config import ModelConfig, Rope
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, QuantTensor
 from cpuspec.formats.grouped import GroupedIntegers, group_integers
+from cpuspec.formats.kv import get_kv_format
 from cpuspec.model.rope import attention_factor, inverse_frequencies
 from cpuspec.model.transformer import Layer, decode, query_scale
 
@@ -101,6 +102,7 @@ class _Writer:
         self._onnx, self._types = onnx, onnx.TensorProto
         self._config, self._tensors, self._store = config, tensors, store
         self._accuracy, self._kv_format = _ACCURACY[activations], kv_format
+        self._centres = key_centres(config, get_kv_format(kv_format), tensors)
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
@@ -186,6 +188,8 @@ class _Writer:
     def attention(self, layer: Layer, q: str, k: str, v: str) -> str:
         """Attention over the past and the rows, which are not copied together."""
         c = self._config
+        if layer.index in self._centres:
+            k = self._node("Sub", k, self._constant(self._centres[layer.index], np.float32))
         keys, values = (self._cached(x, f"{kind}.{layer.index}") for x, kind in ((k, "keys"), (self._heads(v), "values")))
         past_keys, past_values = (f"past_{kind}.{layer.index}" for kind in ("keys", "values"))
         queries = c.num_heads // c.num_kv_heads
