@@ -37,6 +37,7 @@ from cpuspec.kernels import (
     embed,
     encode,
     isa,
+    kv_rows,
     layout,
     linear,
     machine_code,
@@ -159,27 +160,27 @@ class NumbaBackend:
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, in the order that `kernels.attention` reads."""
         dims, heads = self.config.head_dim, self.config.num_layers * self.config.num_kv_heads
-        size = attention.head_bytes(self._kv_format.name, dims, capacity)
+        size = kv_rows.head_bytes(self._kv_format.name, dims, capacity)
 
         def new_storage() -> _Storage:
             memory = paged_bytes((heads, size))
             return _Storage(memory, _at(memory), size)
 
         def copy_rows(storage: _Storage, rows: I32, first: int) -> None:
-            attention.copy_rows(self._kv_format.name, dims, storage.memory, rows, first)
+            kv_rows.copy_rows(self._kv_format.name, dims, storage.memory, rows, first)
 
         def copy_prefix(source: _Storage, storage: _Storage, length: int) -> None:
-            used = attention.head_bytes(self._kv_format.name, dims, length)
+            used = kv_rows.head_bytes(self._kv_format.name, dims, length)
             storage.memory[:, :used] = source.memory[:, :used]
 
         stored = stored_bytes(self._kv_format, dims)
 
         def views(storage: _Storage, number: int) -> tuple[U8, ...]:
-            chunk = storage.memory[:, number * 2 * attention.CHUNK * stored :][:, : 2 * attention.CHUNK * stored]
-            return chunk[:, : attention.CHUNK * stored], chunk[:, attention.CHUNK * stored :]
+            chunk = storage.memory[:, number * 2 * kv_rows.CHUNK * stored :][:, : 2 * kv_rows.CHUNK * stored]
+            return chunk[:, : kv_rows.CHUNK * stored], chunk[:, kv_rows.CHUNK * stored :]
 
         # Keys lie in blocks of LANES positions.
-        blocks = BlockAccess(attention.CHUNK, simd.LANES, (2, heads), views, self._identity)
+        blocks = BlockAccess(kv_rows.CHUNK, simd.LANES, (2, heads), views, self._identity)
         return KVCache(num_slots, capacity, new_storage, copy_rows, copy_prefix, heads * 2 * stored, blocks=blocks)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
@@ -426,7 +427,7 @@ class _Writer:
             "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(self._vectors.get(layer.weight("k_norm"))),
             "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": c.norm_eps, "scale": query_scale(c),
             "rotation": layout.NO_ROTATION if layer.rope is None else self.ropes.index(layer.rope),
-            "append": attention.append_kernel(self._kv_format), "hadamard": self._hadamard,
+            "append": kv_rows.append_kernel(self._kv_format), "hadamard": self._hadamard,
             "centres": _at(self._centres.get(layer.index)),
         }  # fmt: skip
         if q:

@@ -9,11 +9,6 @@ many, keys and values are widened to f32 once for all of them, a panel at a time
 A layer with a window shows a query its last positions only; they are counted along its path. Chunks before them are not walked
 over, and in the first one that is, earlier positions have no weight.
 
-A head's cache is a row of chunks: all keys of a chunk, then all its values. Keys lie in blocks of 16 positions, [group of
-dimensions][16 scales, 16 shifts][dimension][16 positions], so that 16 scores are sixteen lanes and no sum crosses lanes. Values lie
-as rows [group of dimensions][scale, shift][dimension]. int8 and int4 have groups with scales and shifts; other rows are plain
-numbers. In int4 two dimensions share a byte: byte j of each 16 has dimension j of 32 in its low half and 16 + j in its high half.
-
 Tree rows see the cached prefix and then their ancestors, which lie anywhere after it. `path` lists the cache index of logical
 positions from `straight` on (a multiple of 16, at or below the prefix). A chain has straight = its length.
 
@@ -21,29 +16,33 @@ What a call is told about its queries is a `layout.WALK` at the start of the thr
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
-from cpuspec.formats.kv import INT4, INT8, get_kv_format, stored_bytes, stored_dims
-from cpuspec.formats.tensor import U8
+from cpuspec.formats.kv import get_kv_format, stored_dims
 from cpuspec.kernels import isa, machine_code, simd
+from cpuspec.kernels.kv_rows import (
+    CHUNK,
+    CODINGS,
+    PANEL,
+    copy_position,
+    head_bytes,
+    key_parts,
+    num_units,
+    place_of_value,
+    row_shape,
+    sixteen_of_value,
+)
 from cpuspec.kernels.layout import MAX_QUERIES, WALK, walk_at
-from cpuspec.kernels.ops import F16, F32, F32X16, I1, I8, I16, I32, I32X16, I64, VOID, Ops, Value, call, fma, vector_of
+from cpuspec.kernels.ops import F32, I32, I64, Ops, Value, fma
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointwise import cap_numbers, exp_f32, exp_of_parts, exp_parts
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.simd import LANES
-
-CHUNK = 256  # positions of a partial
 
 # How many vectors of sums stay in registers beside what they are made of, queries are multiplied at once, share one walk over a
 # chunk, and make it worth while to widen keys and values to f32 once for all of them.
@@ -52,78 +51,19 @@ _MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_tiles() else QUERIES  #
 
 # What is widened at a time is a panel, which stays in the nearest cache while all queries read it: a block of keys, or of so many
 # positions so many vectors of the values' dimensions.
-_PANEL, _PANEL_POSITIONS, _PANEL_VECTORS = "panel", 128, 2
+_PANEL_POSITIONS, _PANEL_VECTORS = 128, 2
 
 # Positions whose values are read once for all dimensions, before the next: they stay in the nearest cache. What is next, of values
 # and of keys, is asked for meanwhile.
 _POSITIONS = 32
 
 # The scratch of a thread: a WALK, scores of each query, powers of one query's scores, a gathered chunk or a panel (which is no
-# larger), partials.
+# larger) or what tile registers multiply, partials.
 _QUERIES_AT, _PARTIALS_AT = (WALK.fields[name][1] for name in ("queries", "partials"))  # type: ignore[index]
 SCORES = WALK.itemsize
 SCORES_STRIDE = 4 * CHUNK
 POWERS = SCORES + _MOST_QUERIES * SCORES_STRIDE
 GATHERED = POWERS + SCORES_STRIDE
-
-
-@dataclass(frozen=True)
-class _Coding:
-    """How kernels read and write sixteen numbers of a KV format."""
-
-    size: int  # bytes of an element
-    group: int  # dimensions that have a scale and a shift (f16), 0 where there are none
-    read: Callable[[Value, Value], Value]  # address, which half of bytes (i32 0 or 1; read where there are two) -> f32x16
-    write: Callable[[Value], Value]  # f32x16 -> sixteen elements; the numbers of a group with a scale are codes already
-    near: bool = False  # whether they lie in the nearest cache already
-    halves: int = 1  # numbers of an element: 2 where a byte has two
-
-    @property
-    def header(self) -> int:
-        """Bytes before the numbers of a group."""
-        return 4 if self.group else 0
-
-    @property
-    def unit(self) -> int:
-        """What dimensions are padded to."""
-        return self.group or LANES
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of so many dimensions, the group's header included."""
-        return self.header + self.unit * self.size // self.halves
-
-
-def _to_bf16(values: Value) -> Value:
-    """To nearest even; a nan keeps its upper half and becomes quiet."""
-    bits = values.bits(I32X16)
-    near, quiet = bits + 0x7FFF + (bits >> 16 & 1) >> 16, bits >> 16 | 0x40
-    return values.unordered("uno", values).select(quiet, near).trunc(vector_of(I16))
-
-
-def _to_i8(values: Value) -> Value:
-    return call("llvm.fptosi.sat.v16i32.v16f32", I32X16, values).trunc(vector_of(I8))
-
-
-def _half_bytes(address: Value, half: Value) -> Value:
-    return (address.u8_codes() >> (half * 4).splat() & 15).sitofp(F32X16)
-
-
-CODINGS: Mapping[str, _Coding] = MappingProxyType(
-    {
-        _PANEL: _Coding(4, 0, lambda at, half: at.f32(), lambda values: values, near=True),
-        "f32": _Coding(4, 0, lambda at, half: at.f32(), lambda values: values),
-        "f16": _Coding(2, 0, lambda at, half: at.f16(), lambda values: values.fptrunc(vector_of(F16))),
-        "bf16": _Coding(2, 0, lambda at, half: at.bf16(), _to_bf16),
-        "int8": _Coding(1, INT8.block_size, lambda at, half: at.i8(), _to_i8),
-        "int4": _Coding(1, INT4.block_size, _half_bytes, _to_i8, halves=2),
-    }
-)
-
-
-def head_bytes(format_name: str, dims: int, capacity: int) -> int:
-    """Bytes of one head's cache of `capacity` positions."""
-    return -(-capacity // CHUNK) * 2 * CHUNK * stored_bytes(get_kv_format(format_name), dims)
 
 
 def partial_bytes(format_name: str, dims: int) -> int:
@@ -132,7 +72,7 @@ def partial_bytes(format_name: str, dims: int) -> int:
 
 
 def partials_offset(format_name: str, dims: int) -> int:
-    """Where in a thread's scratch its partials begin: QUERIES of a walk, then those of a task."""
+    """Where in a thread's scratch its partials begin: those of a walk, then those of a task."""
     return GATHERED + max(head_bytes(format_name, dims, CHUNK), tiles_bytes(dims))
 
 
@@ -187,12 +127,6 @@ def finish(partial, size, dims, out):
 
 
 @cache
-def append_kernel(format_name: str) -> int:
-    """Address of (head's cache, dims, index, key, value): put a key and a value, `dims` f32 each, at a cache index."""
-    return machine_code.address(f"append-{format_name}", 5, lambda: _append(format_name, *row_shape(format_name)))
-
-
-@cache
 def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False) -> int:
     """Address of (count, head's cache, dims, first position, straight, path, scratch): partials of a chunk for the first `count`
     queries of the walk, each of which sees some of the positions that the chunk holds, from `first position` (a multiple of CHUNK).
@@ -204,130 +138,13 @@ def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False
     return machine_code.address(name, 7, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
 
 
-def copy_rows(format_name: str, dims: int, heads: U8, rows: NDArray[np.int32], first: int) -> None:
-    """In each head's cache, U8 [heads, head_bytes], copy keys and values from rising indices `rows` to `first` and following."""
-    assert (rows >= np.arange(first, first + len(rows))).all(), "rows move towards the front"
-    indices = rows.astype(np.int64)
-    _copy_rows_function()(*row_shape(format_name), dims, heads.ctypes.data, *heads.shape, indices.ctypes.data, len(indices), first)
-
-
-@cache
-def _copy_rows_function() -> Callable[..., None]:
-    return machine_code.function(machine_code.address("copy_rows", 11, lambda: _copy_rows), 11)
-
-
-def _copy_rows(size, header, unit, unit_bytes, dims, heads, num_heads, head_size, rows, num_rows, first):
-    units = _units(unit, dims)
-    for head in range(heads, heads + num_heads * head_size, head_size):
-        for i in range(num_rows):
-            _copy_position(size, header, unit_bytes, units, head, first + i, head, simd.peek_i64(rows + 8 * i))
-
-
-def row_shape(format_name: str) -> tuple[int, int, int, int]:
-    """Bytes of an element, of a unit's header, dimensions of a unit, and its bytes: what a row is made of."""
-    coding = CODINGS[format_name]
-    return coding.size, coding.header, coding.unit, coding.unit_bytes
-
-
-@compiled
-def _units(unit, dims):
-    return (dims + unit - 1) // unit
-
-
-def _append(name: str, size: int, header: int, unit: int, unit_bytes: int) -> Callable[..., None]:
-    halves = CODINGS[name].halves
-
-    def append(head, dims, index, key, value):
-        row_bytes = _units(unit, dims) * unit_bytes
-        chunk, place = head + index // CHUNK * (2 * CHUNK * row_bytes), index % CHUNK
-        block = chunk + place // LANES * (LANES * row_bytes)
-        lane, row = place % LANES, chunk + (CHUNK + place) * row_bytes
-        for first in range(0, dims, unit):
-            k, v = key + 4 * first, value + 4 * first
-            count, at = dims - first, first // unit * unit_bytes
-            key_at, key_stride = block + LANES * (at + header) + lane * size, LANES * size
-            if header > 0:
-                _write_group(halves, unit, k, count, key_at, key_stride, block + LANES * at + 2 * lane, 2 * LANES)
-                _write_group(halves, unit, v, count, row + at + header, size, row + at, 2)
-            else:
-                _write_numbers(name, load_part(k, count), key_at, key_stride)
-                _write_numbers(name, load_part(v, count), row + at, size)
-
-    return append
-
-
-@compiled
-def _write_group(halves, group, source, count, to, stride, header, shift_after):
-    """Write up to `group` numbers as `formats.kv` does, "int4" where halves is 2, else "int8": codes `stride` bytes apart, and the
-    group's scale and shift at `header`.
-    """
-    largest = smallest = load_part(source, count)
-    for at in range(LANES, group, LANES):
-        values = load_part(source + 4 * at, count - at)
-        largest, smallest = simd.max_f32(largest, values), simd.min_f32(smallest, values)
-    high, low = simd.max_lanes(largest), simd.min_lanes(smallest)
-    if halves == 2:
-        shift = simd.as_f16(low)
-        scale = simd.as_f16((high - shift) / simd.to_float(15))
-    else:
-        shift = simd.as_f16(low * simd.half() + high * simd.half())
-        scale = simd.as_f16(max(high - shift, shift - low) / simd.to_float(127))
-    simd.poke_f16(header + shift_after, shift)
-    simd.poke_f16(header, scale)
-    inverse, offset = simd.splat_f32(simd.inverse_or_zero(scale)), simd.splat_f32(shift)
-    for at in range(0, group, halves * LANES):
-        codes = (load_part(source + 4 * at, count - at) - offset) * inverse
-        if halves == 2:
-            later = (load_part(source + 4 * at + 64, count - at - LANES) - offset) * inverse
-            codes = _nearest(codes, 0, 15) + _nearest(later, 0, 15) * simd.splat_f32(simd.to_float(16))
-        else:
-            codes = _nearest(codes, -127, 127)
-        _write_numbers("int8", codes, to + at // halves * stride, stride)
-
-
-@compiled
-def _nearest(values, least, most):
-    """The nearest whole numbers from `least` to `most`."""
-    above = simd.max_f32(simd.round_f32(values), simd.splat_f32(simd.to_float(least)))
-    return simd.min_f32(above, simd.splat_f32(simd.to_float(most)))
-
-
-def _load_masked(o: Ops, address: Value, count: Value) -> Value:
-    """The first `count` numbers at an address, then zeros; nothing beyond them is read."""
-    mask = o.value(ir.Constant(vector_of(I64), list(range(LANES)))) < count.splat()
-    operands = [o.value(address.pointer()), o.number(4, I32), mask, o.number(0.0, F32X16)]
-    return o.call("llvm.masked.load.v16f32.p0", F32X16, *operands)
-
-
-load_part = simd.operation((types.int64, types.int64), simd.f32x16, _load_masked)
-
-
-@intrinsic(prefer_literal=True)
-def _write_numbers(typingctx, name, values, to, stride):
-    """Write sixteen numbers, encoded, `stride` bytes apart."""
-
-    def codegen(context, builder, sig, args):
-        values, to, stride = map(Ops(builder).value, args[1:])
-        elements = CODINGS[name.literal_value].write(values)
-        for lane in range(LANES):
-            (to + stride * lane).store(elements.lane(lane))
-        return context.get_dummy_value()
-
-    return types.void(name, simd.f32x16, types.int64, types.int64), codegen
-
-
-def _memcpy(o: Ops, to: Value, source: Value, size: Value) -> None:
-    o.call("llvm.memcpy.p0.p0.i64", VOID, o.value(to.pointer()), o.value(source.pointer()), size, o.number(0, I1))
-
-
 _fetch = simd.operation((types.int64,), types.void, lambda o, at: at.fetch(0, 64, nearest=False))
-_copy = simd.operation((types.int64, types.int64, types.int64), types.void, _memcpy)
 
 
 def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windowed: bool, capped: bool) -> Callable[..., None]:
     def attend(count, head, dims, first, straight, path, scratch):
         walk = walk_at(scratch)
-        units = _units(unit, dims)
+        units = num_units(unit, dims)
         stored, row_bytes = units * unit, units * unit_bytes
         chunk, gathered, scores = head + first * (2 * row_bytes), scratch + GATHERED, scratch + SCORES
         shortest = longest = walk_end(walk, 0, first)
@@ -343,7 +160,7 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
         if tree:
             for place in range(max(inside, earliest), longest):
                 index = simd.peek_i64(path + 8 * (first + place - straight))
-                _copy_position(size, header, unit_bytes, units, gathered, place, head, index)
+                copy_position(size, header, unit_bytes, units, gathered, place, head, index)
         step = _even_step(count)
         for piece in range(1 + tree):
             keys, begin, end = (gathered, inside, longest) if piece else (chunk, 0, inside)
@@ -413,23 +230,6 @@ def walk_end(walk, number, first):
 def walk_start(walk, number, first, windowed):
     """Where they begin."""
     return max(0, walk.starts[number] - first) if windowed else 0
-
-
-@compiled
-def _copy_position(size, header, unit_bytes, units, to, index, source, source_index):
-    """Copy a key and a value, bit for bit, from an index of one head's cache to an index of another's."""
-    row_bytes = units * unit_bytes
-    chunk, place = to + index // CHUNK * (2 * CHUNK * row_bytes), index % CHUNK
-    source_chunk, source_place = source + source_index // CHUNK * (2 * CHUNK * row_bytes), source_index % CHUNK
-    _copy(chunk + (CHUNK + place) * row_bytes, source_chunk + (CHUNK + source_place) * row_bytes, row_bytes)
-    block = chunk + place // LANES * (LANES * row_bytes)
-    source_block = source_chunk + source_place // LANES * (LANES * row_bytes)
-    lane, source_lane = place % LANES, source_place % LANES
-    for at in range(0, LANES * row_bytes, LANES * unit_bytes):
-        for part in range(at, at + LANES * header, 2 * LANES):
-            _copy(block + part + 2 * lane, source_block + part + 2 * source_lane, 2)
-        for part in range(at + LANES * header, at + LANES * unit_bytes, LANES * size):
-            _copy(block + part + lane * size, source_block + part + source_lane * size, size)
 
 
 @compiled
@@ -575,30 +375,6 @@ def _weigh(typingctx, name, count, walk, weights, rows, row_bytes, stored, posit
     return types.void(name, *[types.int64] * 8), codegen
 
 
-def key_parts(coding: _Coding, at: Value, group: Value, dims: Value) -> Iterator[tuple[Value, Value, Value, int]]:
-    """Of a group of dimensions of a block of keys, in the order of the dimensions, those that have one half of their bytes: where
-    in the block they lie, the first dimension, how many there are, which half.
-    """
-    together = LANES if coding.halves == 2 else coding.group
-    for offset in range(0, coding.group, together):
-        first_dim, element = group * coding.group + offset, offset // (coding.halves * together) * together
-        where = at + LANES * (coding.header + element * coding.size)
-        yield where, first_dim, (dims - first_dim).smaller(together), offset // together % coding.halves
-
-
-def sixteen_of_value(coding: _Coding, numbers: Value, scales: Value, half: Value, vector: int) -> Value:
-    """Sixteen dimensions of a value: the `vector`-th from where `place_of_value` says. More than one begin at a whole group, or at
-    a half or a quarter of one, so that all of them are of it.
-    """
-    group, element = vector * LANES // coding.unit, vector // coding.halves * LANES * coding.size
-    values = coding.read(numbers + (element + group * coding.header), half if vector == 0 else half.like(vector % coding.halves))
-    if not coding.group:
-        return values
-    at = scales + group * coding.unit_bytes
-    scale, shift = ((at + offset).every(F16).fpext(F32X16) for offset in (0, 2))
-    return fma(values, scale, shift)
-
-
 @compiled
 def _score_panel(name, count, step, scratch, keys, row_bytes, dims, to):
     """Scores of all queries against one block of keys. The next block, and this one's values, are asked for meanwhile."""
@@ -610,7 +386,7 @@ def _score_panel(name, count, step, scratch, keys, row_bytes, dims, to):
         for line in range(block_bytes * number // count // 64, block_bytes * (number + some) // count // 64):
             _fetch(keys + block_bytes + 64 * line)
             _fetch(keys + CHUNK * row_bytes + 64 * line)
-        _score(_PANEL, some, scratch + 8 * number, panel, row_bytes, dims, 1, to + number * SCORES_STRIDE)
+        _score(PANEL, some, scratch + 8 * number, panel, row_bytes, dims, 1, to + number * SCORES_STRIDE)
 
 
 @compiled
@@ -622,7 +398,7 @@ def _weigh_panels(name, count, step, scratch, weights, rows, row_bytes, stored, 
         _widen_values(name, rows, row_bytes, first, vectors, positions, panel)
         for number in range(0, count, step):
             some, own = min(step, count - number), weights + number * SCORES_STRIDE
-            _weigh(_PANEL, some, scratch + 8 * number, own, panel, 64 * vectors, LANES * vectors, positions, 64 * first)
+            _weigh(PANEL, some, scratch + 8 * number, own, panel, 64 * vectors, LANES * vectors, positions, 64 * first)
 
 
 @intrinsic(prefer_literal=True)
@@ -674,13 +450,6 @@ def _widen_values(typingctx, name, rows, row_bytes, first, vectors, positions, p
         return context.get_dummy_value()
 
     return types.void(name, *[types.int64] * 6), codegen
-
-
-def place_of_value(coding: _Coding, rows: Value, first: Value) -> tuple[Value, Value, Value]:
-    """Where a value's scales and numbers lie from dimension `first` on, a multiple of 16, and in which half of their bytes."""
-    unit, vector = rows + first // coding.unit * coding.unit_bytes, first % coding.unit // LANES
-    element = vector // coding.halves * (LANES * coding.size)
-    return unit, unit + coding.header + element, (vector % coding.halves).trunc(I32)
 
 
 def _in_steps(o: Ops, total: Value, number: int, body: Callable[[Value, int], None]) -> None:

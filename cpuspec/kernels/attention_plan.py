@@ -4,7 +4,7 @@ A result does not depend on the plan: each chunk gives a partial, and partials a
 """
 
 from cpuspec.kernels import simd
-from cpuspec.kernels.attention import CHUNK
+from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.kernels.layout import MAX_QUERIES, int64s_at
 from cpuspec.kernels.options import compiled
 

@@ -11,22 +11,9 @@ from functools import cache, partial
 from numba import types
 from numba.extending import intrinsic
 
-from cpuspec.kernels import attention, machine_code, simd
-from cpuspec.kernels.attention import (
-    CHUNK,
-    CODINGS,
-    GATHERED,
-    POWERS,
-    SCORES,
-    SCORES_STRIDE,
-    key_parts,
-    load_part,
-    place_of_value,
-    sixteen_of_value,
-    softmax_weights,
-    walk_end,
-    walk_start,
-)  # fmt: skip
+from cpuspec.kernels import machine_code, simd
+from cpuspec.kernels.attention import GATHERED, POWERS, SCORES, SCORES_STRIDE, softmax_weights, walk_end, walk_start
+from cpuspec.kernels.kv_rows import CHUNK, CODINGS, key_parts, load_part, num_units, place_of_value, row_shape, sixteen_of_value
 from cpuspec.kernels.layout import MAX_QUERIES, walk_at
 from cpuspec.kernels.ops import F32X16, I32, Ops, Value, bf16_numbers, bf16_pairs, fma
 from cpuspec.kernels.options import compiled
@@ -47,13 +34,13 @@ _TOTALS, _ROWS, _COLUMNS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 def attend_kernel(format_name: str, windowed: bool = False, capped: bool = False) -> int:
     """Address of what `attention.attend_kernel` has, for queries of prompts: up to MAX_QUERIES, no tree."""
     name = f"attend-tiles-{format_name}{'-windowed' * windowed}{'-capped' * capped}"
-    return machine_code.address(name, 7, lambda: _attend(format_name, *attention.row_shape(format_name), windowed, capped))
+    return machine_code.address(name, 7, lambda: _attend(format_name, *row_shape(format_name), windowed, capped))
 
 
 def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windowed: bool, capped: bool) -> Callable[..., None]:
     def attend(count, head, dims, first, straight, path, scratch):
         walk = walk_at(scratch)
-        units = (dims + unit - 1) // unit
+        units = num_units(unit, dims)
         stored, row_bytes = units * unit, units * unit_bytes
         keys, depth, blocks = head + first * (2 * row_bytes), (dims + _STEP - 1) // _STEP, (count + BLOCK_ROWS - 1) // BLOCK_ROWS
         queries = scratch + GATHERED

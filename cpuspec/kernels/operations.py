@@ -9,7 +9,8 @@ from numba.extending import intrinsic
 
 from cpuspec.kernels import layout, simd
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
-from cpuspec.kernels.attention import CHUNK, finish, first_chunk, merge, put_query, sees
+from cpuspec.kernels.attention import finish, first_chunk, merge, put_query, sees
+from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.kernels.layout import DONE, team_at, walk_at
 from cpuspec.kernels.ops import Ops
 from cpuspec.kernels.options import compiled

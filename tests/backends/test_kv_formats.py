@@ -16,7 +16,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.errors import FormatError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import KV_FORMATS
-from cpuspec.kernels.attention import CHUNK
+from cpuspec.kernels.kv_rows import CHUNK
 from tests.backends.models import every_backend, forward, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, CHUNK + 44).tolist()

@@ -8,10 +8,10 @@ import pytest
 
 from cpuspec.formats.kv import KV_FORMATS, encode_rows, rounded
 from cpuspec.formats.packing import aligned_bytes
-from cpuspec.kernels import attention, attention_tiles, isa, pointwise
+from cpuspec.kernels import attention, attention_tiles, isa, kv_rows, pointwise
 from cpuspec.kernels.layout import MAX_QUERIES, WALK
 
-CAPACITY = 2 * attention.CHUNK + 88
+CAPACITY = 2 * kv_rows.CHUNK + 88
 
 # Queries of a walk: few, and so many that keys and values are widened first, where a processor's kernels do that.
 COUNTS = sorted({min(count, attention.QUERIES) for count in (*range(1, 9), 13, 23, 24, 25, 37, attention.QUERIES)})
@@ -38,11 +38,11 @@ class _Head:
         self.k, self.v = rng.standard_normal((2, CAPACITY, dims)).astype(np.float32)
         self.query = rng.standard_normal(dims).astype(np.float32)
         # Whatever was in memory before must not show.
-        self.cache = aligned_bytes((attention.head_bytes(name, dims, CAPACITY),))
+        self.cache = aligned_bytes((kv_rows.head_bytes(name, dims, CAPACITY),))
         self.cache[:] = 255
         self.size, self.partials = attention.partial_bytes(name, dims), attention.partials_offset(name, dims)
         self.scratch = aligned_bytes((self.partials + 2 * MAX_QUERIES * self.size,))
-        self._append = _function(attention.append_kernel(name), 5)
+        self._append = _function(kv_rows.append_kernel(name), 5)
         self._attend = _function(KERNELS[kernel](name), 7)
 
     def put(self, index: int, source: int) -> None:
@@ -65,7 +65,7 @@ class _Head:
         walk = self.scratch[: WALK.itemsize].view(WALK)[0]
         scratch, steps = self.scratch.ctypes.data, np.array(path or [0], np.int64)
         merged = [scratch + self.partials + (MAX_QUERIES + number) * self.size for number in range(len(queries))]
-        for first in range(0, max(lengths), attention.CHUNK):
+        for first in range(0, max(lengths), kv_rows.CHUNK):
             there = [number for number, length in enumerate(lengths) if length > first]
             walked = [scratch + self.partials + place * self.size for place in range(len(there))]
             for place, number in enumerate(there):
@@ -84,15 +84,15 @@ class _Head:
 
     def held(self, index: int) -> tuple[bytes, bytes]:
         """The key and the value at an index, as rows of the format, put together from where the kernels look for them."""
-        keys, values = self.cache.reshape(-(-CAPACITY // attention.CHUNK), 2, attention.CHUNK, -1)[index // attention.CHUNK]
-        place, lane = divmod(index % attention.CHUNK, 16)
-        block = keys.reshape(attention.CHUNK // 16, -1)[place]
+        keys, values = self.cache.reshape(-(-CAPACITY // kv_rows.CHUNK), 2, kv_rows.CHUNK, -1)[index // kv_rows.CHUNK]
+        place, lane = divmod(index % kv_rows.CHUNK, 16)
+        block = keys.reshape(kv_rows.CHUNK // 16, -1)[place]
         if self.format.block_size == 1:
-            return block.reshape(-1, 16, self.format.block_bytes)[:, lane].tobytes(), values[index % attention.CHUNK].tobytes()
+            return block.reshape(-1, 16, self.format.block_bytes)[:, lane].tobytes(), values[index % kv_rows.CHUNK].tobytes()
         groups = block.reshape(-1, 16 * self.format.block_bytes)
         scales = groups[:, :64].reshape(-1, 2, 16, 2)[:, :, lane].reshape(len(groups), 4)
         codes = groups[:, 64:].reshape(len(groups), -1, 16)[:, :, lane]
-        return np.concatenate([scales, codes], axis=1).tobytes(), values[index % attention.CHUNK].tobytes()
+        return np.concatenate([scales, codes], axis=1).tobytes(), values[index % kv_rows.CHUNK].tobytes()
 
 
 @pytest.fixture(params=KV_FORMATS)
@@ -199,7 +199,7 @@ def test_rows_are_copied_bit_for_bit(name: str, dims: int) -> None:
     both = np.stack([head.cache for head in heads])
     rows = [254, 255, 256, 300, CAPACITY - 1]
     wanted = [[head.held(index) for index in [*range(251), *rows, *range(256, CAPACITY)]] for head in heads]
-    attention.copy_rows(name, dims, both, np.array(rows, np.int32), 251)
+    kv_rows.copy_rows(name, dims, both, np.array(rows, np.int32), 251)
     for head, cache, held in zip(heads, both, wanted, strict=True):
         head.cache = cache
         assert [head.held(index) for index in range(CAPACITY)] == held
