@@ -401,7 +401,7 @@ def _dequantized_linear(name: str) -> Callable[..., None]:
 
 def _ymm_linear(name: str, order: str) -> Callable[..., None]:
     """The kernel of a format of codes without AVX-512, to be compiled: one pass for any number of rows."""
-    streams, few, many, near, short = _STREAMS, ymm.FEW, ymm.MANY, _NEAR, _LEAST_STREAM
+    streams, few, many, near, short = _STREAMS, ymm.FEW[order], ymm.MANY, _NEAR, _LEAST_STREAM
 
     def linear(matrix, tile_bytes, in_features, first, end, acts, row_bytes, rows, bias, residual, out, stride):
         span = max(BLOCK_ROWS, min(many, near // row_bytes // BLOCK_ROWS * BLOCK_ROWS))

@@ -19,8 +19,9 @@ from cpuspec.kernels.ops import F32X16, I8, I16, I32, I64, LANES, VOID, Ops, Val
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS, add_dots, start, sum_of_weights, weigh
 from cpuspec.kernels.readers import AHEAD, READERS, Group
 
-# Rows that are multiplied while weights are unpacked: up to _WHOLE with both halves of a tile, more with one after the other.
-FEW, _WHOLE = 8, 4
+# Rows that are multiplied while weights are unpacked, by the order of activations: up to _WHOLE with both halves of a tile, more
+# with one after the other. Inputs of 16 bits take twice the products, beside which unpacking to the stack counts less.
+FEW, _WHOLE = {"int8": 8, "int16": 4}, 4
 MANY = 8 * BLOCK_ROWS  # rows that one pass serves at most
 
 _GROUPS = PANEL // GROUP
@@ -41,7 +42,7 @@ def laid(products: Products, group: Group) -> list[Value]:
 
 
 def add_rows(order: str, read: Callable[[Value], Group], address: Value, records: Value, totals: list[Variable]) -> None:
-    """Add a group's products with FEW rows or fewer to their totals, from registers.
+    """Add a group's products with FEW rows of the order or fewer to their totals, from registers.
 
     read: the group of a tile at an address; it is asked for each vector of codes again, right before that is multiplied, and LLVM
     drops the rest. records: the address of the first row's.
