@@ -46,7 +46,7 @@ from cpuspec.kernels.simd import LANES
 
 # How many vectors of sums stay in registers beside what they are made of, queries are multiplied at once, share one walk over a
 # chunk, and make it worth while to widen keys and values to f32 once for all of them.
-_SUMS, _TOGETHER, QUERIES, _MANY = (16, 8, 8, 9) if "avx512f" in isa.features() else (4, 6, MAX_QUERIES, 24)
+_SUMS, _TOGETHER, QUERIES, _MANY = (16, 8, 8, 9) if "avx512f" in isa.features() else (4, 6, 64, 24)
 _MOST_QUERIES = MAX_QUERIES + BLOCK_ROWS if isa.has_bf16_tiles() else QUERIES  # whose scores have room
 
 # What is widened at a time is a panel, which stays in the nearest cache while all queries read it: a block of keys, or of so many

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.kernels import isa
 from cpuspec.kernels.pointers import pointer_to, to
 
 _DType = np.dtype[Any]
@@ -172,7 +173,7 @@ TEAM: _DType = np.dtype(
 )
 
 # What a walk over a chunk is told about its queries, at the start of a thread's scratch.
-MAX_QUERIES = 64
+MAX_QUERIES = 128 if isa.has_bf16_tiles() else 64  # tile registers want more of them for the keys that are prepared
 WALK = _record(
     queries=(_I64, MAX_QUERIES),  # addresses
     partials=(_I64, MAX_QUERIES),  # addresses
