@@ -57,6 +57,10 @@ _PANEL_POSITIONS, _PANEL_VECTORS = 128, 2
 # and of keys, is asked for meanwhile.
 _POSITIONS = 32
 
+# Of `attention_tiles`: numbers of a row of a tile register, which one instruction sums; bytes of a register; how many vectors of
+# the values' dimensions are multiplied at a time.
+STEP, STEP_BYTES, VECTORS = 32, 64 * BLOCK_ROWS, 2
+
 # The scratch of a thread: a WALK, scores of each query, powers of one query's scores, a gathered chunk or a panel (which is no
 # larger) or what tile registers multiply, partials.
 _QUERIES_AT, _PARTIALS_AT = (WALK.fields[name][1] for name in ("queries", "partials"))  # type: ignore[index]
@@ -78,8 +82,8 @@ def partials_offset(format_name: str, dims: int) -> int:
 
 def tiles_bytes(dims: int) -> int:
     """What a walk of `attention_tiles` needs besides scores: queries, two blocks of keys or two vectors of all values, sums."""
-    depth = -(-dims // 32)
-    return 64 * depth * (MAX_QUERIES + BLOCK_ROWS) + 1024 * max(2 * depth, 2 * (CHUNK // 32 + 2))
+    depth = -(-dims // STEP)
+    return 64 * depth * (MAX_QUERIES + BLOCK_ROWS) + STEP_BYTES * max(2 * depth, VECTORS * (CHUNK // STEP + 2))
 
 
 @compiled

@@ -12,7 +12,18 @@ from numba import types
 from numba.extending import intrinsic
 
 from cpuspec.kernels import machine_code, simd
-from cpuspec.kernels.attention import GATHERED, POWERS, SCORES, SCORES_STRIDE, softmax_weights, walk_end, walk_start
+from cpuspec.kernels.attention import (
+    GATHERED,
+    POWERS,
+    SCORES,
+    SCORES_STRIDE,
+    STEP,
+    STEP_BYTES,
+    VECTORS,
+    softmax_weights,
+    walk_end,
+    walk_start,
+)
 from cpuspec.kernels.kv_rows import CHUNK, CODINGS, key_parts, load_part, num_units, place_of_value, row_shape, sixteen_of_value
 from cpuspec.kernels.layout import MAX_QUERIES, walk_at
 from cpuspec.kernels.ops import F32X16, I32, Ops, Value, bf16_numbers, bf16_pairs, fma
@@ -21,13 +32,7 @@ from cpuspec.kernels.pointwise import cap_numbers
 from cpuspec.kernels.products import BLOCK_ROWS
 from cpuspec.kernels.readers import PAIRED
 from cpuspec.kernels.simd import LANES
-from cpuspec.kernels.tiles import release, shape
-
-_STEP = 32  # numbers of a row of a tile register: what one instruction sums
-_STEP_BYTES = 64 * BLOCK_ROWS  # of a tile register
-_VECTORS = 2  # of the values' dimensions that are multiplied at a time
-
-_TOTALS, _ROWS, _COLUMNS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
+from cpuspec.kernels.tiles import add_paired_products, paired_totals, release, shape
 
 
 @cache
@@ -42,24 +47,24 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
         walk = walk_at(scratch)
         units = num_units(unit, dims)
         stored, row_bytes = units * unit, units * unit_bytes
-        keys, depth, blocks = head + first * (2 * row_bytes), (dims + _STEP - 1) // _STEP, (count + BLOCK_ROWS - 1) // BLOCK_ROWS
+        keys, depth, blocks = head + first * (2 * row_bytes), (dims + STEP - 1) // STEP, (count + BLOCK_ROWS - 1) // BLOCK_ROWS
         queries = scratch + GATHERED
         panel = queries + 64 * depth * (MAX_QUERIES + BLOCK_ROWS)
         longest, earliest = walk_end(walk, 0, first), walk_start(walk, 0, first, windowed)
         for number in range(1, count):
             longest = max(longest, walk_end(walk, number, first))
             earliest = min(earliest, walk_start(walk, number, first, windowed))
-        earliest = earliest // _STEP * _STEP
+        earliest = earliest // STEP * STEP
         shape(PAIRED)
         for number in range(count):
-            _round_numbers(walk.queries[number], 0, dims, depth * _STEP, queries + 64 * depth * number)
-        for at in range(earliest, longest, _STEP):
+            _round_numbers(walk.queries[number], 0, dims, depth * STEP, queries + 64 * depth * number)
+        for at in range(earliest, longest, STEP):
             for half in range(2):
-                _pair_keys(name, keys + (at + LANES * half) * row_bytes, dims, depth, panel + half * _STEP_BYTES * depth)
+                _pair_keys(name, keys + (at + LANES * half) * row_bytes, dims, depth, panel + half * STEP_BYTES * depth)
             for block in range(0, blocks, 2):
                 own = block * BLOCK_ROWS
                 _multiply(
-                    min(2, blocks - block), 2, queries + own * 64 * depth, 64 * depth, panel, _STEP_BYTES * depth, depth,
+                    min(2, blocks - block), 2, queries + own * 64 * depth, 64 * depth, panel, STEP_BYTES * depth, depth,
                     scratch + SCORES + own * SCORES_STRIDE + 4 * at, SCORES_STRIDE,
                 )  # fmt: skip
         for number in range(count):
@@ -85,18 +90,18 @@ def _attend(name: str, size: int, header: int, unit: int, unit_bytes: int, windo
 def _weigh(name, scratch, number, count, values, row_bytes, stored, begin, start, end, panel):
     """The sums of weight * value of `count` queries over the positions from `begin` on, of which start..end are read."""
     walk = walk_at(scratch)
-    steps = (end - begin + _STEP - 1) // _STEP
-    found = panel + _VECTORS * (CHUNK // _STEP) * _STEP_BYTES
-    for vector in range(0, stored // LANES, _VECTORS):
-        vectors = min(_VECTORS, stored // LANES - vector)
+    steps = (end - begin + STEP - 1) // STEP
+    found = panel + VECTORS * (CHUNK // STEP) * STEP_BYTES
+    for vector in range(0, stored // LANES, VECTORS):
+        vectors = min(VECTORS, stored // LANES - vector)
         _pair_values(name, values, row_bytes, vector, vectors, begin, steps, start, end, panel)
         for own in range(number, number + count, 2 * BLOCK_ROWS):
             some = min(2 * BLOCK_ROWS, number + count - own)
             blocks = (some + BLOCK_ROWS - 1) // BLOCK_ROWS
             rows = scratch + SCORES + own * SCORES_STRIDE + 2 * begin
-            _multiply(blocks, vectors, rows, SCORES_STRIDE, panel, CHUNK // _STEP * _STEP_BYTES, steps, found, 64 * _VECTORS)
+            _multiply(blocks, vectors, rows, SCORES_STRIDE, panel, CHUNK // STEP * STEP_BYTES, steps, found, 64 * VECTORS)
             for row in range(some):
-                to, source = walk.partials[own + row] + 64 * vector, found + 64 * _VECTORS * row
+                to, source = walk.partials[own + row] + 64 * vector, found + 64 * VECTORS * row
                 for at in range(0, 64 * vectors, 64):
                     simd.store_f32(to + at, simd.load_f32(source + at))
 
@@ -111,7 +116,7 @@ def _is_finite(numbers, count):
 
 @compiled
 def _round_numbers(source, first, end, total, to):
-    """Numbers first..end in bf16, and zeros before and behind, up to a multiple of _STEP from `total` on; in place, too.
+    """Numbers first..end in bf16, and zeros before and behind, up to a multiple of STEP from `total` on; in place, too.
 
     first: a multiple of 16.
     """
@@ -122,7 +127,7 @@ def _round_numbers(source, first, end, total, to):
         _store_bf16(to + 2 * at, simd.load_f32(source + 4 * at))
     if whole < end:
         _store_bf16(to + 2 * whole, load_part(source + 4 * whole, end - whole))
-    for at in range((end + LANES - 1) // LANES * LANES, (total + _STEP - 1) // _STEP * _STEP, LANES):
+    for at in range((end + LANES - 1) // LANES * LANES, (total + STEP - 1) // STEP * STEP, LANES):
         _store_bf16(to + 2 * at, zero)
 
 
@@ -140,16 +145,11 @@ def _multiply(typingctx, blocks, columns, rows, row_bytes, panel, panel_bytes, s
         blocks, columns, rows, row_bytes, panel, panel_bytes, steps, to, to_bytes = map(o.value, args)
 
         def products(height: int, width: int) -> None:
-            totals = {(n, m): _TOTALS[n * width + m] for n in range(height) for m in range(width)}
+            totals = paired_totals(height, width)
             for total in totals.values():
                 o.tile_zero(total)
-            with o.loop(steps) as step:
-                for m in range(width):
-                    o.tile_load(_COLUMNS[m], panel + panel_bytes * m + step * _STEP_BYTES, 64)
-                for n in range(height):
-                    o.tile_load(_ROWS[n], rows + row_bytes * (BLOCK_ROWS * n) + step * 64, row_bytes)
-                    for m in range(width):
-                        o.tile_dot_bf16(totals[n, m], _ROWS[n], _COLUMNS[m])
+            parts = [(rows + row_bytes * (BLOCK_ROWS * n), 64, row_bytes) for n in range(height)]
+            add_paired_products(o, steps, parts, [panel + panel_bytes * m for m in range(width)], totals)
             for (n, m), total in totals.items():
                 o.tile_store(total, to + to_bytes * (BLOCK_ROWS * n) + 64 * m, to_bytes)
 
@@ -185,7 +185,7 @@ def _pair_keys(typingctx, name, keys, dims, depth, panel):
                     pair_dims(*part, scale)
         else:
             pair_dims(keys, o.number(0), dims, 0, [])
-        with o.loop(depth * (_STEP // 2) - dims // 2) as rest:
+        with o.loop(depth * (STEP // 2) - dims // 2) as rest:
             (panel + (dims // 2 + rest) * 64).store(o.number(0.0, F32X16))
         return context.get_dummy_value()
 
@@ -206,7 +206,7 @@ def _pair_values(typingctx, name, rows, row_bytes, vector, vectors, begin, steps
         zero = o.number(0.0, F32X16)
 
         def body(width: int) -> None:
-            with o.loop(steps * (_STEP // 2)) as index:
+            with o.loop(steps * (STEP // 2)) as index:
                 pairs: list[list[Value]] = [[] for _ in range(width)]
                 for odd in range(2):
                     position = begin + index * 2 + odd
@@ -215,9 +215,9 @@ def _pair_values(typingctx, name, rows, row_bytes, vector, vectors, begin, steps
                     for w, pair in enumerate(pairs):
                         pair.append(seen.select(sixteen_of_value(coding, numbers + row, scales + row, half, w), zero))
                 for w, pair in enumerate(pairs):
-                    (panel + w * (CHUNK // _STEP * _STEP_BYTES) + index * 64).store(bf16_pairs(*pair))
+                    (panel + w * (CHUNK // STEP * STEP_BYTES) + index * 64).store(bf16_pairs(*pair))
 
-        o.switch(vectors, {width: partial(body, width) for width in range(1, _VECTORS + 1)})
+        o.switch(vectors, {width: partial(body, width) for width in range(1, VECTORS + 1)})
         return context.get_dummy_value()
 
     return types.void(name, *[types.int64] * 9), codegen

@@ -5,7 +5,7 @@ bf16 are summed by the instruction itself, in an order that is documented, and t
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from numba import types
@@ -192,6 +192,29 @@ def bf16_pass(
             finish(number, row, (sums + 64 * BLOCK_ROWS * blocks * number + row * 64).f32())
 
 
+def paired_totals(rows: int, columns: int) -> dict[tuple[int, int], int]:
+    """The registers of sums for up to two blocks of rows and two of columns."""
+    return {(n, m): _TOTALS[n * columns + m] for n in range(rows) for m in range(columns)}
+
+
+def add_paired_products(
+    o: Ops, steps: Value, rows: Sequence[tuple[Value, Value | int, Value | int]], columns: Sequence[Value],
+    totals: Mapping[tuple[int, int], int],
+) -> None:  # fmt: skip
+    """Add the products of blocks of rows and of columns in bf16 to registers of sums, totals[block of rows, block of columns].
+
+    rows: of each block where it begins, the bytes from what one register takes to what the next does, and those from a row to the
+    next. columns: where each begins; what registers take of them lies together.
+    """
+    with o.loop(steps) as step:
+        for m, start in enumerate(columns):
+            o.tile_load(_PAIRED_WEIGHTS[m], start + step * (ORDERS["bf16"] * TILE), ORDERS["bf16"])
+        for n, (start, step_bytes, row_bytes) in enumerate(rows):
+            o.tile_load(_PAIRED_ACTS[n], start + step * step_bytes, row_bytes)
+            for m in range(len(columns)):
+                o.tile_dot_bf16(totals[n, m], _PAIRED_ACTS[n], _PAIRED_WEIGHTS[m])
+
+
 def dequantized_pass(
     o: Ops, name: str, num_tiles: Value, rows: Value, tile: Value, tile_bytes: Value, in_features: Value, acts: Value,
     row_bytes: Value, finish: Callable[[Value, Value, Value], None],
@@ -240,21 +263,15 @@ def dequantized_pass(
 
     def multiply(width: int, blocks: int, room: Value, own_sums: Value, block: Value, first: Value, count: Value) -> None:
         """A pass over `count` groups for `width` tiles and `blocks` blocks of rows."""
-        parts = []  # where a block begins, and the bytes from a group to the next
+        parts = []
         for n in range(blocks):
             stride = (rows - (block + n) * BLOCK_ROWS).smaller(BLOCK_ROWS) * line
-            parts.append((acts + (block + n) * BLOCK_ROWS * row_bytes + first * stride, stride))
-        totals = {(number, n): _TOTALS[number * blocks + n] for number in range(width) for n in range(blocks)}
-        places = {(number, n): own_sums + number * tile_sums + (block + n) * block_bytes for number, n in totals}
+            parts.append((acts + (block + n) * BLOCK_ROWS * row_bytes + first * stride, stride, line))
+        totals = paired_totals(blocks, width)
+        places = {(n, number): own_sums + number * tile_sums + (block + n) * block_bytes for n, number in totals}
         for key, total in totals.items():
             o.tile_load(total, places[key], 64)
-        with o.loop(count) as place:
-            for number in range(width):
-                o.tile_load(_PAIRED_WEIGHTS[number], room + number * (_STEP * group_bytes) + place * group_bytes, line)
-            for n, (start, stride) in enumerate(parts):
-                o.tile_load(_PAIRED_ACTS[n], start + place * stride, line)
-                for number in range(width):
-                    o.tile_dot_bf16(totals[number, n], _PAIRED_ACTS[n], _PAIRED_WEIGHTS[number])
+        add_paired_products(o, count, parts, [room + number * (_STEP * group_bytes) for number in range(width)], totals)
         for key, total in totals.items():
             o.tile_store(total, places[key], 64)
 

@@ -1,6 +1,6 @@
 """The prefix cache over the real kernels: no answer depends on what was there already, wherever that came from."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +11,13 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import CacheError, ConfigError
 from tests.backends.models import every_backend
-from tools.make_tiny_model import make_tiny_gguf
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "context_length": 1024}
 PARAMS = {
     "greedy": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0),
     "sampled": SamplingParams(max_tokens=10, ignore_eos=True, logprobs=0, temperature=1.0, seed=7),
 }
 SPECS = ("none", "auto", "suffix", "self:mxfp4", "suffix,DRAFT@3")
 TOKEN_BYTES = 2 * 2 * 32 * 2  # of the target: layers, keys and values, dimensions, f16
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    make_tiny_gguf(directory / "plain.gguf", num_layers=2, **SMALL)
-    make_tiny_gguf(directory / "windows.gguf", "gemma3", num_layers=2, window=40, **SMALL)
-    make_tiny_gguf(directory / "draft.gguf", seed=1, num_layers=1, **SMALL)
-    return directory
-
-
-@pytest.fixture
-def opened(models: Path) -> Iterator[Callable[..., LLM]]:
-    """Opens LLMs and closes them."""
-    llms = []
-
-    def load(spec: str = "none", model: str = "plain", **settings: Any) -> LLM:
-        spec = spec.replace("DRAFT", str(models / "draft.gguf"))
-        llms.append(LLM(models / f"{model}.gguf", spec, **{"threads": 1, "max_sequences": 2, **settings}))
-        return llms[-1]
-
-    yield load
-    for llm in llms:
-        llm.close()
 
 
 def conversations() -> list[list[int]]:

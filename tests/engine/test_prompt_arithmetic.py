@@ -1,6 +1,7 @@
 """Tokens of prompts in bf16: their place in a sequence decides, and no answer depends on anything else."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +15,18 @@ from cpuspec.engine.llm import LLM, Completion
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.kernels import isa
 from cpuspec.model.batch import ForwardBatch
+from tests.engine.conftest import SMALL
 from tools.make_tiny_model import make_tiny_gguf
 
 needs_tiles = pytest.mark.skipif(not isa.has_bf16_tiles(), reason="this processor has no bf16 tile registers")
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "context_length": 1024}
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    make_tiny_gguf(directory / "plain.gguf", num_layers=2, **SMALL)
-    make_tiny_gguf(directory / "windows.gguf", "gemma3", num_layers=2, window=40, **SMALL)
-    make_tiny_gguf(directory / "draft.gguf", seed=1, num_layers=1, **SMALL)
-    return directory
-
-
 @pytest.fixture
-def opened(models: Path) -> Iterator[Callable[..., LLM]]:
+def opened(opened: Callable[..., LLM]) -> Callable[..., LLM]:
     """Opens LLMs whose prompts are computed in bf16, and closes them."""
-    llms = []
-
-    def load(spec: str = "none", model: str = "plain", **settings: Any) -> LLM:
-        spec = spec.replace("DRAFT", str(models / "draft.gguf"))
-        settings = {"threads": 1, "max_sequences": 4, "prompt_arithmetic": "bf16", **settings}
-        llms.append(LLM(models / f"{model}.gguf", spec, **settings))
-        return llms[-1]
-
-    yield load
-    for llm in llms:
-        llm.close()
+    return partial(opened, max_sequences=4, prompt_arithmetic="bf16")
 
 
 def prompts() -> list[list[int]]:

@@ -37,7 +37,7 @@ TEXT = "the cat sat on the mat and the dog ran to the door while the rain was fa
 @pytest.fixture(scope="module")
 def backends(tmp_path_factory):  # type: ignore[no-untyped-def]
     fine, coarse = (tiny(tmp_path_factory, weight_format=name) for name in ("f32", "q4_0"))
-    # Keys and values in f32: the last bits of a BLAS product depend on the rows beside it, and rounding to int8 would enlarge that.
+    # Keys and values in f32: the last bits of a BLAS product depend on the rows beside it, and rounding to f16 would enlarge that.
     config = EngineConfig(max_rows=7, threads=1, kv_format="f32")
     fast = make_backend("numba", coarse, config)
     yield NumpyBackend(fine, config), NumpyBackend(coarse, config), fast

@@ -159,7 +159,8 @@ def test_a_query_does_not_depend_on_those_it_goes_with(name: str, dims: int, cou
         together = head.attend_all(queries, lengths)
         for query, length, got in zip(queries, lengths, together, strict=True):
             assert np.array_equal(head.attend_all([query], [length])[0], got)
-        assert len({got.tobytes() for got in together}) > 0.9 * count  # some see one position alone
+        several = [got.tobytes() for got, length in zip(together, lengths, strict=True) if length > 1]  # one gives its value
+        assert len(set(several)) == len(several) >= count - 3
 
 
 @pytest.mark.parametrize("dims", [16, 80, 128])
