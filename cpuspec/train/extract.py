@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.backends import Backend
 from cpuspec.batch.lines import read_lines
@@ -29,6 +30,7 @@ LAST = "last"  # in a list of layers: the output of the last one, which no norm 
 
 _SHARD_BYTES = 128 << 20  # of a shard's hidden states in memory
 _LOGIT_BYTES = 64 << 20  # of a forward
+_LINES = 128  # a row of logits is written in so many to find its largest ones
 _PIECE_CHARACTERS = 1 << 16  # of plain text that is read at once
 
 
@@ -174,14 +176,26 @@ class Extractor:
 
 
 def likeliest(logits: F32, num: int) -> tuple[I32, F32, F32]:
-    """Of rows [T, V] the ids [T, num] of the largest logits, the largest first, these logits [T, num], and log_sum [T]."""
-    best, first = logits.max(axis=1), logits.shape[1] - num
-    log_sum = best + np.log(np.exp(logits - best[:, None]).sum(axis=1, dtype=np.float64))
-    ids = np.argpartition(logits, first, axis=1)[:, first:]
-    values = np.take_along_axis(logits, ids, axis=1)
-    order = np.lexsort((ids, -values), axis=1)
-    sorted_ids = np.take_along_axis(ids, order, axis=1).astype(np.int32)
-    return sorted_ids, np.take_along_axis(values, order, axis=1), log_sum.astype(np.float32)
+    """Of rows [T, V] the ids [T, num] of the largest logits, the largest first, these logits [T, num], and log_sum [T].
+
+    Of logits that are the same the one with the lower id comes first. Each row is taken while the processor's caches hold it.
+    """
+    ids, values = np.empty((len(logits), num), np.int32), np.empty((len(logits), num), np.float32)
+    log_sum = np.empty(len(logits), np.float32)
+    for i, row in enumerate(logits):
+        found = _at_least_the_largest(row, num)
+        ids[i] = found[np.lexsort((found, -row[found]))[:num]]
+        values[i] = row[ids[i]]
+        best = row.max()
+        log_sum[i] = best + np.log(np.exp(row - best).sum())
+    return ids, values, log_sum
+
+
+def _at_least_the_largest(row: F32, num: int) -> NDArray[np.intp]:
+    """Where the `num` largest of a row are, and few others: all that are not below the num-th of the largest of its columns."""
+    lines = min(_LINES, len(row) // num)
+    columns = row[: len(row) // lines * lines].reshape(lines, -1).max(axis=0)
+    return np.flatnonzero(row >= np.partition(columns, -num)[-num])
 
 
 def extract(
