@@ -29,7 +29,8 @@ from cpuspec.train.samples import FINAL, METADATA, MOST, Extraction, Sample, Sam
 LAST = "last"  # in a list of layers: the output of the last one, which no norm has changed
 
 _SHARD_BYTES = 128 << 20  # of a shard's hidden states in memory
-_LOGIT_BYTES = 64 << 20  # of a forward
+_LOGIT_BYTES = 256 << 20  # of a forward
+_ABSENT = np.float32(1e9)  # log_sum of a row whose likeliest tokens are not asked for: they get no probability
 _LINES = 128  # a row of logits is written in so many to find its largest ones
 _PIECE_CHARACTERS = 1 << 16  # of plain text that is read at once
 
@@ -153,26 +154,28 @@ class Extractor:
         self._max_rows = min(backend.max_rows, max(_LOGIT_BYTES // (4 * config.vocab_size), 1)) if top else backend.max_rows
 
     def sample(self, text: Text) -> Sample:
-        """Hidden states of every token, and the likeliest tokens behind it."""
+        """Hidden states of every token, and the likeliest tokens behind those that count or come before one that counts."""
         self._cache.truncate(0, 0)
-        asked = tuple(sorted(set(self._read)))
-        hidden = np.empty((len(text.token_ids), len(self._layers), self._backend.config.hidden_size), np.float32)
-        tops: list[tuple[I32, F32, F32]] = []
-        for begin in range(0, len(text.token_ids), self._max_rows):
+        asked, num = tuple(sorted(set(self._read))), len(text.token_ids)
+        answer = np.arange(num) >= text.num_prompt
+        judged = (answer | np.append(answer[1:], False)) & bool(self._top)
+        hidden = np.empty((num, len(self._layers), self._backend.config.hidden_size), np.float32)
+        tops = (np.zeros((num, self._top), np.int32), np.zeros((num, self._top), np.float32), np.full(num, _ABSENT))
+        for begin in range(0, num, self._max_rows):
             tokens = text.token_ids[begin : begin + self._max_rows]
             end = begin + len(tokens)
-            rows = list(range(len(tokens))) if self._top else []
-            output = self._backend.forward(
-                ForwardBatch(tokens, list(range(begin, end)), [0], [0, len(tokens)], None, rows, asked), self._cache
+            rows = np.flatnonzero(judged[begin:end])
+            batch = ForwardBatch(
+                tokens, list(range(begin, end)), [0], [0, len(tokens)], None, rows.tolist(), asked, of_prompts=True
             )
+            output = self._backend.forward(batch, self._cache)
             of_layer = dict(zip(asked, output.hidden, strict=True))
             for place, (layer, name) in enumerate(zip(self._read, self._layers, strict=True)):
                 hidden[begin:end, place] = self._norm.applied(of_layer[layer]) if name == FINAL else of_layer[layer]
-            if self._top:
-                tops.append(likeliest(output.logits, self._top))
-        parts = [np.concatenate(part) for part in zip(*tops, strict=True)] if tops else [None, None, None]
-        answer = np.arange(len(text.token_ids)) >= text.num_prompt
-        return Sample(np.array(text.token_ids, np.int32), answer, hidden, *parts)
+            if len(rows):
+                for array, found in zip(tops, likeliest(output.logits, self._top), strict=True):
+                    array[begin + rows] = found
+        return Sample(np.array(text.token_ids, np.int32), answer, hidden, *(tops if self._top else ()))
 
 
 def likeliest(logits: F32, num: int) -> tuple[I32, F32, F32]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
@@ -85,10 +86,17 @@ def test_states_and_logits_are_those_of_one_forward(checkpoint: Checkpoint, back
         logits = sample.hidden[:, 2] @ output.T  # the final state is what the output matrix multiplies
         scale = np.abs(logits).max()
         tolerance = (1e-4 if backend.name == "numpy" else 0.05) * scale
-        np.testing.assert_allclose(np.take_along_axis(logits, sample.top_ids, 1), sample.top_logits, atol=tolerance)
-        np.testing.assert_allclose(np.log(np.exp(logits).sum(axis=1)), sample.log_sum, atol=tolerance)
+        judged, theirs = judged_rows(text), np.take_along_axis(logits, sample.top_ids, 1)
+        np.testing.assert_allclose(theirs[judged], sample.top_logits[judged], atol=tolerance)
+        np.testing.assert_allclose(np.log(np.exp(logits).sum(axis=1))[judged], sample.log_sum[judged], atol=tolerance)
         assert (np.diff(sample.top_logits, axis=1) <= 0).all()
+        assert not np.exp(sample.top_logits - sample.log_sum[:, None])[~judged].any()
     whole.close()
+
+
+def judged_rows(text: Text) -> NDArray[np.bool_]:
+    """Rows whose likeliest tokens are kept: those that count for the loss, and the one before them."""
+    return np.arange(len(text.token_ids)) >= text.num_prompt - 1
 
 
 def test_compiled_states_are_the_bits_of_a_forward_of_another_size(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -97,11 +105,13 @@ def test_compiled_states_are_the_bits_of_a_forward_of_another_size(checkpoint: C
     extract(Extractor(backend, checkpoint, LAYERS, TOP, LENGTH), about(checkpoint), iter(texts), tmp_path / "out")
     for sample, text in zip(open_samples(tmp_path / "out"), texts, strict=True):
         rows = list(range(len(text.token_ids)))
-        batch = ForwardBatch(text.token_ids, rows, [0], [0, len(rows)], None, rows, (0, 1, 2))
+        batch = ForwardBatch(text.token_ids, rows, [0], [0, len(rows)], None, rows, (0, 1, 2), of_prompts=True)
         output = backend.forward(batch, backend.new_cache(1, LENGTH))
         for place, layer in ((0, 1), (1, 2), (3, 0)):
             np.testing.assert_array_equal(sample.hidden[:, place], output.hidden[layer])
-        np.testing.assert_array_equal(sample.top_logits, -np.sort(-output.logits, axis=1)[:, :TOP])
+        judged = judged_rows(text)
+        assert sample.top_logits is not None
+        np.testing.assert_array_equal(sample.top_logits[judged], -np.sort(-output.logits[judged], axis=1)[:, :TOP])
     backend.close()
 
 
