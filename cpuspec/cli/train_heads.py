@@ -186,6 +186,9 @@ def export(
     type_name: Annotated[
         str, typer.Option("--type", metavar="TYPE", help=f"Of its matrices: {', '.join(_EXPORTED)}; vectors are f32.")
     ] = "f16",
+    has_tokenizer: Annotated[
+        bool, typer.Option("--tokenizer/--no-tokenizer", help="Without the tokenizer the file is smaller, and for cpuspec alone.")
+    ] = True,
 ) -> None:
     """Write an EAGLE-3, DFlash or DSpark head as a GGUF file, for llama-server (--spec-draft-model) and for cpuspec.
 
@@ -203,7 +206,7 @@ def export(
     if found is None:
         raise typer.BadParameter(f"{head} is no draft head; wanted a directory that `cpuspec train` wrote, or one as published")
     reader, files = found
-    write_head(out, reader.read(files, target), target, get_format(type_name))
+    write_head(out, reader.read(files, target), target, get_format(type_name), has_tokenizer)
     note(f"{out} has {out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -27,10 +27,11 @@ _OUTSIDE = {
 _NUM_FEATURES = 3  # layers of the target that llama.cpp's EAGLE-3 reads
 
 
-def write_head(path: Path, head: Head, target: Checkpoint, format: Format) -> None:
+def write_head(path: Path, head: Head, target: Checkpoint, format: Format, has_tokenizer: bool = True) -> None:
     """Write a head as one file, which takes the place of `path` when it is whole.
 
-    format: of matrices; vectors are f32. What the head shares with its target is left out, as llama.cpp takes it from there, too.
+    format: of matrices; vectors are f32. has_tokenizer: llama.cpp needs the target's tokenizer in the file, cpuspec does not.
+    What the head shares with its target is left out, as llama.cpp takes it from there, too.
     Raises ConfigError for a head that llama.cpp has no layout or no computation for, or a tokenizer that has no place in such a
     file; FormatError for rows that do not fill the format's blocks; OSError where it cannot be written.
     """
@@ -40,7 +41,8 @@ def write_head(path: Path, head: Head, target: Checkpoint, format: Format) -> No
     own, facts = _eagle3(head, target) if architecture == "eagle3" else _block(head)
     config = head.model.config
     entries = {key: entry(key, value) for key, value in shape_entries(head.model, architecture).items()}
-    entries |= tokenizer_entries(target)
+    if has_tokenizer:
+        entries |= tokenizer_entries(target)
     facts[f"{architecture}.target_layers"] = np.array(head.layers, np.int32) + 1  # it names layers by their inputs
     if config.embedding_scale != 1:
         facts[f"{architecture}.embedding_scale"] = config.embedding_scale

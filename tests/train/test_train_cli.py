@@ -50,11 +50,13 @@ def test_a_head_is_trained_and_reported(target: Checkpoint, samples: SampleSet, 
     assert plot({"head": read_log(out)}).startswith(b"\x89PNG")
 
 
-def test_a_head_is_exported_as_gguf_and_drafts(target: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--no-tokenizer"]])
+def test_a_head_is_exported_as_gguf_and_drafts(target: Checkpoint, tmp_path: Path, more: list[str]) -> None:
     made, out = make_eagle3(tmp_path / "head", target.config), tmp_path / "head.gguf"
-    done = RUN.invoke(app, ["train", "export", str(target.path), str(made.path), str(out), "--type", "f32"])
+    done = RUN.invoke(app, ["train", "export", str(target.path), str(made.path), str(out), "--type", "f32", *more])
     assert done.exit_code == 0, done.output
     assert "head.gguf has" in done.stderr
+    assert (b"tokenizer.ggml.tokens" in out.read_bytes()) == (not more)
     drafted = RUN.invoke(app, ["generate", "-m", str(target.path), "--draft", str(out), "--max-tokens", "4", "--raw", "text"])
     assert drafted.exit_code == 0, drafted.output
 
