@@ -154,11 +154,14 @@ class Extractor:
         self._max_rows = min(backend.max_rows, max(_LOGIT_BYTES // (4 * config.vocab_size), 1)) if top else backend.max_rows
 
     def sample(self, text: Text) -> Sample:
-        """Hidden states of every token, and the likeliest tokens behind those that count or come before one that counts."""
+        """Hidden states of every token, and the likeliest tokens behind those that count or come before one that counts.
+
+        Where none counts, behind all: nothing else says which are wanted.
+        """
         self._cache.truncate(0, 0)
         asked, num = tuple(sorted(set(self._read))), len(text.token_ids)
         answer = np.arange(num) >= text.num_prompt
-        judged = (answer | np.append(answer[1:], False)) & bool(self._top)
+        judged = (answer | np.append(answer[1:], False) | (not answer.any())) & bool(self._top)
         hidden = np.empty((num, len(self._layers), self._backend.config.hidden_size), np.float32)
         tops = (np.zeros((num, self._top), np.int32), np.zeros((num, self._top), np.float32), np.full(num, _ABSENT))
         for begin in range(0, num, self._max_rows):
@@ -198,7 +201,7 @@ def _at_least_the_largest(row: F32, num: int) -> NDArray[np.intp]:
     """Where the `num` largest of a row are, and few others: all that are not below the num-th of the largest of its columns."""
     lines = min(_LINES, len(row) // num)
     columns = row[: len(row) // lines * lines].reshape(lines, -1).max(axis=0)
-    return np.flatnonzero(row >= np.partition(columns, -num)[-num])
+    return np.flatnonzero(~(row < np.partition(columns, -num)[-num]))  # so that nothing is lost beside a NaN
 
 
 def extract(

@@ -90,7 +90,7 @@ class Sample:
     token_ids [T]. answer: bool [T], whether the target generated the token; these count for the loss. hidden [T, L, H]: in the
     order of `Extraction.layers`. top_ids, top_logits [T, K]: of the row that follows each token, the likeliest first; log_sum [T]:
     the logarithm of the sum of exp(logit) over the whole vocabulary, so that exp(top_logits - log_sum) are probabilities, all 0
-    where neither the token nor the next one counts. None where `top` is 0.
+    where neither the token nor the next one counts, though others do. None where `top` is 0.
     """
 
     token_ids: I32

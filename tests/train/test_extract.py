@@ -54,7 +54,8 @@ def about(checkpoint: Checkpoint, dtype: str = "f32", top: int = TOP, layers: tu
 def random_texts(checkpoint: Checkpoint, number: int = 9) -> list[Text]:
     rng = np.random.default_rng(0)
     lengths = [1, 150, 64, *rng.integers(1, 80, number - 3).tolist()]
-    return [Text(rng.integers(0, checkpoint.config.vocab_size, length).tolist(), length // 3) for length in lengths]
+    texts = [Text(rng.integers(0, checkpoint.config.vocab_size, length).tolist(), length // 3) for length in lengths]
+    return [*texts[:-1], texts[-1]._replace(num_prompt=lengths[-1])]  # no token of the last one counts
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -95,8 +96,8 @@ def test_states_and_logits_are_those_of_one_forward(checkpoint: Checkpoint, back
 
 
 def judged_rows(text: Text) -> NDArray[np.bool_]:
-    """Rows whose likeliest tokens are kept: those that count for the loss, and the one before them."""
-    return np.arange(len(text.token_ids)) >= text.num_prompt - 1
+    """Rows whose likeliest tokens are kept: those that count for the loss, and the one before them; all where none counts."""
+    return np.arange(len(text.token_ids)) >= (text.num_prompt - 1) * (text.num_prompt < len(text.token_ids))
 
 
 def test_compiled_states_are_the_bits_of_a_forward_of_another_size(checkpoint: Checkpoint, tmp_path: Path) -> None:
