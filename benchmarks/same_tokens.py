@@ -7,7 +7,7 @@
 A model is written in each type, both engines read the file, and ten prompts are continued. A model whose widths are multiples of
 256 fits every type. The judge is numpy with the file's weights in f32: an engine's numerics are how far its log probabilities of
 the tokens are from the judge's. Where two answers part, the two tokens must be as near to each other as the numerics are large, and
-neither engine may be much further off than the other. --speed times decoding of both in turns, too.
+neither engine may be much further off than the other. --speed times decoding of both in turns, too, and our forwards over 4 rows.
 """
 
 import json
@@ -35,6 +35,7 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.quality import F64, last_rows
+from cpuspec.evaluate.speed import Plan, measure_speed
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.quantize.job import Job, quantize
@@ -55,6 +56,7 @@ PROMPTS = (
     "A list of fruits:\n1. Apples\n2.",
 )
 _CONTEXT, _TIMEOUT_S = 1024, 300
+_TIMED = 128  # tokens of a round of speed, at least
 
 # How many times the largest error two tokens may be apart where answers part, how many times one engine's usual error may be the
 # other's, and what is no error.
@@ -175,16 +177,32 @@ def _forward(backend: Backend, cache: KVCache, tokens: Sequence[int]) -> F32:
     return backend.forward(batch, cache).logits
 
 
-def measure(path: Path, prompts: Sequence[list[int]], how: "How") -> tuple[Comparison, list[tuple[float, float]]]:
-    """Both engines on one file, and of each round of speed the tokens/s of both."""
-    checkpoint, speeds = open_checkpoint(path), []
+@dataclass
+class Speeds:
+    """of_both: tokens/s of ours and theirs, round by round. four_rows: our forward over 4 rows, with all logits, over one row."""
+
+    of_both: list[tuple[float, float]]
+    four_rows: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Of ours over theirs, the median."""
+        return statistics.median(own / other for own, other in self.of_both) if self.of_both else None
+
+
+def measure(path: Path, prompts: Sequence[list[int]], how: "How") -> tuple[Comparison, Speeds]:
+    """Both engines on one file."""
+    checkpoint, speeds, timed = open_checkpoint(path), Speeds([]), max(how.num_tokens, _TIMED)
     with closing(make_backend("numba", checkpoint, EngineConfig(threads=how.threads, keep_packed=False))) as backend:
         ours = [own_answer(backend, prompt, how.num_tokens) for prompt in prompts]
         with serving(how.build, path, how.threads) as server:
             theirs = [server.answer(prompt, how.num_tokens)[0] for prompt in prompts]
             for _ in range(how.speed_rounds):
-                own = own_tokens_per_s(backend, prompts[0], how.num_tokens)
-                speeds.append((own, server.answer(prompts[0], how.num_tokens, with_log_probs=False)[1]))
+                own = own_tokens_per_s(backend, prompts[0], timed)
+                speeds.of_both.append((own, server.answer(prompts[0], timed, with_log_probs=False)[1]))
+        if how.speed_rounds:
+            rows = Plan(prompt_tokens=0, new_tokens=0, rows=(1, 4), repetitions=how.speed_rounds)
+            speeds.four_rows = measure_speed(backend, rows).rows[1].over_one_row
     judge = make_backend("numpy", checkpoint, EngineConfig(kv_format="f32"))
     texts = [[*prompt, *answer.tokens[:-1]] for prompt, answer in zip(prompts, ours, strict=True)]
     judged = [log_softmax(last_rows(judge, [*text, 0], how.num_tokens)) for text in texts]
@@ -238,16 +256,18 @@ def main(
                     continue
                 finally:
                     path.unlink(missing_ok=True)
-                ratio = statistics.median(own / other for own, other in speeds) if speeds else None
                 fits = one.within_numerics
                 arm = {"type": type_name, "formats": made.formats, "num_bytes": made.num_bytes, **asdict(one)}
-                arms.append({**arm, "within_numerics": fits, "tokens_per_s": speeds, "ratio": ratio})
+                arm |= {"tokens_per_s": speeds.of_both, "ratio": speeds.ratio, "four_rows": speeds.four_rows}
+                arms.append({**arm, "within_numerics": fits})
                 told = f"{one.num_same} of {len(prompts)} the same, errors {one.our_error:.4f} and {one.their_error:.4f}"
                 told += f", {one.largest_error:.4f} at most"
                 if one.partings:
                     told += ", margins where they part " + " ".join(f"{part.margin:.4f}" for part in one.partings)
                 told += "" if fits else ": MORE THAN NUMERICS"
-                say(f"{type_name}: {told}" + (f"; {ratio:.2f} of llama.cpp's speed" if ratio else ""))
+                if speeds.of_both:
+                    told += f"; {speeds.ratio:.2f} of llama.cpp's speed, 4 rows take {speeds.four_rows:.2f} of one"
+                say(f"{type_name}: {told}")
     result = record("same_tokens", checkpoint.path.name, rounds)
     result |= {"llama_cpp": how.build.about, "num_tokens": num_tokens, "arms": arms, "failed": failed}
     print(json.dumps(arms, indent=2))

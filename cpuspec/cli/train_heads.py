@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _EXPORTED = ("f32", "f16", "bf16", "q8_0", "q4_0", "iq4_nl")
 _HOW = ("device", "dtype", "threads")
-_OF_SHAPE = ("layers", "intermediate_size", "vocab_size")
+_OF_SHAPE = ("layers", "intermediate_size")
 _OF_SCHEDULE = ("epochs", "minutes", "tokens", "longest", "rate", "weight_decay", "held_back", "measured_every", "seed")
 
 SamplesArgument = Annotated[
@@ -49,7 +49,8 @@ _SHAPE = (
     _option("layers", str | None, None, "--layers", "Layers of the model that it reads, from 0, with commas; by default those of "
             "the samples, without the last one.", _HEAD, metavar="LIST"),
     _number("intermediate_size", 0, "--intermediate", "Numbers inside its MLPs; 0 for as many as the model has.", _HEAD),
-    _number("vocab_size", 16384, "--vocab", "Tokens that it drafts: those which the answers use most.", _HEAD, 2),
+    _option("vocab_size", int | None, None, "--vocab", "Tokens that it drafts: those which the answers use most. By default "
+            "16384, and with --from those that it drafts.", _HEAD, metavar="N", min=2),
     _option("cold", bool, False, "--cold", "Begin with random layers instead of copies of the model's.", _HEAD),
     _option("source", Path | None, None, "--from", "Go on with this head instead of a new one.", _HEAD, metavar="HEAD"),
 )  # fmt: skip
@@ -223,10 +224,14 @@ def _train(
     from cpuspec.train.samples import open_samples
     from cpuspec.train.start import HeadShape
 
-    shape = HeadShape(**{name: chosen[name] for name in _OF_SHAPE}, copied=not chosen["cold"], **of_shape)
-    if chosen["source"] is not None and shape != HeadShape():
-        raise typer.BadParameter("--from goes on with a head as it is; give no options of its shape with it")
-    job = Job(loss, shape, _schedule(chosen), chosen["source"], *(chosen[name] for name in _HOW))
+    of_head = {name: chosen[name] for name in _OF_SHAPE} | {"copied": not chosen["cold"]} | dict(of_shape)
+    vocab_size, source = chosen["vocab_size"], chosen["source"]
+    if source is None and vocab_size is not None:
+        of_head["vocab_size"] = vocab_size
+    shape = HeadShape(**of_head)
+    if source is not None and shape != HeadShape():
+        raise typer.BadParameter("--from goes on with a head as it is; give no options of its shape with it but --vocab")
+    job = Job(loss, shape, _schedule(chosen), source, vocab_size if source else None, *(chosen[name] for name in _HOW))
     target, opened = open_target(model), open_samples(samples)
     with StepProgress(tenths=True) as progress:
         _report(out, train_head(target, opened, out, job, progress, _tell), as_json)

@@ -17,11 +17,10 @@ from cpuspec.files import try_lock
 from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
 from cpuspec.train.eagle3 import Eagle3Loss, Eagle3Training
-from cpuspec.train.layout import copy_head
 from cpuspec.train.loop import Measured, OnMeasured, OnStep, Schedule, split, train
 from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.samples import SampleSet
-from cpuspec.train.start import HeadShape, start_block, start_eagle3
+from cpuspec.train.start import HeadShape, start_block, start_eagle3, start_from
 from cpuspec.train.vocabulary import count, tokens_of, unused_id
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
@@ -30,13 +29,15 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf1
 class Job(NamedTuple):
     """What is trained and how.
 
-    source: a head to go on with; None to begin one of `shape`. dtype: of the head's files. threads: None for every core.
+    source: a head to go on with; None to begin one of `shape`. source_vocab_size: how many tokens it shall draft from now on, as
+    `start_from` has it. dtype: of the head's files. threads: None for every core.
     """
 
     loss: BlockLoss | Eagle3Loss
     shape: HeadShape = HeadShape()
     schedule: Schedule = Schedule()
     source: Path | None = None
+    source_vocab_size: int | None = None
     device: str = "auto"
     dtype: str = "bf16"
     threads: int | None = None
@@ -66,10 +67,10 @@ def train_head(
     with _alone_in(out):
         # Until a state is saved, nothing says with which options the beginning was made.
         if not (out / "training" / "state.pt").exists() or not (first / "config.json").exists():
+            counts = count(samples, split(samples, job.schedule)[0])
             if job.source is not None:
-                copy_head(job.source, first)
+                start_from(first, job.source, target, counts, job.source_vocab_size)
             else:
-                counts = count(samples, split(samples, job.schedule)[0])
                 start = start_block if is_block else start_eagle3
                 start(first, target, about, counts, job.shape, job.schedule.seed)
         training: BlockTraining | Eagle3Training
@@ -83,6 +84,7 @@ def train_head(
             "loss": asdict(job.loss),
             "shape": asdict(job.shape),
             "source": str(job.source or ""),
+            "source_vocab_size": job.source_vocab_size,
         }
         return train(training, samples, out, job.schedule, settings, DTYPES[job.dtype], on_step, on_measured)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.fields import read_json_object
 from cpuspec.checkpoints.heads import Head, find_reader
 from cpuspec.errors import CheckpointError
 from cpuspec.files import read_file, write_file
@@ -92,11 +93,20 @@ def write_head(directory: Path, config: Mapping[str, Any], method: str, arrays: 
     Raises OSError.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    _write(directory, config, _tensors(arrays, method, vocab_size))
+
+
+def _tensors(arrays: Mapping[str, np.ndarray], method: str, vocab_size: int) -> dict[str, Tensor]:
+    """As the file holds them."""
     tensors = {file_name(name, method): torch.from_numpy(array) for name, array in arrays.items() if name != "token_ids"}
     ids = arrays.get("token_ids")
     if ids is not None:
         tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
         tensors["t2d"] = torch.from_numpy(np.isin(np.arange(vocab_size), ids))
+    return tensors
+
+
+def _write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     write_file(directory / WEIGHTS, save({name: one.contiguous() for name, one in tensors.items()}, {"format": "pt"}))
     write_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
@@ -131,6 +141,17 @@ def rewrite_head(source: Path, directory: Path, method: str, trained: Mapping[st
     config = (source / "config.json").read_bytes()
     write_file(directory / WEIGHTS, save(written, {"format": "pt"}))
     write_file(directory / "config.json", config)
+
+
+def replace_output(source: Path, directory: Path, arrays: Mapping[str, np.ndarray], target: Checkpoint) -> None:
+    """Write an EAGLE-3 head with another output matrix to another directory, all in f32. arrays: `output` and `token_ids`.
+
+    Raises CheckpointError for files that are no head as it is written here.
+    """
+    copy_head(source, directory)
+    config = read_json_object(directory / "config.json", _MOST_BYTES) | {"draft_vocab_size": len(arrays["token_ids"])}
+    kept = {name: one.float() if one.is_floating_point() else one for name, one in load_file(directory / WEIGHTS).items()}
+    _write(directory, config, kept | _tensors(arrays, "eagle3", target.config.vocab_size))
 
 
 def copy_head(source: Path, directory: Path) -> None:

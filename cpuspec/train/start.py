@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.errors import ConfigError
-from cpuspec.train.layout import layer_config, speculators_config, write_head
+from cpuspec.train.layout import copy_head, layer_config, read_head, replace_output, speculators_config, write_head
 from cpuspec.train.samples import Extraction
 from cpuspec.train.vocabulary import Counts, bigram_factors, drafted_ids, unused_id
 
@@ -106,6 +106,21 @@ def start_eagle3(directory: Path, target: Checkpoint, about: Extraction, counts:
         "target_hidden_size": None,
     }
     write_head(directory, config, "eagle3", arrays, target.config.vocab_size)
+
+
+def start_from(directory: Path, source: Path, target: Checkpoint, counts: Counts, vocab_size: int | None) -> None:
+    """Write a head that exists as the beginning of another training.
+
+    vocab_size: how many tokens it shall draft, those that the answers use most now; None for those that it drafts.
+    Raises CheckpointError for files that are no head, ConfigError for one whose other parts know its tokens by number.
+    """
+    if vocab_size is None:
+        copy_head(source, directory)
+        return
+    if read_head(source, target).method != "eagle3":
+        raise ConfigError(f"{source} has a Markov head of the tokens that it drafts; other tokens (--vocab) need a new head")
+    ids = drafted_ids(counts, vocab_size)
+    replace_output(source, directory, _output(target, ids) or _output(target, np.arange(target.config.vocab_size)), target)
 
 
 def _layers(target: Checkpoint, about: Extraction, shape: HeadShape, most: int) -> tuple[int, ...]:

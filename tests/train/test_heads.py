@@ -282,6 +282,27 @@ def test_heads_of_other_shapes_train_too(target: Checkpoint, samples: SampleSet,
     assert again[0].mean_length == max(line.mean_length for line in log), "training goes on from the head"
 
 
+def test_a_head_goes_on_with_other_tokens_to_draft(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    trained(target, samples, tmp_path / "head", "eagle3")
+    before = read_head(tmp_path / "head", target)
+    assert before.token_ids is not None
+    for size in (len(before.token_ids) // 2, target.config.vocab_size):
+        out = tmp_path / str(size)
+        trained(target, samples, out, "eagle3", source=tmp_path / "head", source_vocab_size=size)
+        after = read_head(out / "training" / "start", target)
+        assert after.token_ids is not None
+        assert len(after.token_ids) == size != len(before.token_ids)
+        wanted = target.tensors["embed" if target.config.tied_embeddings else "output"].rows(after.token_ids)
+        assert np.array_equal(after.model.tensors["output"].dequantize(), wanted), "the target's own rows"
+        assert np.array_equal(after.model.tensors["layers.0.q"].dequantize(), before.model.tensors["layers.0.q"].dequantize())
+
+
+def test_a_markov_head_keeps_the_tokens_that_it_drafts(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
+    trained(target, samples, tmp_path / "head", "block")
+    with pytest.raises(ConfigError, match="Markov head of the tokens that it drafts"):
+        trained(target, samples, tmp_path / "again", "block", source=tmp_path / "head", source_vocab_size=96)
+
+
 def test_a_copied_layer_sees_the_keys_that_the_target_has(target: Checkpoint, samples: SampleSet, tmp_path: Path) -> None:
     trained(target, samples, tmp_path / "head", "eagle3", schedule=replace(SHORT, minutes=1e-9))
     start = read_head(tmp_path / "head" / "training" / "start", target).model
