@@ -63,7 +63,7 @@ class CompressedTensors:
         weight, scale = part_of(what, parts, "weight"), part_of(what, parts, "weight_scale")
         if weight.dtype == "I8":
             return _int8(what, weight, scale, parts.get("weight_zero_point"))
-        return _fp8(what, weight, scale, self._blocks)
+        return fp8_matrix(what, weight, scale, self._blocks)
 
     def _packed(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
         words, shape = parts["weight_packed"].array("I32", 2), part_of(what, parts, "weight_shape")
@@ -123,7 +123,7 @@ class Fp8:
     def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
         """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
         scale = parts.get("weight_scale_inv") or part_of(what, parts, "weight_scale")
-        return _fp8(what, parts["weight"], scale, self._blocks)
+        return fp8_matrix(what, parts["weight"], scale, self._blocks)
 
 
 def _block(fields: Fields, key: str) -> tuple[int, int]:
@@ -161,7 +161,11 @@ def _int8(what: str, weight: StoredTensor, scale: StoredTensor, zero: StoredTens
     return Grid((outputs, inputs), 8, inputs // scales.shape[1], rows, scales, zeros).tensor()
 
 
-def _fp8(what: str, weight: StoredTensor, scale: StoredTensor, blocks: list[tuple[int, int]]) -> QuantTensor:
+def fp8_matrix(what: str, weight: StoredTensor, scale: StoredTensor, blocks: list[tuple[int, int]]) -> QuantTensor:
+    """A matrix of E4M3 codes under scales of the matrix, of each row, or of `blocks`, each so many rows and inputs.
+
+    Raises CheckpointError where the scales fit none of these, and for weights that are not finite.
+    """
     codes, scales = weight.array("F8_E4M3", 2), scale.numbers()
     outputs, inputs = codes.shape
     scales = scales.reshape(len(scales), -1) if scales.ndim and scales.size > 1 else scales.reshape(1, 1)

@@ -119,6 +119,14 @@ def unpacked(packed: U8, bits: int, count: int) -> U8:
     return codes.reshape(len(packed), -1)[:, :count]
 
 
+def packed(codes: U8, bits: int) -> U8:
+    """Rows of codes [n, count] as rows of bits [n, bytes], the first code in the lowest bits."""
+    if bits == 8:
+        return codes
+    each = codes[:, :, None] >> np.arange(bits, dtype=np.uint8) & np.uint8(1)
+    return np.packbits(each.reshape(len(codes), -1), axis=1, bitorder="little")
+
+
 def make_groups(what: str, index: NDArray[np.integer] | None, inputs: int, size: int, count: int) -> tuple[int, I32 | None]:
     """Inputs of a group, and the order that makes neighbours of them, None where they are.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from cpuspec.checkpoints import bitsandbytes, compressed, gptq
+from cpuspec.checkpoints import bitsandbytes, compressed, gptq, torchao
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
@@ -46,6 +46,7 @@ METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
         "fp8": compressed.Fp8,
         "fbgemm_fp8": compressed.Fp8,
         "bitsandbytes": bitsandbytes.BitsAndBytes,
+        "torchao": torchao.TorchAo,
     }
 )
 

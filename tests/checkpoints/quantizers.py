@@ -245,6 +245,39 @@ def bitsandbytes(kind: str = "nf4", nested: bool = False, block: int = 64) -> Qu
     return quantize
 
 
+OFFSETS = (-4, 0, 4)  # of int4, in steps, that leave minima which f16 has
+
+
+def torchao(kind: str = "int4", group: int = 128) -> Quantize:
+    """kind: int4 with zero points, int4 symmetric, int8, int8 asymmetric, intx of 2, 3 or 4 bits, fp8, fp8 of groups."""
+
+    def quantize(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Tensors, np.ndarray]:
+        name, _, how = kind.partition(" ")
+        rows, groups = shape[0], shape[1] // (group if name in ("int4", "intx") or how == "of groups" else shape[1])
+        if name == "fp8":
+            parts, values = fp8("row")(rng, shape)
+            scales = np.repeat(parts["weight_scale"], groups, axis=1)
+            return {"_weight_qdata": parts["weight"], "_weight_scale": scales}, values
+        bits = {"int4": 4, "int8": 8}.get(name) or int(how)
+        codes = rng.integers(-(1 << bits - 1), 1 << bits - 1, shape).astype(np.int8)
+        scales, by_scale = bf16(0.001 + 0.004 * rng.random((rows, groups)))
+        spread = np.repeat(by_scale, shape[1] // groups, axis=1)
+        if name == "int4":
+            halves = codes & 15
+            _, zeros = bf16(by_scale * rng.choice(OFFSETS, (rows, groups)) * (how != "symmetric"))
+            stored, _ = bf16(zeros.T)
+            parts = {"_weight_qdata": (halves[:, 0::2] | halves[:, 1::2] << 4).astype(np.int8), "_weight_zero_point": stored}
+            parts["_weight_scale"], _ = bf16(by_scale.T)
+            return parts, spread * codes + np.repeat(zeros, shape[1] // groups, axis=1)
+        zeros = rng.integers(-2, 2, (rows, groups)).astype(np.int8) * np.int8(how == "asymmetric")
+        parts = {"_weight_qdata": codes, "_weight_scale": scales, "_weight_zero_point": zeros}
+        if name == "int8" and not how:
+            del parts["_weight_zero_point"]
+        return parts, spread * (codes.astype(np.float32) - np.repeat(zeros, shape[1] // groups, axis=1))
+
+    return quantize
+
+
 def opened(written: Written) -> Any:
     """The checkpoint, after a check that the matrices mean what was written."""
     checkpoint = open_checkpoint(written.directory)

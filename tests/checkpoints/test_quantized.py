@@ -55,6 +55,11 @@ def _bitsandbytes(**settings: Any) -> tuple[dict[str, Any], Quantize]:
     return {"quant_method": "bitsandbytes", "load_in_8bit": settings.get("kind") == "int8"}, quantizers.bitsandbytes(**settings)
 
 
+def _torchao(*settings: Any) -> tuple[dict[str, Any], Quantize]:
+    quant_type = {"default": {"_type": "IntxWeightOnlyConfig", "_data": {}}}
+    return {"quant_method": "torchao", "quant_type": quant_type}, quantizers.torchao(*settings)
+
+
 # How a model is written, and the format that its matrices become.
 KINDS: dict[str, tuple[tuple[dict[str, Any], Quantize], str]] = {
     "gptq": (_gptq(), "int4_g128_asym"),
@@ -96,6 +101,16 @@ KINDS: dict[str, tuple[tuple[dict[str, Any], Quantize], str]] = {
     "bitsandbytes fp4": (_bitsandbytes(kind="fp4", block=128), "fp4_g64"),
     "bitsandbytes nf4 of odd blocks": (_bitsandbytes(block=32), "f32"),
     "bitsandbytes int8": (_bitsandbytes(kind="int8"), "int8_g128"),
+    "torchao int4": (_torchao("int4"), "q4_1"),
+    "torchao int4 symmetric": (_torchao("int4 symmetric"), "int4_g128"),
+    "torchao int4 g32 symmetric": (_torchao("int4 symmetric", 32), "int4_g32"),
+    "torchao intx of 2 bits": (_torchao("intx 2", 64), "int2_g64_asym"),
+    "torchao intx of 3 bits": (_torchao("intx 3", 32), "int3_g32_asym"),
+    "torchao intx of 4 bits": (_torchao("intx 4"), "int4_g128"),
+    "torchao int8": (_torchao("int8"), "int8_g128"),
+    "torchao int8 asymmetric": (_torchao("int8 asymmetric"), "f32"),
+    "torchao fp8": (_torchao("fp8"), "fp8_g128"),
+    "torchao fp8 of groups": (_torchao("fp8 of groups"), "fp8_g128"),
 }  # fmt: skip
 
 
@@ -167,7 +182,7 @@ def test_a_row_does_not_depend_on_its_batch_after_act_order(tmp_path: Path) -> N
 
 # Kinds whose tensors have other types than plain weights.
 DRAFTERS = ["fp8 of blocks", "fp8 of rows", "gptq", "awq", "compressed-tensors int4", "compressed-tensors fp8 of matrices"]
-DRAFTERS += ["bitsandbytes nf4 nested", "bitsandbytes int8"]
+DRAFTERS += ["bitsandbytes nf4 nested", "bitsandbytes int8", "torchao int4"]
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -179,6 +194,28 @@ def test_every_kind_may_draft(tmp_path: Path, kind: str) -> None:
     with LLM(target, "none", "numpy") as plain, LLM(target, f"{draft}@3", "numpy") as llm:
         assert llm.generate([TOKENS], params)[0].token_ids == plain.generate([TOKENS], params)[0].token_ids
         assert sum(level.num_draft_tokens for level in llm.levels.values()) > 0
+
+
+@pytest.mark.parametrize(("of_scale", "format"), [(1.0, "q4_1"), (1e-7, "f32")])
+def test_minima_of_torchao_are_rounded_by_less_than_a_64th_of_a_step(tmp_path: Path, of_scale: float, format: str) -> None:
+    steps = []
+
+    def quantize(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[dict[str, Any], np.ndarray]:
+        codes, groups = rng.integers(0, 256, (shape[0], shape[1] // 2)).astype(np.uint8), shape[1] // 64
+        scales = of_scale * rng.uniform(0.001, 0.01, (groups, shape[0])).astype(np.float32)
+        zeros = of_scale * rng.uniform(-0.01, 0.01, (groups, shape[0])).astype(np.float32)
+        scales = scales.astype(np.float16).astype(np.float32) if format == "q4_1" else scales
+        signed = np.stack([codes & 15, codes >> 4], axis=2).reshape(shape).astype(np.float32)
+        signed -= 16 * (signed > 7)
+        d, z = (np.repeat(numbers.T, 64, axis=1) for numbers in (scales, zeros))
+        steps.append(np.abs(d))
+        return {"_weight_qdata": codes, "_weight_scale": scales, "_weight_zero_point": zeros}, d * signed + z
+
+    written = write(tmp_path / "model", {"quant_method": "torchao"}, quantize)
+    checkpoint = open_checkpoint(written.directory)
+    for step, (name, values) in zip(steps, written.values.items(), strict=True):
+        assert checkpoint.tensors[name].format.name == format
+        assert (np.abs(checkpoint.tensors[name].dequantize() - values) <= step / 32).all(), "minima and sums are rounded"
 
 
 def test_layers_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
@@ -305,6 +342,15 @@ def _state(tensors: dict[str, Any], **changes: object) -> None:
         ("bitsandbytes nf4", lambda t: _with_nan(t, "weight.absmax"), r"not finite"),
         ("bitsandbytes int8", lambda t: _with(t, "SCB", "F32", [255], bytes(1020)), r"SCB has 255 numbers for 256 rows"),
         ("bitsandbytes int8", lambda t: _with(t, "weight_format", "U8", [1], b"\1"), r"not that of rows"),
+        ("torchao int4", lambda t: t.pop(Q + "_weight_scale"), r"and no _weight_scale"),
+        ("torchao int4", lambda t: _with_nan(t, "_weight_zero_point"), r"not finite"),
+        ("torchao int4", lambda t: _with(t, "_weight_scale", "F32", [3, 256], bytes(3072)), r"wanted both \[groups of inputs, 256"),
+        ("torchao int4", lambda t: _with(t, "_weight_act_pre_scale", "F32", [1], bytes(4)), r"act_pre_scale.*not supported"),
+        ("torchao int4", lambda t: _with(t, "_weight_qdata", "I32", [4, 2, 32, 4], bytes(4096)), r"one processor's instructions"),
+        ("torchao int8", lambda t: _with(t, "_weight_scale", "F32", [255, 1], bytes(1020)), r"\[255, 1\] for 256 x 256 weights"),
+        ("torchao int8 asymmetric", lambda t: _with(t, "_weight_zero_point", "I8", [9], bytes(9)), r"wanted I8 \[256, 1\]"),
+        ("torchao fp8", lambda t: _with(t, "_weight_scale", "F32", [256, 3], bytes(3072)), r"wanted a number for the matrix"),
+        ("torchao fp8", lambda t: _with(t, "weight", "F16", [256, 256], bytes(131072)), r"is there twice, plain and quantized"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_belong_together_are_a_clear_error(
@@ -327,8 +373,8 @@ def test_tensors_that_do_not_belong_together_are_a_clear_error(
         ("gptq", {"quant_method": "exl2"}, r"'exl2' are not supported by this version, which reads gptq, awq, compressed-tensors"),
         (
             "gptq",
-            {"quant_method": "torchao"},
-            r"'torchao' are not supported .*; use a GGUF file of the model, or its plain weights",
+            {"quant_method": "quanto"},
+            r"'quanto' are not supported .*; use a GGUF file of the model, or its plain weights",
         ),
         ("gptq", {"quant_method": None}, r"'an unnamed method' are not supported"),
         ("gptq", {"bits": 5}, r"bits is 5, wanted 2, 3, 4 or 8"),

@@ -1,4 +1,4 @@
-"""Layers that compressed-tensors itself writes mean what it says; bitsandbytes' tables and dequantization are ours."""
+"""What compressed-tensors and torchao write means here what they say; bitsandbytes' tables and dequantization are ours."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from cpuspec.checkpoints import open_checkpoint
-from tests.checkpoints.quantizers import Raw, write
+from tests.checkpoints.quantizers import PARTS, Raw, write
+from tools.make_tiny_model import make_tiny_hf
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "pack-quantized": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
@@ -92,3 +93,32 @@ def test_layers_that_bitsandbytes_writes_mean_what_it_says(tmp_path: Path, kind:
         tensor = checkpoint.tensors[name]
         assert tensor.format.name == f"{kind}_g64"
         assert np.allclose(tensor.dequantize(), values, rtol=1e-5, atol=1e-8), name
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4 in groups", "int4 in groups asymmetric", "int2 in groups", "fp8"])
+def test_models_that_transformers_saves_with_torchao_mean_what_it_says(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("torchao")
+    import torch
+    from torchao import quantization
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    name, _, how = kind.partition(" ")
+    if how:
+        mapping = quantization.MappingType.ASYMMETRIC if "asymmetric" in how else quantization.MappingType.SYMMETRIC
+        groups = quantization.PerGroup(64)
+        config = quantization.IntxWeightOnlyConfig(weight_dtype=getattr(torch, name), granularity=groups, mapping_type=mapping)
+    else:
+        config = quantization.Int8WeightOnlyConfig() if name == "int8" else quantization.Float8WeightOnlyConfig()
+    make_tiny_hf(tmp_path / "plain", dtype="f32", tied=False, num_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.bfloat16, quantization_config=TorchAoConfig(config)
+    )
+    model.save_pretrained(tmp_path / "model")
+    for file in (tmp_path / "plain").glob("tokenizer*"):
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    checkpoint = open_checkpoint(tmp_path / "model")
+    assert checkpoint.quantization == f"torchao, {type(config).__name__}"
+    for part, module in PARTS.items():
+        found, meant = checkpoint.tensors[f"layers.0.{part}"], model.get_submodule(f"model.layers.0.{module}").weight.dequantize()
+        assert found.format.name.startswith(name), part
+        assert np.allclose(found.dequantize(), meant.float().numpy(), rtol=2**-8, atol=0), f"{part}: torchao's values are bf16"
