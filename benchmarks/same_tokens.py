@@ -36,6 +36,8 @@ from cpuspec.config import EngineConfig
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.quality import F64, last_rows
 from cpuspec.evaluate.speed import Plan, measure_speed
+from cpuspec.formats import FORMATS
+from cpuspec.formats.format import OWN_GGUF_TYPES
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.quantize.job import Job, quantize
@@ -57,6 +59,9 @@ PROMPTS = (
 )
 _CONTEXT, _TIMEOUT_S = 1024, 300
 _TIMED = 128  # tokens of a round of speed, at least
+
+# Types that llama.cpp knows: all but our own.
+_SHARED = tuple(name for name in TYPES if name not in FORMATS or (FORMATS[name].gguf_type or 0) < OWN_GGUF_TYPES)
 
 # How many times the largest error two tokens may be apart where answers part, how many times one engine's usual error may be the
 # other's, and what is no error.
@@ -223,7 +228,9 @@ def main(
     model: Annotated[str, typer.Argument(help="Recipe name, GGUF file or Hugging Face directory.")],
     llama_cpp: Annotated[Path, typer.Option(help="Directory of llama.cpp's programs.")],
     isa: Annotated[str, typer.Option(help="llama.cpp's library for this instruction set, as in peers.py.")] = NATIVE,
-    types: Annotated[list[str] | None, typer.Option("--type", help="Of `cpuspec quantize`; by default all. Repeatable.")] = None,
+    types: Annotated[
+        list[str] | None, typer.Option("--type", help="Of `cpuspec quantize`; by default all that both know. Repeatable.")
+    ] = None,
     pure: Annotated[bool, typer.Option("--pure", help="No mixes.")] = False,
     num_tokens: Annotated[int, typer.Option("--tokens", help="Of each answer.", min=2)] = 32,
     speed_rounds: Annotated[int, typer.Option("--speed", help="Rounds of decoding, both in turns.", min=0)] = 0,
@@ -245,7 +252,7 @@ def main(
         tokenizer = make_tokenizer(checkpoint)
         prompts = [[*tokenizer.prefix, *tokenizer.encode(text)] for text in PROMPTS]
         for _ in rounds:
-            for type_name in types or TYPES:
+            for type_name in types or _SHARED:
                 path = directory / f"{type_name}.gguf"
                 try:
                     made = quantize(checkpoint, path, Job(type_name, pure=pure), threads)
