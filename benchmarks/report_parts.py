@@ -253,6 +253,30 @@ def acceptance(results: Sequence[Result], runs: Sequence[Recording]) -> list[Blo
     return [_UPPER, *blocks] if blocks else []
 
 
+def trainings(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
+    """How heads learned: what held-back answers accepted, against tokens and minutes."""
+    blocks: list[Block] = []
+    for number, result in enumerate(_newest_of_model(results, "training")):
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        lengths: dict[str, list[tuple[float, float]]] = {}
+        rows = []
+        for name, one in result["trainings"].items():
+            log, last = one["log"], one["log"][-1]
+            panels[f"{name}: share accepted, against thousands of tokens trained on"] = {
+                f"position {at + 1}": [(line["tokens"] / 1000, line["accepted"][at]) for line in log]
+                for at in range(len(last["accepted"]))
+            }
+            lengths[name] = [(line["seconds"] / 60, line["mean_length"]) for line in log]
+            shares, said = (", ".join(f"{share:.3f}" for share in last[what]) for what in ("accepted", "said"))
+            rows.append([name, str(one["tokens"]), str(one["epochs"]), str(one["minutes"]), shares, said or "-"])
+        panels["tokens of a forward, against minutes of training"] = lengths
+        caption = f"{result['model']}: drafted tokens that held-back answers accepted once all before them were"
+        picture = plots.curves(panels, ("trained on", "on held-back answers"))
+        columns = ["head", "tokens trained on", "epochs", "minutes", "accepted, by position", "its confidence said"]
+        blocks += [f"**{result['model']}**", Plot(f"training-{number}", caption, picture), Table(columns, rows)]
+    return blocks
+
+
 def memory(results: Sequence[Result], runs: Sequence[Recording]) -> list[Block]:
     """What levels hold, and what a process takes at its peak."""
     blocks: list[Block] = []
@@ -475,6 +499,11 @@ PARTS = (
         row_costs,
     ),
     Part("Acceptance, by position and level", (_CHAINS,), acceptance),
+    Part(
+        "Training of draft heads",
+        ("python benchmarks/training.py MODEL HEAD --json benchmarks/results/training-NAME.json",),
+        trainings,
+    ),
     Part("Memory", (_CHAINS, "python benchmarks/start.py MODEL --json benchmarks/results/start-NAME.json"), memory),
     Part("Quality", ("python benchmarks/quality.py MODEL TEXT --json benchmarks/results/quality-NAME.json",), quality),
     Part(

@@ -147,6 +147,20 @@ RESULTS_OF_ALL = {
         over_one_row={"cpuspec": {"2 rows": spread(1.0625), "8 rows": spread(1.5)}, "llama.cpp": {}},
         failed={"torch": "it did not answer"},
     ),
+    "training": result(
+        "training",
+        trainings={
+            "my-head": {
+                "tokens": 5000,
+                "epochs": 2.5,
+                "minutes": 3.0,
+                "log": [
+                    {"tokens": 0, "seconds": 0.0, "accepted": [0.0, 0.0], "said": [], "mean_length": 1.0},
+                    {"tokens": 5000, "seconds": 180.0, "accepted": [0.5, 0.25], "said": [0.5, 0.375], "mean_length": 1.625},
+                ],
+            }
+        },
+    ),
     "start": result("start", figures={"peak memory, MB": {"cpuspec": spread(777.0)}}, load_average=[9.0]),
     "quality": result("quality", backend="numba", text="wiki.txt", num_tokens=512, **QUALITY),
     "identity": result(
@@ -212,6 +226,7 @@ def test_every_part_tells_its_figures(tmp_path, drawn):
         ],
         "The cost of n rows": ["| one\\|two.gguf: cpuspec, amx | 2: 1.06; 8: 1.50 |"],
         "Acceptance, by position and level": ["| mbpp: suffix in suffix,self:mxfp4 | 6 of 40 | 25% | 50% | 1.50 |"],
+        "Training of draft heads": ["| my-head | 5000 | 2.5 | 3.0 | 0.500, 0.250 | 0.500, 0.375 |"],
         "Memory": ["peak memory, MB, cpuspec | 777.00 |"],
         "Quality": ["| 2.00e-04 | 1.00e-03 | 5.00e-01 | 99.2% | 1.0010 |"],
         "Identical answers": ["| 39 of 40 | 5 of 8 |"],
@@ -233,6 +248,8 @@ def test_pictures_show_the_figures_that_the_tables_have(tmp_path, drawn):
     ]
     curves = next(panels["mbpp"] for panels in drawn if "mbpp" in panels)
     assert curves["suffix"] == [(1.0, 0.9), (2.0, 0.3)]
+    learned = next(panels for panels in drawn if "tokens of a forward, against minutes of training" in panels)
+    assert learned["my-head: share accepted, against thousands of tokens trained on"]["position 2"] == [(0.0, 0.0), (5.0, 0.25)]
     assert {"one|two.gguf": {"cpuspec, amx": [(1.0, 50.0)]}} in drawn
     assert {"one|two.gguf": {"cpuspec, amx": [(1.0, 1.0), (2.0, 1.0625), (8.0, 1.5)]}} in drawn
     memory = next(panels["one|two.gguf"] for panels in drawn if "plain" in panels.get("one|two.gguf", ()))
@@ -323,7 +340,7 @@ def test_the_page_needs_no_other_file_and_takes_no_text_for_markup(tmp_path, dra
     assert any("A <b>processor</b>" in cell for cell in page.cells)
     pictures = set(re.findall(r"\]\(([\w-]+\.png)\)", (tmp_path / "out" / "report.md").read_text("utf-8")))
     assert pictures == {path.name for path in (tmp_path / "out").glob("*.png")}
-    assert len(pictures) == 13
+    assert len(pictures) == 14
 
 
 @pytest.mark.parametrize(
