@@ -110,11 +110,10 @@ class DistillTraining:
     def loss(self, samples: Sequence[Sample], rng: np.random.Generator) -> Tensor | None:
         """The mean cross-entropy of the answers' tokens; None where there are none."""
         layouts = [self.layout(len(one.token_ids), rng) for one in samples]
-        logits = self.logits(samples, layouts)
         labels, known = self._labels(samples, layouts)
         if not known.any():
             return None
-        return functional.cross_entropy(logits[self._on_device(known)], self._on_device(labels[known]))
+        return functional.cross_entropy(self.logits(samples, layouts, known), self._on_device(labels[known]))
 
     @torch.no_grad()
     def measure(self, samples: Iterable[Sample]) -> Acceptance:
@@ -149,8 +148,8 @@ class DistillTraining:
             depths.append(np.full(len(kept), depth))
         return Layout(np.concatenate(starts), np.concatenate(depths))
 
-    def logits(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> Tensor:
-        """Of all rows of all samples, [R, V]."""
+    def logits(self, samples: Sequence[Sample], layouts: Sequence[Layout], asked: NDArray[np.bool_] | None = None) -> Tensor:
+        """Of all rows of all samples, [R, V], or of those that are asked for."""
         weights = self.weights
         tokens = [
             np.where(layout.depth == 0, one.token_ids[layout.start], weights.mask_id or 0)
@@ -158,9 +157,9 @@ class DistillTraining:
         ]
         embedded = functional.embedding(self._on_device(np.concatenate(tokens).astype(np.int64)), weights.trained["embed"])
         places = np.concatenate([layout.start + layout.depth for layout in layouts])
-        return decode(
-            weights.model.config, Rows(weights.model.config, weights.all, places, _Attention(layouts, weights.device), embedded)
-        )
+        wanted = None if asked is None else self._on_device(asked)
+        attention, config = _Attention(layouts, weights.device), weights.model.config
+        return decode(config, Rows(config, weights.all, places, attention, embedded, asked=wanted))
 
     def _labels(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> tuple[I64, NDArray[np.bool_]]:
         """The token behind each row, and whether it is one of an answer."""

@@ -218,7 +218,7 @@ class _Run:
         self._path, self._log_path = out / "training" / "state.pt", out / "training" / "log.jsonl"
         self._trained = training.weights.trained
         self._optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=schedule.rate, betas=_BETAS, weight_decay=schedule.weight_decay
+            self._trained.values(), lr=schedule.rate, betas=_BETAS, weight_decay=schedule.weight_decay, fused=True
         )
         self._state, self.log, self._is_whole = _State(), list[Measured](), True
         if self._path.exists():

@@ -33,6 +33,7 @@ class Rows:
     """The rows of one forward (`model.transformer.Injection`).
 
     weights: tensors by canonical name. positions [T]: of rotation. embedded, given [T, C]: tokens and hidden states of the target.
+    asked [T]: whether a row's logits are wanted; None for all rows.
     output [T, C]: the last layer's, as the engine hands it to a drafter. state [T, C]: behind the norm before the logits. They are
     there when `decode` is done.
     Raises AssertionError for what no supported model trains with: soft caps of attention and windows.
@@ -49,9 +50,10 @@ class Rows:
         attention: Attention,
         embedded: Tensor | None = None,
         given: Tensor | None = None,
+        asked: Tensor | None = None,
     ) -> None:
         self._config, self._weights, self._attention = config, weights, attention
-        self._embedded, self._given = embedded, given
+        self._embedded, self._given, self._asked = embedded, given, asked
         assert not config.attention_softcap, "the caller has refused it"
         device = next(iter(weights.values())).device
         self._tables = {
@@ -101,7 +103,8 @@ class Rows:
 
     def logits(self, x: Tensor, name: str, norm: str | None) -> Tensor:
         self.state = self.norm(x, norm)
-        cap, logits = self._config.logit_softcap, self._linear(self.state, name).float()
+        asked = self.state if self._asked is None else self.state[self._asked]
+        cap, logits = self._config.logit_softcap, self._linear(asked, name).float()
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def norm(self, x: Tensor, name: str | None) -> Tensor:
