@@ -4,12 +4,14 @@ Nesting makes chains of any depth, after ML-SpecQD (arXiv 2503.13565); over `Nul
 runs the same `speculate()` as the engine, on the sequences themselves, and rewinds them before it hands its draft up.
 """
 
+from math import prod
+
 from cpuspec.model.batch import F32
 from cpuspec.sampling import Row, confidence
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle, Draft
-from cpuspec.speculation.proposer import Proposer
+from cpuspec.speculation.proposer import Floors, Proposer, goes_on
 from cpuspec.speculation.reading import Reading
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.speculation.verify import Verdict
@@ -40,17 +42,18 @@ class ChainProposer:
         self.context = context
         self.levels = (*inner.levels, self)
         self.num_tokens = num_tokens
+        self.in_one_pass = False
         self.min_confidence = min_confidence
         self._reading = Reading(context)
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Do nothing yet: by the first draft another sequence may have read what both begin with."""
 
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The tokens that the pair generates for each sequence. All advance together; those that have enough drop out."""
         paths = [
-            _Path(seq, min(limit, self.num_tokens, self._reading.room(seq)), self.min_confidence)
-            for seq, limit in zip(seqs, limits, strict=True)
+            _Path(seq, min(limit, self.num_tokens, self._reading.room(seq)), self.min_confidence, floors[i] if floors else None)
+            for i, (seq, limit) in enumerate(zip(seqs, limits, strict=True))
         ]
         wanted = [path for path in paths if path.num_missing > 0]
         ready, chunks = self._reading.share_rows([path.seq for path in wanted], self.inner.begin)
@@ -84,11 +87,12 @@ class ChainProposer:
 class _Path:
     """A sequence while it runs ahead, and what is needed to declare how it got there."""
 
-    def __init__(self, seq: Sequence, limit: int, min_confidence: float) -> None:
+    def __init__(self, seq: Sequence, limit: int, min_confidence: float, floors: Floors | None) -> None:
         self.seq = seq
-        self._min_confidence = min_confidence
+        self._min_confidence, self._floors = min_confidence, floors
+        self._confidence: list[float] = []
         self._rng = seq.rng
-        if min_confidence and not seq.params.greedy:
+        if (min_confidence or floors) and not seq.params.greedy:
             [seq.rng] = seq.rng.spawn(1)  # takes no draw, and as many children as passes
         self.probs: list[Row] = []
         self.cycles: list[Cycle] = []
@@ -106,18 +110,19 @@ class _Path:
         self._end = self._start
 
     def cut(self, done: Round) -> None:
-        """End the draft with the first of the newest tokens whose row is unsure, or that ends the answer by the grammar."""
-        constraint = self.seq.constraint
-        if not self._min_confidence and constraint is None:
+        """End the draft with the first new token whose row is unsure, to which the path is unlikely, or that ends the answer."""
+        constraint, wants_confidence = self.seq.constraint, self._min_confidence or self._floors is not None
+        if not wants_confidence and constraint is None:
             return
         num_new = len(done.verdict.tokens)
         first, output = len(self.seq.tokens) - num_new, self.seq.output
         for i in range(num_new):
             path = output[: len(output) - num_new + i]
-            unsure = self._min_confidence and (
-                confidence(done.logits(i), constraint.legal(path) if constraint else None) < self._min_confidence
-            )
-            if unsure or (constraint and constraint.legal([*path, done.verdict.tokens[i]]) is None):
+            sure = confidence(done.logits(i), constraint.legal(path) if constraint else None) if wants_confidence else 1.0
+            self._confidence.append(sure)
+            likely, number = prod(self._confidence), len(self._confidence)
+            ends = sure < self._min_confidence or (self._floors is not None and not goes_on(self._floors, number, likely))
+            if ends or (constraint and constraint.legal([*path, done.verdict.tokens[i]]) is None):
                 self._end = first + i + 1
                 return
 
@@ -127,4 +132,5 @@ class _Path:
         self.seq.rewind(self._start)
         self.seq.rng = self._rng
         probs = None if self.seq.params.greedy else tuple(self.probs[: len(tokens)])
-        return Draft.chain(tokens, name, probs, tuple(self.cycles), tuple(self.sources[: len(tokens)]))
+        sure = None if self._floors is None else self._confidence[: len(tokens)]
+        return Draft.chain(tokens, name, probs, tuple(self.cycles), tuple(self.sources[: len(tokens)]), sure)

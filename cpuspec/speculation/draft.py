@@ -49,10 +49,12 @@ class Draft:
         probs: Probs | None = None,
         cycles: tuple[Cycle, ...] = (),
         sources: tuple[str, ...] = (),
+        confidence: Sequence[float] | None = None,
     ) -> "Draft":
         """A draft in which each token follows the one before."""
         parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
-        return Draft(np.array(tokens, np.int32), parents, probs, source, cycles, sources=sources)
+        sure = None if confidence is None else np.array(confidence, np.float32)
+        return Draft(np.array(tokens, np.int32), parents, probs, source, cycles, sure, sources)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -97,6 +99,23 @@ class Draft:
             confidence=None if self.confidence is None else self.confidence[nodes],
             sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
         )
+
+    def path_along(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes that have these tokens, one after the other, as far as there are such nodes."""
+        path: list[int] = []
+        for node, (token, parent) in enumerate(zip(self.tokens.tolist(), self.parents.tolist(), strict=True)):
+            if len(path) < len(tokens) and token == tokens[len(path)] and parent == (path[-1] if path else -1):
+                path.append(node)
+        return path
+
+    @property
+    def likely(self) -> list[float]:
+        """For each node the product of the confidences on the way to it, [n]; 1 without any, and for drawn tokens."""
+        likely: list[float] = []
+        confidence = [1.0] * len(self) if self.confidence is None or self.probs is not None else self.confidence.tolist()
+        for parent, sure in zip(self.parents.tolist(), confidence, strict=True):
+            likely.append(sure * (likely[parent] if parent >= 0 else 1.0))
+        return likely
 
     def tokens_to(self, node: int) -> list[int]:
         """The drafted tokens from the first one to `node`; none for -1."""

@@ -110,6 +110,40 @@ class Proposer(Protocol):
         ...
 
 
+Floors = list[float]  # for each number of drafted tokens, from 0 on; behind the last one 0
+
+
+class DraftModel(Proposer, Protocol):
+    """A drafter with a model, which a planner asks for drafts that are as long as they are likely."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens of a draft."""
+        ...
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether a longer draft takes no more forwards."""
+        ...
+
+    @property
+    def context(self) -> LevelContext:
+        """The model with its cache."""
+        ...
+
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
+        """With floors a draft has confidences. Behind n tokens it goes on while the product of theirs is `floors[i][n]` or more.
+
+        A tree goes on behind such nodes of depth n. Where tokens are drawn, a draft ends by what its rows were before the draws.
+        """
+        ...
+
+
+def goes_on(floors: Floors, num_tokens: int, likely: float) -> bool:
+    """Whether a draft goes on behind so many tokens, the product of whose confidences this is."""
+    return num_tokens >= len(floors) or likely >= floors[num_tokens]
+
+
 class NullProposer:
     """Proposes nothing: plain decoding is speculation with empty drafts."""
 

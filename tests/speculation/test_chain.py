@@ -16,7 +16,7 @@ from cpuspec.speculation.combine import Combined, Rule, first_hit, one_after_ano
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.ngram import NgramProposer
-from cpuspec.speculation.proposer import NullProposer, Proposer
+from cpuspec.speculation.proposer import Floors, NullProposer, Proposer
 from cpuspec.speculation.verify import Verdict, verify_block
 from tests.oracles import ToyBackend
 from tests.speculation.exact import SOURCE, ExactContext, ExactSource, distance, rational_row
@@ -84,6 +84,35 @@ def test_a_chain_of_any_depth_yields_exactly_the_targets_distribution(
 ) -> None:
     chain = exact_chain(depth, vocab, with_source and depth < 3, min_confidence=min_confidence)
     assert distance(chain, vocab, limit, length) == 0
+
+
+class StopsWhereUnlikely(ChainProposer):
+    """Asked as a planner asks."""
+
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
+        return super().propose(seqs, limits, floors or [[0.0, 0.6, 0.4]] * len(seqs))
+
+
+class ForgetsWhatWasUnlikely(StopsWhereUnlikely):
+    """The mistake of judging drawn tokens by their rows: a first token with an unsure row behind it is not verified."""
+
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
+        drafts = super().propose(seqs, limits, [[]] * len(seqs))
+        return [draft.first(0 if len(draft) > 1 and draft.confidence[1] < 0.5 else len(draft)) for draft in drafts]  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("exact_rows")
+@every_case
+@pytest.mark.parametrize("with_source", [True, False])
+def test_a_chain_that_ends_where_its_path_is_unlikely_yields_exactly_the_targets_distribution(
+    with_source: bool, depth: int, vocab: int, limit: int, length: int
+) -> None:
+    assert distance(exact_chain(depth, vocab, with_source and depth < 3, StopsWhereUnlikely), vocab, limit, length) == 0
+
+
+@pytest.mark.usefixtures("exact_rows")
+def test_the_enumeration_catches_drawn_tokens_that_are_judged_before_they_are_verified() -> None:
+    assert distance(exact_chain(1, 3, False, ForgetsWhatWasUnlikely), 3, 2, 3) > 0
 
 
 @pytest.mark.usefixtures("exact_rows")
@@ -244,6 +273,27 @@ def test_an_unsure_draft_ends_with_the_token_drawn_from_the_first_unsure_row(
         assert draft.probs is None or len(draft.probs) == len(draft)
         lengths.add(len(draft))
     assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), PENALISED], ids=["greedy", "sampled"])
+@every_inner
+def test_with_floors_a_draft_says_how_sure_its_rows_are_and_ends_where_the_path_is_unlikely(
+    inner: Callable[[], Proposer], params: SamplingParams
+) -> None:
+    lengths = set()
+    for tail in range(8):
+        chain, (seq,), model = drafting(inner(), [params], num_tokens=9)
+        seq.extend([tail])
+        (draft,) = chain.propose([seq], [9], [[0.0] + [0.1] * 9])
+        path = [*seq.tokens, *draft.tokens.tolist()]
+        sure = [confidence(model.row(path[:i])) for i in range(len(seq.tokens), len(path))]
+        assert draft.confidence is not None
+        assert draft.confidence.tolist() == pytest.approx(sure, rel=1e-5)
+        likely = np.cumprod(sure)
+        assert (likely[:-1] >= 0.1).all()
+        assert likely[-1] < 0.1 or len(draft) == 9
+        lengths.add(len(draft))
+    assert len(lengths) > 1
 
 
 @pytest.mark.parametrize("draft_vocab", [6, 11])

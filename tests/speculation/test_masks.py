@@ -10,9 +10,12 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints import open_checkpoint
 from cpuspec.errors import CheckpointError, ConfigError
+from cpuspec.sampling import confidence
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.drafters import head_path
+from cpuspec.speculation.drafters.head_path import likeliest
 from cpuspec.speculation.drafters.masks import MaskProposer
 from tests.oracles import ToyBackend
 from tests.speculation.exact import ExactContext, distance
@@ -46,6 +49,22 @@ def test_a_draft_is_the_likeliest_tokens_of_the_masks_rows_in_one_forward() -> N
     for seq in seqs:
         proposer.end(seq)
     assert proposer.context.num_sequences == 0
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_with_floors_a_draft_says_how_sure_its_rows_are_and_ends_where_the_path_is_unlikely(
+    monkeypatch: pytest.MonkeyPatch, draws: bool
+) -> None:
+    monkeypatch.setattr(head_path, "likeliest", lambda *row: likeliest(*row)[:1])  # without alternatives
+    proposer, _ = drafting(8, draws=draws)
+    seq = Sequence.new(0, [0, 4, 5], SamplingParams(temperature=1.0 if draws else 0.0, seed=1))
+    proposer.begin(seq, 0)
+    rows = [ToyBackend(3, memory=0.4).row([*seq.tokens, *[MASK] * k]) for k in range(8)]
+    likely = np.cumprod(list(map(confidence, rows)))
+    for least in (likely[0] * 1.01, likely[1] * 1.01, likely[4] * 1.01):
+        (draft,) = proposer.propose([seq], [8], [[float(least)] * 8])
+        assert len(draft) == 1 + int((likely >= least).sum())
+        assert np.cumprod(draft.confidence) == pytest.approx(likely[: len(draft)], rel=1e-5)
 
 
 def test_a_long_prompt_is_read_in_chunks_before_the_first_draft() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from cpuspec.speculation.planner.choose import Option, break_even, choose
 from cpuspec.speculation.planner.costs import Costs, find_costs
 from cpuspec.speculation.planner.exploration import TrialBudget
 from cpuspec.speculation.planner.planner import Planner
-from cpuspec.speculation.proposer import NullProposer
+from cpuspec.speculation.proposer import Floors, NullProposer, goes_on
 from cpuspec.speculation.verify import Verdict
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -86,34 +87,44 @@ class TimedText(Text):
 
 
 class Model(NullProposer):
-    """Stands for a chain."""
+    """Stands for a chain, all of whose rows are equally sure. asked: tokens that it drafted."""
 
     name = "model"
     num_tokens = 16
+    in_one_pass = False
+    context = None
 
-    def __init__(self) -> None:
+    def __init__(self, confidence: float = 0.9) -> None:
+        self.confidence = confidence
         self.asked: list[int] = []
 
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        self.asked += limits
-        return [Draft.chain([1] * limit, self.name) for limit in limits]
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
+        drafts = []
+        for number, limit in enumerate(limits):
+            length = min(limit, 1)
+            while length < limit and (floors is None or goes_on(floors[number], length, self.confidence**length)):
+                length += 1
+            self.asked.append(length)
+            drafts.append(Draft.chain([1] * length, self.name, confidence=[self.confidence] * length))
+        return drafts
 
 
 class TimedModel(Model):
     """Takes time for each token that it drafts, and for each that it was not fed yet."""
 
-    def __init__(self, clock: Clock, drafted_s: float, fed_s: float) -> None:
-        super().__init__()
+    def __init__(self, clock: Clock, drafted_s: float, fed_s: float, confidence: float = 0.9) -> None:
+        super().__init__(confidence)
         self.costs = Costs([1, 2], [drafted_s, drafted_s + fed_s])
         self._clock = clock
         self._fed: dict[int, int] = {}
 
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        for seq, limit in zip(seqs, limits, strict=True):
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
+        drafts = super().propose(seqs, limits, floors)
+        for seq, draft in zip(seqs, drafts, strict=True):
             num_missed = len(seq.tokens) - 1 - self._fed.get(seq.id, 0)
-            self._clock.now_s += max(num_missed, 0) * self.costs.row_s + limit * self.costs.forward_s(1)
+            self._clock.now_s += max(num_missed, 0) * self.costs.row_s + len(draft) * self.costs.forward_s(1)
             self._fed[seq.id] = len(seq.tokens)
-        return super().propose(seqs, limits)
+        return drafts
 
 
 ROWS = [1, 2, 3, 4, 6, 8, 9, 12, 16, 24]
@@ -138,8 +149,9 @@ def _answers(
             clock.now_s += truth.forward_s(len(draft) + 1)
             clock.num_rows += len(draft) + 1
             num_accepted = round(accept(number) * len(draft))
-            seq.extend([1] * (num_accepted + 1))
-            planner.accept(seq, Verdict([1] * (num_accepted + 1), np.arange(num_accepted, dtype=np.int32)), ())
+            came = [*[1] * num_accepted, 1 if accept(number) == 1 else 2]
+            seq.extend(came)
+            planner.accept(seq, Verdict(came, list(range(num_accepted))), ())
         planner.end(seq)
         ratios.append((clock.now_s - begin_s) / (tokens * truth.forward_s(1)))
     return ratios
@@ -162,7 +174,7 @@ def _together(
             clock.now_s += truth.forward_s(len(seqs) + numbers[-1]) if truth else 0.0
         for seq, draft in zip(seqs, drafts, strict=True):
             num_accepted = int(accept * len(draft))
-            tokens = [1] * (num_accepted + 1)
+            tokens = [*[1] * num_accepted, 1 if accept == 1 else 2]
             seq.extend(tokens)
             planner.accept(seq, Verdict(tokens, list(range(num_accepted))), ())
     return numbers
@@ -223,6 +235,48 @@ def test_drawn_tokens_are_not_cut() -> None:
     planner, seq = Planner(FLAT, [Text(0.01, drawn=True)], []), _sequence()
     [draft] = planner.propose([seq], [10])
     assert len(draft) in (0, 10)
+
+
+class DrawingModel(Model):
+    """Draws its tokens, by rows of which it is never sure."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
+        drafts = super().propose(seqs, limits, floors)
+        return [replace(draft, probs=tuple(np.full(8, 1 / 8) for _ in draft.tokens)) for draft in drafts]
+
+
+@pytest.mark.parametrize("others", [[], [Text(0.99)]])
+def test_drawn_tokens_are_verified_once_they_are_drawn(others: list[Text]) -> None:
+    """What is drafted beside them may promise more: to look at them first would change the distribution of the output."""
+    model = DrawingModel()
+    planner, seq = Planner(rising(0.3), list(others), [(model, Costs([1], [0.01]))]), _sequence()  # type: ignore[list-item]
+    for _ in range(30):
+        before = len(model.asked)
+        [draft] = planner.propose([seq], [10])
+        if len(model.asked) > before:
+            assert (draft.source, len(draft)) == ("model", model.asked[-1])
+        seq.extend([2])
+        planner.accept(seq, Verdict([2], []), ())
+    assert model.asked or others
+
+
+def test_a_draft_that_was_not_taken_teaches_by_the_tokens_that_came() -> None:
+    model = Model(0.3)
+    planner, seq = Planner(rising(0.4), [], [(model, Costs([1], [0.01]))]), _sequence()  # type: ignore[list-item]
+    [learner] = planner.models
+    _rounds(planner, seq, 3, 0.0)
+    believed = [learner.acceptance.expected(seq)]
+    for _ in range(40):
+        [draft] = planner.propose([seq], [10])
+        if not len(draft) and len(model.asked) > len(believed):
+            believed.append(learner.acceptance.expected(seq))
+        tokens = [*draft.tokens.tolist(), 1]
+        seq.extend(tokens)
+        planner.accept(seq, Verdict(tokens, list(range(len(draft)))), ())
+    assert learner.acceptance.expected(seq) > believed[0]
 
 
 def test_nothing_is_drafted_where_each_row_costs_a_forward() -> None:
@@ -437,7 +491,7 @@ def test_what_came_between_is_not_held_against_a_text(clock: Clock) -> None:
 def test_a_model_that_was_given_up_is_used_again_once_it_helps(
     clock: Clock, texts: list[Text], drafted_s: float, fed_s: float, within: int
 ) -> None:
-    model = TimedModel(clock, drafted_s, fed_s)
+    model = TimedModel(clock, drafted_s, fed_s, confidence=0.99)
     planner = Planner(rising(0.05), list(texts), [(model, model.costs)])  # type: ignore[list-item]
     before = _answers(planner, clock, rising(0.05), lambda answer: 0.0, 12)
     assert min(before) > 0.99

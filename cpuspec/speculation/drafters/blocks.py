@@ -39,7 +39,7 @@ def draft_blocks(context: HeadContext, paths: list[HeadPath], name: str) -> list
 
 def _fill(path: HeadPath, block: Block, rows: HeadRows) -> None:
     """Choose a path's tokens from the rows of a block."""
-    chance, least = 1.0, path.min_confidence or _MIN_CHANCE
+    chance, least = 1.0, path.min_confidence or (_MIN_CHANCE if path.floors is None else 0.0)
     markov, memory = block.markov, np.zeros(block.markov.w1.shape[1] if block.markov else 0, np.float32)
     if block.confidence is not None:
         path.min_confidence = 0.0  # the head's own confidence stands for that of the row
@@ -53,12 +53,14 @@ def _fill(path: HeadPath, block: Block, rows: HeadRows) -> None:
             vector, memory = markov.vector(w1, state, memory)
         if number < block.num_skipped:
             continue
+        sure = None
         if block.confidence is not None:
             said = np.concatenate([state, w1])[: len(block.confidence)]
-            chance /= 1 + np.exp(-float(said @ block.confidence) - block.confidence_bias)
+            sure = 1 / (1 + np.exp(-float(said @ block.confidence) - block.confidence_bias))
+            chance *= sure
             if chance < least:
                 return
-        path.choose(_corrected(logits, vector, markov) if markov else logits)
+        path.choose(_corrected(logits, vector, markov) if markov else logits, sure)
 
 
 def _corrected(logits: F32, vector: F32, markov: Markov) -> F32:

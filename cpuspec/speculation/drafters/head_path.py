@@ -1,15 +1,17 @@
 """A draft while a head, or a model in one pass, makes it: the choice of its tokens from rows of logits."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 
 from cpuspec.checkpoints.heads.head import I64
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
-from cpuspec.sampling import Row, distribution, processed, sample
+from cpuspec.sampling import Row, confidence, distribution, processed, sample
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.proposer import Floors, goes_on
 
 # Of a tree: children of a node, nodes that are expanded at each depth, and depths. EAGLE-2 has 10 and 5 for drafts of 60 tokens on
 # a GPU.
@@ -22,7 +24,7 @@ class HeadPath:
 
     token_ids: the target's id of each number of a row, None for the same. draws: whether tokens are drawn, and the rows declared;
     else each is the likeliest. min_confidence: the draft ends with the first token of a row that gives no token this probability.
-    depths: of a tree, at most. offers: the likeliest tokens behind each path of drafted ones, where somebody wants to know.
+    floors: as in `DraftModel.propose`; with them a draft has confidences, and the likely alternatives to its tokens.
     """
 
     token_ids: I64 | None
@@ -31,19 +33,27 @@ class HeadPath:
     vocab_size: int  # of the target's rows
     min_confidence: float = 0.0
     draws: bool = False
-    depths: int = DEPTHS
-    offers: dict[tuple[int, ...], list[int]] | None = None
+    floors: Floors | None = None
     tokens: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)  # of the tokens, where somebody asks
+    others: list[list[tuple[int, float]]] = field(default_factory=list)  # for each token its alternatives and their confidences
     probs: list[Row] = field(default_factory=list)
+    most: int = field(init=False)  # nodes of the draft
+
+    def __post_init__(self) -> None:
+        self.most = self.limit
 
     @property
     def is_done(self) -> bool:
         """Whether no further token is wanted."""
         return len(self.tokens) >= self.limit
 
-    def choose(self, logits: F32) -> None:
-        """Take the next token from a row [num_logits], as the request asks: its grammar, penalties and biases apply."""
-        seq = self.seq
+    def choose(self, logits: F32, sure: float | None = None) -> None:
+        """Take the next token from a row [num_logits], as the request asks: its grammar, penalties and biases apply.
+
+        sure: the token's confidence, where the row does not say it.
+        """
+        seq, others = self.seq, list[tuple[int, float]]()
         draws = self.draws and not seq.params.greedy
         if draws or not seq.params.keeps_order or seq.constraint:
             legal = seq.legal(self.tokens)
@@ -60,22 +70,37 @@ class HeadPath:
             except ConfigError:  # the request forbids every token that the head knows
                 self.limit = len(self.tokens)
                 return
-        elif self.offers is not None:  # rows that a request changes tell nothing of the head's ranks
-            offered = self.ids_of([one for one, _ in largest(logits, CHILDREN)[0]])
-            self.offers[tuple(self.tokens)], token = offered, offered[0]
+        elif self.floors is not None:
+            [(token, chance), *others] = likeliest(logits, self.token_ids)
+            sure = chance if sure is None else sure
         else:
-            [token] = self.ids_of([int(logits.argmax())])
+            number = int(logits.argmax())
+            token = number if self.token_ids is None else int(self.token_ids[number])
         self.tokens.append(token)
-        if self.min_confidence and 1 / np.exp(logits - logits.max()).sum() < self.min_confidence:
+        self.others.append(others)
+        if self.floors is None and not self.min_confidence:
+            return
+        sure = confidence(logits) if sure is None else sure
+        self.confidence.append(sure)
+        if sure < self.min_confidence or not goes_on(self.floors or [], len(self.tokens), prod(self.confidence)):
             self.limit = len(self.tokens)
 
-    def ids_of(self, numbers: list[int]) -> list[int]:
-        """The target's ids of numbers of a row."""
-        return numbers if self.token_ids is None else self.token_ids[numbers].tolist()
-
     def draft(self, name: str) -> Draft:
-        """What was chosen."""
-        return Draft.chain(self.tokens, name, tuple(self.probs) if self.draws and not self.seq.params.greedy else None)
+        """What was chosen, with alternatives the likeliest first."""
+        probs = tuple(self.probs) if self.draws and not self.seq.params.greedy else None
+        chain = Draft.chain(self.tokens, name, probs, confidence=None if self.floors is None else self.confidence)
+        alternatives = [(token, depth - 1, sure) for depth, others in enumerate(self.others) for token, sure in others]
+        if not alternatives or len(chain) == self.most:
+            return chain
+        tokens, parents, confidence = zip(*alternatives, strict=True)
+        tree = replace(
+            chain,
+            tokens=np.array([*chain.tokens, *tokens], np.int32),
+            parents=np.array([*chain.parents, *parents], np.int32),
+            confidence=np.array([*self.confidence, *confidence], np.float32),
+        )
+        likely = tree.likely
+        return tree.only(sorted(range(len(tree)), key=lambda node: -likely[node])[: self.most])
 
     def _over_vocabulary(self, logits: F32) -> F32:
         """A row of the head as a row [vocab_size] of the target's tokens."""
@@ -90,12 +115,13 @@ class HeadPath:
         return row
 
 
-def largest(logits: F32, number: int) -> tuple[list[tuple[int, float]], F32]:
-    """The numbers and values of a row's largest logits, the largest first, and the row without them."""
-    left = logits.copy()
-    best = []
-    for _ in range(min(number, len(left))):  # a few passes take a tenth of the time of a partition of 150,000
-        one = int(left.argmax())
-        best.append((one, left[one]))
-        left[one] = -np.inf
-    return best, left
+def likeliest(logits: F32, token_ids: I64 | None) -> list[tuple[int, float]]:
+    """The `CHILDREN` likeliest tokens of a row, the likeliest first, and their probabilities."""
+    values, best = np.asarray(logits, np.float32), list[int]()
+    left = values.copy()
+    for _ in range(min(CHILDREN, len(left))):  # a few passes take a tenth of the time of a partition of 150,000
+        best.append(int(left.argmax()))
+        left[best[-1]] = -np.inf
+    weights = np.exp(values - values[best[0]])
+    chances = (weights[best] / weights.sum()).tolist()
+    return list(zip(best if token_ids is None else token_ids[best].tolist(), chances, strict=True))

@@ -10,7 +10,8 @@ import numpy as np
 
 from cpuspec.model.batch import F32
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.head_path import CHILDREN, HeadPath, largest
+from cpuspec.speculation.drafters.head_path import CHILDREN, DEPTHS, HeadPath, likeliest
+from cpuspec.speculation.proposer import goes_on
 
 
 class _Node(NamedTuple):
@@ -37,12 +38,12 @@ class HeadTree:
         for node, row in zip(self.frontier, rows, strict=True):
             self._add_children(node, row)
         self._depth += 1
-        kept = [node for node in self._kept() if node >= first] if self._depth < self.path.depths else []
+        kept = [node for node in self._kept() if node >= first and self._goes_on(node)] if self._depth < DEPTHS else []
         self.frontier = sorted(sorted(kept, key=lambda node: -self.nodes[node].likely)[:CHILDREN])
 
     def draft(self, name: str) -> Draft:
-        """The likeliest nodes."""
-        nodes = self._kept()
+        """The likeliest nodes, the likeliest first."""
+        nodes = sorted(self._kept(), key=lambda node: -self.nodes[node].likely)
         place = {-1: -1, **{node: number for number, node in enumerate(nodes)}}
         found = [self.nodes[node] for node in nodes]
         tokens, parents = [node.token for node in found], [place[node.parent] for node in found]
@@ -56,14 +57,8 @@ class HeadTree:
 
     def _add_children(self, parent: int, logits: F32) -> None:
         """Find the likeliest tokens behind a node; their probabilities are those of the row's softmax."""
-        best, others = largest(logits, CHILDREN)
-        top = float(best[0][1])
-        weights = np.exp(np.array([value for _, value in best], np.float64) - top)
-        chances = (weights / (weights.sum() + float(np.exp(np.asarray(others, np.float32) - top).sum()))).tolist()
-        tokens, likely = self.path.ids_of([one for one, _ in best]), self.nodes[parent].likely if parent >= 0 else 1.0
-        if self.path.offers is not None:
-            self.path.offers[self._tokens_to(parent)] = tokens
-        self.nodes += [_Node(token, parent, chance, likely * chance) for token, chance in zip(tokens, chances, strict=True)]
+        likely = self.nodes[parent].likely if parent >= 0 else 1.0
+        self.nodes += [_Node(token, parent, chance, likely * chance) for token, chance in likeliest(logits, self.path.token_ids)]
 
-    def _tokens_to(self, node: int) -> tuple[int, ...]:
-        return (*self._tokens_to(self.nodes[node].parent), self.nodes[node].token) if node >= 0 else ()
+    def _goes_on(self, node: int) -> bool:
+        return self.path.floors is None or goes_on(self.path.floors, self._depth, self.nodes[node].likely)

@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from cpuspec.checkpoints.heads.stages import ResidualStage
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import PromptChunk, first_come
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.blocks import draft_blocks
 from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
-from cpuspec.speculation.drafters.head_path import CHILDREN, DEPTHS, HeadPath
+from cpuspec.speculation.drafters.head_path import HeadPath
 from cpuspec.speculation.drafters.parallel import draft_at_once
-from cpuspec.speculation.drafters.ranks import Offers, Ranks
 from cpuspec.speculation.drafters.stages import draft_stage_chains, draft_stage_trees
 from cpuspec.speculation.head_context import HeadContext
+from cpuspec.speculation.proposer import Floors
 from cpuspec.speculation.stage_context import StageContext
 from cpuspec.speculation.verify import Verdict
 
@@ -42,10 +41,7 @@ _ROWS_FOR_ONE = 8  # of a head are read in the time of one of its target, or les
 
 
 class HeadProposer:
-    """Drafts up to `num_tokens` tokens with a head. min_confidence, draws: as in `HeadPath`.
-
-    makes_trees: whether every draft is a tree; a planner may ask other heads for one now and then (`propose_trees`).
-    """
+    """Drafts up to `num_tokens` tokens with a head. min_confidence, draws: as in `HeadPath`."""
 
     def __init__(
         self,
@@ -63,43 +59,15 @@ class HeadProposer:
         self.levels = (self,)
         self.context = context
         self.num_tokens = num_tokens
-        self.makes_trees = rule in TREE_RULES.values()
-        self.in_one_pass = rule in (draft_at_once, draft_blocks)  # whether a longer draft takes no more forwards
+        self.in_one_pass = rule in (draft_at_once, draft_blocks)
         self._rule, self._vocab_size, self._min_confidence, self._draws = rule, vocab_size, min_confidence, draws
-        self._ranks: Ranks | None = None
-        self._offers: dict[int, Offers] = {}  # by sequence id, of drafts that are out
-        self._hits: dict[int, tuple[int, int]] = {}  # by sequence id: as `Ranks.record` has it, of the latest draft
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Follow the sequence."""
         self.context.begin(seq, num_cached)
 
-    def counted_ranks(self) -> Ranks | None:
-        """From now on, the ranks of the tokens that come among those that it offers; None for a head that makes no trees."""
-        if not self._draws and (self.makes_trees or self._rule in _TREES_OF):
-            self._ranks = Ranks(len(self.context.head.stages) or self.num_tokens)
-        return self._ranks
-
-    def hits(self, seq: Sequence) -> tuple[int, int]:
-        """Of the latest draft: how many of the tokens that came were the likeliest, and how many there were."""
-        return self._hits.get(seq.id, (0, 0))
-
-    def num_tree_rows(self, depth: int) -> int:
-        """Rows of the forward that makes nodes of this depth, from 1."""
-        stages = self.context.head.stages
-        if depth == 1 or (stages and isinstance(stages[0], ResidualStage)):
-            return 1
-        return CHILDREN if stages else CHILDREN * (depth - 1)
-
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The head's drafts; empty ones for sequences whose prompt it has not read yet."""
-        return self._propose(self._rule, seqs, limits, [DEPTHS] * len(seqs))
-
-    def propose_trees(self, seqs: list[Sequence], limits: list[int], depths: list[int]) -> list[Draft]:
-        """The same as trees, each at most so deep."""
-        return self._propose(self._rule if self.makes_trees else _TREES_OF[self._rule], seqs, limits, depths)
-
-    def _propose(self, rule: Rule, seqs: list[Sequence], limits: list[int], depths: list[int]) -> list[Draft]:
         context, most = self.context, min(self.num_tokens, self.context.backend.max_rows)
         drafts = [Draft.chain([], self.name)] * len(seqs)
         rooms = [context.capacity - len(seq.tokens) for seq in seqs]  # the last token drafted makes no row
@@ -114,25 +82,20 @@ class HeadProposer:
             context.score([], [], chunks)
         drafting = [i for i in able if i not in reading]
         paths = [
-            HeadPath(context.head.token_ids, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws, depths[i])
+            HeadPath(
+                *(context.head.token_ids, seqs[i], limits[i], self._vocab_size, self._min_confidence, self._draws),
+                floors=floors[i] if floors else None,
+            )
             for i in drafting
         ]
-        for path in paths if self._ranks else []:
-            path.offers = {}
-        for i, path, draft in zip(drafting, paths, rule(context, paths, self.name) if paths else [], strict=True):
+        for i, draft in zip(drafting, self._rule(context, paths, self.name) if paths else (), strict=True):
             drafts[i] = draft
-            if path.offers:
-                self._offers[path.seq.id] = path.offers
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
-        """Take the target's hidden states, and count the ranks of its tokens."""
+        """Take the target's hidden states."""
         self.context.learn(seq, hidden)
-        if self._ranks and (offers := self._offers.pop(seq.id, None)):
-            self._hits[seq.id] = self._ranks.record(offers, verdict.tokens)
 
     def end(self, seq: Sequence) -> None:
         """Free the slot."""
         self.context.end(seq)
-        self._offers.pop(seq.id, None)
-        self._hits.pop(seq.id, None)

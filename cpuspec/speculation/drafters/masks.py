@@ -5,6 +5,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.head_path import HeadPath
+from cpuspec.speculation.proposer import Floors
 from cpuspec.speculation.reading import Reading
 from cpuspec.speculation.verify import Verdict
 
@@ -39,7 +40,7 @@ class MaskProposer:
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Do nothing yet: by the first draft another sequence may have read what both begin with."""
 
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """The drafts, made in one forward; empty ones for sequences whose prompt has not been read yet."""
         drafts = [Draft.chain([], self.name)] * len(seqs)
         limits = [min(limit, self.num_tokens, self._reading.room(seq)) for seq, limit in zip(seqs, limits, strict=True)]
@@ -51,7 +52,10 @@ class MaskProposer:
         masks = [Draft.chain([self._mask_id] * (limits[i] - 1), self.name) for i in drafting]
         outputs = self.context.score([seqs[i] for i in drafting], masks, (), chunks)
         for i, output in zip(drafting, outputs, strict=True):
-            path = HeadPath(None, seqs[i], limits[i], self.context.vocab_size, self._min_confidence, self._draws)
+            path = HeadPath(
+                *(None, seqs[i], limits[i], self.context.vocab_size, self._min_confidence, self._draws),
+                floors=floors[i] if floors else None,
+            )
             for row in output.logits:
                 if not path.is_done:
                     path.choose(row)

@@ -5,7 +5,9 @@ vocabularies have, so that its rows are rows over the verifier's tokens. By text
 encoded again; no rows come with that, and the tokens are point masses.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.vocab import SharedTokens
+from cpuspec.speculation.proposer import Floors
 from cpuspec.speculation.verify import Verdict
 
 # The text behind the last cut is encoded anew for each draft: more words of context for the tokens at the end than any
@@ -48,6 +51,11 @@ class TranslatedProposer:
         return self._chain.num_tokens
 
     @property
+    def in_one_pass(self) -> bool:
+        """Whether a longer draft takes no more forwards."""
+        return self._chain.in_one_pass
+
+    @property
     def context(self) -> Context:
         """The model that drafts."""
         return self._chain.context
@@ -55,11 +63,11 @@ class TranslatedProposer:
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Do nothing yet: a request that never asks for a draft needs no translation."""
 
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """The chain's drafts for the same texts, translated."""
+    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
+        """The chain's drafts for the same texts, translated. Floors count the chain's tokens."""
         others = [self._follow(seq) for seq in seqs]
         limits = [limit if other.can_draft else 0 for other, limit in zip(others, limits, strict=True)]
-        drafts = self._chain.propose([other.seq for other in others], limits)
+        drafts = self._chain.propose([other.seq for other in others], limits, floors)
         by_text = [self._by_text or seq.constraint is not None for seq in seqs]
         return list(map(self._translated, drafts, limits, by_text))
 
@@ -85,11 +93,28 @@ class TranslatedProposer:
         """A chain's draft in the verifier's tokens, at most `limit` of them."""
         if by_text:
             encoded = self._shared.text_for_verifier(draft.tokens.tolist())
-            return Draft.chain(encoded[:limit], self.name, None, draft.cycles)
+            sure = None if draft.confidence is None else self._confidence(draft, encoded)[:limit]
+            return Draft.chain(encoded[:limit], self.name, None, draft.cycles, confidence=sure)
         tokens = self._shared.partner[draft.tokens].astype(np.int32)
         assert (tokens >= 0).all(), "a context that restricts its rows drew a token outside of them"
         probs = None if draft.probs is None else tuple(map(self._shared.row_for_verifier, draft.probs))
         return replace(draft, tokens=tokens, probs=probs)
+
+    def _confidence(self, draft: Draft, encoded: list[int]) -> list[float]:
+        """Of tokens that have the text of the chain's: of each the product over the chain's tokens that begin in it."""
+        assert draft.confidence is not None
+        shared, sure = self._shared, [1.0] * len(encoded)
+        ends = list(accumulate(len(shared.verifier.token_bytes(token)) for token in encoded))
+        begin = 0
+        for token, one in zip(draft.tokens.tolist(), draft.confidence.tolist(), strict=True):
+            if shared.draft.is_special(token):  # the text ends here, and with it what was encoded
+                if encoded and encoded[-1] == shared.partner[token]:
+                    sure[-1] *= one
+                break
+            if (place := bisect_right(ends, begin)) < len(encoded):
+                sure[place] *= one
+            begin += len(shared.draft.token_bytes(token))
+        return sure
 
 
 @dataclass

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from cpuspec.sequence import Sequence
 
 _DECAY = 0.98  # weight that a round keeps from one round to the next
+_DECAY_OF_ENDED = 0.9  # weight that an ended request keeps from one to the next
 _PRIOR = 3.0  # weight, in units of what is spent, of other requests against the present one
 
 
@@ -15,10 +16,10 @@ class Ratio:
     gained: float = 0.0
     spent: float = 0.0
 
-    def record(self, gained: float, spent: float) -> None:
-        """Count a round."""
-        self.gained = _DECAY * self.gained + gained
-        self.spent = _DECAY * self.spent + spent
+    def record(self, gained: float, spent: float, decay: float = _DECAY) -> None:
+        """Count a round. decay: the weight that those before it keep."""
+        self.gained = decay * self.gained + gained
+        self.spent = decay * self.spent + spent
 
     def add(self, other: "Ratio", times: int = 1) -> None:
         """Count what another one holds, or with -1 no longer."""
@@ -77,4 +78,4 @@ class Estimate:
         own = self._running.get(seq.id)
         self.restart(seq)
         if own:
-            self._ended.record(own.gained, own.spent)
+            self._ended.record(own.gained, own.spent, _DECAY_OF_ENDED)

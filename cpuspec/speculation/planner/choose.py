@@ -1,11 +1,10 @@
 """The choice of a round: of all options the one that promises most tokens per second.
 
-For one level the promise has a closed form (arXiv 2211.17192, section 3.3): n drafted tokens, of which each is accepted with
-probability a, yield 1 + a + ... + a^n tokens for the seconds of drafting n tokens and of a forward over n + 1 rows.
+A draft that is there is judged by its confidences. Before there is one, a promise has a closed form (arXiv 2211.17192, section
+3.3): n drafted tokens, of which each is accepted with probability a, yield 1 + a + ... + a^n tokens for the seconds of drafting n
+tokens and of a forward over n + 1 rows.
 """
 
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from cpuspec.speculation.draft import Draft
@@ -15,26 +14,25 @@ from cpuspec.speculation.planner.exploration import TrialBudget
 MAX_TOKENS = 16  # drafted by a model at once
 WORTH = 1.05  # a looked-up draft must promise this over none: what seems to gain less loses as often
 _LENGTHS = (1, 3, 7, 15)  # of drafts that are tried for the least acceptance that pays
-_LEAST = 0.02  # the least chance of a node that is looked at: a row costs more
 
 
 class Option(NamedTuple):
     """A number of tokens by a drafter, or no tokens by none. Figures are for one of the sequences that share a forward.
 
-    trial: whether its figures are hopes that the estimates contradict. risk_s: seconds that it loses if nothing is accepted, 0 for
-    a round of a trial that is paid already. part: as in `TrialBudget.take`.
+    trial: whether its figures are hopes that the estimates contradict. risk_s: seconds that it loses if nothing is accepted.
+    part: as in `TrialBudget.take`. pays_back: whether what is accepted returns to the budget.
     """
 
     drafter: Any  # an object of the planner, or None
     num_tokens: int
     tokens: float  # that the round yields, the verifier's own included
-    seconds: float  # of drafting and verifying
+    seconds: float  # of verifying, and of drafting what is not drafted yet
     claimed: float = 0.0  # tokens that the drafter expects to be accepted, from its confidences
     trial: bool = False
     risk_s: float = 0.0
     part: float = 1.0
-    draft: Draft | None = None  # of a lookup; a model is asked once its option is chosen
-    depth: int = 0  # of a head's tree; 0 for other drafts
+    pays_back: bool = False
+    draft: Draft | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -47,7 +45,7 @@ def choose(options: list[Option], budget: TrialBudget) -> Option:
     best = best_estimated(options)
     for one in options:
         hopes = one.trial and one.tokens_per_s > best.tokens_per_s
-        if hopes and (not one.risk_s or budget.take(one.drafter, one.risk_s, one.part)):
+        if hopes and budget.take(one.drafter, one.risk_s, one.part):
             return one
     return best
 
@@ -81,41 +79,6 @@ def best_length(
     return best
 
 
-def best_tree(
-    drafter: object,
-    costs: Costs,
-    chances: Sequence[Sequence[float]],
-    limit: int,
-    drafting_s: Callable[[int], float],
-    num_seqs: int = 1,
-    worth: float = 1.0,
-) -> Option:
-    """The best tree, at most `limit` nodes and perhaps none, of a head whose alternatives have these chances by depth and rank.
-
-    Of n nodes the likeliest are the best ones (Sequoia, arXiv 2402.12374, without its bound on the depth). With one rank at each
-    depth it is a chain. drafting_s: seconds of drafting so many depths. worth: accepted tokens over those that the chances claim.
-    costs, num_seqs: as in `best_length`.
-    """
-    claimed, deepest = 0.0, 0
-    best, best_rate = (0, 1.0, costs.forward_s(num_seqs) / num_seqs, 0.0, 0), num_seqs / costs.forward_s(num_seqs)
-    found = [(-chances[0][0], 0, 0, 1.0)]  # a heap of (-likely, depth, rank, likely of the parent)
-    for n in range(1, limit + 1):
-        if not found or -found[0][0] < _LEAST:
-            break
-        likely, depth, rank, before = heappop(found)
-        claimed, deepest = claimed - likely, max(deepest, depth + 1)
-        if rank + 1 < len(chances[depth]):
-            heappush(found, (-before * chances[depth][rank + 1], depth, rank + 1, before))
-        if depth + 1 < len(chances):
-            heappush(found, (likely * chances[depth + 1][0], depth + 1, 0, -likely))
-        seconds = drafting_s(deepest) + costs.forward_s(num_seqs * (n + 1)) / num_seqs
-        tokens = 1 + worth * claimed
-        if tokens / seconds > best_rate:
-            best, best_rate = (n, tokens, seconds, claimed, deepest), tokens / seconds
-    num_tokens, tokens, seconds, claimed, deepest = best
-    return Option(drafter, num_tokens, tokens, seconds, claimed, depth=deepest)
-
-
 def best_prefix(drafter: object, draft: Draft, costs: Costs, rate: float, num_seqs: int, price: float = 1.0) -> Option:
     """The best prefix of a draft that is there already, whose tokens are accepted with `rate` times their confidences.
 
@@ -124,13 +87,12 @@ def best_prefix(drafter: object, draft: Draft, costs: Costs, rate: float, num_se
     """
     plain_s, forward_s = costs.forward_s(num_seqs), costs.forward_s
     if draft.confidence is None or draft.probs is not None:
-        rows_s = price * (forward_s(num_seqs * (len(draft) + 1)) - plain_s)
-        return Option(drafter, len(draft), 1 + rate * len(draft), (plain_s + rows_s) / num_seqs, len(draft))
-    rate, claimed, likely = min(rate, 1.0), 0.0, list[float]()
+        rows_s, claimed = price * (forward_s(num_seqs * (len(draft) + 1)) - plain_s), sum(draft.likely)
+        return Option(drafter, len(draft), 1 + rate * claimed, (plain_s + rows_s) / num_seqs, claimed)
+    rate, claimed = min(rate, 1.0), 0.0
     best, best_rate = (0, 1.0, plain_s / num_seqs, 0.0), num_seqs / plain_s
-    for n, (parent, confidence) in enumerate(zip(draft.parents.tolist(), draft.confidence.tolist(), strict=True), 1):
-        likely.append(confidence * (likely[parent] if parent >= 0 else 1.0))
-        claimed += likely[-1]
+    for n, likely in enumerate(draft.likely, 1):
+        claimed += likely
         tokens, seconds = 1 + rate * claimed, (plain_s + price * (forward_s(num_seqs * (n + 1)) - plain_s)) / num_seqs
         if tokens / seconds > best_rate:
             best, best_rate = (n, tokens, seconds, claimed), tokens / seconds

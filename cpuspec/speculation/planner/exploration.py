@@ -4,8 +4,9 @@ A trial begins once its drafter's budget covers the most that it can lose, and a
 helps loses no more than the share, and a drafter whose trials cost more than the budget earns is tried rarely.
 """
 
-TRIAL_TOKENS = 2  # drafted in a round of a trial
+TRIAL_TOKENS = 2  # of a lookup's draft that is tried
 TRIAL_ROUNDS = 6  # that a draft model's trial takes: single drafts teach nothing once the model was fed what it missed
+TRIAL_FORWARDS = 4  # of the model in such a round, or fewer, until it is known again for what it is
 TRIAL_PRICE = 0.25  # share of a row's believed cost that a lookup's trial counts: rows believed dear would never be seen again
 LOOKUP_PART = 0.5  # of a lookup's share for trials of its drafts; the other half is for asking it at all
 _SHARE = 0.02  # of all time, divided among a planner's drafters

@@ -12,7 +12,7 @@ the acceptance that is expected could, nobody is asked, and trials have less tim
 from collections import abc
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
 from cpuspec.metrics import elapsed_s, now_s
 from cpuspec.model.batch import F32
@@ -21,12 +21,8 @@ from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.constrained import legal_part
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.drafters.head_path import DEPTHS
 from cpuspec.speculation.drafters.heads import HeadProposer
-from cpuspec.speculation.drafters.masks import MaskProposer
-from cpuspec.speculation.drafters.ranks import Ranks
-from cpuspec.speculation.drafters.translate import TranslatedProposer
-from cpuspec.speculation.planner.acceptance import Estimate, Ratio
+from cpuspec.speculation.planner.acceptance import Estimate
 from cpuspec.speculation.planner.choose import (
     MAX_TOKENS,
     WORTH,
@@ -34,17 +30,21 @@ from cpuspec.speculation.planner.choose import (
     best_estimated,
     best_length,
     best_prefix,
-    best_tree,
     break_even,
     choose,
 )
 from cpuspec.speculation.planner.costs import Costs, find_costs
-from cpuspec.speculation.planner.exploration import LOOKUP_PART, TRIAL_PRICE, TRIAL_ROUNDS, TRIAL_TOKENS, TrialBudget
-from cpuspec.speculation.proposer import Proposer
+from cpuspec.speculation.planner.exploration import (
+    LOOKUP_PART,
+    TRIAL_FORWARDS,
+    TRIAL_PRICE,
+    TRIAL_ROUNDS,
+    TRIAL_TOKENS,
+    TrialBudget,
+)
+from cpuspec.speculation.proposer import DraftModel, Floors, Proposer
 from cpuspec.speculation.stage_context import StageContext
 from cpuspec.speculation.verify import Verdict
-
-DraftModel = ChainProposer | TranslatedProposer | HeadProposer | MaskProposer
 
 _PLAIN_LOOKS = 4  # one of this many forwards without a draft is timed: timing takes 1 % of a short token
 _MOST_FED = 2  # rows fed for each that is judged, in a forward whose time tells what judged rows take
@@ -52,8 +52,8 @@ _USUALLY_UNFED = 3 * MAX_TOKENS  # a draft's time tells the time of a token wher
 _LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
 _FAR_OFF = 10.0  # a lookup that takes longer by this factor counts as this: something else took the time
 _WAIT = 3.0  # share of a model's price that is waited for, over the lookups' share of earlier requests; never more than all
-_FIRST_LOOKUP_ACCEPTANCE, _FIRST_MODEL_ACCEPTANCE = 1.0, 0.7  # of a lookup's claims, and of a model's tokens
-_TREES_PRIOR = 15.0  # accepted tokens of trees whose chances are believed before trees have shown otherwise
+_FIRST_ACCEPTANCE = 1.0  # of what confidences claim
+_FIRST_NEXT = 0.7  # of a model's tokens
 _FIRST_GAIN = 0.25  # tokens that asking a lookup gains, before anything is known
 _FIRST_LOOKUP_S = 1e-4
 
@@ -63,9 +63,8 @@ class PlannedDrafter:
     """What a planner knows of one drafter, or of drafting nothing, over all requests so far.
 
     verifies: the model that its drafts are for. cost_of_drafting: of a model's token, or of a whole lookup, in plain forwards of
-    that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of a model's token, or of a
-    lookup's claims. num_tokens, speedup: of the best draft at that acceptance, None where each draft is judged by its confidences.
-    depth: of that draft where it is a head's tree, 0 for others.
+    that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of what confidences claim.
+    num_tokens, speedup: of a model's usual draft, None for lookups.
     """
 
     name: str
@@ -78,7 +77,6 @@ class PlannedDrafter:
     cost_of_rows: dict[int, float]
     num_tokens: int | None
     speedup: float | None
-    depth: int = 0
 
 
 @dataclass
@@ -106,7 +104,7 @@ class LookupDrafter:
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
         self.drafted = Drafted()
-        self.acceptance = Estimate(_FIRST_LOOKUP_ACCEPTANCE)
+        self.acceptance = Estimate(_FIRST_ACCEPTANCE)
         self.gain = Estimate(_FIRST_GAIN)
         self.seconds = _FIRST_LOOKUP_S
 
@@ -118,7 +116,7 @@ class LookupDrafter:
             return option._replace(draft=draft)
         trial = best_prefix(self, draft.first(TRIAL_TOKENS), costs, self.acceptance.first, num_seqs, TRIAL_PRICE)
         risk_s = costs.forward_s(num_seqs * (trial.num_tokens + 1)) / num_seqs - plain_s
-        return trial._replace(draft=draft, trial=True, risk_s=risk_s, part=LOOKUP_PART)
+        return trial._replace(draft=draft, trial=True, risk_s=risk_s, part=LOOKUP_PART, pays_back=True)
 
     def learn(self, seq: Sequence, option: Option, num_accepted: int, rows_cost: float) -> None:
         """Count a verified draft. rows_cost: what its rows took, in tokens of plain decoding."""
@@ -138,130 +136,137 @@ class LookupDrafter:
 
 
 class ModelDrafter:
-    """A drafter with a model: it is asked only for drafts that are wanted.
+    """A drafter with a model. Its drafts end where going on does not pay, and are judged by their confidences once they are there.
 
-    acceptance: of its tokens, over those that were evaluated, of a head's tree its likeliest ones. seconds: of drafting for one
-    sequence a token, or a whole draft where one pass makes it.
+    acceptance: accepted tokens over those that its confidences claim. seconds: of drafting for one sequence a token, or a whole
+    draft where one pass makes it. What it promises before it has drafted is what its latest drafts promised.
     """
 
-    def __init__(self, proposer: DraftModel, costs: Costs) -> None:
-        """costs: of its forwards."""
+    def __init__(self, proposer: DraftModel, costs: Costs, verifier: Costs) -> None:
+        """costs: of its forwards. verifier: of those of the model that it drafts for."""
         self.proposer = proposer
-        self._in_one_pass = isinstance(proposer, HeadProposer | MaskProposer) and proposer.in_one_pass
-        self._ranks: Ranks | None = None
-        # What its trees brought over what their ranks claim: their nodes are the likeliest by its own word, which may be better or
-        # worse. It fades in rounds without a tree, so that trees which did badly are tried again.
-        self._trees = Ratio()
-        self._tree_forwards = [0.0]  # in forwards of one row, by the depth of the tree
-        if isinstance(proposer, HeadProposer):
-            self._ranks = proposer.counted_ranks()
-            rows = map(proposer.num_tree_rows, range(1, DEPTHS + 1))
-            self._tree_forwards = list(accumulate((costs.forward_s(one) / costs.forward_s(1) for one in rows), initial=0.0))
-        self._reads = not (isinstance(proposer, HeadProposer) and isinstance(proposer.context, StageContext))
         self.drafted = Drafted()
-        self.acceptance = Estimate(_FIRST_MODEL_ACCEPTANCE)
         self.seconds = costs.forward_s(1)
+        self.acceptance = Estimate(_FIRST_ACCEPTANCE)
+        self._next = Estimate(_FIRST_NEXT)  # the chance of a further token, once those before it are accepted
+        first = self._fixed(verifier, _FIRST_NEXT, proposer.num_tokens, 1)
+        # Of a draft: the tokens that it claims to have accepted, the rows of these, and the forwards that made it.
+        self._claimed, self._rows = Estimate(first.tokens - 1), Estimate(max(first.num_tokens, 1))
+        self._forwards = Estimate(1 if proposer.in_one_pass else max(first.num_tokens, 1))
+        self._reads = not isinstance(proposer.context, StageContext)
         self._trial_rounds: dict[int, int] = {}  # by sequence id: rounds that its trial has left
         self._costs = costs
         self._fed: dict[int, int] = {}  # by sequence id: its length when it was last drafted for
         self._missed_s: dict[int, float] = {}  # by sequence id: what drafts would have saved since
 
-    def best(self, costs: Costs, rate: float, limit: int, num_seqs: int = 1) -> Option:
-        """Its best draft for a verifier of these costs, whose tokens are accepted at that rate."""
-        limit = min(limit, self.proposer.num_tokens)
-        if isinstance(self.proposer, HeadProposer) and self._ranks:
-            # A trial hopes for a rate of 1: what earlier trees brought does not speak against it.
-            chances, worth = self._ranks.chances(rate), 1.0 if rate == 1.0 else self._trees.expected(1.0, _TREES_PRIOR)
-            tree = best_tree(self, costs, chances[:DEPTHS], limit, self._tree_s, num_seqs, worth)
-            if self.proposer.makes_trees:
-                return tree
-            chain = best_tree(self, costs, [[first] for first, *_ in chances], limit, self._chain_s, num_seqs)
-            return chain._replace(depth=0) if chain.tokens_per_s >= tree.tokens_per_s else tree
-        per_token, per_draft = (0.0, self.seconds) if self._in_one_pass else (self.seconds, 0.0)
-        return best_length(self, costs, rate, limit, per_token, num_seqs, per_draft)
+    def promise(self, costs: Costs, num_seqs: int, seq: Sequence | None = None) -> Option:
+        """Of the sequence's next draft, or of one for a sequence of which nothing is known. costs: the verifier's."""
+        accepted, claimed, rows, forwards = [
+            one.expected(seq) if seq else one.usual() for one in (self.acceptance, self._claimed, self._rows, self._forwards)
+        ]
+        tokens = 1 + min(accepted, 1.0) * claimed
+        below = int(rows)
+        least, more = (costs.forward_s(num_seqs * (1 + n)) / num_seqs for n in (below, below + 1))
+        return Option(self, round(rows), tokens, least + (rows - below) * (more - least) + forwards * self.seconds)
+
+    def promised(self, costs: Costs, seqs: list[Sequence]) -> float:
+        """Tokens per second that it promises to sequences that share a forward."""
+        return sum([self.promise(costs, len(seqs), seq).tokens_per_s for seq in seqs])
 
     def is_worth_its_price(self, seq: Sequence, option: Option, instead: Option, left: float, wait: float) -> bool:
-        """Whether to feed it what it missed and take its draft `option`, which promises more than `instead`.
+        """Whether to feed it what it missed and to let it draft, as `option` promises more than `instead`.
 
         left: share of the tokens to come that lookups leave to it. wait: share of the price that must have been missed before.
         """
-        saved_s = instead.tokens * (1 / instead.tokens_per_s - 1 / option.tokens_per_s)
-        if not self._saves(seq, option, instead, left):
+        if option.tokens_per_s <= instead.tokens_per_s or not self._saves(seq, option, instead, left):
             return False
+        saved_s = instead.tokens * (1 / instead.tokens_per_s - 1 / option.tokens_per_s)
         self._missed_s[seq.id] = missed_s = self._missed_s.get(seq.id, 0.0) + saved_s
         return missed_s >= wait * self._price_s(seq)
 
-    def trials(self, seq: Sequence, costs: Costs, limit: int, num_seqs: int, instead: Option) -> list[Option]:
-        """A trial: a short draft that would promise more than `instead` if all of it were accepted; none where there is none."""
-        trial = self.best(costs, 1.0, min(limit, TRIAL_TOKENS), num_seqs)
-        if trial.tokens_per_s <= instead.tokens_per_s:
-            return []
+    def is_tried(self, seq: Sequence, costs: Costs, limit: int, num_seqs: int, instead: Option, budget: TrialBudget) -> bool:
+        """Whether to let it draft although it promises less, where a draft that is accepted whole would gain: now and then."""
         if self._trial_rounds.get(seq.id):
-            return [trial._replace(trial=True)]
-        if not self._saves(seq, self.best(costs, 1.0, limit, num_seqs), instead, 1.0):
-            return []
-        risk_s = self._price_s(seq) + TRIAL_ROUNDS * (trial.seconds - 1 / instead.tokens_per_s)
-        return [trial._replace(trial=True, risk_s=risk_s)]
+            return True
+        hope = self._fixed(costs, 1.0, min(limit, self.proposer.num_tokens), num_seqs)
+        if hope.tokens_per_s <= instead.tokens_per_s or not self._saves(seq, hope, instead, 1.0):
+            return False
+        if not budget.take(self, self._price_s(seq) + TRIAL_ROUNDS * TRIAL_FORWARDS * self.seconds):
+            return False
+        self._trial_rounds[seq.id] = TRIAL_ROUNDS
+        for known in self._estimates:
+            known.restart(seq)
+        return True
 
-    def propose(self, seqs: list[Sequence], options: list[Option]) -> list[Draft]:
-        """Drafts of the chosen options. Learns what a token takes, unless much was to be fed first."""
+    def propose(self, seqs: list[Sequence], limits: list[int], costs: Costs, num_seqs: int, rates: list[float]) -> list[Option]:
+        """Its drafts, each as long as promises most. Learns what a token takes, unless much was to be fed first.
+
+        rates: tokens per second that each sequence has without it.
+        """
+        tried = {seq.id for seq in seqs if self._trial_rounds.get(seq.id)}
+        limits = [min(limit, TRIAL_FORWARDS if seq.id in tried else MAX_TOKENS) for seq, limit in zip(seqs, limits, strict=True)]
+        floors = [
+            self._floors(limit, costs, num_seqs, rate, 1.0 if seq.id in tried else self._chance(seq))
+            for seq, limit, rate in zip(seqs, limits, rates, strict=True)
+        ]
         drafts: list[Draft] = []
         usual = all(self._num_unfed(seq) <= _USUALLY_UNFED for seq in seqs)
-        seconds = elapsed_s(lambda: drafts.extend(self._proposed(seqs, options)))
-        if usual and any(map(len, drafts)):
-            num_forwards = sum(map(self._num_forwards, options, drafts))
-            self.seconds += _LEARNING * (seconds / num_forwards - self.seconds)
-        for seq, option in zip(seqs, options, strict=True):
+        seconds = elapsed_s(lambda: drafts.extend(self.proposer.propose(seqs, limits, floors)))
+        num_forwards = [self._num_forwards(draft) for draft in drafts]
+        if usual and any(num_forwards):
+            self.seconds += _LEARNING * (seconds / sum(num_forwards) - self.seconds)
+        options = []
+        for seq, draft, number in zip(seqs, drafts, num_forwards, strict=True):
             # Beside other sequences its context reads the prompt over several rounds without drafts. This decision covers them all.
             self._fed[seq.id] = len(seq.tokens)
             self._missed_s.pop(seq.id, None)
-            if option.risk_s:  # a trial begins
-                self._trial_rounds[seq.id] = TRIAL_ROUNDS
-                self.acceptance.restart(seq)
-            if option.trial:
-                self._trial_rounds[seq.id] -= 1
-        return drafts
+            option = best_prefix(self, draft, costs, self.acceptance.expected(seq), num_seqs)
+            options.append(option._replace(draft=draft, pays_back=seq.id in tried))
+            if number:
+                self._claimed.record(seq, option.claimed, 1)
+                self._rows.record(seq, option.num_tokens, 1)
+                self._forwards.record(seq, number, 1)
+        for number in tried:
+            self._trial_rounds[number] -= 1
+        return options
 
-    def learn(self, seq: Sequence, option: Option, num_accepted: int, rows_cost: float) -> None:
-        """Count a verified draft: evaluated tokens end at the first rejected one."""
-        evaluated = min(num_accepted + 1, option.num_tokens)
-        if isinstance(self.proposer, HeadProposer) and self._ranks:
-            self._trees.record(*((num_accepted, option.claimed) if option.depth and not option.trial else (0.0, 0.0)))
-            if option.depth:  # of a chain both are known; a grammar may have chosen others than the likeliest
-                num_accepted, evaluated = self.proposer.hits(seq)
-        self.acceptance.record(seq, num_accepted, evaluated)
+    def learn(self, seq: Sequence, draft: Draft, num_known: int, num_accepted: int) -> None:
+        """Count a draft, of which the tokens of the first `num_known` places are known, and how many of its own are right."""
+        depths = draft.depths.tolist()
+        self.acceptance.record(
+            seq, num_accepted, sum([one for one, depth in zip(draft.likely, depths, strict=True) if depth <= num_known])
+        )
+        self._next.record(seq, num_accepted, min(num_accepted + 1, num_known, max(depths)))
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence."""
-        self.acceptance.end(seq)
+        for estimate in self._estimates:
+            estimate.end(seq)
         for known in (self._fed, self._missed_s, self._trial_rounds):
             known.pop(seq.id, None)
 
-    def _proposed(self, seqs: list[Sequence], options: list[Option]) -> list[Draft]:
-        """Chains, and trees where the options have a depth."""
-        proposer, drafts = self.proposer, [Draft.chain([], self.proposer.name)] * len(seqs)
-        as_trees = [i for i, one in enumerate(options) if one.depth]
-        as_chains = [i for i, one in enumerate(options) if not one.depth]
-        found = proposer.propose([seqs[i] for i in as_chains], [options[i].num_tokens for i in as_chains]) if as_chains else []
-        if as_trees and isinstance(proposer, HeadProposer):
-            some = [options[i] for i in as_trees]
-            limits, depths = [one.num_tokens for one in some], [one.depth for one in some]
-            found += proposer.propose_trees([seqs[i] for i in as_trees], limits, depths)
-        for i, draft in zip(as_chains + as_trees, found, strict=True):
-            drafts[i] = draft
-        return drafts
+    @property
+    def _estimates(self) -> tuple[Estimate, ...]:
+        return self.acceptance, self._next, self._claimed, self._rows, self._forwards
 
-    def _num_forwards(self, option: Option, draft: Draft) -> float:
-        """Forwards of one row that take as long as a draft: one for each token of a chain; a depth of a tree has several rows."""
-        if option.depth and len(draft):
-            return self._tree_forwards[int(draft.depths.max())]
-        return float(len(draft) > 0) if self._in_one_pass else len(draft)
+    def _fixed(self, costs: Costs, rate: float, limit: int, num_seqs: int) -> Option:
+        """Its best draft of a length that is chosen beforehand, whose tokens are accepted at that rate."""
+        per_token, per_draft = (0.0, self.seconds) if self.proposer.in_one_pass else (self.seconds, 0.0)
+        return best_length(self, costs, rate, limit, per_token, num_seqs, per_draft)
 
-    def _chain_s(self, depth: int) -> float:
-        return self.seconds * depth
+    def _chance(self, seq: Sequence) -> float:
+        """Of one token more behind a path that is as likely as it claims."""
+        return self._next.expected(seq) * min(self.acceptance.expected(seq), 1.0)
 
-    def _tree_s(self, depth: int) -> float:
-        return self.seconds * self._tree_forwards[depth]
+    def _floors(self, limit: int, costs: Costs, num_seqs: int, rate: float, chance: float) -> Floors:
+        """How likely a path must claim to be for one token more, which has this chance, to bring tokens at this rate."""
+        per_token_s = 0.0 if self.proposer.in_one_pass else self.seconds
+        rows_s = [costs.forward_s(num_seqs * n) / num_seqs for n in range(1, limit + 2)]
+        return [rate * (more - less + per_token_s) / chance for less, more in pairwise(rows_s)]
+
+    def _num_forwards(self, draft: Draft) -> int:
+        """Forwards of one row that take as long as the draft."""
+        return int(draft.depths.max()) if len(draft) and not self.proposer.in_one_pass else min(len(draft), 1)
 
     def _num_unfed(self, seq: Sequence) -> int:
         return len(seq.tokens) - self._fed.get(seq.id, 0) if self._reads else 0
@@ -301,7 +306,7 @@ class Planner:
         self.hidden_layers = tuple(sorted({layer for one in proposers for layer in one.hidden_layers}))
         self.levels = tuple(level for model, _ in models for level in model.levels) if serves else ()
         self.lookups = [LookupDrafter(proposer) for proposer in lookups]
-        self.models = [ModelDrafter(proposer, costs) for proposer, costs in models]
+        self.models = [ModelDrafter(proposer, its, costs) for proposer, its in models]
         self._drafters: list[LookupDrafter | ModelDrafter] = [*self.lookups, *self.models]
         self.num_plain_rounds = 0  # of each sequence
         self._budget = TrialBudget(len(lookups) + len(models))
@@ -310,6 +315,7 @@ class Planner:
         self._context = context
         self._nothing = Draft.chain([], self.name)
         self._chosen: dict[int, Option] = {}  # by sequence id: options of drafts that are out
+        self._beside: dict[int, list[Option]] = {}  # by sequence id: those of models whose drafts were not chosen
         self._left_to_models: set[int] = set()  # ids of sequences in whose round a model promises more than lookups
         self._plain_s = 0.0  # seconds of the round that is out for each sequence, had nothing been drafted
         self._num_plain_forwards = 0
@@ -327,19 +333,13 @@ class Planner:
         options = [[plain] for _ in seqs]
         for lookup in self.lookups:
             self._look_up(lookup, seqs, limits, options, least)
-        for model in self.models:
-            for seq, limit, known in zip(seqs, limits, options, strict=True):
-                known.extend(self._options_of(model, seq, limit, len(seqs), known))
+        for model in sorted(self.models, key=lambda one: one.promised(self.costs, seqs), reverse=True):
+            self._ask(model, seqs, limits, options)
         chosen = [choose(known, self._budget) for known in options]
         drafts = [one.draft.first(one.num_tokens) if one.draft else self._nothing for one in chosen]
-        for model in self.models:
-            asked = [i for i, one in enumerate(chosen) if one.drafter is model and one.num_tokens]
-            if asked:
-                found = model.propose([seqs[i] for i in asked], [chosen[i] for i in asked])
-                for i, draft in zip(asked, found, strict=True):
-                    drafts[i], chosen[i] = draft, chosen[i]._replace(num_tokens=len(draft))
-        for seq, one in zip(seqs, chosen, strict=True):
+        for seq, one, known in zip(seqs, chosen, options, strict=True):
             self._chosen[seq.id] = one
+            self._beside[seq.id] = [other for other in known if isinstance(other.drafter, ModelDrafter) and other is not one]
             self.num_plain_rounds += not one.num_tokens
         self._budget.earn(sum([one.seconds for one in chosen]) * self._hopes(len(seqs), least))
         self._begin_timing(len(seqs), len(seqs) + sum(map(len, drafts)))
@@ -383,16 +383,31 @@ class Planner:
                 options[i].append(lookup.option(seqs[i], draft, self.costs, len(seqs)))
         lookup.asked([seqs[i] for i in asked], now_s() - begin_s)
 
-    def _options_of(self, model: ModelDrafter, seq: Sequence, limit: int, num_seqs: int, known: list[Option]) -> list[Option]:
-        """The model's best draft, if that pays beside the options that are known; else a trial that may."""
-        instead = best_estimated(known)
-        option = model.best(self.costs, model.acceptance.expected(seq), limit, num_seqs)
-        if option.tokens_per_s > instead.tokens_per_s:
-            self._left_to_models.add(seq.id)
+    def _ask(self, model: ModelDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]]) -> None:
+        """Add the model's drafts, for sequences to which it promises more than is there already, or is tried.
+
+        A draft of drawn tokens is the one that is taken: to judge it first would change the distribution of the output.
+        """
+        asked, rates, num_seqs = [], [], len(seqs)
+        for i, (seq, limit, known) in enumerate(zip(seqs, limits, options, strict=True)):
+            instead = best_estimated(known)
+            if not limit or (instead.draft and instead.draft.probs and instead.drafter in self.models):
+                continue
+            promise = model.promise(self.costs, num_seqs, seq)
+            if promise.tokens_per_s > instead.tokens_per_s:
+                self._left_to_models.add(seq.id)
             wait = min(1.0, _WAIT * (1 - self._left.usual(seq)))
-            if model.is_worth_its_price(seq, option, instead, self._left.expected(seq), wait):
-                return [option]
-        return model.trials(seq, self.costs, limit, num_seqs, instead)
+            if model.is_worth_its_price(seq, promise, instead, self._left.expected(seq), wait) or model.is_tried(
+                seq, self.costs, limit, num_seqs, instead, self._budget
+            ):
+                asked.append(i)
+                rates.append(instead.tokens_per_s)
+        if not asked:
+            return
+        found = model.propose([seqs[i] for i in asked], [limits[i] for i in asked], self.costs, num_seqs, rates)
+        for i, option in zip(asked, found, strict=True):
+            drawn = option.draft is not None and option.draft.probs
+            options[i] = [option] if drawn else [*options[i], option]
 
     def _begin_timing(self, num_seqs: int, rows: int) -> None:
         """Time the forward, of which `rows` rows will be judged. Of plain ones time one of four."""
@@ -420,15 +435,23 @@ class Planner:
             by_lookup = seq.id not in self._left_to_models and option is not None and option.draft is not None
             self._left.record(seq, 0 if by_lookup else num_tokens, num_tokens)
             self._left_to_models.discard(seq.id)
+        for one in self._beside.pop(seq.id, ()):
+            if one.draft is not None and len(one.draft):
+                one.drafter.learn(seq, one.draft, num_tokens, len(one.draft.path_along(verdict.tokens)))
         if option and option.num_tokens:
-            if option.trial:
+            if option.pays_back:
                 self._budget.give_back(option.drafter, (num_tokens - 1) * self._plain_s)
             option.drafter.drafted.record(option.num_tokens, num_tokens - 1)
-            option.drafter.learn(seq, option, num_tokens - 1, option.seconds / self._plain_s - 1)
+            if isinstance(option.drafter, ModelDrafter):
+                assert option.draft
+                option.drafter.learn(seq, option.draft.first(option.num_tokens), option.num_tokens, num_tokens - 1)
+            else:
+                option.drafter.learn(seq, option, num_tokens - 1, option.seconds / self._plain_s - 1)
 
     def end(self, seq: Sequence) -> None:
         """Forget the sequence, and keep what was learned of the costs."""
         self._chosen.pop(seq.id, None)
+        self._beside.pop(seq.id, None)
         self._left_to_models.discard(seq.id)
         self._begun = None
         self._left.end(seq)
@@ -446,8 +469,8 @@ class Planner:
         table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0)]
         for one in self._drafters:
             costs = (one.acceptance.usual(), one.seconds / plain_s, cost_of_rows)
-            best = one.best(self.costs, one.acceptance.usual(), MAX_TOKENS) if isinstance(one, ModelDrafter) else None
-            planned = (best.num_tokens, best.tokens_per_s * plain_s, best.depth) if best else (None, None, 0)
+            best = one.promise(self.costs, 1) if isinstance(one, ModelDrafter) else None
+            planned = (best.num_tokens, best.tokens_per_s * plain_s) if best else (None, None)
             counts = (one.drafted.num_rounds, one.drafted.num_draft_tokens, one.drafted.num_accepted_tokens)
             table.append(PlannedDrafter(one.proposer.name, verifies, *counts, *costs, *planned))
             if isinstance(one.proposer, ChainProposer) and isinstance(one.proposer.inner, Planner):
