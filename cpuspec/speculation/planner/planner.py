@@ -386,12 +386,13 @@ class Planner:
     def _ask(self, model: ModelDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]]) -> None:
         """Add the model's drafts, for sequences to which it promises more than is there already, or is tried.
 
+        Where another model's draft pays it is not asked: it is unsure where that one is, and costs 1 to 3 % (benchmarks/LOG.md).
         A draft of drawn tokens is the one that is taken: to judge it first would change the distribution of the output.
         """
         asked, rates, num_seqs = [], [], len(seqs)
         for i, (seq, limit, known) in enumerate(zip(seqs, limits, options, strict=True)):
             instead = best_estimated(known)
-            if not limit or (instead.draft and instead.draft.probs and instead.drafter in self.models):
+            if not limit or isinstance(instead.drafter, ModelDrafter):
                 continue
             promise = model.promise(self.costs, num_seqs, seq)
             if promise.tokens_per_s > instead.tokens_per_s:
