@@ -14,6 +14,7 @@ from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.head_path import CHILDREN, likeliest
 from cpuspec.speculation.drafters.heads import HeadProposer
 from cpuspec.speculation.head_context import DraftedRows, HeadRows
+from cpuspec.speculation.planner import model_drafter
 from cpuspec.speculation.planner import planner as planner_module
 from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.planner import Planner
@@ -39,7 +40,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(planner_module, "now_s", lambda: clock.now_s)
-    monkeypatch.setattr(planner_module, "elapsed_s", clock.elapsed_s)
+    monkeypatch.setattr(model_drafter, "elapsed_s", clock.elapsed_s)
     return clock
 
 

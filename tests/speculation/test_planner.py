@@ -14,6 +14,7 @@ from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner import costs as costs_module
+from cpuspec.speculation.planner import model_drafter
 from cpuspec.speculation.planner import planner as planner_module
 from cpuspec.speculation.planner.acceptance import Estimate
 from cpuspec.speculation.planner.choose import Option, break_even, choose
@@ -47,7 +48,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(planner_module, "now_s", lambda: clock.now_s)
-    monkeypatch.setattr(planner_module, "elapsed_s", clock.elapsed_s)
+    monkeypatch.setattr(model_drafter, "elapsed_s", clock.elapsed_s)
     return clock
 
 

@@ -6,6 +6,7 @@ from cpuspec.sequence import Sequence
 
 _DECAY = 0.98  # weight that a round keeps from one round to the next
 _DECAY_OF_ENDED = 0.9  # weight that an ended request keeps from one to the next
+FIRST_ACCEPTANCE = 1.0  # of what confidences claim
 _PRIOR = 3.0  # weight, in units of what is spent, of other requests against the present one
 
 
@@ -79,3 +80,18 @@ class Estimate:
         self.restart(seq)
         if own:
             self._ended.record(own.gained, own.spent, _DECAY_OF_ENDED)
+
+
+@dataclass
+class Drafted:
+    """The drafts of a drafter over all requests, counted."""
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def record(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count a round."""
+        self.num_rounds += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens

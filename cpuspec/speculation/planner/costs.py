@@ -18,6 +18,7 @@ from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # the numbers of rows that are measured; between them cost grows evenly
+LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
 _DEPTH = 32  # tokens of context under the measured forwards
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _SETTLED = 0.03  # a round that finds nothing quicker by more than this share ends the measurement
