@@ -50,10 +50,6 @@ class ModelDrafter:
         least, more = (costs.forward_s(num_seqs * (1 + n)) / num_seqs for n in (below, below + 1))
         return Option(self, round(rows), tokens, least + (rows - below) * (more - least) + forwards * self.seconds)
 
-    def promised(self, costs: Costs, seqs: list[Sequence]) -> float:
-        """Tokens per second that it promises to sequences that share a forward."""
-        return sum([self.promise(costs, len(seqs), seq).tokens_per_s for seq in seqs])
-
     def is_worth_its_price(self, seq: Sequence, option: Option, instead: Option, left: float, wait: float) -> bool:
         """Whether to feed it what it missed and to let it draft, as `option` promises more than `instead`.
 

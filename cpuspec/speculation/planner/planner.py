@@ -115,8 +115,10 @@ class Planner:
         options = [[plain] for _ in seqs]
         for lookup in self.lookups:
             self._look_up(lookup, seqs, limits, options, least)
-        for model in sorted(self.models, key=lambda one: one.promised(self.costs, seqs), reverse=True):
-            self._ask(model, seqs, limits, options)
+        if least < 1 or len(seqs) == 1:  # one sequence tries drafts even where none seems to pay
+            alone = seqs[0] if len(seqs) == 1 else None
+            for model in sorted(self.models, key=lambda one: -one.promise(self.costs, len(seqs), alone).tokens_per_s):
+                self._ask(model, seqs, limits, options)
         chosen = [choose(known, self._budget) for known in options]
         drafts = [one.draft.first(one.num_tokens) if one.draft else self._nothing for one in chosen]
         for seq, one, known in zip(seqs, chosen, options, strict=True):
@@ -130,7 +132,7 @@ class Planner:
     def _hopes(self, num_seqs: int, least: float) -> float:
         """What drafts can gain at most where that many sequences share a forward, over what they can gain for one alone.
 
-        least: the share of accepted tokens that pays. One sequence tries drafts even where none seems to pay.
+        least: the share of accepted tokens that pays.
         """
         if num_seqs == 1:
             return 1.0
