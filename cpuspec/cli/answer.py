@@ -164,12 +164,12 @@ def explanation(llm: LLM) -> list[str]:
             rows = ", ".join(f"{n}: {cost:.2f}" for n, cost in one.cost_of_rows.items())
             lines.append(f"{one.verifies}: a forward by its rows costs {rows}; {one.num_rounds} rounds without a draft")
             continue
-        judged = f"each draft judged by its confidences times {one.acceptance or 0:.2f}"
+        judged = f"each judged by its confidences times {one.acceptance or 0:.2f}"
         if one.speedup is None:
             plan = f"{one.cost_of_drafting:.3f} forwards a draft, {judged}"
         else:
-            usual = f"usually {one.num_tokens} tokens, which give {one.speedup:.2f}x"
-            plan = f"{one.cost_of_drafting:.2f} forwards a token, {judged}: {usual}"
+            usual = f"drafts of usually {one.num_tokens} tokens, which give {one.speedup:.2f}x"
+            plan = f"{one.cost_of_drafting:.2f} forwards a token, {usual}, {judged}"
         drafted = f"{one.num_accepted_tokens} of {one.num_draft_tokens} tokens accepted in {one.num_rounds} rounds"
         lines.append(f"  {one.name} for {one.verifies}: {plan}; {drafted}")
     return lines
