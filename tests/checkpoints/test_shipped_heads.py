@@ -1,0 +1,60 @@
+"""Heads that come with the package: small, with the bytes that their recipes name, and whole."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from cpuspec.checkpoints.download import fetch
+from cpuspec.checkpoints.heads import find_reader
+from cpuspec.checkpoints.recipes import BesideSource, Recipe, load_all, load_recipes, read_recipe
+from cpuspec.errors import DownloadError
+
+_MOST_BYTES = 24_000_000
+SHIPPED = [recipe for recipe in load_recipes().values() if recipe.head and isinstance(recipe.sources[0], BesideSource)]
+
+
+def test_a_head_comes_with_the_package() -> None:
+    assert SHIPPED
+
+
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda recipe: recipe.name)
+def test_a_shipped_head_is_small_whole_and_the_one_that_its_recipe_and_its_card_name(recipe: Recipe) -> None:
+    path = fetch(recipe)
+    data = path.read_bytes()
+    assert len(data) <= _MOST_BYTES
+    assert hashlib.sha256(data).hexdigest() == recipe.sha256
+    found = find_reader(path)
+    assert found
+    reader, files = found
+    assert reader.recognizes(files)
+    card = (path.parent / "README.md").read_text()
+    assert path.name in card
+    assert recipe.sha256 in card
+    assert recipe.head
+    assert recipe.head.target in load_recipes()
+    assert recipe.head.norm_sha256, "a shipped head says which model it is for"
+
+
+def test_other_bytes_than_the_recipe_names_are_refused(tmp_path: Path) -> None:
+    """What a broken installation has."""
+    [recipe, *_] = SHIPPED
+    broken = tmp_path / "heads" / fetch(recipe).name
+    broken.parent.mkdir()
+    broken.write_bytes(fetch(recipe).read_bytes()[:-1] + b"x")
+    file = tmp_path / f"{recipe.name}.toml"
+    file.write_text((Path(fetch(recipe)).parents[1] / file.name).read_text())
+    with pytest.raises(DownloadError, match=r"has other bytes: sha256 .* install again"):
+        fetch(read_recipe(file))
+
+
+def test_every_level_of_a_chain_that_names_a_shipped_head_has_its_target() -> None:
+    _, chains, _ = load_all()
+    names = {recipe.name: recipe for recipe in SHIPPED}
+    used = [(chain, part) for chain in chains.values() for level in chain.spec.levels for part in (level, *level.then)]
+    assert [chain for chain, part in used if part.drafter in names]
+    for chain, part in used:
+        if part.drafter in names:
+            head = names[part.drafter].head
+            assert head
+            assert chain.target == head.target
