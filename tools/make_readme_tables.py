@@ -23,7 +23,7 @@ START, END = "<!-- made by tools/make_readme_tables.py -->", "<!-- end of what i
 
 OWN = "cpuspec"
 # Benchmarks that time nothing: how busy the machine was is no matter.
-_COUNTING = ("identity", "certificates", "served_identity", "quantize")
+_COUNTING = ("identity", "certificates", "served_identity", "quantize", "training")
 
 Result = Mapping[str, Any]
 Cell = Callable[[Result], str | None]  # what a file says in a row of the table; None: nothing
