@@ -149,10 +149,9 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
             await asyncio.sleep(0.01)
         if threading.current_thread() is threading.main_thread():
             for number, before in handlers.items():
-                if before is signal.SIG_IGN:  # as a background job has it, which the web server does not respect
-                    signal.signal(number, before)
-                else:
-                    loop.add_signal_handler(number, on_signal)
+                # A background job ignores Ctrl-C, which the web server does not respect. And the loop's own handlers lose a signal
+                # where 278 tokens wait to be sent: its pipe is full, and they hear of signals by it alone.
+                signal.signal(number, before if before is signal.SIG_IGN else lambda *_: server.stop())
         await asyncio.wait((loaded, ending, serving), return_when=asyncio.FIRST_COMPLETED)
         if loaded.done():
             server.start(ServedModel(server.name, loaded.result(), config))

@@ -1,5 +1,6 @@
 """Clients that vanish, flood, send garbage or have no key; engines that fail; signals. The server goes on, or ends as it says."""
 
+import asyncio
 import json
 import os
 import re
@@ -16,9 +17,11 @@ import httpx
 import pytest
 
 from cpuspec import LLM, SamplingParams
+from cpuspec.config import ServerConfig
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.server import connections, gate
-from cpuspec.server.app import listen
+from cpuspec.server.app import listen, serve
+from cpuspec.server.server import Server
 from tests.processes import started, wait_for
 from tests.server.running import PATIENCE_S, SMALL, Running, load, serving, tiny_model
 
@@ -471,6 +474,19 @@ def test_sigterm_lets_running_answers_end(tmp_path: Path) -> None:
         assert rest[-1] == "data: [DONE]"
         assert process.wait(PATIENCE_S) == 0
         assert b'"event": "draining"' in process.stderr.read()
+
+
+def test_a_signal_is_heard_while_thousands_of_tokens_wait_to_be_sent(path: Path) -> None:
+    def signal_into_a_full_pipe() -> None:
+        for _ in range(5000):
+            asyncio.get_running_loop().call_soon_threadsafe(int)
+        signal.raise_signal(signal.SIGTERM)
+
+    server, before = Server("tiny", ServerConfig(port=0, drain_s=0.0)), signal.getsignal(signal.SIGTERM)
+    serving_ends = serve(server, lambda: load(path), listen("127.0.0.1", 0), signal_into_a_full_pipe)
+    asyncio.run(asyncio.wait_for(serving_ends, PATIENCE_S))
+    assert server.state == "draining"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_extra_is_named_where_its_libraries_are_missing(tmp_path: Path) -> None:
