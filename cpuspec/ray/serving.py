@@ -180,19 +180,28 @@ class Ingress:
         self._app_name = serve.get_replica_context().app_name
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        routes = [Route("/health", self._health), Route("/ready", self._ready), Route("/metrics", self._metrics)]
+        probes = [Route("/livez", self._alive), Route("/health", self._health), Route("/ready", self._ready)]
+        routes = [*probes, Route("/metrics", self._metrics)]
         found = Starlette(routes=[*routes, Mount("/", self._forward)])
         guard(found, self._server)
         found.add_middleware(_AtRoot)
         return found
 
+    async def _alive(self, request: Request) -> Response:
+        return json_response({"status": "ok"})
+
     async def _health(self, request: Request) -> Response:
+        if not await self._num_running():
+            raise UnavailableError("no replica is running yet; try again later")
         return json_response({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        status = await asyncio.to_thread(serve.status)
-        running = status.applications[self._app_name].deployments["Replica"].replica_states.get("RUNNING", 0)
+        running = await self._num_running()
         return json_response({"status": "ready" if running else "loading", "replicas": running}, 200 if running else 503)
+
+    async def _num_running(self) -> int:
+        status = await asyncio.to_thread(serve.status)
+        return status.applications[self._app_name].deployments["Replica"].replica_states.get("RUNNING", 0)
 
     async def _metrics(self, request: Request) -> Response:
         found = await self._replicas.broadcast("metrics").results_async(timeout_s=_METRICS_S, return_exceptions=True)

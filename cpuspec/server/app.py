@@ -64,6 +64,7 @@ def guard(app: Starlette, server: Server) -> None:
             allow_origins=list(server.config.cors),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            allow_private_network=True,
             expose_headers=["x-request-id", "retry-after"],
         )
 
@@ -83,7 +84,9 @@ async def _on_bad_body(request: Request, error: Exception) -> Response:
         said = "{}: Extra inputs are not permitted" if theirs else "Unrecognized request argument supplied: {}"
         message = said.format(".".join(place))
     elif first["type"] == "json_invalid":
-        message, name = "the body is no JSON", None
+        message, name = "the body is no JSON; wanted one JSON object", None
+    elif not place and request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        message = "the body was not read as JSON: send the header Content-Type: application/json"
     else:
         message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
     return error_response(request.url.path, RequestError(message[:500], name), context_of(request).id)

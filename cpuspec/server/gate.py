@@ -23,7 +23,7 @@ from cpuspec.server.server import Server, server_of
 
 BODY_S = 60.0  # that a body may take to come
 # For probes and for a browser's first look, which have no key. The page asks for one.
-OPEN_PATHS = ("/health", "/ready", *page.FILES)
+OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
 # In the scope of a request whose stream another server may have to repeat, event for event: a text of the request's own, and when
 # it came, in seconds since the epoch.
 NONCE = "cpuspec.nonce"
@@ -94,6 +94,8 @@ class Gate:
             except RequestError as error:
                 await error_response(scope["path"], error, context.id)(scope, receive, send_on)
                 return
+            if _may_be_json(scope, headers):
+                MutableHeaders(scope=scope)["content-type"] = "application/json"
             await self._app(scope, _Limited(receive, self._server.config.max_body_bytes), send_on)
         finally:
             for model in context.models:
@@ -156,6 +158,14 @@ class _Limited:
             if self._num_bytes > self._most:
                 raise HTTPException(413, _too_large(self._most))
         return message
+
+
+def _may_be_json(scope: Scope, headers: Headers) -> bool:
+    """Whether the body is read as JSON whatever its header says: `curl -d` sends JSON as a form, other clients no type at all.
+
+    A browser sends a page's text to another origin without asking that one first, so a page of another origin must say JSON.
+    """
+    return headers.get("origin") in (None, f"{scope['scheme']}://{headers.get('host')}")
 
 
 def _too_large(most: int) -> str:

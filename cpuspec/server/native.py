@@ -53,11 +53,19 @@ class SlotBody(Body):
     filename: str
 
 
+@router.get("/livez")
+@router.head("/livez", include_in_schema=False)
+async def alive(request: Request) -> Response:
+    """The process answers: 200, whatever its state."""
+    return json_response({"status": "ok", "state": server_of(request).state})
+
+
 @router.get("/health")
 @router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
-    """The process answers: 200, whatever its state."""
-    return json_response({"status": "ok", "state": server_of(request).state})
+    """200 when requests are answered, else 503 with the reason: scripts written for llama-server and vLLM wait for it."""
+    server_of(request).check_ready()
+    return json_response({"status": "ok"})
 
 
 @router.get("/ready")

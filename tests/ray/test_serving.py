@@ -103,7 +103,7 @@ def test_official_clients_get_the_answers_of_one_process(url: str, llm: LLM) -> 
 
 def test_errors_probes_and_the_page_are_those_of_the_server(url: str) -> None:
     with client(url) as http, httpx.Client(base_url=url, timeout=PATIENCE_S) as stranger:
-        assert stranger.get("/health").json() == {"status": "ok"}
+        assert stranger.get("/livez").json() == stranger.get("/health").json() == {"status": "ok"}
         assert stranger.get("/ready").json() == {"status": "ready", "replicas": 2}
         assert stranger.get("/metrics").status_code == 401
         assert stranger.get("/health", headers={"host": "evil.example"}).status_code == 403

@@ -181,7 +181,7 @@ def test_the_official_clients_accumulate_the_same(running: Running, scripted: No
 
 def test_agents_find_the_server_and_its_models(running: Running) -> None:
     with running.client() as client:
-        for path in ("/", "/health", "/ready"):  # Claude Code looks first whether somebody answers
+        for path in ("/", "/health", "/ready", "/livez"):  # Claude Code looks first whether somebody answers
             reply = client.head(path)
             assert (reply.status_code, reply.content) == (200, b"")
         assert client.get("/v1/models").json()["models"][0]["slug"] == "tiny"  # as Codex reads them

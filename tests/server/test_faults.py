@@ -27,6 +27,7 @@ from tests.server.running import PATIENCE_S, SMALL, Running, load, serving, tiny
 
 ENDLESS = {"prompt": "the cat", "max_tokens": 30000, "temperature": 0, "ignore_eos": True}
 SHORT = ENDLESS | {"max_tokens": 5}
+PROBES = ("/livez", "/health", "/ready")
 JSON = {"content-type": "application/json"}
 
 
@@ -380,7 +381,7 @@ def test_keys_are_asked_of_everything_but_probes(path: Path) -> None:
                 assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
         assert client.get("/v1/models", headers={"authorization": "Bearer first"}).status_code == 200
         assert client.get("/v1/models", headers={"x-api-key": "first"}).status_code == 200
-        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+        assert [client.get(probe).status_code for probe in PROBES] == [200, 200, 200]
 
 
 def test_pages_of_other_origins_and_names_are_kept_out(path: Path, running: Running) -> None:
@@ -391,8 +392,31 @@ def test_pages_of_other_origins_and_names_are_kept_out(path: Path, running: Runn
         assert "access-control-allow-origin" not in client.options("/v1/models", headers=ask).headers
     with serving(lambda: load(path), ("key",), cors=("http://page.example",)) as guarded, guarded.client() as client:
         assert client.options("/v1/models", headers=ask).headers["access-control-allow-origin"] == "http://page.example"
+        private = client.options("/v1/models", headers=ask | {"access-control-request-private-network": "true"})
+        assert (private.status_code, private.headers["access-control-allow-private-network"]) == (200, "true")
         other = client.options("/v1/models", headers=ask | {"origin": "http://other.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/JSON; charset=utf-8"])
+@pytest.mark.parametrize("route", ["/v1/completions", "/tokenize", "/infill", "/v1/messages/count_tokens"])
+def test_json_is_read_whatever_the_body_says_that_it_is(running: Running, kind: str | None, route: str) -> None:
+    body = SHORT | {"content": "a", "input_prefix": "a", "messages": []}
+    body = {name: body[name] for name in {"/v1/completions": SHORT, "/tokenize": ["content"]}.get(route, body)}
+    with running.client() as client:
+        wanted, sent = client.post(route, json=body), {} if kind is None else {"content-type": kind}
+        found = client.post(route, content=json.dumps(body), headers=sent)
+        page = client.post(route, content=json.dumps(body), headers=sent | {"origin": "http://page.example"})
+        own = client.post(route, content=json.dumps(body), headers=sent | {"origin": running.url})
+    assert found.status_code == own.status_code == wanted.status_code
+    assert "JSON" in kind or "Content-Type: application/json" in page.text if kind else page.status_code == 400
+
+
+def test_a_body_that_is_no_json_is_told_what_is_wanted(running: Running) -> None:
+    with running.client() as client:
+        reply = client.post("/v1/completions", content="prompt=hello", headers={"content-type": "text/plain"})
+    assert reply.status_code == 400
+    assert "JSON" in reply.json()["error"]["message"]
 
 
 def test_a_request_keeps_its_id(running: Running) -> None:
@@ -410,7 +434,7 @@ def test_until_the_model_is_loaded_requests_are_put_off(path: Path) -> None:
 
     def look() -> None:
         with httpx.Client(base_url=addresses[0], timeout=PATIENCE_S) as client:
-            found.update(health=client.get("/health").status_code, ready=client.get("/ready").status_code)
+            found.update(probes=[client.get(probe).status_code for probe in PROBES])
             reply = client.post("/v1/completions", json=SHORT)
             found.update(status=reply.status_code, retry=reply.headers["retry-after"])
         go_on.set()
@@ -432,7 +456,7 @@ def test_until_the_model_is_loaded_requests_are_put_off(path: Path) -> None:
     thread.start()
     with serving(slow, listen_port=port) as running:
         thread.join(PATIENCE_S)
-        assert found == {"health": 200, "ready": 503, "status": 503, "retry": "5"}
+        assert found == {"probes": [200, 503, 503], "status": 503, "retry": "5"}
         assert answers(running)
 
 
