@@ -601,7 +601,7 @@ class EngineConfig:
     mmap: bool = _setting(
         True,
         _BOOLEAN,
-        "Read model files into memory instead of mapping them: slower to start, and safe from files that are shortened.",
+        "Map model files; reading them into memory instead is slower to start, and safe from files that are shortened.",
     )
     head_format: str = _setting(
         "int8",
@@ -680,7 +680,9 @@ class ServerConfig:
         "GB",
     )
     drop_changing_lines: bool = _setting(
-        True, _BOOLEAN, "Give the model the lines, too, that some agents change in the system message of each request."
+        True,
+        _BOOLEAN,
+        "Take out the lines that some agents change in the system message of each request, so that prompts begin alike.",
     )
     slot_save_path: str | None = _setting(
         None,

@@ -110,13 +110,18 @@ class Running(NamedTuple):
 
 
 def _options(declaration: type, names: Iterable[str], panel: str, **defaults: Any) -> list[Parameter]:
-    """The options of these fields of settings. A field that is true by default has an option that denies it, as --no-mmap."""
+    """The options of these fields of settings. One that is true by default can be denied, as --no-mmap."""
     options = []
     for one in (one for one in fields(declaration) if one.name in names):
         spelling = one.metadata["option"] or (one.name.removesuffix("s") if get_origin(one.type) is tuple else one.name)
-        flag = f"--{'no-' * (one.default is True)}{spelling.replace('_', '-')}"
-        shown = typer.Option(flag, metavar=one.metadata["metavar"] or None, rich_help_panel=panel, help=one.metadata["help"])
-        default = defaults.get(one.name, False if one.type is bool else None)
+        flag = f"--{spelling.replace('_', '-')}"
+        shown = typer.Option(
+            f"{flag}/--no-{flag[2:]}" if one.default is True else flag,
+            metavar=one.metadata["metavar"] or None,
+            rich_help_panel=panel,
+            help=one.metadata["help"],
+        )
+        default = defaults.get(one.name, one.default if one.type is bool else None)
         annotation = Annotated[_KINDS[one.type], shown]  # type: ignore[valid-type, name-defined]
         options.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     return options
@@ -151,8 +156,7 @@ def takes_running(*names: str, with_backend: bool = True) -> Callable[[Command],
 def _read_running(given: dict[str, Any]) -> Running:
     with usage_errors():
         text = given.pop("backend", BACKENDS[0])
-        mmap = not given.pop("mmap", False)
-        settings = EngineConfig(mmap=mmap, **{name: value for name, value in given.items() if value is not None})
+        settings = EngineConfig(**{name: value for name, value in given.items() if value is not None})
         running = Running(*read_backend(text, settings))
         check_backend(running.backend)
         get_kv_format(running.settings.kv_format)

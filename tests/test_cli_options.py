@@ -1,0 +1,175 @@
+"""Every option of every command, from the command line to what the command gets; the cases come from the declarations."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+import typer
+
+import cpuspec
+from cpuspec.cli.app import app
+from cpuspec.config import EngineConfig, SamplingParams, ServerConfig
+
+# Options whose texts have a grammar: a text, and what the command gets.
+_VALUES: dict[str, tuple[str, Any]] = {
+    "--activations": ("int8", "int8"),
+    "--backend": ("numpy", "numpy"),
+    "--device": ("cpu", "cpu"),
+    "--draft": ("ngram@3", "ngram@3"),
+    "--dtype": ("f32", "f32"),
+    "--goodput": ("ttft:500", ["ttft:500"]),
+    "--head-format": ("int4", "int4"),
+    "--kv-format": ("int8", "int8"),
+    "--logit-bias": ("5=1.5", {5: 1.5}),
+    "--output": ("csv", "csv"),
+    "--pooling": ("mean", "mean"),
+    "--prompt-arithmetic": ("codes", "codes"),
+    "--weights": ("codes", "codes"),
+}
+_OF_TRAINING = {"--layers": ("1,3", (1, 3))}
+_NEEDS = {"--grammar-trigger": ("--regex", "a+")}  # options that another one goes with
+
+
+def _commands(group: typer.Typer, *before: str) -> Iterator[tuple[tuple[str, ...], Callable[..., Any]]]:
+    for one in group.registered_commands:
+        assert one.callback is not None
+        yield (*before, one.name or one.callback.__name__.replace("_", "-")), one.callback
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from _commands(inner.typer_instance, *before, str(inner.name))
+
+
+PROGRAM: Any = typer.main.get_command(app)
+COMMANDS = {" ".join(name): callback for name, callback in _commands(app)}
+
+
+def _declared(callback: Callable[..., Any]) -> Iterator[tuple[inspect.Parameter, Any, Any]]:
+    """Every parameter of a command, its type without None, and what Typer is told of it."""
+    for parameter in inspect.signature(callback, eval_str=True).parameters.values():
+        assert get_origin(parameter.annotation) is Annotated, parameter
+        kind, told = get_args(parameter.annotation)[:2]
+        yield parameter, next((one for one in get_args(kind) if type(None) in get_args(kind) and one is not type(None)), kind), told
+
+
+def _spellings(parameter: inspect.Parameter, told: Any) -> list[str]:
+    """Typer takes the first spelling for the default in an annotation, until it reads that."""
+    declared = [one for one in (told.default, *(told.param_decls or ())) if isinstance(one, str) and one.startswith("-")]
+    return [spelling for one in declared or [f"--{parameter.name.replace('_', '-')}"] for spelling in one.split("/")]
+
+
+OPTIONS = [
+    pytest.param(name, parameter, kind, told, id=f"{name} {_spellings(parameter, told)[0]}")
+    for name, callback in COMMANDS.items()
+    for parameter, kind, told in _declared(callback)
+    if isinstance(told, typer.models.OptionInfo)
+]
+
+
+REQUIRED = {
+    name: [(parameter, told) for parameter, _, told in _declared(callback) if parameter.default is parameter.empty]
+    for name, callback in COMMANDS.items()
+}
+SETTINGS = (EngineConfig, ServerConfig, SamplingParams)
+
+
+def _body(**arguments: Any) -> None:
+    raise LookupError(arguments)
+
+
+def arguments_of(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *given: str) -> dict[str, Any]:
+    """What the function of a command is called with: settings by their own names."""
+    positional, required = [], []
+    file = directory / "file"
+    file.write_text("text")
+    for parameter, told in REQUIRED[name]:
+        if isinstance(told, typer.models.ArgumentInfo):
+            positional.append(str(file if told.file_okay else directory))
+        elif not set(given) & set(_spellings(parameter, told)):
+            required += [_spellings(parameter, told)[0], str(directory / "usual")]
+    monkeypatch.setattr(inspect.unwrap(COMMANDS[name]), "__code__", _body.__code__)
+    with pytest.raises(LookupError) as reached:
+        PROGRAM.main([*name.split(), *given, *required, *positional], standalone_mode=False)
+    (own,) = reached.value.args
+    found = own.pop("chosen", {}) | own.pop("sampling", {})
+    if running := own.pop("running", None):
+        found |= {"backend": running.backend} | vars(running.settings)
+    if serving := own.pop("serving", None):
+        found |= vars(serving)
+    return found | own
+
+
+def value_of(name: str, parameter: inspect.Parameter, kind: Any, told: Any, file: Path) -> tuple[str, Any]:
+    """A value of an option that is not its default, as text and as the command gets it."""
+    for spelling in _spellings(parameter, told):
+        if found := (_OF_TRAINING if name.startswith("train") else {}).get(spelling) or _VALUES.get(spelling):
+            return found
+    if get_origin(kind) is list:
+        text, one = value_of(name, parameter, get_args(kind)[0], told, file)
+        return text, [one]
+    if kind is Path:
+        return str(file), file
+    if kind is int:
+        number = max(int(told.min or 0), 3) + (parameter.default == max(int(told.min or 0), 3))
+        return str(number), number
+    if kind is float:
+        return ("0.25", 0.25) if parameter.default != 0.25 else ("0.5", 0.5)
+    return (str(file), "text") if parameter.name in ("json_schema", "grammar") else ("some", "some")
+
+
+@pytest.mark.parametrize(("name", "parameter", "kind", "told"), OPTIONS)
+def test_an_option_sets_what_it_is_called_by(
+    name: str, parameter: inspect.Parameter, kind: Any, told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = arguments_of(name, tmp_path, monkeypatch).get(parameter.name)
+    more = [text for spelling in _spellings(parameter, told) for text in _NEEDS.get(spelling, ())]
+    if kind is bool:
+        spellings = _spellings(parameter, told)
+        for spelling in spellings:
+            wanted = not spelling.startswith("--no-") or parameter.name.startswith("no_")
+            assert arguments_of(name, tmp_path, monkeypatch, spelling, *more)[parameter.name] is wanted
+        if usual is not None:
+            assert usual is parameter.default
+            assert any(arguments_of(name, tmp_path, monkeypatch, one)[parameter.name] is not usual for one in spellings)
+        return
+    text, wanted = value_of(name, parameter, kind, told, tmp_path / "file")
+    for spelling in _spellings(parameter, told):
+        got = arguments_of(name, tmp_path, monkeypatch, spelling, text, *more)[parameter.name]
+        assert (list(got) if isinstance(wanted, list) else got) == wanted
+        assert got != usual
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_no_option_sets_is_the_settings_own_default(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = set(inspect.signature(inspect.unwrap(COMMANDS[name])).parameters) | {"max_tokens"}  # which is each command's own
+    own |= {"seed", "threads", "device", "dtype"} if name in ("train block", "train eagle3", "train distill") else set()
+    found = arguments_of(name, tmp_path, monkeypatch)
+    defaults = {one.name: one.default for settings in SETTINGS for one in fields(settings)}
+    wrong = {setting for setting in (found.keys() & defaults.keys()) - own if found[setting] != defaults[setting]}
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_uses_every_value_that_it_gets(name: str) -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(COMMANDS[name]))))
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    read = {one.id for line in function.body for one in ast.walk(line) if isinstance(one, ast.Name)}
+    taken = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
+    assert taken - read == set()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_setting_is_read_somewhere(settings: type) -> None:
+    package = Path(cpuspec.__file__).parent
+    read: set[str] = set()
+    for file in package.rglob("*.py"):
+        if file.parent.name != "cli" and file.name != "config.py":
+            tree = ast.walk(ast.parse(file.read_text("utf-8")))
+            read |= {one.attr for one in tree if isinstance(one, ast.Attribute)}
+    unread = {one.name for one in fields(settings)} - read  # type: ignore[arg-type]
+    assert unread == set()
