@@ -1,26 +1,19 @@
-import inspect
+"""Chat templates: what messages become, and what a hostile template cannot do."""
+
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2 import nodes
-from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_NAMESPACE, DEFAULT_TESTS
-from jinja2.runtime import Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from markupsafe import Markup
 
-from cpuspec import chat_template
+from cpuspec import chat_template, template_worker
 from cpuspec.chat_template import ChatTemplate
-from cpuspec.chat_template.budget import Budget
-from cpuspec.chat_template.filters import FILTERS, TESTS, apply_filter
-from cpuspec.chat_template.interpreter import KNOWN_NODES, Interpreter, parse
-from cpuspec.chat_template.operations import DICT_METHODS, SEQUENCE_METHODS, STR_METHODS, Operations
-from cpuspec.chat_template.values import Function, Loop, Namespace, Stream
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.errors import TokenizerError
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
@@ -264,7 +257,7 @@ NEST = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(99
     ],
 )
 def test_a_hostile_or_broken_template_is_a_tokenizer_error(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_STEPS_AT_LEAST", 1 << 15)
+    monkeypatch.setattr(chat_template, "_SECONDS_AT_LEAST", 0.15)  # less than in use, for speed
     with pytest.raises(TokenizerError, match="template"):
         make(template).encode_chat(chat("hello", "there"))
 
@@ -365,185 +358,25 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_no_template_escapes_its_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Less of it than in use, for speed: what must not happen takes minutes or gigabytes at any budget.
-    monkeypatch.setattr(chat_template, "_STEPS_AT_LEAST", 1 << 15)
-    with pytest.raises(TokenizerError, match="the chat template"):
-        ChatTemplate(ESCAPES[name], {}).render(chat("hello", "there"), True)
+def test_no_template_costs_more_than_its_limits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_SECONDS_AT_LEAST", 0.15)  # less than in use, for speed
+    with suppress(TokenizerError):
+        assert len(ChatTemplate(ESCAPES[name], {}).render(chat("hello", "there"), True)) < 1 << 25
+    assert ChatTemplate("{{ messages[0].content }}", {}).render(chat("next"), True) == "next"
 
 
-def test_a_budget_counts_the_time_of_the_processor() -> None:
-    budget = Budget(steps=1 << 60, room=1 << 60, seconds=0.0)
-    with pytest.raises(TokenizerError, match="runs too long"):
-        budget.spend(1 << 20)
-
-
-# What jinja has and templates are not given. A new version of jinja may bring more: that is refused, and this test shows it.
-REFUSED_NODES = {"Block", "ContextReference", "DerivedContextReference", "EnvironmentAttribute", "EvalContextModifier", "ExprStmt"}
-REFUSED_NODES |= {"Extends", "ExtensionAttribute", "FromImport", "Import", "ImportedName", "Include", "InternalName", "MarkSafe"}
-REFUSED_NODES |= {"MarkSafeIfAutoescape", "OverlayScope", "ScopedEvalContextModifier"}
-REFUSED_FILTERS = {
-    "batch",
-    "center",
-    "filesizeformat",
-    "forceescape",
-    "format",
-    "groupby",
-    "pprint",
-    "random",
-    "slice",
-    "striptags",
-}
-REFUSED_FILTERS |= {"sum", "truncate", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"}
-REFUSED_GLOBALS = {"cycler", "joiner", "lipsum"}
-
-
-def test_everything_in_jinja_is_offered_or_refused() -> None:
-    classes = {value for value in vars(nodes).values() if inspect.isclass(value) and issubclass(value, nodes.Node)}
-    assert {node.__name__ for node in classes - KNOWN_NODES if not node.abstract} == REFUSED_NODES
-    assert set(DEFAULT_FILTERS) - set(FILTERS) == REFUSED_FILTERS
-    assert set(DEFAULT_TESTS) == set(TESTS)
-    assert set(DEFAULT_NAMESPACE) - set(Operations(Budget(1, 1, 1.0)).globals) == REFUSED_GLOBALS
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [(f"{{{{ 'a' | {name} }}}}", f"No filter named '{name}'") for name in sorted(REFUSED_FILTERS)]
-    + [(f"{{{{ {name}() }}}}", f"'{name}' is undefined") for name in sorted(REFUSED_GLOBALS)]
-    + [
-        ("{{ 'a' is no_such_test }}", "No test named 'no_such_test'"),
-        ("{% block a %}{% endblock %}", "line 1 of the chat template holds Block, which is not offered"),
-        ("\n{% include 'a' %}", "line 2 of the chat template holds Include"),
-        ("{% import 'a' as b %}", "holds Import"),
-        ("{% from 'a' import b %}", "holds FromImport"),
-        ("{% extends 'a' %}", "holds Extends"),
-        ("{% autoescape true %}{% endautoescape %}", "holds ScopedEvalContextModifier"),
-        ("{{ 'a'.ljust(3) }}", "str.ljust is not offered"),
-        ("{{ messages.append(1) }}", "list.append is not offered"),
-        ("{% break %}", "outside of a loop"),
-    ],
-)
-def test_what_is_not_offered_says_so(template: str, message: str) -> None:
-    with pytest.raises(TokenizerError, match=message):
-        ChatTemplate(template, {}).render(chat("a"), True)
-
-
-LOOP_ATTRIBUTES = {"changed", "cycle", "depth", "depth0", "first", "index", "index0", "last", "length", "nextitem", "previtem"}
-LOOP = Loop(iter("abc"), 3, 0, None)
-LOOP_ROUNDS = iter(LOOP)
-assert [next(LOOP_ROUNDS), next(LOOP_ROUNDS)] == ["a", "b"], "only a loop that goes on has items before and after"
-OFFERED: list[tuple[Any, set[str] | frozenset[str]]] = [
-    ("text", STR_METHODS),
-    (Markup("text"), STR_METHODS),
-    ([1], SEQUENCE_METHODS),
-    ((1,), SEQUENCE_METHODS),
-    ({"k": 1}, DICT_METHODS),
-    *((value, set()) for value in (1, 1.0, True, None, range(2), {}.keys(), {}.values(), {}.items())),
-    *((value, set()) for value in (Function(print), Namespace({}), Stream(()))),
-    (LOOP, LOOP_ATTRIBUTES | {"revindex", "revindex0"}),
-]
-
-
-@pytest.mark.parametrize(("value", "offered"), OFFERED, ids=lambda each: type(each).__name__)
-def test_no_attribute_of_a_python_object_is_reached_but_those_offered(value: Any, offered: set[str]) -> None:
-    operations = Operations(Budget(1 << 30, 1 << 30, 60.0))
-    for name in {*dir(value), *offered, "__class__", "__globals__", "__init__"}:
-        for found in (
-            operations.attribute(value, name),
-            operations.item(value, name),
-            apply_filter(operations, "attr", value, [name], {}),
-        ):
-            assert isinstance(found, Undefined) is (name not in offered), name
-    with pytest.raises(jinja2.UndefinedError):
-        operations.attribute(Undefined(name="x"), "__class__")
-
-
-# An expression of each thing that is offered, over a long text `t` or a long list `l`.
-FILTERED = {
-    name: f"t | {name}" for name in ("capitalize", "e", "escape", "indent", "list", "lower", "reverse", "safe", "title", "trim")
-}
-FILTERED |= {name: f"t | {name}" for name in ("float", "int", "tojson", "upper", "max", "min", "unique", "sort")}
-FILTERED |= {name: f"l | {name}('odd')" for name in ("select", "reject")}
-FILTERED |= {name: f"t | {name}('x', 'undefined')" for name in ("selectattr", "rejectattr")}
-FILTERED |= {"dictsort": "dict(a=t, b=t) | dictsort(by='value')", "join": "l | join", "map": "l | map('string')"}
-FILTERED |= {"replace": "t | replace('a', 'b')", "string": "l | string"}
-SAME_COST = {
-    "abs": "n | abs",
-    "round": "n | round",
-    "attr": "t | attr('x')",
-    "items": "{} | items",
-    "default": "t | default",
-    "d": "t | d",
-}
-SAME_COST |= {name: f"l | {name}" for name in ("count", "first", "last", "length")}
-TESTED = {name: f"t is {name}" for name in ("lower", "upper")} | {"in": "'b' is in t"}
-TESTED |= {name: f"t is {name}(t ~ '')" for name in ("eq", "equalto", "ne", "lt", "lessthan", "le", "gt", "greaterthan", "ge")}
-TESTED |= {name: f"[t] | select('{name}', t ~ '')" for name in ("==", "!=", "<", "<=", ">", ">=")}
-SAME_TEST = {name: f"t is {name}" for name in TESTS if name.isidentifier() and name not in TESTED}
-SAME_TEST |= {"odd": "n is odd", "even": "n is even", "divisibleby": "n is divisibleby(2)", "sameas": "t is sameas(t)"}
-ARGUMENTS = dict.fromkeys(
-    ("endswith", "find", "index", "removeprefix", "removesuffix", "rfind", "rindex", "startswith", "count"), "'a'"
-)
-ARGUMENTS |= {"partition": "'x'", "rpartition": "'x'", "replace": "'a', 'b'", "join": "['a', 'b']"}
-OPERATED = [
-    "t + t",
-    "t ~ t",
-    "t * 2",
-    "2 * t",
-    "l + l",
-    "l * 2",
-    "'%s' % t",
-    "t % ()",
-    "t == t ~ ''",
-    "t < t ~ ''",
-    "'b' in t",
-    "2 in l",
-]
-OPERATED += [
-    "t[1:]",
-    "l[1:]",
-    "t[::-1]",
-    "l == l[:]",
-    "l < l[:]",
-    "dict(l2)",
-    "'a'.join(t)",
-    "'{}'.format(l)",
-    "l.count(2)",
-    "n in l",
-]
-METERED = {
-    **{f"filter {name}": expression for name, expression in FILTERED.items()},
-    **{f"test {name}": expression for name, expression in TESTED.items()},
-    **{f"method {name}": f"t.{name}({ARGUMENTS.get(name, '')})" for name in sorted(STR_METHODS)},
-    **{f"operator {expression}": expression for expression in OPERATED},
-    "set block": "t",
-}
-
-
-def cost(expression: str, size: int) -> int:
-    """Steps that evaluating and keeping it takes."""
-    budget = Budget(1 << 60, 1 << 60, 600.0)
-    variables = {"t": "a" * size, "l": [1] * size, "l2": [("a", 1)] * size, "n": 7}
-    statement = "{% set y %}{{ t }}{% endset %}" if expression == "t" else "{% set y = " + expression + " %}"
-    Interpreter(budget).render(parse(statement), variables)
-    return (1 << 60) - budget._steps
-
-
-def test_every_filter_test_and_method_is_probed() -> None:
-    assert {*FILTERED, *SAME_COST} == set(FILTERS)
-    assert {*TESTED, *SAME_TEST} == set(TESTS)
-
-
-@pytest.mark.parametrize("name", METERED)
-def test_what_takes_longer_with_more_costs_more(name: str) -> None:
-    small, large = cost(METERED[name], 1), cost(METERED[name], 100_000)
-    assert large - small >= 100_000 // 256 - 1
-
-
-@pytest.mark.parametrize("expression", [*SAME_COST.values(), *SAME_TEST.values(), "t", "l", "t[5]", "l[-1]", "t.x", "loop"])
-def test_what_takes_the_same_costs_the_same(expression: str) -> None:
-    small, large = (cost(f"({expression},)", size) for size in (10, 100_000))
-    assert small == large
+def test_the_process_that_renders_cannot_open_files_or_start_programs() -> None:
+    script = (
+        f"import os, sys; sys.path.append({str(Path(template_worker.__file__).parent)!r}); import template_worker as worker\n"
+        "open(__file__).close() if '__file__' in globals() else open('/dev/null').close()\n"
+        "worker._limit(1 << 30)\n"
+        "for attempt in (lambda: open('/dev/null'), lambda: os.popen('true'), lambda: bytes(1 << 31)):\n"
+        "    try:\n        attempt()\n"
+        "    except (OSError, MemoryError) as error:\n        print(type(error).__name__)\n"
+        "print(len(os.environ))\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True, env={"SECRET": "1"})
+    assert done.stdout.split() == ["OSError", "OSError", "MemoryError", "0"]
 
 
 def test_an_error_in_the_words_of_a_template_can_be_shown() -> None:
@@ -554,9 +387,8 @@ def test_an_error_in_the_words_of_a_template_can_be_shown() -> None:
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 4000
         assert caught.value.__cause__ is None, "a traceback would show what it holds"
-        assert caught.value.__suppress_context__
     with pytest.raises(TokenizerError) as caught:
-        ChatTemplate("{{ '\x1b" + "a" * 100_000, {})
+        ChatTemplate("{{ '\x1b" + "a" * 100_000, {}).render(chat("a"), True)
     assert str(caught.value).isprintable()
 
 
@@ -573,18 +405,13 @@ def test_templates_render_nested_values_and_leave_them_alone() -> None:
     assert messages == [{"role": "assistant", "content": None, "tool_calls": [call]}]
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (object(), "of object; wanted what JSON can say"),
-        (1 << 63, "of int"),
-        ({1.5: 1}, "key '1.5'"),
-        (b"a", "of bytes"),
-    ],
-)
-def test_messages_that_json_cannot_say_are_clear_errors(value: Any, message: str) -> None:
-    with pytest.raises(TokenizerError, match=message):
+@pytest.mark.parametrize("value", [object(), b"a", {(1, 2): 1}, {1, 2}])
+def test_messages_that_json_cannot_say_are_clear_errors(value: Any) -> None:
+    with pytest.raises(TokenizerError, match="what JSON cannot say"):
         ChatTemplate("", {}).render([{"role": "user", "content": value}], True)
+
+
+def test_messages_that_are_nested_too_deeply_are_a_clear_error() -> None:
     deep: Any = []
     for _ in range(5000):
         deep = [deep]
@@ -592,34 +419,18 @@ def test_messages_that_json_cannot_say_are_clear_errors(value: Any, message: str
         ChatTemplate("", {}).render([{"role": "user", "content": deep}], True)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'yes' if [] | select('odd') }}{{ 'no' if not [] | map('upper') }}",
-        "{% set s = [1, 3] | select('odd') %}{{ s | list }}{{ s | list }}",
-        "{% for x in [1, 2] %}{% continue %}{% else %}else{% endfor %}{% for x in [1] %}{% break %}{% else %}else{% endfor %}",
-        "{% for x in [1, 2, 3] if x != 2 %}{{ loop.index }}/{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}",
-        "{% set ns = namespace(seen=false) %}{% for x in 'abc' if not ns.seen %}{{ x }}{% set ns.seen = x == 'b' %}{% endfor %}",
-        "{% for x in [[1, [2]], [3]] recursive %}{{ x if x is number else loop(x) }}{{ loop.depth }}{% endfor %}",
-        "{% set x = 1 %}{% for y in [1, 2] %}{{ x }}{% set x = y + 5 %}{{ x }}{% endfor %}{{ x }}",
-        "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{{ caller is defined }}{% endmacro %}{{ m(1, 3, 4, c=5) }}",
-        "{% macro m() %}{{ x }}{% endmacro %}{% set x = 1 %}{{ m() }}{% set x = 2 %}{{ m() }}",
-        "{{ ('a\n\nb\n' | e | indent(2, true)) ~ '&' }}{{ '<' + ('a' | safe) + '>' }}{{ '<' ~ ('a' | safe) }}",
-        "{{ {'items': 1}.items() | list }}{{ {'items': 1}['items'] }}{{ {'k': 1}['items']() | list }}{{ {'a': {'b': 1}}.a.b }}",
-        "{{ 1 < 2 < 3 }}{{ 3 in [1, 3] }}{{ 7 // 2 }}{{ -7 % 3 }}{{ 2 ** -1 }}{{ 1 == 1.0 == true }}{{ '42.9' | int }}",
-        "{{ 'b,A,c'.split(',') | sort }}{{ {'b': 1, 'A': 2} | dictsort }}{{ ['a', 'A', 'b'] | unique | join }}",
-        "{% set a, b = 'xy' %}{{ b }}{{ a }}{% with c = a %}{{ c }}{% endwith %}{{ c }}",
-        "{{ messages | map(attribute='role') | join('-') }}",
-        "{{ messages | selectattr('role', '==', 'user') | map(attribute='n') | list }}",
-    ],
-)
-def test_the_odd_corners_of_jinja_render_as_in_jinja(template: str) -> None:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    messages = [{"role": "user", "content": "a", "n": 1}, {"role": "assistant", "content": "b"}]
-    assert ChatTemplate(template, {}).render(messages, True) == environment.from_string(template).render(messages=messages)
+def test_a_worker_that_has_died_is_replaced() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render(chat("a"), True) == "a"
+    process = chat_template._worker(chat_template.os.getpid())._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert template.render(chat("c"), True) == "c"
 
 
-def test_threads_share_a_template_without_sharing_a_budget() -> None:
+def test_threads_share_a_template_without_sharing_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_SECONDS_AT_LEAST", 0.15)
     template = ChatTemplate(
         "{% for m in messages %}{% set x %}{{ m.content }}{% endset %}{{ x }}{% endfor %}"
         "{% if messages[0].content == 'hostile' %}"
@@ -633,7 +444,7 @@ def test_threads_share_a_template_without_sharing_a_budget() -> None:
             results[content] = template.render(chat(content, content), True)
 
     def attack() -> None:
-        with pytest.raises(TokenizerError, match="runs too long"):
+        with pytest.raises(TokenizerError, match="takes over"):
             template.render(chat("hostile"), True)
         results["hostile"] = "refused"
 

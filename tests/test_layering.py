@@ -21,7 +21,7 @@ LAYERS = (
     ("kernels",),
     ("model",),
     ("backends",),
-    ("byte_pairs", "chat_template", "pattern_cost"),
+    ("byte_pairs", "chat_template", "pattern_cost", "template_worker"),
     ("tokenizer_json",),
     ("tokenizer",),
     ("sampling",),
@@ -48,7 +48,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HOMES = {
     "numba": {"kernels"},
     "llvmlite": {"kernels"},
-    "jinja2": {"chat_template"},
+    "jinja2": {"chat_template", "template_worker"},
     "tokenizers": {"pattern_cost", "tokenizer"},
     "typer": {"cli"},
     "rich": {"cli"},
@@ -70,8 +70,8 @@ HOMES = {
     "lm_eval": {"evaluate"},
     "optimum": set(),
     "pickle": set(),
-    "environment variables": {"environment"},
-    "printing": {"cli"},
+    "environment variables": {"environment", "template_worker"},
+    "printing": {"cli", "template_worker"},
     "relative imports": set(),  # this test reads absolute ones
 }
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -1,0 +1,109 @@
+"""A script that renders chat templates within limits of time and memory, so that a hostile one costs its own process only.
+
+Reads one JSON object a line from stdin and answers with one a line on stdout. A request has `source`, `variables` and `seconds` of
+processor time; an answer has `text`, or `error` and its `kind`. The arguments are a limit of memory in bytes and the directories
+of the libraries. Imports nothing of the package, so that it starts quickly.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+_MOST_ERROR_CHARS = 2000
+_ROOM_AT_LEAST = 1 << 24  # characters of a rendered text
+_GROWTH = 64  # and this many for each character of a request
+
+
+def main() -> None:
+    sys.path += sys.argv[2:]
+    # Python's and jinja's late imports come before the limits: files cannot be opened after them.
+    import html  # noqa: F401
+    import pprint  # noqa: F401
+    import textwrap  # noqa: F401
+
+    import jinja2.constants
+    import jinja2.debug  # noqa: F401
+
+    render = _make_render()
+    render("{{ strftime_now('%c %Z') }}", {})
+    _limit(int(sys.argv[1]))
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        with suppress(AttributeError):  # Windows has no such timer: the caller's own limit must do
+            signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # its signal ends this process
+        answer = _answer(render, request, _ROOM_AT_LEAST + _GROWTH * len(line))
+        with suppress(AttributeError):
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _limit(memory_bytes: int) -> None:
+    """Take from this process what a template never needs: memory, files, processes, and the environment's variables."""
+    for name in set(os.environ) - {"TZ"}:
+        del os.environ[name]
+    with suppress(ImportError):  # Windows
+        import resource
+
+        for kind, most in (("AS", memory_bytes), ("NOFILE", 3), ("NPROC", 0), ("FSIZE", 0), ("CORE", 0)):
+            with suppress(ValueError, OSError):  # macOS has no limit of memory
+                resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
+
+
+def _answer(render: Callable[[str, dict[str, Any]], str], request: dict[str, Any], most_chars: int) -> bytes:
+    """The answer to a request, as JSON. Never raises."""
+    import jinja2
+
+    try:
+        text = render(request["source"], request["variables"])
+        if len(text) > most_chars:
+            raise MemoryError(f"it builds more than {most_chars} characters")
+        return json.dumps({"text": text}).encode()
+    except (jinja2.TemplateSyntaxError, jinja2.TemplateAssertionError) as error:
+        kind, problem = "does not compile", f"line {error.lineno}: {error.message}"
+    except jinja2.TemplateError as error:
+        kind, problem = "refuses these messages", str(error)
+    except Exception as error:
+        kind, problem = "fails on these messages", str(error) or type(error).__name__
+    return json.dumps({"kind": kind, "error": problem[:_MOST_ERROR_CHARS]}).encode()
+
+
+def _make_render() -> Callable[[str, dict[str, Any]], str]:
+    """A function that renders a source with variables in the environment that transformers gives chat templates."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's answers for training. Here it changes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def raise_exception(message: Any) -> None:
+        raise jinja2.TemplateError(str(message))
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    compiled = lru_cache(8)(environment.from_string)
+    return lambda source, variables: compiled(source).render(variables)
+
+
+if __name__ == "__main__":
+    main()
