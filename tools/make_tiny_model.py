@@ -498,7 +498,8 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         fields["query_pre_attn_scalar"] = config.head_dim if config.query_scale is None else round(config.query_scale**-2)
         fields["attn_logit_softcapping"] = config.attention_softcap or None
         fields["final_logit_softcapping"] = config.logit_softcap or None
-        fields["rope_local_base_freq"] = config.local_rope_base
+        if config.architecture == "gemma3":
+            fields["rope_local_base_freq"] = config.local_rope_base
     else:
         fields["hidden_act"] = "silu"
     if config.architecture == "mistral":

@@ -56,6 +56,7 @@ class Checkpoint:
     prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
     quantization: what its files say of how its weights were made, for people; "" where they say nothing.
     pooling: of which states it was trained to make embeddings, one of `POOLINGS`; "" for a model that writes.
+    remarks: a sentence for each thing in its files that this version passes over, or reads in another way than they say.
     Raises CheckpointError on a missing, unexpected or wrongly shaped tensor.
     """
 
@@ -69,6 +70,7 @@ class Checkpoint:
     mask_id: int | None = None
     quantization: str = ""
     pooling: str = ""
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         wanted = tensor_shapes(self.config)

@@ -164,6 +164,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
+# `model_type` of a config.json -> the class that transformers makes of it.
+MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **{family.architecture: family.hf_wrapper or family.hf_class for family in FAMILIES.values()},
+        **{f"{family.architecture}_text": family.hf_class for family in FAMILIES.values() if family.hf_wrapper},
+    }
+)
+
 
 def each_layer(num_layers: int, rule: Callable[[int], bool]) -> tuple[bool, ...]:
     """`rule` for each layer. A number of layers that ModelConfig refuses makes no endless tuple."""

@@ -60,6 +60,7 @@ class Fields:
         self._values = values
         self._prefix = prefix
         self._defaults = defaults
+        self._read: set[str] = set()  # names that a reader has asked for
 
     def fail(self, key: str, wanted: str) -> NoReturn:
         """Raise CheckpointError with the value of `key` and `wanted`."""
@@ -73,6 +74,7 @@ class Fields:
 
     def value(self, key: str) -> object:
         """The field as it is; None if it is absent."""
+        self._read.add(self._prefix + key)
         return self._values.get(self._prefix + key, self._defaults.get(key))
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -83,6 +85,17 @@ class Fields:
         if type(value) is not int:
             self.fail(key, "an integer")
         return value
+
+    def of_layers(self, key: str, count: int, default: int | None = None) -> int:
+        """An integer that every layer has: one, or GGUF's array of `count` equal ones."""
+        value = self.value(key)
+        if not isinstance(value, np.ndarray):
+            return self.integer(key, default)
+        numbers = self.numbers(key, np.integer, count)
+        if len(set(numbers)) != 1:
+            shown = ", ".join(str(number) for number in numbers[:8]) + (", ..." if count > 8 else "")
+            self.fail(key, f"the same number for every layer; it says {shown}")
+        return numbers[0]
 
     def token_id(self, key: str, vocab_size: int) -> int:
         """A token of a vocabulary."""
@@ -149,6 +162,11 @@ class Fields:
     def over(self, defaults: Mapping[str, object]) -> "Fields":
         """The same fields, with other defaults."""
         return Fields(self.what, self._values, self._prefix, defaults)
+
+    def unread(self) -> list[str]:
+        """Names of the fields that are not absent, and that nobody has asked these `Fields` for."""
+        names = [key for key, value in self._values.items() if value is not None and key not in self._read]
+        return [key.removeprefix(self._prefix) for key in names if key.startswith(self._prefix)]
 
     def under(self, prefix: str) -> "Fields":
         """Those whose names begin with `prefix`, by what follows."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
+from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, MODEL_TYPES, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
@@ -23,11 +23,25 @@ from cpuspec.formats import QuantTensor, get_format
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Flags that a model may set and this reader does not compute.
-_UNSUPPORTED = {"mlp_bias": "biases in the feed-forward part are", "use_bidirectional_attention": "attention that is not causal is"}
+_UNSUPPORTED = {
+    "mlp_bias": "biases in the feed-forward part are",
+    "use_bidirectional_attention": "attention that is not causal is",
+    "rope_interleaved": "rotary positions that pair neighbours are",
+}
+# A setting of positions or attention that nobody has read is told, unless it is one of those that change no answer.
+_TELLING = re.compile("rope|rotary|attn|attention|window|softcap|alibi|position|mscale|nope|qk_")
+_HARMLESS = re.compile("dropout|pdrop|flash|sdpa|xformers|attn_implementation|max_window_layers|sliding_window_pattern")
+# Rotary settings that change nothing at these values, and those that only tell how a model was made.
+_NEUTRAL_ROPE = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "attention_factor": 1, "truncate": True}
+_TELLING_ROPE = ("original_max_position_embeddings", "finetuned")
 
 _SINGLE = "model.safetensors"
+_SENSES = re.compile(
+    r"(model\.)?(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio)\."
+)
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 25
+_COMPARED_VALUES = 1 << 20
 
 
 def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
@@ -36,13 +50,14 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     Raises CheckpointError on anything damaged, missing or not supported.
     """
     fields = read_fields(directory)
-    config = read_config(fields)
-    family = FAMILIES[config.architecture]
+    settings, family = _settings(fields)
+    config = _read_config(settings, family)
+    remarks = [*_unknown_settings(settings)]
     method = read_method(directory, fields)
     wanted = tensor_shapes(config)
     canonical = {theirs: ours for ours, (_, theirs) in GLOBAL_NAMES.items()}
     parts = {theirs: ours for ours, (_, theirs) in family.layer_names.items()}
-    tensors, predicting, found = {}, {}, _read_tensors(directory, method, mmap)
+    tensors, predicting, found = {}, {}, _read_tensors(directory, method, mmap, remarks)
     prefix = "model." if "embed_tokens.weight" in found else ""  # models that make embeddings are saved without what writes
     for file_name, tensor in found.items():
         # In a model of several parts the language model has a prefix, at one of two places.
@@ -62,20 +77,21 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
             continue
         if method and name.endswith(".bias") and ours not in wanted and not tensor.dequantize().any():
             continue  # AutoGPTQ gives zeros as a bias to layers that have none
-        if not ours and ("vision" in name or "multi_modal" in name):
-            raise CheckpointError(
-                f"{directory}: tensor {file_name!r} belongs to a part that sees images, which is not supported; "
-                "use a GGUF file of the model, which has the language model alone"
-            )
         if not ours:
             raise CheckpointError(f"{directory}: tensor {file_name!r} belongs to a feature this version does not compute")
         tensors[ours] = _with_offset(tensor, family.norm_offset) if ours.endswith("norm") else tensor
     pooling = _read_pooling(directory)
     if pooling and "output" not in tensors:
         config = replace(config, tied_embeddings=True)  # nobody asks for what it would write
-    if config.tied_embeddings:
-        # Some exporters store the tied matrix twice; transformers uses the embedding for both.
-        tensors.pop("output", None)
+    if config.tied_embeddings and "output" in tensors:
+        # Some exporters store the tied matrix twice, or only under the name of the other. As in transformers, a matrix that differs
+        # is the model's, whatever the configuration says.
+        tensors.setdefault("embed", tensors["output"])
+        if _same_values(tensors["embed"], tensors["output"]):
+            del tensors["output"]
+        else:
+            config = replace(config, tied_embeddings=False)
+            remarks.append(f"{fields.what}: tie_word_embeddings is true, and lm_head.weight differs from the embedding; it is used")
     vocabulary = HfTokenizerFiles(directory, directory / "tokenizer.json")
     # A snapshot of huggingface_hub's cache is called by its commit, and the repository by models--OWNER--NAME.
     where = directory.resolve()
@@ -86,7 +102,18 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     mask_id = fields.token_id(mask_key, config.vocab_size) if mask_key else None
     sampling = _read_sampling(directory)
     quantization = method.kind if method else ""
-    return Checkpoint(directory, name, config, tensors, vocabulary, sampling, predicting, mask_id, quantization, pooling)
+    return Checkpoint(
+        directory, name, config, tensors, vocabulary, sampling, predicting, mask_id, quantization, pooling, tuple(remarks)
+    )
+
+
+def _same_values(one: QuantTensor, other: QuantTensor) -> bool:
+    """Whether two matrices are equal, a few rows at a time."""
+    step = max(1, _COMPARED_VALUES // one.shape[-1])
+    return one.shape == other.shape and all(
+        np.array_equal(one.rows(some), other.rows(some))
+        for some in (np.arange(i, min(i + step, one.shape[0])) for i in range(0, one.shape[0], step))
+    )
 
 
 def _read_pooling(directory: Path) -> str:
@@ -110,18 +137,39 @@ def read_fields(directory: Path) -> Fields:
 
 def read_config(fields: Fields) -> ModelConfig:
     """Shapes and flags of a config.json. Raises CheckpointError on anything not supported."""
+    return _read_config(*_settings(fields))
+
+
+def _settings(fields: Fields) -> tuple[Fields, Family]:
+    """The settings of the language model, and its family: by its class, or where a file names none, by its `model_type`."""
     names_of = ((family, (family.hf_class, family.hf_wrapper, *family.hf_alike)) for family in FAMILIES.values())
     classes = {name: family for family, names in names_of for name in names if name}
-    names = fields.items("architectures")
-    if len(names) != 1 or str(names[0]) not in classes:
+    names = [str(name) for name in fields.items("architectures")]
+    if not names and (family_of_type := MODEL_TYPES.get(fields.text("model_type", ""))):
+        names = [family_of_type]
+    if len(names) != 1 or names[0] not in classes:
         fields.fail("architectures", f"one of {', '.join(classes)}")
-    family = classes[str(names[0])]
+    family = classes[names[0]]
     if names[0] == family.hf_wrapper:
         fields = fields.object("text_config")
+    return fields.over(family.hf_defaults), family
+
+
+def _read_config(settings: Fields, family: Family) -> ModelConfig:
     try:
-        return model_config(fields.over(family.hf_defaults), family)
+        return model_config(settings, family)
     except ConfigError as error:
-        raise CheckpointError(f"{fields.what}: {error}") from error
+        raise CheckpointError(f"{settings.what}: {error}") from error
+
+
+def _unknown_settings(settings: Fields) -> tuple[str, ...]:
+    """A sentence on the settings of positions and attention that nobody has read, and that are neither off nor harmless."""
+    odd = [
+        f"{key} = {settings.value(key)!r}"[:60]
+        for key in settings.unread()
+        if _TELLING.search(key) and not _HARMLESS.search(key) and settings.value(key) not in (False, 0, "", [], {})
+    ]
+    return (f"{settings.what}: this version does not know {', '.join(odd)[:300]}; ignored",) if odd else ()
 
 
 def _check_prediction_layers(directory: Path, tensors: dict[str, QuantTensor], num_layers: int) -> None:
@@ -176,16 +224,21 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     attention_bias = fields.boolean("attention_bias", False) and family.architecture != "qwen2"
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         fields.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
+    if not fields.boolean("is_causal", True):
+        fields.fail("is_causal", "true; attention that is not causal is not supported")
     has_local_rope = "rope_local_base_freq" in family.hf_defaults
-    rope = fields.object("rope_parameters")
-    rope, local = (rope.object("full_attention"), rope.object("sliding_attention")) if has_local_rope else (rope, rope)
-    if has_local_rope and _read_rope_scaling(local, context_length) is not None:
+    rope, local = _rope_settings(fields, has_local_rope)
+    # Phi-3's place for it, which transformers prefers in every model.
+    original = fields.integer("original_max_position_embeddings", 0)
+    if has_local_rope and _read_rope_scaling(local, context_length, 0) is not None:
         local.fail("rope_type", "default in layers with a window")
-    scaling = _read_rope_scaling(rope if rope.names() else fields.object("rope_scaling"), context_length)
+    scaling = _read_rope_scaling(rope, context_length, original)
     pre_attention = fields.number("query_pre_attn_scalar", head_dim)
     if pre_attention <= 0:
         fields.fail("query_pre_attn_scalar", "a number above 0")
     window = fields.integer("sliding_window", 0) if fields.boolean("use_sliding_window", False) else 0
+    if "use_sliding_window" in fields or "sliding_window" in family.hf_defaults:
+        fields.value("sliding_window")  # a size that is not in use
     rotated = _rotated(fields, family, num_layers)
     return ModelConfig(
         architecture=family.architecture,
@@ -252,14 +305,39 @@ def _with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
     return QuantTensor.encode(get_format("f32"), tensor.dequantize() + np.float32(offset)) if offset else tensor
 
 
-def _read_rope_scaling(rope: Fields, context_length: int) -> RopeScaling | None:
-    """`rope_parameters` (transformers 5) or `rope_scaling` (before); `type` is the oldest spelling of `rope_type`."""
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        rope.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
+def _rope_settings(fields: Fields, has_local_rope: bool) -> tuple[Fields, Fields]:
+    """Settings of rotary positions, of layers that see all and of layers with a window: the same unless `has_local_rope`.
+
+    `rope_parameters` is transformers 5's; `rope_scaling` is older. Somebody who adds `rope_scaling` by hand means it, and means to
+    keep the base that the file has in `rope_parameters`.
+    """
+    rope = local = fields.object("rope_parameters")
+    if has_local_rope:
+        rope, local = rope.object("full_attention"), rope.object("sliding_attention")
+    added = fields.object("rope_scaling")
+    if added.names():
+        added = added.over({key: rope.value(key) for key in ("rope_theta", "partial_rotary_factor")})
+        rope, local = added, local if has_local_rope else added
+    return rope, local
+
+
+def _read_rope_scaling(rope: Fields, context_length: int, original: int) -> RopeScaling | None:
+    """The scaling of a set of rotary settings, all of which must be known. original: the trained context, 0 if it is told there."""
     for key in ("full_attention", "sliding_attention"):
         if key in rope:
             rope.fail(key, "one set of parameters for all layers")
+    if rope.number("partial_rotary_factor", 1.0) != 1.0:
+        rope.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
+    rope.number("rope_theta", 1.0)  # read with the other settings of the model
+    scaling = _scaling(rope, context_length, original)
+    for key in rope.unread():
+        if key not in _TELLING_ROPE and not (key in _NEUTRAL_ROPE and rope.value(key) == _NEUTRAL_ROPE[key]):
+            rope.fail(key, f"it absent; with rope type {scaling.kind if scaling else 'default'} this version does not know it")
+    return scaling
+
+
+def _scaling(rope: Fields, context_length: int, original: int) -> RopeScaling | None:
+    kind = rope.text("rope_type", rope.text("type", "default"))  # `type` is the older spelling
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
@@ -267,41 +345,47 @@ def _read_rope_scaling(rope: Fields, context_length: int) -> RopeScaling | None:
     factor = rope.number("factor")
     if kind == "linear":
         return RopeScaling("linear", factor)
+    original = original or rope.integer("original_max_position_embeddings", context_length)
     if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            factor,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_context_length=rope.integer("original_max_position_embeddings"),
-        )
-    for key in ("mscale", "mscale_all_dim"):
-        if key in rope:
-            rope.fail(key, "it absent; use attention_factor")
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        return RopeScaling("llama3", factor, low_freq_factor=low, high_freq_factor=high, original_context_length=original)
     if not rope.boolean("truncate", True):
         rope.fail("truncate", "true")
+    mscale, of_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    attention_factor = rope.number("attention_factor") if "attention_factor" in rope else None
+    if attention_factor is None and mscale and of_all:
+        grows = 0.1 * math.log(max(factor, 1.0))
+        attention_factor = (mscale * grows + 1) / (of_all * grows + 1)
     return RopeScaling(
         "yarn",
         factor,
-        original_context_length=rope.integer("original_max_position_embeddings", context_length),
+        original_context_length=original,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        attention_factor=rope.number("attention_factor") if "attention_factor" in rope else None,
+        attention_factor=attention_factor,
     )
 
 
-def _read_tensors(directory: Path, method: Method | None, mmap: bool) -> dict[str, QuantTensor]:
-    """All tensors of the directory under the names of plain weights."""
+def _read_tensors(directory: Path, method: Method | None, mmap: bool, remarks: list[str]) -> dict[str, QuantTensor]:
+    """The tensors of the language model under the names of plain weights. remarks: gets a sentence for each oddity."""
     if (directory / openvino.MODEL).exists() and not (directory / _SINGLE).exists():
         return openvino.read_openvino(directory, mmap)
-    stored = read_stored(directory, mmap)
+    stored = read_stored(directory, mmap, remarks)
+    senses = [name for name in stored if _SENSES.match(name)]
+    for name in senses:
+        del stored[name]
+    if senses:
+        remarks.append(f"{directory}: {len(senses)} tensors, as {senses[0]!r}, are of a part that sees or hears; only text is read")
     if method is None:
         return {name: tensor.floats() for name, tensor in stored.items()}
     return read_quantized(directory, method, stored)
 
 
-def read_stored(directory: Path, mmap: bool) -> dict[str, StoredTensor]:
-    """All tensors of the directory as its files have them: one file, or the shards of an index. Raises CheckpointError."""
+def read_stored(directory: Path, mmap: bool, remarks: list[str] | None = None) -> dict[str, StoredTensor]:
+    """All tensors of the directory as its files have them: one file, or the shards of an index. Raises CheckpointError.
+
+    remarks: gets a sentence where index and shards disagree. As in transformers, all tensors of the shards count then.
+    """
     index_path = directory / "model.safetensors.index.json"
     if (directory / _SINGLE).exists():
         return read_safetensors(directory / _SINGLE, mmap)
@@ -317,19 +401,21 @@ def read_stored(directory: Path, mmap: bool) -> dict[str, StoredTensor]:
     weight_map = index.object("weight_map")
     if not weight_map.names():
         index.fail("weight_map", "an object from tensor names to file names")
-    wanted: dict[str, set[str]] = {}
-    for name in weight_map.names():
-        file_name = weight_map.text(name, "")
+    files = {name: weight_map.text(name, "") for name in weight_map.names()}
+    for name, file_name in files.items():
         # A shard lies beside its index: a name with a separator, a drive or dots could point anywhere.
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors", file_name):
             weight_map.fail(name, "the plain name of a .safetensors file in the same directory")
-        wanted.setdefault(file_name, set()).add(name)
     tensors: dict[str, StoredTensor] = {}
-    for file_name, names in wanted.items():
-        shard = read_safetensors(directory / file_name, mmap)
-        if shard.keys() != names:
-            odd = min(shard.keys() ^ names)
-            where = "only in the file" if odd in shard else "only in the index"
-            raise CheckpointError(f"{directory / file_name}: tensor {odd!r} is {where}; index and shards do not belong together")
-        tensors |= shard
+    odd: list[str] = []
+    for file_name in dict.fromkeys(files.values()):
+        for name, tensor in read_safetensors(directory / file_name, mmap).items():
+            is_named = files.get(name) == file_name
+            if not is_named:
+                odd.append(name)
+            if is_named or name not in tensors:
+                tensors[name] = tensor
+    odd += files.keys() - tensors.keys()
+    if odd and remarks is not None:
+        remarks.append(f"{index_path} and its shards disagree on {len(odd)} tensors, as {min(odd)!r}; the shards count")
     return tensors

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def open_model(model: str, mmap: bool = True) -> Checkpoint:
     """The model of that name or path."""
-    return open_checkpoint(_fetched(options.checked_text(model, "MODEL")), mmap)
+    checkpoint = open_checkpoint(_fetched(options.checked_text(model, "MODEL")), mmap)
+    for remark in checkpoint.remarks:
+        note(f"warning: {remark}")
+    return checkpoint
 
 
 def open_target(model: str) -> Checkpoint:

@@ -165,6 +165,7 @@ class LLM:
         self.context_length = context.capacity
         self.max_sequences = settings.max_sequences
         self.pooling = checkpoint.pooling if checkpoint else ""  # as `Checkpoint.pooling`
+        self.remarks = checkpoint.remarks if checkpoint else ()  # as `Checkpoint.remarks`
         self._final_norm = final_norm(checkpoint) if checkpoint else None
         self._backend = backend
         self._drafts = proposer.levels

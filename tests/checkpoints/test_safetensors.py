@@ -2,7 +2,6 @@ import json
 import os
 import struct
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -229,10 +228,6 @@ def test_the_language_model_of_a_gemma_3_with_a_wrapper_is_read_where_it_is_alon
     got = open_checkpoint(directory)
     assert got.config == wanted.config
     assert got.tensors.keys() == wanted.tensors.keys()
-    (directory / "model.safetensors").unlink()
-    save_file({**renamed, "vision_tower.layer.weight": np.ones((2, 2), np.float32)}, directory / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"vision_tower.* sees images, which is not supported; use a GGUF file"):
-        open_checkpoint(directory)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
@@ -268,14 +263,6 @@ def test_old_and_null_spellings_of_the_configuration_are_read(directory):
     assert config.head_dim == 16
 
 
-def test_a_tied_matrix_that_is_stored_twice_is_used_once(tmp_path):
-    directory = make_tiny_hf(tmp_path / "hf", tied=False)
-    edit_config(directory, {"tie_word_embeddings": True})
-    checkpoint = open_checkpoint(directory)
-    assert "output" not in checkpoint.tensors
-    assert checkpoint.config == replace(tiny_config(), tied_embeddings=True)
-
-
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 
 
@@ -283,7 +270,6 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
     ("changes", "message"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*wanted one of LlamaForCausalLM"),
-        ({"architectures": []}, "wanted one of LlamaForCausalLM"),
         ({"architectures": [["LlamaForCausalLM"]]}, "wanted one of LlamaForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "an array"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: bits is absent, wanted an integer"),
@@ -312,7 +298,6 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, "rope_base is 1.0, wanted a number above 1"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": "32"}}, "beta_fast is '32', wanted a finite number"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is absent"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 8, "mscale": 0.7}}, "mscale"),
         ({"rope_scaling": [1]}, "rope_scaling is .*wanted an object"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
@@ -522,19 +507,10 @@ def test_an_index_without_a_map_is_a_clear_error(tmp_path, weight_map):
         open_checkpoint(directory)
 
 
-def test_shards_and_index_must_belong_together(tmp_path):
+def test_a_shard_that_is_missing_is_named(tmp_path):
     directory = make_tiny_hf(tmp_path / "hf", num_shards=2)
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    removed = index["weight_map"].pop("model.norm.weight")
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is only in the file"):
-        open_checkpoint(directory)
-    index["weight_map"]["model.norm.weight"] = next(name for name in index["weight_map"].values() if name != removed)
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is only in the"):
-        open_checkpoint(directory)
     (directory / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors does not exist"):
         open_checkpoint(directory)
 
 

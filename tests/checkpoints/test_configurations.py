@@ -1,0 +1,269 @@
+"""config.json as other people's tools write it: the right configuration, a warning or a refusal by name, and no noise."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.config import EngineConfig, RopeScaling
+from cpuspec.errors import CheckpointError
+from tests.backends.models import forward
+from tools.make_tiny_model import make_tiny_hf
+
+TOKENS = np.random.default_rng(0).integers(0, 384, 100).tolist()
+
+
+def directory_of(path: Path, architecture: str, changes: dict[str, Any], drop: tuple[str, ...] = (), **shape: Any) -> Path:
+    """A tiny model whose config.json has other settings."""
+    make_tiny_hf(path, architecture, **{"num_layers": 2, **shape})
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({key: value for key, value in fields.items() if key not in drop} | changes))
+    return path
+
+
+def rewrite(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+    (directory / "model.safetensors").unlink()
+    save_file(tensors, directory / "model.safetensors")
+
+
+def difference(directory: Path, checkpoint: Checkpoint) -> float:
+    """Of logits, from those of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0].numpy()
+    backend = NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))
+    return float(np.abs(forward(backend, backend.new_cache(1, 256), {0: TOKENS}).logits - wanted).max())
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OLD = ("rope_theta", "rope_scaling")  # spellings before transformers 5
+
+# name -> family, config.json's settings, those that are not there, what ModelConfig must have.
+ROPES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
+    "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, OLD, {"rope_base": 5e5}),
+    "both bases": ("qwen2", {"rope_theta": 7e5, "rope_parameters": {"rope_theta": 5e5}}, ("rope_scaling",), {"rope_base": 5e5}),
+    "base in rope_scaling": ("qwen2", {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}, OLD, {"rope_base": 5e5}),
+    "base in rope_scaling, scaled": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        ("rope_theta",),
+        {"rope_base": 5e5, "rope_scaling": RopeScaling("linear", 2.0)},
+    ),
+    "both types": (
+        "qwen3",
+        {"rope_scaling": {"type": "linear", "rope_type": "yarn", **YARN}},
+        (),
+        {"rope_scaling": RopeScaling("yarn", 4.0, original_context_length=128)},
+    ),
+    "context of yarn at top level": (
+        "qwen2",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64},
+        (),
+        {"rope_scaling": RopeScaling("yarn", 4.0, original_context_length=64)},
+    ),
+    "context of yarn at both levels": (
+        "qwen2",
+        {"rope_scaling": {"type": "yarn", **YARN}, "original_max_position_embeddings": 64},
+        (),
+        {"rope_scaling": RopeScaling("yarn", 4.0, original_context_length=64)},
+    ),
+    "context of llama3 at top level": (
+        "llama",
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64},
+        (),
+        {"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, original_context_length=64)},
+    ),
+    "llama3 without a context": (
+        "llama",
+        {"rope_scaling": LLAMA3},
+        (),
+        {"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, original_context_length=512)},
+    ),
+    "yarn with mscale": (
+        "mistral",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "mscale": 1.0, "mscale_all_dim": 0.5, **YARN}},
+        OLD,
+        {"rope_base": 5e5},
+    ),
+    "yarn of 2023": (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "finetuned": True, **YARN}},
+        (),
+        {"rope_scaling": RopeScaling("yarn", 4.0, original_context_length=128)},
+    ),
+    "gemma3, rope_parameters with rope_scaling": (
+        "gemma3",
+        {
+            "rope_parameters": {"full_attention": {"rope_theta": 3e6}, "sliding_attention": {"rope_theta": 3e4}},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        ("rope_theta", "rope_local_base_freq"),
+        {"rope_base": 3e6, "local_rope_base": 3e4, "rope_scaling": RopeScaling("linear", 8.0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_settings_are_read_wherever_they_stand_and_compute_what_transformers_computes(tmp_path: Path, name: str) -> None:
+    family, changes, drop, wanted = ROPES[name]
+    directory = directory_of(tmp_path / "hf", family, changes, drop)
+    checkpoint = open_checkpoint(directory)
+    assert {key: getattr(checkpoint.config, key) for key in wanted} == wanted
+    assert checkpoint.remarks == ()
+    assert difference(directory, checkpoint) < 1e-4
+
+
+def test_a_scaling_added_by_hand_keeps_the_base_that_the_file_has(tmp_path: Path) -> None:
+    """transformers 5.24 falls back to the base of its class here, which no such model was trained with."""
+    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": {"type": "yarn", **YARN}}
+    config = open_checkpoint(directory_of(tmp_path / "hf", "qwen2", changes, ("rope_theta",))).config
+    assert (config.rope_base, config.rope_scaling) == (5e5, RopeScaling("yarn", 4.0, original_context_length=128))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn", "sharpness": 2, **YARN}}, "sharpness is 2, wanted it absent; with rope type yarn"),
+        ({"rope_scaling": {"type": "yarn", "attn_factor": 0.5, **YARN}}, "attn_factor is 0.5, wanted it absent"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "high_freq_factor": 4.0}}, "high_freq_factor is 4.0, wanted it absent"),
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+            r"mrope_section is \[2, 3, 3\], wanted it absent",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor is 4.0, wanted it absent; with rope type default"),
+        ({"rope_interleaved": True}, "rope_interleaved is True, wanted false"),
+        ({"is_causal": False}, "is_causal is False, wanted true"),
+        ({"architectures": None, "model_type": "mixtral"}, "architectures is absent, wanted one of LlamaForCausalLM"),
+    ],
+)
+def test_a_setting_that_is_not_computed_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(directory_of(tmp_path / "hf", "llama", changes))
+
+
+def test_an_unknown_setting_of_attention_is_told(tmp_path: Path) -> None:
+    changes = {"attention_sharpness": 2, "position_noise": 0.5, "sliding_window": 64, "attention_off": False, "colour": 3}
+    checkpoint = open_checkpoint(directory_of(tmp_path / "hf", "llama", changes))
+    (remark,) = checkpoint.remarks
+    assert (
+        "config.json: this version does not know attention_sharpness = 2, position_noise = 0.5, sliding_window = 64; ignored"
+        in remark
+    )
+
+
+# Settings that published models have besides their shapes.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3.2": (
+        "llama",
+        {
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "use_cache": True,
+            "unsloth_fixed": True,
+            "eos_token_id": [1, 2],
+        },
+    ),
+    "TinyLlama": ("llama", {"max_sequence_length": 2048, "tie_word_embeddings": True, "attention_bias": False, "use_cache": True}),
+    "SmolLM2": ("llama", {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}),
+    "vicuna": ("llama", {"_flash_attn_2_enabled": True, "output_attentions": False, "cross_attention_hidden_size": None}),
+    "Qwen2.5": ("qwen2", {"attention_dropout": 0.0, "max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False}),
+    "R1 distilled into Qwen": (
+        "qwen2",
+        {"sliding_window": 4096, "use_mrope": False, "use_sliding_window": False, "max_window_layers": 21},
+    ),
+    "Qwen3": ("qwen3", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 36, "attention_dropout": 0.0}),
+    "Mistral": ("mistral", {"_attn_implementation_autoset": False, "attention_dropout": 0.0, "sliding_window": None}),
+    "SmolLM3": (
+        "smollm3",
+        {"max_window_layers": 28, "no_rope_layer_interval": 4, "use_sliding_window": False, "attention_dropout": 0},
+    ),
+    "Gemma 2": ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": None}),
+    "Gemma 3": ("gemma3", {"_sliding_window_pattern": 2, "cache_implementation": "hybrid", "use_bidirectional_attention": False}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_settings_of_published_models_make_no_noise(tmp_path: Path, name: str) -> None:
+    family, changes = PUBLISHED[name]
+    assert open_checkpoint(directory_of(tmp_path / "hf", family, changes)).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [
+        ("llama", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("mistral", "mistral"),
+        ("smollm3", "smollm3"),
+        ("gemma3_text", "gemma3"),
+    ],
+)
+def test_a_file_that_names_no_class_is_of_its_model_type(tmp_path: Path, model_type: str, family: str) -> None:
+    directory = directory_of(tmp_path / "hf", family, {"model_type": model_type}, ("architectures",))
+    assert open_checkpoint(directory).config.architecture == family
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("has", ["both", "both, equal", "output", "embedding"])
+def test_the_matrices_that_the_file_has_count_whatever_is_said_to_be_tied(tmp_path: Path, has: str, is_tied: bool) -> None:
+    directory = directory_of(tmp_path / "hf", "llama", {"tie_word_embeddings": is_tied}, tied=False)
+    tensors = load_file(directory / "model.safetensors")
+    embed, output = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    if has == "both, equal":
+        tensors["lm_head.weight"] = output = embed
+    elif has != "both":
+        del tensors["lm_head.weight" if has == "embedding" else "model.embed_tokens.weight"]
+    rewrite(directory, tensors)
+    if not is_tied and has in ("output", "embedding"):
+        with pytest.raises(CheckpointError, match="is missing"):
+            open_checkpoint(directory)
+        return
+    checkpoint = open_checkpoint(directory)
+    assert np.array_equal(checkpoint.tensors["embed"].dequantize(), output if has == "output" else embed)
+    if has == "both":
+        assert np.array_equal(checkpoint.tensors["output"].dequantize(), output)
+        assert len(checkpoint.remarks) == int(is_tied)
+    assert difference(directory, checkpoint) < 1e-4
+
+
+def test_parts_that_see_or_hear_are_passed_over_by_name(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path / "hf", "gemma3", {})
+    wanted = open_checkpoint(directory)
+    images = {
+        "vision_tower.patch.weight": np.ones((2, 3, 4, 4), np.float32),
+        "multi_modal_projector.norm.weight": np.ones(2, np.float32),
+    }
+    rewrite(directory, load_file(directory / "model.safetensors") | images)
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.tensors.keys() == wanted.tensors.keys()
+    (remark,) = checkpoint.remarks
+    assert "2 tensors, as 'multi_modal_projector.norm.weight', are of a part that sees or hears" in remark
+
+
+@pytest.mark.parametrize("fault", ["not in the index", "of another shard", "in no shard"])
+def test_an_index_that_disagrees_with_its_shards_is_told_and_the_shards_count(tmp_path: Path, fault: str) -> None:
+    directory = make_tiny_hf(tmp_path / "hf", num_shards=2)
+    wanted = open_checkpoint(directory)
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    own = index["weight_map"].pop("model.norm.weight")
+    other = next(name for name in index["weight_map"].values() if name != own)
+    index["weight_map"] |= {"of another shard": {"model.norm.weight": other}, "in no shard": {"lm_head.weight": own}}.get(fault, {})
+    path.write_text(json.dumps(index))
+    checkpoint = open_checkpoint(directory)
+    assert replace(checkpoint.config) == wanted.config
+    assert all(np.array_equal(checkpoint.tensors[name].data, tensor.data) for name, tensor in wanted.tensors.items())
+    (remark,) = checkpoint.remarks
+    assert "model.safetensors.index.json and its shards disagree on" in remark
