@@ -258,8 +258,10 @@ class Engine:
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.seq)
-        self._proposer.end(request.seq)
-        self._context.release(request.seq)
-        if self._requests.pop(request.seq.id, None):
-            for source, counters in request.meter.levels.items():
-                self.levels[source] += counters
+        try:
+            self._proposer.end(request.seq)
+        finally:  # a user's drafter may raise there
+            self._context.release(request.seq)
+            if self._requests.pop(request.seq.id, None):
+                for source, counters in request.meter.levels.items():
+                    self.levels[source] += counters

@@ -114,7 +114,8 @@ async def run_load(
         for task in tasks:
             task.cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    if fault := next((one for one in outcomes if isinstance(one, Exception)), None):
+    faults = (one for one in outcomes if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError))
+    if fault := next(faults, None):
         raise fault
     for answer in answers:
         if not (answer.e2el_s or answer.error):  # it was cancelled before it began

@@ -162,6 +162,8 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
             ready()
             await asyncio.wait((ending, serving), return_when=asyncio.FIRST_COMPLETED)
         await _drain(server, web)
+        if server.has_failed:
+            raise EngineFailedError("the engine's thread has died before it brought a token; the log says why")
     finally:
         ending.cancel()
         closing.cancel()

@@ -1,6 +1,7 @@
 """Connections on which no request comes: the web server itself waits for one without end, and takes only so many connections."""
 
 import asyncio
+import logging
 from typing import Any
 
 import uvicorn
@@ -8,6 +9,7 @@ import uvicorn
 from cpuspec.metrics import now_s
 
 REQUEST_S = 30.0  # that a client may take for the first line and the headers of a request
+_LOG = logging.getLogger("cpuspec.server")
 _SWEEPS = 4  # in this time
 
 
@@ -16,10 +18,13 @@ async def close_silent(web: uvicorn.Server) -> None:
     silent: dict[Any, float] = {}
     while True:
         await asyncio.sleep(REQUEST_S / _SWEEPS)
-        silent = {one: silent.get(one, now_s()) for one in web.server_state.connections if _awaits_request(one)}
-        for one, since_s in silent.items():
-            if now_s() - since_s > REQUEST_S:
-                one.transport.close()
+        try:
+            silent = {one: silent.get(one, now_s()) for one in web.server_state.connections if _awaits_request(one)}
+            for one, since_s in silent.items():
+                if now_s() - since_s > REQUEST_S:
+                    one.transport.close()
+        except Exception:  # of the web server's own objects; nobody would hear that this task has ended
+            _LOG.exception("silent connections could not be closed")
 
 
 def _awaits_request(one: Any) -> bool:

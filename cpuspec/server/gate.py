@@ -96,7 +96,12 @@ class Gate:
                 return
             if _may_be_json(scope, headers):
                 MutableHeaders(scope=scope)["content-type"] = "application/json"
-            await self._app(scope, _Limited(receive, self._server.config.max_body_bytes), send_on)
+            try:
+                await self._app(scope, _Limited(receive, self._server.config.max_body_bytes), send_on)
+            except (Exception, asyncio.CancelledError):
+                raise
+            except BaseException as error:  # a panic of a Rust library, which no handler of errors would see
+                raise RuntimeError(f"a library failed: {error!r}") from error
         finally:
             for model in context.models:
                 model.num_users -= 1

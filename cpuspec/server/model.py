@@ -23,7 +23,7 @@ from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, TimeUpError
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import ToolFormat, tool_format
-from cpuspec.server.runner import Runner
+from cpuspec.server.runner import Runner, contained
 from cpuspec.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -90,7 +90,8 @@ class ServedModel:
         self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
         self.metrics = Metrics(name, self._state, lambda: llm.levels, lambda: llm.num_draft_failures)
-        self.runner = Runner(llm, asyncio.get_running_loop())
+        self.on_death: Callable[[], object] = lambda: None  # is called where its engine answers no more
+        self.runner = Runner(llm, asyncio.get_running_loop(), self._engine_failed)
         # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
         self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # of its own: a grammar may take seconds to be refused
@@ -116,7 +117,7 @@ class ServedModel:
 
     async def in_worker(self, function: Callable[[], _T]) -> _T:
         """What the function returns, run beside the event loop: for tokenization and templates, which may take a while."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, function)
+        return await asyncio.get_running_loop().run_in_executor(self._workers, partial(contained, function))
 
     async def answers(self, client: str, request_id: str, wanted: Sequence[Wanted], rng: Random | None) -> "Answers":
         """The answers to one request, all or none; its grammar is compiled beside the event loop. rng: as `Answers` has it.
@@ -141,7 +142,7 @@ class ServedModel:
             raise BusyError(f"{self._num_compiling} requests wait for their grammars to be compiled; try again later")
         self._num_compiling += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(self._compiler, check)
+            await asyncio.get_running_loop().run_in_executor(self._compiler, partial(contained, check))
         finally:
             self._num_compiling -= 1
 
@@ -207,6 +208,11 @@ class ServedModel:
         self._workers.shutdown(cancel_futures=True)
         self._compiler.shutdown(cancel_futures=True)
         self.llm.close()
+
+    def _engine_failed(self) -> None:
+        self.end_answers(EngineFailedError("the engine failed while it computed this answer; try again"))
+        if not self.runner.is_alive:
+            self.on_death()
 
     def _state(self) -> tuple[int, int, float]:
         held = sum(slot.meter.num_prompt_tokens + slot.meter.num_new_tokens for slot in self.slots if slot.meter)
@@ -312,9 +318,8 @@ class Answers:
         self.meters[number].start()
         try:
             take = partial(self._take, number)
-            self._engine_ids[number] = model.runner.submit(
-                one.prompt, one.params, model.shown, take, one.shows_progress, one.prediction
-            )
+            submit = partial(model.runner.submit, one.prompt, one.params, model.shown, take, one.shows_progress, one.prediction)
+            self._engine_ids[number] = contained(submit)
         except CpuspecError as error:
             self.fail(error)
             return

@@ -72,8 +72,9 @@ async def health(request: Request) -> Response:
 @router.head("/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 when requests are answered, else 503."""
-    state = server_of(request).state
-    return json_response({"status": state}, 200 if state == "ready" else 503)
+    server = server_of(request)
+    status = "failed" if server.has_failed else server.state
+    return json_response({"status": status}, 200 if status == "ready" else 503)
 
 
 @router.get("/v1/models")

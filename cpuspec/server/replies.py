@@ -140,7 +140,9 @@ async def _with_errors(events: AsyncGenerator[str], path: str, request_id: str) 
             yield one
     except CpuspecError as error:
         yield error_event(path, as_request_error(error), request_id)
-    except Exception:
+    except (GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException:  # a panic of a Rust library is no Exception
         _LOG.exception("request %s failed", request_id)
         yield error_event(path, EngineFailedError("the server failed; its log says why"), request_id)
 

@@ -13,28 +13,39 @@ from typing import Any, TypeVar
 from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
+from cpuspec.errors import in_one_line
+from cpuspec.server.errors import EngineFailedError
 
 _LOG = logging.getLogger("cpuspec.server")
 
 _T = TypeVar("_T")
 OnOutput = abc.Callable[[Output], None]
 
+_LONGEST_ERROR = 300
+
 
 class Runner:
     """Runs an LLM's steps in a thread of its own; requests come from the event loop, and their outputs go there.
 
     A step that fails ends the requests that run, whose last outputs say "aborted", and no other. All of a step's outputs cross into
-    the event loop in one call.
+    the event loop in one call. A thread that dies nevertheless ends all requests and is made anew, unless it died before its first
+    token.
     """
 
-    def __init__(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, llm: LLM, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], object] = lambda: None) -> None:
+        """on_failure: is called in the event loop where the running requests may get no outputs any more."""
         self._llm = llm
         self._loop = loop
+        self._on_failure = on_failure
         self._wake = threading.Event()
         self._closed = False
         self._outputs: list[tuple[OnOutput, Output]] = []  # of the step that runs
-        self._calls: deque[Callable[[], object]] = deque()  # that wait for the end of the step
-        self._thread = threading.Thread(target=self._run, name="cpuspec-engine", daemon=True)
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # that wait for the end of the step
+        self._begin()
+
+    def _begin(self) -> None:
+        self._is_proven = False  # whether the thread has brought a token
+        self._thread = threading.Thread(target=self._live, name="cpuspec-engine", daemon=True)
         self._thread.start()
 
     @property
@@ -51,7 +62,11 @@ class Runner:
         shows_progress: bool = False,
         prediction: abc.Sequence[int] = (),
     ) -> int:
-        """Queue a prompt; returns the request's id. `on_output` is called in the event loop. Raises ConfigError."""
+        """Queue a prompt; returns the request's id. `on_output` is called in the event loop.
+
+        Raises ConfigError, and EngineFailedError where the thread has ended.
+        """
+        self._check_alive()
         receive = partial(self._receive, on_output)
         request_id = self._llm.submit(prompt, params, receive, shown, shows_progress, prediction)
         self._wake.set()
@@ -64,8 +79,9 @@ class Runner:
 
     async def between_steps(self, function: Callable[[], _T]) -> _T:
         """What the function returns, called by the engine's thread when its step is done: then nobody computes."""
+        self._check_alive()
         future: Future[_T] = Future()
-        self._calls.append(partial(_answer, future, function))
+        self._calls.append((future, function))
         self._wake.set()
         return await asyncio.wrap_future(future)
 
@@ -78,24 +94,52 @@ class Runner:
     def _receive(self, on_output: OnOutput, output: Output) -> None:
         self._outputs.append((on_output, output))
 
+    def _check_alive(self) -> None:
+        if not self.is_alive and not self._closed:
+            raise EngineFailedError("the engine's thread has ended; restart the server")
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        finally:
+            if not self._closed:
+                self._call_in_loop(self._died)
+
+    def _died(self) -> None:
+        """In the event loop: end all that waits for the thread, and make another one."""
+        self._thread.join()
+        while self._calls:
+            future, _ = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineFailedError("the engine's thread has ended; try again"))
+        if self._is_proven and not self._closed:
+            self._begin()
+        self._on_failure()
+
     def _run(self) -> None:
         failed = False
         while not self._closed:
             while self._calls:
-                self._calls.popleft()()
+                _answer(*self._calls.popleft())
             try:
                 more, failed = self._llm.step(), False
-            except Exception:
+            except BaseException:  # a panic of a Rust library is no Exception
                 _LOG.exception("a step failed; the requests that ran are ended")
-                # Their last outputs come with the next step. If that fails, too, there is nothing left to end.
+                # Their last outputs come with the next step. If that fails, too, they are ended here.
+                if failed:
+                    self._call_in_loop(self._on_failure)
                 more, failed = not failed, True
             if self._outputs:
                 outputs, self._outputs = self._outputs, []
-                with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody waits
-                    self._loop.call_soon_threadsafe(_deliver, outputs)
+                self._is_proven = self._is_proven or any(output.token_ids for _, output in outputs)
+                self._call_in_loop(partial(_deliver, outputs))
             if not more:
                 self._wake.wait()
                 self._wake.clear()
+
+    def _call_in_loop(self, function: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody waits
+            self._loop.call_soon_threadsafe(function)
 
 
 async def beside(function: Callable[[], _T]) -> _T:
@@ -105,14 +149,30 @@ async def beside(function: Callable[[], _T]) -> _T:
     return await asyncio.wrap_future(future)
 
 
+def contained(function: Callable[[], _T]) -> _T:
+    """What the function returns. Raises EngineFailedError for what is no Exception, as a panic of a Rust library.
+
+    Such an exception would pass by every handler of errors, and might end the thread or the event loop.
+    """
+    try:
+        return function()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise EngineFailedError(f"a library failed: {type(error).__name__}: {in_one_line(str(error))[:_LONGEST_ERROR]}") from error
+
+
 def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
     if future.set_running_or_notify_cancel():
         try:
-            future.set_result(function())
-        except BaseException as error:
+            future.set_result(contained(function))
+        except Exception as error:
             future.set_exception(error)
 
 
 def _deliver(outputs: list[tuple[OnOutput, Output]]) -> None:
     for on_output, output in outputs:
-        on_output(output)
+        try:
+            on_output(output)
+        except Exception:  # of one request, and the outputs of others come behind it
+            _LOG.exception("an output could not be delivered")

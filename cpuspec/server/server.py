@@ -63,7 +63,7 @@ class Server:
 
     def start(self, model: ServedModel) -> None:
         """The first model is loaded: from now on requests are answered."""
-        self.models[model.name] = model
+        self._add(model)
         if self.state == "loading":
             self.state = "ready"
 
@@ -89,6 +89,8 @@ class Server:
             raise UnavailableError("the server is about to end; try again later")
         if self.state == "loading":
             raise UnavailableError("the model is being loaded; try again later")
+        if self.has_failed:
+            raise UnavailableError("the engine has died, and the server is about to end; its log says why")
 
     def check_name(self, name: str) -> None:
         """Raise UnknownModelError for a name that no model has."""
@@ -105,9 +107,21 @@ class Server:
             llm = await beside(loader.load)
         except CpuspecError as error:
             raise EngineFailedError(f"{name} cannot be loaded: {error}") from error
-        self.models[name] = ServedModel(name, llm, self.config)
+        self._add(ServedModel(name, llm, self.config))
         log_event("ready", {"model": name})
         await self._make_room(0, name)
+
+    def _add(self, model: ServedModel) -> None:
+        self.models[model.name] = model
+        model.on_death = self._end
+
+    def _end(self) -> None:
+        self.stop()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine of a model answers no more: then the server is about to end."""
+        return any(not model.runner.is_alive for model in self.models.values())
 
     async def _make_room(self, num_bytes: int, but: str = "") -> bool:
         """Let idle models other than `but` leave until so many bytes fit; returns whether they fit, or no other model is loaded."""

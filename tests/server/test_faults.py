@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from cpuspec.config import ServerConfig
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.server import connections, gate
 from cpuspec.server.app import listen, serve
+from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.server import Server
 from tests.processes import started, wait_for
+from tests.server.asgi import Application, application
 from tests.server.running import PATIENCE_S, SMALL, Running, load, serving, tiny_model
 
 ENDLESS = {"prompt": "the cat", "max_tokens": 30000, "temperature": 0, "ignore_eos": True}
@@ -281,27 +284,100 @@ def test_unknown_paths_and_methods_have_the_shape_of_errors(running: Running) ->
         assert client.get("/docs").status_code == 404
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_other(path: Path) -> None:
+class Panic(BaseException):
+    """As pyo3's PanicException, it is no Exception."""
+
+
+class Bomb:
+    """Makes the steps of an LLM raise an error while it is set."""
+
+    def __init__(self, llm: LLM, error: type[BaseException]) -> None:
+        self._whole, self._error, self.is_set = llm._backend.forward, error, False
+        llm._backend.forward = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, batch: Any, cache: Any) -> Any:
+        if self.is_set:
+            raise self._error("a kernel is broken")
+        return self._whole(batch, cache)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Panic, SystemExit])
+def test_a_step_that_fails_ends_its_requests_and_no_other(path: Path, error: type[BaseException]) -> None:
     llm = load(path)
-    whole, failing = llm._backend.forward, threading.Event()
-
-    def forward(batch: Any, cache: Any) -> Any:
-        if failing.is_set():
-            raise RuntimeError("a kernel is broken")
-        return whole(batch, cache)
-
-    llm._backend.forward = forward  # type: ignore[method-assign]
+    bomb = Bomb(llm, error)
     with serving(lambda: llm) as running, running.client() as client:
         assert answers(running)
-        failing.set()
+        bomb.is_set = True
         reply = client.post("/v1/completions", json=SHORT)
         assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
         lines = client.post("/v1/completions", json=SHORT | {"stream": True}).text
         assert '"type":"server_error"' in lines
         assert "[DONE]" not in lines
-        failing.clear()
+        bomb.is_set = False
         assert answers(running)
         assert is_idle(running)
+
+
+@contextmanager
+def a_log_that_kills() -> Iterator[None]:
+    """The thread that logs the failure of a step dies of that."""
+
+    class Killer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "a step failed" in record.getMessage():
+                raise SystemExit
+
+    log, killer = logging.getLogger("cpuspec.server"), Killer()
+    log.addHandler(killer)
+    try:
+        yield
+    finally:
+        log.removeHandler(killer)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_thread_that_dies_fails_its_requests_and_is_made_anew(path: Path) -> None:
+    llm = load(path)
+    bomb = Bomb(llm, RuntimeError)
+    with serving(lambda: llm) as running, running.client() as client, a_log_that_kills():
+        assert answers(running)
+        for _ in range(2):
+            bomb.is_set = True
+            reply = client.post("/v1/completions", json=SHORT)
+            assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+            bomb.is_set = False
+            assert answers(running)
+            assert client.get("/health").status_code == client.get("/ready").status_code == 200
+        assert is_idle(running)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_thread_that_dies_before_its_first_token_is_told_by_the_probes(path: Path) -> None:
+    async def ask(app: Application) -> list[int]:
+        transport = httpx.ASGITransport(app.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            replies = [await client.post("/v1/completions", json=SHORT) for _ in range(2)]  # the second finds nobody
+            replies += [await client.get(path) for path in ("/health", "/ready", "/livez")]
+        return [reply.status_code for reply in replies]
+
+    with asyncio.Runner() as loop, application(path, loop) as app, a_log_that_kills():
+        Bomb(app.served.llm, RuntimeError).is_set = True
+        assert loop.run(ask(app)) == [500, 503, 503, 503, 200]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_whose_engine_is_dead_ends(path: Path) -> None:
+    llm, listener = load(path), listen("127.0.0.1", 0)
+    Bomb(llm, RuntimeError).is_set = True
+    url, statuses = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions", list[int]()
+    asking = threading.Thread(
+        target=lambda: statuses.append(httpx.post(url, json=SHORT, timeout=PATIENCE_S).status_code), daemon=True
+    )
+    server = Server("tiny", ServerConfig(port=0))
+    with a_log_that_kills(), pytest.raises(EngineFailedError, match="died before"):
+        asyncio.run(asyncio.wait_for(serve(server, lambda: llm, listener, asking.start), PATIENCE_S))
+    asking.join(PATIENCE_S)
+    assert statuses == [500]
 
 
 def test_a_drafter_that_fails_ends_no_request_and_is_counted(path: Path, tmp_path: Path) -> None:
