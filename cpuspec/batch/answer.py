@@ -11,7 +11,8 @@ from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM, answer_params
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.metrics import epoch_s
-from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, message_of, reason_of, said
+from cpuspec.server.chat import ChatPrompt, chat_prompt, message_of, reason_of, said
+from cpuspec.server.content import content_text
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, timings, usage
 from cpuspec.server.model import ServedModel, Wanted, shown_tokens
 from cpuspec.server.parsing import ToolFormat, tool_format

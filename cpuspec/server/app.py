@@ -23,7 +23,7 @@ from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.server import completions, embeddings, infill, messages, native, page, responses
 from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
-from cpuspec.server.gate import Gate, context_of
+from cpuspec.server.gate import NOTE, NOTES, Gate, context_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
 from cpuspec.server.replies import as_request_error, error_response
@@ -65,7 +65,7 @@ def guard(app: Starlette, server: Server) -> None:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", *(NOTE + name for name in NOTES)],
         )
 
 

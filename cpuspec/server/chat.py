@@ -15,6 +15,7 @@ from cpuspec.engine.changing_lines import without_changing_lines
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
+from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel, Wanted
 from cpuspec.server.parsing import AnswerParser
@@ -31,7 +32,7 @@ class ChatPrompt:
     """A conversation, ready to be answered.
 
     thinking: the prompt has opened the reasoning. prefix: what the answer begins with, as a demanded tool call. keeps_to: fields of
-    SamplingParams that restrict the answer.
+    SamplingParams that restrict the answer. notes: on how the request was changed, for headers of the response, by their names.
     """
 
     model: ServedModel
@@ -40,6 +41,7 @@ class ChatPrompt:
     tool_names: frozenset[str]
     prefix: str
     keeps_to: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def parser(self) -> AnswerParser:
         """The parser of one answer."""
@@ -79,7 +81,8 @@ def chat_prompt(
     tools, named = _chosen_tools(tools, tool_choice)
     if model.config.drop_changing_lines:
         messages = without_changing_lines(messages)
-    listed = [_message(number, message) for number, message in enumerate(messages)]
+    left_out: set[str] = set()
+    listed = [_message(number, message, left_out) for number, message in enumerate(messages)]
     given = dict(variables or {})
     model.check_text(_num_chars([listed, tools, given]))
     if model.template_takes_tools:
@@ -115,7 +118,9 @@ def chat_prompt(
         prefix = closed  # nothing could tell where the grammar begins
     if prefix:
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
-    return ChatPrompt(model, ids, thinking, frozenset(tool["function"]["name"] for tool in tools), prefix, keeps_to)
+    names = frozenset(tool["function"]["name"] for tool in tools)
+    notes = {"left-out": ", ".join(sorted(left_out))} if left_out else {}
+    return ChatPrompt(model, ids, thinking, names, prefix, keeps_to, notes)
 
 
 def _num_chars(value: Any) -> int:
@@ -168,12 +173,13 @@ def _tool(number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **kept}}
 
 
-def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as templates take it: its content one text, arguments of tool calls as objects."""
+def _message(number: int, message: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
+    """The message as templates take it: its content one text, arguments of calls as objects. left_out: as in `content_text`."""
     role = message.get("role")
     if not isinstance(role, str):
         raise RequestError(f"messages[{number}] has no role", "messages")
-    found: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content_text(message.get("content"), f"messages[{number}]")}
+    content = content_text(message.get("content"), f"messages[{number}]", left_out)
+    found: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content}
     for key in _KEPT:
         if isinstance(message.get(key), str):
             found[key] = message[key]
@@ -183,22 +189,6 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if calls:
         found["tool_calls"] = [_tool_call(number, call) for call in calls]
     return found
-
-
-def content_text(content: Any, where: str) -> str:
-    """A message's content as one text: text itself, or the texts of its parts, each on lines of its own."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content must be a text or a list of parts", "messages")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-            raise RequestError(f"{where}.content has a part of type {str(kind)[:40]!r}; this model takes texts only", "messages")
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _tool_call(number: int, call: Any) -> dict[str, Any]:

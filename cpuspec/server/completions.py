@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.llm import answer_params
-from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text, message_of, reason_of, said
+from cpuspec.server.chat import ChatPrompt, chat_prompt, message_of, reason_of, said
+from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import (
     chat_logprobs,
@@ -46,6 +47,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     keeps_to = grammar_of(body)
     work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables, keeps_to)
     prompt = await model.in_worker(work)
+    context.notes |= prompt.notes
     check_number(model, params.n)
     predicted = await model.in_worker(partial(_predicted, model, body.prediction))
     wanted = prompt.wanted(params, bool(body.stream and body.return_progress), predicted)

@@ -27,6 +27,8 @@ OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
 # In the scope of a request whose stream another server may have to repeat, event for event: a text of the request's own, and when
 # it came, in seconds since the epoch.
 NONCE = "cpuspec.nonce"
+# Headers that tell how a request was changed: what comes before their names, and these.
+NOTE, NOTES = "x-cpuspec-", ("left-out", "loosened")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 
@@ -36,7 +38,8 @@ class RequestContext:
     """What is known of a request.
 
     created: when it came, in seconds since the epoch. rng: of a request with a nonce, the same for all with that one. figures: what
-    its endpoint adds to the log line. models: stay loaded until it has ended.
+    its endpoint adds to the log line. notes: on how the request was changed, for headers of the response, by their names behind
+    NOTE. models: stay loaded until it has ended.
     """
 
     id: str
@@ -44,6 +47,7 @@ class RequestContext:
     created: int = field(default_factory=epoch_s)
     rng: Random | None = None
     figures: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     models: list[ServedModel] = field(default_factory=list)
 
 
@@ -85,7 +89,10 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = context.id
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = context.id
+                for name, note in context.notes.items():
+                    sent[NOTE + name] = note.encode("ascii", "replace").decode()
             await send(message)
 
         try:
@@ -116,7 +123,7 @@ class Gate:
                     "status": status or "disconnected",
                     "seconds": round(now_s() - start_s, 4),
                 }
-                log_event("request", line | context.figures)
+                log_event("request", line | context.notes | context.figures)
 
     def _check(self, scope: Scope, headers: Headers) -> str:
         """The client that the request counts for. Raises ForbiddenError, UnauthorizedError, BodyTooLargeError."""

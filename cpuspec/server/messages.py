@@ -17,6 +17,7 @@ from cpuspec.engine.changing_lines import without_lines
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.server.chat import ChatPrompt, chat_prompt, said
+from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import log_figures, stats_of
 from cpuspec.server.gate import context_of, model_of
@@ -84,6 +85,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     }
     params: SamplingParams = model.params({name: value for name, value in given.items() if value is not None})
     prompt = await model.in_worker(partial(_prompt, model, body))
+    context.notes |= prompt.notes
     answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
     head: dict[str, Any] = {
         "id": f"msg_{context.id}",
@@ -126,7 +128,7 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
             raise RequestError(f"{name} is not supported: {why}", name)
     listed: list[dict[str, Any]] = []
     blocks = [{"type": "text", "text": body.system}] if isinstance(body.system, str) else body.system or []
-    texts = [_block_text(block, "system") for block in blocks]
+    texts = [content_text([block], "system") for block in blocks]
     if model.config.drop_changing_lines:  # a block that has nothing else leaves no empty line
         texts = list(map(without_lines, texts))
     if system := "\n\n".join(filter(None, texts)):
@@ -142,23 +144,6 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     return chat_prompt(model, listed, tools, _tool_choice(body.tool_choice), variables, keeps_to)
 
 
-def _block_text(block: Mapping[str, Any], where: str) -> str:
-    kind, text = block.get("type"), block.get("text")
-    match kind:
-        case "compaction":  # the summary of what came before it
-            text = block.get("content")
-        case "document":
-            source = block.get("source")
-            text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
-        case "tool_reference":
-            text = block.get("tool_name")
-        case kind if kind != "text":
-            text = None
-    if not isinstance(text, str):
-        raise RequestError(f"{where} has a block of type {str(kind)[:40]!r}; this model takes texts only", where)
-    return text
-
-
 def _translated(number: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A message as one or more in OpenAI's spelling: results of tools are messages of their own."""
     role, content, where = message.get("role"), message.get("content"), f"messages.{number}"
@@ -169,24 +154,21 @@ def _translated(number: int, message: Mapping[str, Any]) -> list[dict[str, Any]]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise RequestError(f"{where}.content must be a text or a list of blocks", where)
     found: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     reasoning, calls = "", []
     for block in content:
         match block.get("type"):
             case "tool_result":
-                result = block.get("content") or ""
-                if isinstance(result, list):
-                    result = "\n".join(_block_text(part, where) for part in result if isinstance(part, dict))
-                found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": str(result)})
+                found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": block.get("content")})
             case "tool_use":
                 function: dict[str, Any] = {"name": block.get("name"), "arguments": block.get("input") or {}}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "thinking":
                 reasoning += str(block.get("thinking") or "")
             case kind if kind not in _FOREIGN_BLOCKS and not str(kind).endswith("_tool_result"):
-                texts.append(_block_text(block, where))
-    if texts or calls or not found:
-        own: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+                parts.append(block)
+    if parts or calls or not found:
+        own: dict[str, Any] = {"role": role, "content": parts}
         if reasoning:
             own["reasoning_content"] = reasoning
         if calls:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cpuspec.engine.engine import Output
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats
-from cpuspec.server.chat import ChatPrompt, chat_prompt, content_text
+from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import log_figures, stats_of
 from cpuspec.server.gate import context_of, model_of
@@ -80,6 +80,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     params = model.params({name: value for name, value in given.items() if value is not None})
     tools, owners = _functions(body.tools or ())
     prompt = await model.in_worker(partial(_prompt, model, body, tools))
+    context.notes |= prompt.notes
     answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
     head = {
         "id": f"resp_{context.id}",
@@ -137,10 +138,9 @@ def _prompt(model: ServedModel, body: ResponsesBody, tools: Sequence[Mapping[str
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     reasoning = ""
     for number, item in enumerate(items):
-        where = f"input[{number}]"
         match item.get("type", "message"):
             case "message":
-                message = {"role": item.get("role"), "content": content_text(item.get("content"), where)}
+                message = {"role": item.get("role"), "content": item.get("content")}
                 if reasoning and message["role"] == "assistant":
                     message["reasoning_content"], reasoning = reasoning, ""
                 listed.append(message)
@@ -152,10 +152,9 @@ def _prompt(model: ServedModel, body: ResponsesBody, tools: Sequence[Mapping[str
                     reasoning = ""
                 listed[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": _called(item)})
             case "function_call_output" | "custom_tool_call_output":
-                result = content_text(item.get("output"), where)
-                listed.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": result})
+                listed.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": item.get("output")})
             case kind if kind not in _FOREIGN_ITEMS:
-                raise RequestError(f"{where} is of type {str(kind)[:40]!r}, which this model cannot read", "input")
+                raise RequestError(f"input[{number}] is of type {str(kind)[:40]!r}, which this model cannot read", "input")
     effort = (body.reasoning or {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     keeps_to = answer_format((body.text or {}).get("format"), "text.format")

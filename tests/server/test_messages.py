@@ -133,7 +133,7 @@ def test_blocks_reach_the_template_and_count(client: anthropic.Anthropic, llm: L
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"temperature": -1}, 400, "temperature must be"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "user or assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "texts only"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell", "source": {}}]}]}, 400, "texts only"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "cannot run"),
         ({"tool_choice": {"type": "maybe"}}, 400, "tool_choice.type"),
         ({"surprise": 1}, 400, "surprise: Extra inputs are not permitted"),

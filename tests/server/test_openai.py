@@ -163,7 +163,7 @@ def test_speculation_is_the_requests_choice_and_changes_no_answer(client: openai
         ({"logprobs": True, "top_logprobs": 99}, 400, "from 0 to 20"),
         ({"messages": []}, 400, "no messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, 400, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "texts only"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell", "smell": {"url": "x"}}]}]}, 400, "texts only"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode"),
         ({"logit_bias": {"cat": 1}}, 400, "token ids"),
         ({"logit_bias": {"999999": 1}}, 400, "logit_bias ids"),

@@ -146,7 +146,7 @@ def test_reasoning_is_an_item_of_its_own(client: openai.OpenAI, running: Running
         ({"previous_response_id": "resp_1"}, "keeps no responses"),
         ({"background": True}, "background is not supported"),
         ({"input": [{"type": "computer_call"}]}, "cannot read"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "texts only"),
+        ({"input": [{"role": "user", "content": [{"type": "input_smell", "image_url": "x"}]}]}, "texts only"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"surprise": 1}, "Unrecognized request argument"),
     ],
