@@ -23,8 +23,7 @@ from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import Prompt, read_prompts
 from cpuspec.evaluate.tasks import find_task, read_problems
-
-_REASONING = "<think>"
+from cpuspec.server.parsing import opens_reasoning
 
 
 @exit_codes()
@@ -106,7 +105,7 @@ def forms(
         verdicts = []
         for line, ids, text in zip(lines, asked, texts, strict=True):
             said = next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
-            thinking = tokenizer.decode(ids[-8:], skip_special=False).rstrip().endswith(_REASONING)
+            thinking = opens_reasoning(tokenizer.chat_template, tokenizer.decode(ids[-8:], skip_special=False))
             verdicts.append(judge_form(line, said, tokenizer.chat_template, thinking))
     report = {
         "benchmark": "forms",

@@ -13,9 +13,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
 from cpuspec.load.figures import Answer as LoadAnswer
 from cpuspec.metrics import LevelCounters, RequestStats, now_s
-from cpuspec.server.parsing import AnswerParser
-
-_REASONING = ("<think>", "</think>")
+from cpuspec.server.parsing import answer_parser, opens_reasoning, reasoning_marks
 
 OnAnswer = Callable[[int], None]  # answers that are done
 
@@ -74,7 +72,7 @@ def answer_all(
     prompts = [_ids(llm, prompt) for prompt, _ in requests]
     for ids, (_, params) in zip(prompts, requests, strict=True):
         llm.check(ids, params)
-    marks = [tokenizer.token_id(text) for text in _REASONING]
+    marks = [tokenizer.token_id(text) for text in reasoning_marks(tokenizer.chat_template)]
     shown = frozenset(mark for mark in marks if mark is not None)
     parts: list[list[Output]] = [[] for _ in requests]
     running: dict[int, int] = {}  # the request's id, by the prompt's number
@@ -124,8 +122,8 @@ def _answer(llm: LLM, prompt: Prompt | list[int], ids: list[int], parts: Sequenc
 
 def _content(llm: LLM, ids: list[int], text: str) -> str:
     """The text without reasoning."""
-    thinking = llm.tokenizer.decode(ids[-8:], skip_special=False).rstrip().endswith(_REASONING[0])
-    parser = AnswerParser(thinking=thinking, calls=None)
+    template = llm.tokenizer.chat_template
+    parser = answer_parser(template, {}, opens_reasoning(template, llm.tokenizer.decode(ids[-8:], skip_special=False)))
     return "".join(piece.text for piece in [*parser.push(text), *parser.finish()] if piece.kind == "content")
 
 

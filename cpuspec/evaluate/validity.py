@@ -13,7 +13,7 @@ from typing import Any
 
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import read_text
-from cpuspec.server.parsing import AnswerParser, tool_format
+from cpuspec.server.parsing import answer_parser
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.tokenizer import Tokenizer
 
@@ -80,8 +80,8 @@ def read_forms(path: Path, skip: int = 0, limit: int | None = None) -> list[Form
 
 def judge_form(line: FormLine, text: str, template: str | None, thinking: bool = False) -> FormVerdict:
     """Whether an answer has the form. text: all of it, reasoning included, with the names of control tokens that were shown."""
-    names = frozenset(tool["function"]["name"] for tool in line.tools)
-    parser = AnswerParser(thinking=thinking, calls=tool_format(template).parser(names) if names else None)
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in line.tools}
+    parser = answer_parser(template, schemas, thinking)
     content, calls = "", list[list[str]]()
     for piece in [*parser.push(text), *parser.finish()]:
         match piece.kind:
@@ -91,12 +91,11 @@ def judge_form(line: FormLine, text: str, template: str | None, thinking: bool =
                 calls.append([piece.text, ""])
             case "arguments":
                 calls[-1][1] += piece.text
-    if not names:
+    if not schemas:
         value = _parsed(content)
         return FormVerdict(
             value is not None, value is not None, value is not None, value is not None and fits(value[0], line.schema)
         )
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in line.tools}
     values = [_object(arguments) for _, arguments in calls]
     known = bool(calls) and all(name in schemas for name, _ in calls)
     parses = known and all(value is not None for value in values)

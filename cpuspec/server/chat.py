@@ -18,7 +18,7 @@ from cpuspec.errors import TokenizerError
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel, Wanted
-from cpuspec.server.parsing import AnswerParser
+from cpuspec.server.parsing import Parser, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.structured import call_grammar
 from cpuspec.server.turns import in_turns
@@ -31,22 +31,22 @@ _KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message tha
 class ChatPrompt:
     """A conversation, ready to be answered.
 
-    thinking: the prompt has opened the reasoning. prefix: what the answer begins with, as a demanded tool call. keeps_to: fields of
-    SamplingParams that restrict the answer. notes: on how the request was changed, for headers of the response, by their names.
+    thinking: the prompt has opened the reasoning. functions: schemas of the tools' arguments by name. prefix: the answer's
+    beginning, as of a demanded tool call. keeps_to: fields of SamplingParams that restrict the answer. notes: on how the request
+    was changed, for headers of the response, by their names.
     """
 
     model: ServedModel
     ids: list[int]
     thinking: bool
-    tool_names: frozenset[str]
+    functions: Mapping[str, Mapping[str, Any]]
     prefix: str
     keeps_to: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
-    def parser(self) -> AnswerParser:
+    def parser(self) -> Parser:
         """The parser of one answer."""
-        calls = self.model.tool_format.parser(self.tool_names) if self.tool_names else None
-        return AnswerParser(thinking=self.thinking, calls=calls)
+        return answer_parser(self.model.llm.tokenizer.chat_template, self.functions, self.thinking)
 
     def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[Wanted]:
         """The answers to compute. prediction: token ids that they may repeat.
@@ -98,9 +98,11 @@ def chat_prompt(
         if turns == listed:
             raise
         ids = tokenizer.encode_chat(turns, variables=given)
-    thinking = tokenizer.decode(ids[-8:], skip_special=False).rstrip().endswith("<think>")
-    reasons = "think>" in (tokenizer.chat_template or "")  # some templates have the closing mark only
-    closed = "\n</think>\n\n" if thinking else ""
+    template = tokenizer.chat_template or ""
+    thinking = opens_reasoning(template, tokenizer.decode(ids[-8:], skip_special=False))
+    marks = reasoning_marks(template)
+    reasons, closing = any(mark in template for mark in marks), marks[1]
+    closed = f"\n{closing}\n\n" if thinking else ""
     form, prefix, keeps_to = model.tool_format, "", dict(answer_format or {})
     if tools and (named or tool_choice == "required"):
         prefix = closed + form.begins + (named + form.arguments if named else "")
@@ -114,13 +116,14 @@ def chat_prompt(
         keeps_to = {"grammar": call_grammar(form, tools, strict, form.opens), "grammar_trigger": form.mark}
     elif keeps_to:
         keeps_to["free_reasoning"] = reasons
-    if "free_reasoning" in keeps_to and tokenizer.token_id("</think>") is None:
-        prefix = closed  # nothing could tell where the grammar begins
+    if "free_reasoning" in keeps_to and (closing != "</think>" or tokenizer.token_id(closing) is None):
+        # Nothing could tell where the grammar begins.
+        prefix, keeps_to = "<|channel|>final<|message|>" if form.channels else closed, keeps_to | {"free_reasoning": False}
+    functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     if prefix:
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
-    names = frozenset(tool["function"]["name"] for tool in tools)
     notes = {"left-out": ", ".join(sorted(left_out))} if left_out else {}
-    return ChatPrompt(model, ids, thinking, names, prefix, keeps_to, notes)
+    return ChatPrompt(model, ids, thinking, functions, prefix, keeps_to, notes)
 
 
 def _num_chars(value: Any) -> int:

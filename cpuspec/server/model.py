@@ -22,7 +22,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, TimeUpError
 from cpuspec.server.meter import AnswerMeter
-from cpuspec.server.parsing import ToolFormat, tool_format
+from cpuspec.server.parsing import MARKS, ToolFormat, tool_format
 from cpuspec.server.runner import Runner, contained
 from cpuspec.tokenizer import Tokenizer
 
@@ -32,8 +32,6 @@ _CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096  # of a text; languages and program
 _STEP_S = 1.0  # that metrics wait for the end of a step
 _MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
 
-# Special tokens that are part of an answer's text, because a parser reads them.
-_SHOWN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 # What surrounds the text before and behind the gap, by model family: Qwen2.5-Coder and CodeGemma; StarCoder, Granite and SmolLM;
 # DeepSeek-Coder.
 _FILL = (
@@ -358,7 +356,7 @@ async def gather(answers: Answers) -> list[Output]:
 
 def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     """Special tokens that are part of an answer's text."""
-    return frozenset(found for text in _SHOWN if (found := tokenizer.token_id(text)) is not None)
+    return frozenset(found for text in MARKS if (found := tokenizer.token_id(text)) is not None)
 
 
 def _seeded(one: Wanted, rng: Random) -> Wanted:

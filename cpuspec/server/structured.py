@@ -61,7 +61,7 @@ def call_grammar(
         options = {} if name in strict else {"lenient": True, "coerce_one_of": True}
         head = "" if before is None else json.dumps(before + name + form.arguments)
         names.append(f"call{number}")
-        lines.append(f"call{number}: {head} arguments{number} {json.dumps(form.closes)}")
+        lines.append(f"call{number}: {head} arguments{number} {json.dumps(form.closes) if form.closes else ''}")
         arguments = _schema_text(schema, options, f"the schema of tool {name!r}", type="object")
         lines.append(f"arguments{number}: %json {arguments}")
     if content is not None:

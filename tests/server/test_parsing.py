@@ -8,10 +8,25 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpuspec.server.parsing import TOOL_FORMATS, AnswerParser, Piece, joined, tool_format
+from cpuspec.server.parsing import (
+    TOOL_FORMATS,
+    AnswerParser,
+    Parser,
+    Piece,
+    answer_parser,
+    joined,
+    opens_reasoning,
+    reasoning_marks,
+    tool_format,
+)
 from cpuspec.server.parsing.calls import MarkedCalls
+from cpuspec.server.parsing.channels import ChannelParser
 
-NAMES = frozenset({"get_weather", "f", "search"})
+NAMES = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "f": {"properties": {"a": {"type": ["string", "null"]}}},
+    "search": {},
+}
 ARGUMENTS = '{"city": "Paris, \\"}]{[\\\\", "deep": {"list": [1, 2.5, null, "</tool_call>"]}}'
 
 # format, text, what it holds
@@ -59,6 +74,87 @@ SAMPLES = [
     ("json", '```json\n{"name": "f", "parameters": {"a": 1}}\n```', [("call", "f"), ("arguments", '{"a": 1}')]),
     ("json", '```python\nprint("x")\n```', [("content", '```python\nprint("x")\n```')]),
     ("json", "[1] is a note", [("content", "[1] is a note")]),
+    (
+        "qwen3_coder",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nNew\nYork 12\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=q>\n[1, 2]\n"
+        "<parameter=r>\nTrue\n</function>\n</tool_call>",
+        [
+            ("content", "I look."),
+            ("call", "get_weather"),
+            ("arguments", '{"city": "New\\nYork 12", "days": 3}'),
+            ("call", "search"),
+            ("arguments", '{"q": [1, 2], "r": true}'),
+        ],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>",
+        [("call", "f"), ("arguments", '{"a": "7"}')],
+    ),
+    ("qwen3_coder", "<tool_call>none</tool_call>", [("content", "<tool_call>none</tool_call>")]),
+    (
+        "glm",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>42</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
+        "</tool_call><tool_call>f</tool_call>",
+        [("call", "get_weather"), ("arguments", '{"city": "42", "days": 2}'), ("call", "f"), ("arguments", "{}")],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[get_weather(city='Paris', days=-2), f(a=[1, {'k': null}], b=true)]<|tool_call_end|>Done",
+        [
+            ("call", "get_weather"),
+            ("arguments", '{"city": "Paris", "days": -2}'),
+            ("call", "f"),
+            ("arguments", '{"a": [1, {"k": null}], "b": true}'),
+            ("content", "Done"),
+        ],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(a=open('x'))]<|tool_call_end|>",
+        [("content", "<|tool_call_start|>[f(a=open('x'))]<|tool_call_end|>")],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:<|"|>say "{b:1}", c<|"|>,list:[1,{k:<|"|><|"|>}],n: 2.5}<tool_call|>',
+        [("call", "f"), ("arguments", '{"a": "say \\"{b:1}\\", c", "list": [1, {"k": ""}], "n": 2.5}')],
+    ),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "search", "arguments": {}}]',
+        [("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", "{}")],
+    ),
+    (
+        "command",
+        '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+        [("call", "f"), ("arguments", '{"a": 1}')],
+    ),
+    (
+        "deepseek",
+        'Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'
+        '<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"q": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        [("content", "Well."), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", '{"q": "x"}')],
+    ),
+    ("harmony", "No channel < at all.", [("content", "No channel < at all.")]),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Think <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I will look.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+        [("reasoning", "Think <b>."), ("content", "I will look."), ("call", "f"), ("arguments", ARGUMENTS)],
+    ),
+    (
+        "harmony",
+        ' to=functions.search<|channel|>analysis json<|message|>{"q": "x"}',
+        [("call", "search"), ("arguments", '{"q": "x"}')],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|><|start|>assistant"
+        "<|channel|>final<|message|>Yes.<|return|>",
+        [("reasoning", "one\n\ntwo"), ("content", "Yes.")],
+    ),
     ("json", '{"name": "f", "parameters": {}} Done.', [("call", "f"), ("arguments", "{}"), ("content", "Done.")]),
 ]
 REASONED = [
@@ -71,7 +167,7 @@ REASONED = [
 ]
 
 
-def parse(parser: AnswerParser, parts: list[str]) -> list[Piece]:
+def parse(parser: Parser, parts: list[str]) -> list[Piece]:
     pieces = [piece for part in parts for piece in parser.push(part)]
     return joined(pieces + parser.finish())
 
@@ -85,8 +181,9 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(edges)]
 
 
-def parser_of(name: str) -> AnswerParser:
-    return AnswerParser(calls=TOOL_FORMATS[name].parser(NAMES))
+def parser_of(name: str, thinking: bool = False) -> Parser:
+    form = TOOL_FORMATS[name]
+    return ChannelParser() if form.channels else AnswerParser(thinking=thinking, calls=form.parser(NAMES))
 
 
 @pytest.mark.parametrize(("name", "text", "wanted"), SAMPLES)
@@ -121,6 +218,9 @@ FRAGMENTS = st.lists(
                 "{",
                 "}",
             ),
+            *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "f(a=1)"),
+            *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{a:1}", "<|end|>"),
+            *("<|start|>assistant", "<|channel|>analysis", "<|channel|>final", " to=functions.f", "<|message|>", "<|tool_call|>"),
             *('"', "\\", ",", ";", " ", "\n", ":", "text", '"name"', "<", "tool", "é"),
         ]
     ),
@@ -132,15 +232,15 @@ FRAGMENTS = st.lists(
 @given(text=FRAGMENTS, places=st.lists(st.integers(0, 400), max_size=6), thinking=st.booleans())
 @settings(deadline=None, max_examples=150)
 def test_no_split_changes_what_comes_out(name: str, text: str, places: list[int], thinking: bool) -> None:
-    def make() -> AnswerParser:
-        return AnswerParser(thinking=thinking, calls=TOOL_FORMATS[name].parser(NAMES))
+    def make() -> Parser:
+        return parser_of(name, thinking)
 
     whole = parse(make(), [text])
     assert parse(make(), cut(text, places)) == whole
     assert parse(make(), list(text)) == whole
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if not form.channels])
 @given(text=FRAGMENTS)
 @example(text="[TOOL_CALLS][{")
 @example(text='Well.[TOOL_CALLS] [ {"name": [1}')
@@ -163,8 +263,8 @@ def test_a_parser_that_looked_at_pieces_alone_would_be_caught() -> None:
 
 @pytest.mark.parametrize("row", TOOL_FORMATS.values(), ids=lambda row: row.name)
 def test_a_demanded_call_is_begun_in_the_format_itself(row: object) -> None:
-    text = row.begins + "f" + row.arguments + '{"a": 1}}'  # type: ignore[attr-defined]
-    pieces = parse(AnswerParser(calls=row.parser(NAMES)), [text])  # type: ignore[attr-defined]
+    text = row.begins + "f" + row.arguments + '{"a": 1}' + row.closes  # type: ignore[attr-defined]
+    pieces = parse(parser_of(row.name), [text])  # type: ignore[attr-defined]
     assert plain(pieces) == [("call", "f"), ("arguments", '{"a": 1}')]
     assert json.loads(pieces[1].text) == {"a": 1}
 
@@ -175,9 +275,32 @@ def test_a_demanded_call_is_begun_in_the_format_itself(row: object) -> None:
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
         ("{% if tools %}Environment: ipython{% endif %}", "llama3"),
+        ("{% if tools %}<tool_call>\n<function=example>{% endif %}", "qwen3_coder"),
+        ("{% if tools %}<tool_call>{function-name}<arg_key>{% endif %}", "glm"),
+        ("{% if tools %}<|tool_call_start|>{% endif %}", "lfm2"),
+        ("{{ tools }}<|tool_call>call:", "gemma4"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
         ("<start_of_turn>", "json"),
         (None, "json"),
     ],
 )
 def test_the_format_of_calls_is_the_templates(template: str | None, name: str) -> None:
     assert tool_format(template).name == name
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "wanted"),
+    [
+        ("[THINK]", "[THINK]a[/THINK]b", [("reasoning", "a"), ("content", "b")]),
+        ("<|channel>thought", "<|channel>thought\na<channel|>b", [("reasoning", "a"), ("content", "b")]),
+        ("{{ x.split('</think>') }}", "<think>a</think>b", [("reasoning", "a"), ("content", "b")]),
+        (None, "<think>a</think>b", [("reasoning", "a"), ("content", "b")]),
+    ],
+)
+def test_reasoning_has_the_marks_of_the_template(template: str | None, text: str, wanted: list[tuple[str, str]]) -> None:
+    assert plain(parse(answer_parser(template, {}), list(text))) == wanted
+    begun = reasoning_marks(template)[0]
+    assert opens_reasoning(template, f"assistant\n{begun}\n")
+    assert not opens_reasoning(template, "assistant\n")
+    assert plain(parse(answer_parser(template, {}, thinking=True), list(text.removeprefix(begun)))) == wanted

@@ -3,8 +3,20 @@
 Whatever the pieces that a text arrives in, what comes out is the same: `tests/server/test_parsing.py` holds that for every split.
 """
 
-from cpuspec.server.parsing.answer import AnswerParser
+from cpuspec.server.parsing.answer import MARKS, AnswerParser, Parser, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import TOOL_FORMATS, ToolFormat, tool_format
 from cpuspec.server.parsing.pieces import Piece, joined
 
-__all__ = ["TOOL_FORMATS", "AnswerParser", "Piece", "ToolFormat", "joined", "tool_format"]
+__all__ = [
+    "MARKS",
+    "TOOL_FORMATS",
+    "AnswerParser",
+    "Parser",
+    "Piece",
+    "ToolFormat",
+    "answer_parser",
+    "joined",
+    "opens_reasoning",
+    "reasoning_marks",
+    "tool_format",
+]

@@ -1,22 +1,95 @@
 """A whole answer: reasoning first, if there is any, then content with tool calls."""
 
+from typing import Protocol
+
 from cpuspec.engine.text import overlap
-from cpuspec.server.parsing.calls import CallParser
+from cpuspec.server.parsing.calls import CallParser, tool_format
+from cpuspec.server.parsing.channels import ChannelParser
+from cpuspec.server.parsing.converted import Functions
 from cpuspec.server.parsing.pieces import Piece, decided, joined
 
 _SPACE = " \t\r\n"
-_OPENS, _CLOSES = "<think>", "</think>"
+# Marks around reasoning, by what templates hold of them; the first that is found counts.
+_REASONING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
+    ("<seed:think>", "</seed:think>"),
+    ("<thought>", "</thought>"),  # EXAONE Deep
+)
+
+
+# Texts of special tokens that are part of an answer's text, because a parser here reads them.
+MARKS = frozenset(
+    (
+        *(mark for marks in _REASONING for mark in marks),
+        *("<|channel>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
+        *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call|>", "<|/tool_call|>"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|START_ACTION|>", "<|END_ACTION|>"),
+        *(f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+        *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"),
+    )
+)
+
+
+def reasoning_marks(template: str | None) -> tuple[str, str]:
+    """The texts that begin and end reasoning in answers to prompts of a chat template."""
+    template = template or ""
+    return next((marks for marks in _REASONING if marks[0] in template or marks[1] in template), _REASONING[0])
+
+
+def opens_reasoning(template: str | None, prompt: str) -> bool:
+    """Whether a prompt of the template has opened the reasoning. prompt: its end at least, with the names of control tokens."""
+    return prompt.rstrip().endswith(reasoning_marks(template)[0])
+
+
+class Parser(Protocol):
+    """Takes an answer apart as it arrives."""
+
+    @property
+    def num_calls(self) -> int:
+        """How many tool calls have begun."""
+        ...
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain with this text."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """The rest, at the end of the answer."""
+        ...
+
+
+def answer_parser(template: str | None, functions: Functions, thinking: bool = False) -> Parser:
+    """A parser of one answer to a prompt of the chat template.
+
+    functions: schemas of their arguments by name; without any the answer has no tool calls. thinking: the prompt has opened the
+    reasoning (`opens_reasoning`).
+    """
+    form = tool_format(template)
+    if form.channels:
+        return ChannelParser()
+    calls = form.parser(functions) if functions else None
+    return AnswerParser(thinking=thinking, calls=calls, marks=reasoning_marks(template))
 
 
 class AnswerParser:
     """Takes an answer apart.
 
-    reasons: whether `<think>` at the answer's beginning opens reasoning; thinking: the prompt has opened it already. calls: what
-    parses tool calls, None where there are no tools. White space around reasoning is nobody's.
+    reasons: whether an opening mark at the answer's beginning opens reasoning; thinking: the prompt has opened it already. calls:
+    what parses tool calls, None where there are no tools. marks: around reasoning. White space around reasoning is nobody's.
     """
 
-    def __init__(self, reasons: bool = True, thinking: bool = False, calls: CallParser | None = None) -> None:
+    def __init__(
+        self,
+        reasons: bool = True,
+        thinking: bool = False,
+        calls: CallParser | None = None,
+        marks: tuple[str, str] = _REASONING[0],
+    ) -> None:
         self._calls = calls
+        self._opens, self._closes = marks
         self._state = "before reasoning" if thinking else "start" if reasons else "content"
         self._pending = ""
 
@@ -43,10 +116,10 @@ class AnswerParser:
         match self._state:
             case "start":
                 begun = text.lstrip(_SPACE)
-                if _OPENS.startswith(begun) and begun != _OPENS:
+                if self._opens.startswith(begun) and begun != self._opens:
                     return False
-                if begun.startswith(_OPENS):
-                    self._pending, self._state = begun[len(_OPENS) :], "before reasoning"
+                if begun.startswith(self._opens):
+                    self._pending, self._state = begun[len(self._opens) :], "before reasoning"
                 else:
                     self._state = "content"
                 return True
@@ -57,12 +130,12 @@ class AnswerParser:
                 self._state = self._state.removeprefix("before ")
                 return True
             case "reasoning":
-                reasoning, mark, rest = text.partition(_CLOSES)
+                reasoning, mark, rest = text.partition(self._closes)
                 if mark:
                     pieces.append(Piece("reasoning", reasoning.rstrip(_SPACE)))
                     self._pending, self._state = rest, "before content"
                     return True
-                sure = text[: len(text) - overlap(text, _CLOSES)].rstrip(_SPACE)
+                sure = text[: len(text) - overlap(text, self._closes)].rstrip(_SPACE)
                 pieces.append(Piece("reasoning", sure))
                 self._pending = text[len(sure) :]
                 return False

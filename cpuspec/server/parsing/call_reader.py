@@ -1,7 +1,7 @@
 """One tool call as JSON, read character by character: its name, and its arguments as they come."""
 
 import json
-from collections.abc import Set
+from collections.abc import Collection
 
 _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")  # Hermes, Qwen and Mistral say the first, Llama 3 and Gemma the second
@@ -49,7 +49,7 @@ class CallReader:
     are known, `begun` is true and arguments are handed out as they come. raw: everything that was read, for text that is no call.
     """
 
-    def __init__(self, names: Set[str] | None = None) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
         self.name = ""
         self.raw = ""
         self.begun = self.done = self.failed = False

@@ -1,16 +1,19 @@
-"""The ways in which models write tool calls. A row of TOOL_FORMATS is everything about one of them.
+"""The ways in which models write answers. A row of TOOL_FORMATS is everything about the tool calls of one of them.
 
 Sources: the chat templates of Qwen2.5, Qwen3 and Hermes 2 Pro; Llama 3.1's model card ("JSON based tool calling"); mistral-common's
-instruct tokenizers (v3 and v11); Gemma's guide to function calling.
+instruct tokenizers (v3 and v11); Gemma's guide to function calling; see also `converted.py` and `channels.py`.
 """
 
 import json
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from cpuspec.engine.text import overlap
+from cpuspec.server.parsing import converted
 from cpuspec.server.parsing.call_reader import CallReader, ValueEnd
+from cpuspec.server.parsing.converted import ConvertedCalls, Functions
 from cpuspec.server.parsing.pieces import Piece, decided
 
 _SPACE = " \t\r\n"
@@ -176,7 +179,7 @@ class BareCalls:
     An object that names none of the functions is no call. That and all text behind it is for `rest` to parse, or content.
     """
 
-    def __init__(self, names: Set[str], marks: Sequence[str], rest: CallParser | None = None) -> None:
+    def __init__(self, names: Collection[str], marks: Sequence[str], rest: CallParser | None = None) -> None:
         self._names = names
         self._marks = marks
         self._rest = rest
@@ -267,18 +270,20 @@ class BareCalls:
 class ToolFormat:
     """How a model writes calls.
 
-    parser: makes the parser of one answer, given the names of the functions. mark: what a call begins with, "" where it is bare
-    JSON; many vocabularies have a token for it. opens, arguments, closes: the text before the function's name, between the name and
-    its arguments, and the least that ends a call behind them. id_chars: of a call's id.
+    parser: makes the parser of one answer, given the functions' schemas. mark: what a call begins with, "" where it is bare JSON;
+    many vocabularies have a token for it. opens, arguments, closes: the text before the function's name, between the name and its
+    arguments, and the least that ends a call behind them; a call that is demanded is written so, in JSON, also where the model's
+    own calls are not. id_chars: of a call's id. channels: the whole answer is in channels (`ChannelParser`).
     """
 
     name: str
-    parser: Callable[[Set[str]], CallParser]
+    parser: Callable[[Functions], CallParser]
     mark: str
     opens: str
     arguments: str
     closes: str = "}"
     id_chars: int = 24
+    channels: bool = False
 
     @property
     def begins(self) -> str:
@@ -287,6 +292,19 @@ class ToolFormat:
 
 
 _FENCES = ("```json", "```xml", "```tool_call", "```tool_code", "```")
+_CALLS_OF_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+
+def _converted(opens: str, closes: str, convert: converted.Convert) -> Callable[[Functions], CallParser]:
+    return partial(ConvertedCalls, opens, closes, convert)
+
+
+def _no_calls(functions: Functions) -> CallParser:
+    raise AssertionError("channels hold their calls")
+
+
+# A row's text before a name and before arguments, where a call is an object of JSON.
+_NAME, _ARGUMENTS = '{"name": "', '", "arguments": '
 
 TOOL_FORMATS = {
     row.name: row
@@ -294,43 +312,90 @@ TOOL_FORMATS = {
         ToolFormat(
             "hermes",
             # Small models, as Qwen2.5-Coder, often forget the mark or write a fence instead.
-            lambda names: BareCalls(names, _FENCES, MarkedCalls("<tool_call>", "</tool_call>")),
+            lambda functions: BareCalls(functions, _FENCES, MarkedCalls("<tool_call>", "</tool_call>")),
             "<tool_call>",
-            '\n{"name": "',
-            '", "arguments": ',
+            "\n" + _NAME,
+            _ARGUMENTS,
         ),
         ToolFormat(
             "mistral",
-            lambda names: MarkedCalls("[TOOL_CALLS]", "]", named=True),
+            lambda functions: MarkedCalls("[TOOL_CALLS]", "]", named=True),
             "[TOOL_CALLS]",
-            '[{"name": "',
-            '", "arguments": ',
+            "[" + _NAME,
+            _ARGUMENTS,
             id_chars=9,  # its template refuses others
         ),
+        ToolFormat("llama3", lambda functions: BareCalls(functions, ("<|python_tag|>", *_FENCES)), "", _NAME, '", "parameters": '),
+        ToolFormat("json", lambda functions: BareCalls(functions, _FENCES), "", _NAME, '", "parameters": '),
         ToolFormat(
-            "llama3",
-            lambda names: BareCalls(names, ("<|python_tag|>", *_FENCES)),
-            "",
-            '{"name": "',
-            '", "parameters": ',
+            "qwen3_coder", _converted("<tool_call>", "</tool_call>", converted.from_xml), "<tool_call>", "\n" + _NAME, _ARGUMENTS
         ),
         ToolFormat(
-            "json",
-            lambda names: BareCalls(names, _FENCES),
-            "",
-            '{"name": "',
+            "glm", _converted("<tool_call>", "</tool_call>", converted.from_argument_tags), "<tool_call>", _NAME, _ARGUMENTS
+        ),
+        ToolFormat(
+            "lfm2",
+            _converted("<|tool_call_start|>", "<|tool_call_end|>", converted.from_python),
+            "<|tool_call_start|>",
+            "[" + _NAME,
+            _ARGUMENTS,
+            closes="}]",
+        ),
+        ToolFormat("gemma4", _converted("<|tool_call>", "<tool_call|>", converted.from_gemma), "<|tool_call>", _NAME, _ARGUMENTS),
+        ToolFormat(
+            "granite", lambda functions: MarkedCalls("<|tool_call|>", "]", named=True), "<|tool_call|>", "[" + _NAME, _ARGUMENTS
+        ),
+        ToolFormat(
+            "command",
+            _converted("<|START_ACTION|>", "<|END_ACTION|>", converted.from_json),
+            "<|START_ACTION|>",
+            '[{"tool_call_id": "0", "tool_name": "',
             '", "parameters": ',
+            closes="}]",
+        ),
+        ToolFormat(
+            "deepseek",
+            _converted(*_CALLS_OF_DEEPSEEK, converted.from_deepseek),
+            _CALLS_OF_DEEPSEEK[0],
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "\n```json\n",
+            closes="\n```<｜tool▁call▁end｜>",
+        ),
+        ToolFormat(
+            "harmony",
+            _no_calls,
+            "",
+            "<|channel|>commentary to=functions.",
+            " <|constrain|>json<|message|>",
+            closes="",
+            channels=True,
         ),
     )
+}
+
+# What in a chat template tells the format of calls; the first that is found counts.
+_TELLTALES = {
+    "<|channel|>analysis": "harmony",
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm",
+    "<|tool_call_start|>": "lfm2",
+    "<|tool_call>": "gemma4",
+    "<|tool_call|>": "granite",
+    "<|START_ACTION|>": "command",
+    _CALLS_OF_DEEPSEEK[0]: "deepseek",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3",
+    "ipython": "llama3",
 }
 
 
 def tool_format(template: str | None) -> ToolFormat:
     """The way that a chat template teaches; "json", which `tool_instructions` teach, where it has none."""
     template = template or ""
-    marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3", "ipython": "llama3"}
-    found = next((name for mark, name in marks.items() if mark in template), "json")
-    return TOOL_FORMATS[found if "tools" in template else "json"]
+    found = next((name for mark, name in _TELLTALES.items() if mark in template), "json")
+    # An answer in channels is one without tools, too. DeepSeek's template renders calls and takes no list of tools.
+    return TOOL_FORMATS[found if "tools" in template or found == "harmony" else "json"]
 
 
 def tool_instructions(tools: Sequence[Any]) -> str:
