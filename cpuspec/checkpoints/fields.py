@@ -54,13 +54,18 @@ class Fields:
     """
 
     def __init__(
-        self, what: str, values: Mapping[str, object], prefix: str = "", defaults: Mapping[str, object] = MappingProxyType({})
+        self,
+        what: str,
+        values: Mapping[str, object],
+        prefix: str = "",
+        defaults: Mapping[str, object] = MappingProxyType({}),
+        read: set[str] | None = None,
     ) -> None:
         self.what = what
         self._values = values
         self._prefix = prefix
         self._defaults = defaults
-        self._read: set[str] = set()  # names that a reader has asked for
+        self._read = set() if read is None else read  # names that a reader has asked for
 
     def fail(self, key: str, wanted: str) -> NoReturn:
         """Raise CheckpointError with the value of `key` and `wanted`."""
@@ -161,7 +166,12 @@ class Fields:
 
     def over(self, defaults: Mapping[str, object]) -> "Fields":
         """The same fields, with other defaults."""
-        return Fields(self.what, self._values, self._prefix, defaults)
+        return Fields(self.what, self._values, self._prefix, defaults, self._read)
+
+    def without(self, key: str) -> "Fields":
+        """The same fields, but for one."""
+        others = {name: value for name, value in self._values.items() if name != self._prefix + key}
+        return Fields(self.what, others, self._prefix, self._defaults, self._read)
 
     def unread(self) -> list[str]:
         """Names of the fields that are not absent, and that nobody has asked these `Fields` for."""

@@ -31,20 +31,40 @@ _SAMPLING_KEYS = {
 # What a model of these architectures may ask for and this reader does not compute: key, values that ask for nothing, name.
 _UNSUPPORTED = (
     ("expert_count", (0,), "a mixture of experts"),
+    ("expert_used_count", (0,), "a mixture of experts"),
     ("attention.clamp_kqv", (0.0,), "clamped q, k and v"),
     ("attention.max_alibi_bias", (0.0,), "ALiBi positions"),
     ("attention.scale", (0.0,), "an attention scale of its own"),
+    ("attention.output_scale", (0.0, 1.0), "a scale of attention's output"),
     ("attention.temperature_scale", (0.0,), "attention whose temperature grows with the position"),
+    ("attention.temperature_length", (0,), "attention whose temperature grows with the position"),
+    ("attention.shared_kv_layers", (0,), "layers that share keys and values"),
     ("attention.causal", (True,), "attention that is not causal"),
     ("use_parallel_residual", (False,), "parallel residuals"),
     ("logit_scale", (0.0, 1.0), "scaled logits"),
     ("residual_scale", (0.0, 1.0), "scaled residuals"),
     ("embedding_scale", (0.0, 1.0), "scaled embeddings"),
-    ("rope.dimension_sections", (), "multimodal rotary sections"),
+    ("embedding_length_per_layer_input", (0,), "embeddings for each layer"),
+    ("rope.dimension_sections", (0,), "multimodal rotary sections"),
+    ("rope.freq_scale", (0.0, 1.0), "a rotary scale without a type"),
+    ("rope.scaling.alpha", (0.0,), "a rotary alpha"),
     ("rope.scaling.yarn_ext_factor", (1.0, -1.0), "a yarn extrapolation factor of its own"),
+    ("rope.scaling.extrapolation_factor", (1.0, -1.0), "a yarn extrapolation factor of its own"),
     ("rope.scaling.yarn_attn_factor", (1.0,), "a yarn attention factor of its own"),
     ("rope.scaling.yarn_log_multiplier", (0.0,), "a yarn log multiplier"),
 )
+# Keys that change no answer: they repeat others, or have a meaning only beside others, which are read then.
+_HARMLESS = frozenset(
+    {
+        "attention.layer_norm_epsilon",  # of another kind of norms
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",
+        *(f"rope.scaling.{of}beta_{end}" for of in ("yarn_", "") for end in ("fast", "slow")),
+        "tensor_data_layout",
+        "vocab_size",
+    }
+)
+_SENSES = ("vision.", "audio.", "mm.", "projector.", "image_token_index", "spatial_merge_size")
 
 
 def checkpoint_of(file: GgufFile) -> Checkpoint:
@@ -61,7 +81,7 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     if architecture not in known:
         raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(known)}")
     family = known[architecture]
-    settings = Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults)
+    settings = _of_ollama(Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults), family)
     tensors, predicting = _canonical_names(file, family, _num_layers(settings))
     try:
         config = _read_config(settings, family, tensors, file.tensors.get(_ROPE_FACTORS))
@@ -72,8 +92,52 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
     pooling = _read_pooling(settings)
-    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, _read_sampling(file), predicting, pooling=pooling)
+    remarks = (*file.remarks, *_unknown_keys(settings))
+    if file.senses:
+        of = f"{len(file.senses)} tensors, as {file.senses[0]!r}, are of a part that sees or hears"
+        remarks += (f"{path}: {of}; only text is read",)
+    sampling = _read_sampling(file)
+    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, sampling, predicting, pooling=pooling, remarks=remarks)
     return replace(checkpoint, tensors=unpermuted(config, checkpoint.tensors)) if family.pairs_neighbours else checkpoint
+
+
+def _of_ollama(fields: Fields, family: Family) -> Fields:
+    """The fields of a Gemma 3, with what Ollama's program knows of such a model where its own converter leaves that out.
+
+    Its 4B, 12B and 27B have no rotary scaling in the file, and its 1B a soft cap that the model does not have (Ollama,
+    convert/convert_gemma3.go and model/models/gemma3/model_text.go).
+    """
+    marks = ("rope.global.freq_base", "rope.local.freq_base", "mm.tokens_per_image")
+    if family.architecture != "gemma3" or not any(key in fields for key in marks):
+        return fields
+    told = {
+        **family.gguf_defaults,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": fields.number("rope.global.freq_base", 1e6),
+        "rope.freq_base_swa": fields.number("rope.local.freq_base", 1e4),
+    }
+    layers, has_windows = (
+        fields.integer("block_count"),
+        fields.integer("attention.sliding_window", 0) < fields.integer("context_length"),
+    )
+    if has_windows and layers in (34, 48, 62):
+        told |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    if has_windows and layers == 26 and fields.value("final_logit_softcapping") == 30.0:
+        return fields.over(told).without("final_logit_softcapping")
+    return fields.over(told)
+
+
+def _unknown_keys(fields: Fields) -> tuple[str, ...]:
+    """A sentence on keys of the architecture that nobody has read. Raises CheckpointError for one of positions or attention."""
+    odd = []
+    for key in fields.unread():
+        value = fields.value(key)
+        if key in _HARMLESS or key.startswith(_SENSES) or (isinstance(value, int | float | str) and not value):
+            continue
+        if key.startswith(("rope.", "attention.")):
+            fields.fail(key, "it absent; this version does not know it, and it may change what attention computes")
+        odd.append(key)
+    return (f"{fields.what}: this version does not know {', '.join(sorted(odd))[:200]}; ignored",) if odd else ()
 
 
 def _read_pooling(fields: Fields) -> str:
@@ -149,20 +213,25 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
     """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
     for key, neutral, feature in _UNSUPPORTED:
         value = fields.value(key)
-        if value is not None and (isinstance(value, np.ndarray) or value not in neutral):
+        if value is not None and not np.isin(np.array(value), neutral).all():
             fields.fail(key, f"it absent: {feature} is not supported")
     context_length, num_layers = fields.integer("context_length"), _num_layers(fields)
     hidden_size = fields.integer("embedding_length")
-    num_heads = fields.integer("attention.head_count")
+    num_blocks = fields.integer("block_count")  # those for multi-token prediction, too
+    num_heads = fields.of_layers("attention.head_count", num_blocks)
     if num_heads < 1:
         fields.fail("attention.head_count", "at least 1")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if "attention.key_length" not in fields and hidden_size % num_heads:
         fields.fail("attention.head_count", f"a divisor of embedding_length {hidden_size}, or attention.key_length")
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        fields.fail("attention.value_length", f"the length of keys, {head_dim}")
-    if fields.integer("rope.dimension_count", head_dim) != head_dim:
-        fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
+    for key in ("value_length", "key_length_swa", "value_length_swa", "head_dim"):
+        if fields.integer(f"attention.{key}", head_dim) != head_dim:
+            fields.fail(f"attention.{key}", f"the length of keys, {head_dim}")
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        if fields.integer(key, head_dim) != head_dim:
+            fields.fail(key, f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
+    if fields.integer("embedding_length_out", hidden_size) != hidden_size:
+        fields.fail("embedding_length_out", f"that of the model, {hidden_size}")
     embed = tensors.get("embed")
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError(f"{fields.what}: token_embd.weight is {'missing' if embed is None else 'a vector'}, wanted a matrix")
@@ -170,10 +239,10 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         architecture=family.architecture,
         vocab_size=embed.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("feed_forward_length"),
+        intermediate_size=fields.of_layers("feed_forward_length", num_blocks),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        num_kv_heads=fields.of_layers("attention.head_count_kv", num_blocks, num_heads),
         head_dim=head_dim,
         context_length=context_length,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
@@ -237,8 +306,9 @@ def rope_scaling(fields: Fields, context_length: int, head_dim: int, factors: Qu
             "yarn",
             factor,
             original_context_length=fields.integer("rope.scaling.original_context_length", context_length),
-            beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+            # The second is Ollama's name for it.
+            beta_fast=fields.number("rope.scaling.yarn_beta_fast", fields.number("rope.scaling.beta_fast", 32.0)),
+            beta_slow=fields.number("rope.scaling.yarn_beta_slow", fields.number("rope.scaling.beta_slow", 1.0)),
             # GGUF's factor multiplies yarn's own: YaRN (arXiv:2309.00071) section 3.4.
             attention_factor=None if attention_factor == 1.0 else attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0),
         )

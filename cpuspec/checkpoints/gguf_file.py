@@ -60,6 +60,9 @@ _MAX_KEY_BYTES = (1 << 16) - 1
 _MAX_NAME_BYTES = 64
 _MAX_ALIGNMENT = 1 << 20
 
+# How llama.cpp and Ollama begin the names of tensors of a part that sees, hears, or joins that to the text.
+_SENSES = ("v.", "a.", "mm.")
+
 _COMPLETE = "a complete file: download it again"
 
 
@@ -67,13 +70,16 @@ _COMPLETE = "a complete file: download it again"
 class GgufFile:
     """Metadata (key -> int, float, bool, str, list of str, or a numeric array) and tensors over the mapped bytes.
 
-    arrays: its vectors of integers.
+    arrays: its vectors of integers. senses: names of tensors of a part that sees or hears, which are not read.
+    remarks: a sentence for each thing that is read in another way than the file says.
     """
 
     path: Path
     metadata: dict[str, Value]
     tensors: dict[str, QuantTensor]
     arrays: dict[str, NDArray] = field(default_factory=dict)
+    senses: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
@@ -111,7 +117,9 @@ def read_gguf(path: Path, mmap: bool = True) -> GgufFile:
         names.add(name)
         infos.append((name, *_tensor_info(cursor, name, alignment)))
     arrays: dict[str, NDArray] = {}
-    return GgufFile(path, metadata, _map_tensors(cursor, data, infos, alignment, arrays), arrays)
+    senses = tuple(name for name, *_ in infos if name.startswith(_SENSES))
+    tensors = _map_tensors(cursor, data, [info for info in infos if not info[0].startswith(_SENSES)], alignment, arrays)
+    return GgufFile(path, metadata, tensors, arrays, senses, tuple(cursor.remarks))
 
 
 def _tensor_info(cursor: "_Cursor", name: str, alignment: int) -> tuple[tuple[int, ...], int, int]:
@@ -182,6 +190,7 @@ class _Cursor:
     def __init__(self, path: Path, data: U8) -> None:
         self.path = path
         self.position = 0
+        self.remarks: list[str] = []
         self._view = memoryview(data.data)
         self._size = len(data)
 
@@ -210,30 +219,38 @@ class _Cursor:
             self.fail(f"{what} is {count} at byte {self.position - 8} of a file of {self._size}", f"at most {possible}")
         return count
 
-    def string(self, what: str, max_bytes: int | None = None) -> str:
+    def string(self, what: str, max_bytes: int | None = None, errors: str = "strict") -> str:
         length = self.u64(f"length of the {what}")
         if max_bytes is not None and length > max_bytes:
             self.fail(f"{what} is {length} bytes long", f"at most {max_bytes}")
         start = self.take(length, what)
         try:
-            return str(self._view[start : self.position], "utf-8")
+            return str(self._view[start : self.position], "utf-8", errors)
         except UnicodeDecodeError as error:
             self.fail(f"{what} is not UTF-8 ({error.reason} at byte {start + error.start})", "UTF-8 text")
 
     def value(self, key: str) -> Value:
         value_type = self.u32(f"type of {key}")
+        # Text for people may be damaged; a tokenizer's may not.
+        errors = "strict" if key.startswith("tokenizer.") else "replace"
         if value_type == _STRING:
-            return self.string(key)
+            return self._told(key, [self.string(key, errors=errors)])[0]
         if value_type == _ARRAY:
-            return self._array(key)
+            return self._array(key, errors)
         return self._numbers(key, value_type, 1)[0].item() if value_type != _BOOL else bool(self._numbers(key, value_type, 1)[0])
 
-    def _array(self, key: str) -> list[str] | NDArray:
+    def _told(self, key: str, strings: list[str]) -> list[str]:
+        """The strings, after a remark if bytes of theirs were no text."""
+        if not key.startswith("tokenizer.") and any("\ufffd" in string for string in strings):
+            self.remarks.append(f"{self.path}: {key[:80]} is not UTF-8; bytes that are no text are replaced")
+        return strings
+
+    def _array(self, key: str, errors: str) -> list[str] | NDArray:
         item_type = self.u32(f"item type of {key}")
         if item_type == _ARRAY:
             self.fail(f"{key} is an array of arrays", "an array of numbers or strings")
         if item_type == _STRING:
-            return self._strings(key, self.count(f"length of {key}", 8, _MAX_STRINGS))
+            return self._told(key, self._strings(key, self.count(f"length of {key}", 8, _MAX_STRINGS), errors))
         dtype = self._scalar_type(key, item_type)
         return self._numbers(key, item_type, self.count(f"length of {key}", dtype.itemsize, self._size))
 
@@ -253,7 +270,7 @@ class _Cursor:
             return numbers.astype(bool)
         return numbers
 
-    def _strings(self, key: str, count: int) -> list[str]:
+    def _strings(self, key: str, count: int, errors: str) -> list[str]:
         # The vocabulary: hundreds of thousands of short strings, so this one loop spells out what `string` does.
         view, size, position = self._view, self._size, self.position
         length_at = _U64.unpack_from
@@ -264,7 +281,7 @@ class _Cursor:
                 position = start + length_at(view, position)[0]
                 if position > size:
                     self.fail(f"string {len(strings)} of {key} ends at byte {position} of a file of {size}", _COMPLETE)
-                strings.append(str(view[start:position], "utf-8"))
+                strings.append(str(view[start:position], "utf-8", errors))
         except struct.error:
             self.fail(f"string {len(strings)} of {key} begins at byte {position} of a file of {size}", _COMPLETE)
         except UnicodeDecodeError as error:

@@ -35,6 +35,7 @@ def read_parts(path: Path, mmap: bool = True) -> GgufFile:
     total = _number(first, "split.tensors.count")
     tensors: dict[str, QuantTensor] = {}
     arrays: dict[str, NDArray] = {}
+    senses: tuple[str, ...] = ()
     for number, part_path in enumerate(paths):
         part = first if number == 0 else read_gguf(part_path, mmap)
         for key, wanted in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
@@ -46,9 +47,10 @@ def read_parts(path: Path, mmap: bool = True) -> GgufFile:
             raise CheckpointError(f"{part_path}: tensor {min(twice)} is in an earlier part, too")
         tensors |= part.tensors
         arrays |= part.arrays
-    if total != (got := len(tensors) + len(arrays)):
+        senses += part.senses
+    if total != (got := len(tensors) + len(arrays) + len(senses)):
         raise CheckpointError(f"{path}: its {count} parts have {got} tensors, wanted {total}, as split.tensors.count says")
-    return GgufFile(path, first.metadata, tensors, arrays)
+    return GgufFile(path, first.metadata, tensors, arrays, senses, first.remarks)
 
 
 def part_paths(path: Path) -> list[Path]:
