@@ -205,7 +205,7 @@ class Engine:
         One whose prefix is being read right now waits for that and keeps a free slot: those behind it do not take its turn.
         """
         context = self._context
-        for seq in list(itertools.islice(self._scheduler.waiting, context.num_free_slots)):
+        for seq in list(itertools.islice(self._scheduler.waiting.values(), context.num_free_slots)):
             if context.awaits_prefix(seq):
                 continue
             self._scheduler.admit(seq)

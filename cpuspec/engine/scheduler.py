@@ -1,40 +1,37 @@
 """Which sequences run in the next step, and how many rows of prompts it reads. Decides, and never touches arrays."""
 
-from collections import deque
 from collections.abc import Callable
+from itertools import accumulate
 
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import PromptChunk, first_come
+from cpuspec.speculation.context import PromptChunk, shortest_first
 
 
 class Scheduler:
-    """Continuous batching under a row budget, first come, first served.
+    """Continuous batching under a row budget: sequences start first come, first served, and the shortest prompt is read first.
 
     Every sequence whose prompt has been read gains tokens in each step. Prompts are read beside them in chunks of at most
-    `prompt_rows` rows a step, and of `max_rows`, a whole forward, while no sequence generates.
+    `prompt_rows` rows a step, and of `max_rows`, a whole forward, while no sequence generates and none is about to.
     """
 
     def __init__(self, prompt_rows: int, max_rows: int) -> None:
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: dict[int, Sequence] = {}  # by id, in the order of their arrival
         self.running: list[Sequence] = []  # in the order of their admission
         self._prompt_rows = prompt_rows
         self._max_rows = max_rows
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(seq)
+        self.waiting[seq.id] = seq
 
     def admit(self, seq: Sequence) -> None:
         """Move a waiting sequence to the running ones."""
-        self.waiting = deque(other for other in self.waiting if other is not seq)
-        self.running.append(seq)
+        self.running.append(self.waiting.pop(seq.id))
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, waiting or running."""
-        running = [other for other in self.running if other is not seq]
-        if len(running) == len(self.running):
-            self.waiting = deque(other for other in self.waiting if other is not seq)
-        self.running = running
+        if self.waiting.pop(seq.id, None) is None:
+            self.running = [other for other in self.running if other is not seq]
 
     def schedule(self, num_unfed: Callable[[Sequence], int]) -> tuple[list[Sequence], list[PromptChunk]]:
         """The sequences that gain tokens in the next step, and the parts of prompts that are read beside them.
@@ -45,7 +42,11 @@ class Scheduler:
         if not reading:
             return self.running.copy(), []
         wanted = [num_unfed(seq) + 1 for seq in reading]  # the last token's row gives the first logits
-        granted = first_come(wanted, self._prompt_rows if len(reading) < len(self.running) else self._max_rows)
+        most = self._prompt_rows if len(reading) < len(self.running) else self._max_rows
+        ending = [number for number in accumulate(sorted(wanted)) if number <= most]
+        # Where prompts end in this step, many rows of others would delay their first tokens.
+        num_rows = min(ending[-1] + self._prompt_rows // 4, most) if ending else most
+        granted = shortest_first(wanted, num_rows)
         unread = [PromptChunk(seq, rows) for seq, number, rows in zip(reading, wanted, granted, strict=True) if rows < number]
         later = {chunk.seq.id for chunk in unread}
         return [seq for seq in self.running if seq.id not in later], [chunk for chunk in unread if chunk.num_tokens]

@@ -35,6 +35,9 @@ MIN_SHARED_PREFIX = 0.1
 # Fewer tokens than these are computed in less time than it takes to wait a step for them, or to keep them elsewhere.
 _MANY = 32
 
+# One row of so many goes to the prompt that has waited longest: so few that they delay a short one by no step.
+_OLDEST_PART = 32
+
 
 class PromptChunk(NamedTuple):
     """The next `num_tokens` tokens of a sequence, to be fed beside the rows of other sequences. Nobody asks for their logits."""
@@ -468,12 +471,19 @@ class Context:
         return left + feeds[len(slots) :] + others
 
 
-def first_come(wanted: list[int], num_rows: int) -> list[int]:
-    """How many rows each of those that want rows gets of `num_rows`, first come, first served."""
-    granted = []
-    for number in wanted:
-        granted.append(min(number, num_rows))
-        num_rows -= granted[-1]
+def shortest_first(wanted: list[int], num_rows: int) -> list[int]:
+    """How many rows each of those that want rows gets of `num_rows`: those that want least come first.
+
+    The oldest, which is the first in the list, gets a part in any case, so that it ends however many short ones come.
+    """
+    granted = [0] * len(wanted)
+    oldest = [i for i, number in enumerate(wanted) if number][:1]
+    shares = [(i, -(-num_rows // _OLDEST_PART)) for i in oldest]
+    shares += [(i, num_rows) for i in sorted(range(len(wanted)), key=wanted.__getitem__)]
+    for i, most in shares:
+        rows = min(wanted[i] - granted[i], most, num_rows)
+        granted[i] += rows
+        num_rows -= rows
     return granted
 
 

@@ -19,7 +19,7 @@ from cpuspec.errors import CacheError, ConfigError
 from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Mark, Sequence, shared_prefix
-from cpuspec.speculation.context import PromptChunk, first_come
+from cpuspec.speculation.context import PromptChunk, shortest_first
 from cpuspec.speculation.prefix_files import PrefixDirectory
 
 # Rows of a prompt are encoded as they come: the outputs of several layers would take more memory until the first draft.
@@ -316,7 +316,7 @@ class HeadContext:
             del feed.positions[len(feed.hidden) :]
         waiting = [feed for feed in feeds if feed.positions]
         while waiting:
-            sizes = first_come([len(feed.positions) for feed in waiting], self.backend.max_rows)
+            sizes = shortest_first([len(feed.positions) for feed in waiting], self.backend.max_rows)
             now = [(feed, size) for feed, size in zip(waiting, sizes, strict=True) if size]
             positions = [position for feed, size in now for position in feed.positions[:size]]
             starts = list(accumulate((size for _, size in now), initial=0))

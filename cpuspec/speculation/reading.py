@@ -7,7 +7,7 @@ many as a forward takes where a sequence is alone. Until the prompt is read, dra
 from collections.abc import Callable
 
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import Context, PromptChunk, first_come
+from cpuspec.speculation.context import Context, PromptChunk, shortest_first
 
 _FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; more are read as a prompt is
 
@@ -39,7 +39,7 @@ class Reading:
                     begin(seq, num_cached)
         unfed = [context.num_unfed(seq) for seq in seqs]
         num_rows = context.prompt_rows if context.num_sequences > 1 else context.backend.max_rows
-        granted = first_come([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
+        granted = shortest_first([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
         ready, chunks = [], []
         for seq, number, rows in zip(seqs, unfed, granted, strict=True):
             is_read = rows == number or number <= _FED_WITH_A_DRAFT

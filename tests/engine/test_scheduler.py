@@ -1,10 +1,14 @@
-"""Who gets the rows of a step: every sequence that generates, then prompts in the order of their arrival."""
+"""Who gets the rows of a step: every sequence that generates, then the shortest prompts, with a part for the oldest."""
 
+import numpy as np
 import pytest
 
 from cpuspec.config import SamplingParams
+from cpuspec.engine.engine import Engine
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.sequence import Sequence
+from cpuspec.speculation import Context, NullProposer
+from tests.oracles import ToyBackend, ToyTokenizer
 
 
 def sequence(id: int, num_tokens: int, generates: bool = False) -> Sequence:
@@ -30,23 +34,33 @@ def running(*seqs: Sequence, prompt_rows: int = 8, max_rows: int = 32) -> Schedu
 @pytest.mark.parametrize(
     ("unfed", "scored", "chunks"),
     [
-        ({1: 20, 2: 3}, [0, 3], [(1, 8)]),  # the first prompt takes all
-        ({1: 5, 2: 3}, [0, 1, 3], [(2, 2)]),  # with the last token's row six, and two are left
-        ({1: 7, 2: 3}, [0, 1, 3], []),  # none are left: the second waits
+        ({1: 20, 2: 3}, [0, 2, 3], [(1, 2)]),  # the second is shorter; beside its end, few rows of another are read
+        ({1: 20, 2: 9}, [0, 3], [(1, 1), (2, 7)]),  # the oldest has a part in any case
+        ({1: 5, 2: 5}, [0, 1, 3], [(2, 2)]),  # with the last token's row six are read, and two are left
+        ({1: 20, 2: 20}, [0, 3], [(1, 8)]),  # of equal ones, the one that came first
         ({1: 5, 2: 1}, [0, 1, 2, 3], []),
     ],
 )
-def test_prompts_share_the_budget_first_come_first_served_and_every_stream_runs(
+def test_beside_streams_the_shortest_prompt_is_read_first_and_every_stream_runs(
     unfed: dict[int, int], scored: list[int], chunks: list[tuple[int, int]]
 ) -> None:
     seqs = [sequence(0, 4, generates=True), sequence(1, 30), sequence(2, 4), sequence(3, 9, generates=True)]
     assert schedule(running(*seqs), unfed) == (scored, chunks)
 
 
-def test_prompts_share_a_whole_forward_while_nothing_generates() -> None:
-    scheduler = running(sequence(0, 21), sequence(1, 21), sequence(2, 21))
-    assert schedule(scheduler, {0: 20, 1: 20, 2: 20}) == ([0], [(1, 11)])
-    assert schedule(scheduler, {0: 40, 1: 20, 2: 20}) == ([], [(0, 32)])
+@pytest.mark.parametrize(
+    ("unfed", "scored", "chunks"),
+    [
+        ({0: 40, 1: 60, 2: 60}, [], [(0, 32)]),  # a whole forward while no prompt ends
+        ({0: 90, 1: 4, 2: 50}, [1], [(0, 1), (2, 1)]),  # few rows of others beside one that ends
+        ({0: 90, 1: 4, 2: 6}, [1, 2], [(0, 2)]),
+        ({0: 20, 1: 20, 2: 20}, [0], [(1, 2)]),
+    ],
+)
+def test_while_nothing_generates_prompts_that_end_go_almost_alone(
+    unfed: dict[int, int], scored: list[int], chunks: list[tuple[int, int]]
+) -> None:
+    assert schedule(running(*(sequence(id, 91) for id in range(3))), unfed) == (scored, chunks)
 
 
 def test_sequences_run_in_the_order_of_their_admission_and_are_forgotten_wherever_they_are() -> None:
@@ -60,3 +74,76 @@ def test_sequences_run_in_the_order_of_their_admission_and_are_forgotten_whereve
     scheduler.remove(seqs[0])
     assert scheduler.running == [seqs[2]]
     assert schedule(scheduler, {2: 2}) == ([2], [])
+
+
+PLAIN_STEPS_PER_ROW = 0.2  # of a prompt, with AVX2 (benchmarks/LOG.md): the more, the more others' rows delay a short prompt
+LONG, ROWS = 4000, 32
+
+
+class Clock:
+    """An engine over a toy model. Time is in steps of plain decoding, by the rows of each step."""
+
+    def __init__(self) -> None:
+        self.backend = ToyBackend(1, max_rows=256, context_length=LONG + 500)
+        context = Context(self.backend, 4, LONG + 500, prompt_rows=ROWS)
+        self.engine = Engine(context, NullProposer(), ToyTokenizer(8))  # type: ignore[arg-type]
+        self.time, self._first = 0.0, dict[int, float]()
+
+    def add(self, num_tokens: int, max_tokens: int = 60) -> int:
+        prompt = np.random.default_rng(num_tokens).integers(4, 8, num_tokens).tolist()
+        return self.engine.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+    def step(self) -> None:
+        before = self.backend.num_rows
+        outputs = self.engine.step()
+        self.time += 1 + PLAIN_STEPS_PER_ROW * (self.backend.num_rows - before)
+        for output in outputs:
+            self._first.setdefault(output.request_id, self.time)
+
+    def has_begun(self, request: int) -> bool:
+        return request in self._first
+
+    def first_token(self, request: int) -> float:
+        while not self.has_begun(request):
+            self.step()
+        return self._first[request]
+
+
+@pytest.mark.parametrize("num_steps", [0, 5], ids=["at once", "in its middle"])
+@pytest.mark.parametrize("num_tokens", [1, 20, 32, 200])
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_a_short_prompt_waits_for_no_long_one_and_delays_it_little(num_steps: int, num_tokens: int, has_stream: bool) -> None:
+    def times(*sizes: int) -> list[float]:
+        clock = Clock()
+        if has_stream:
+            clock.first_token(clock.add(1, LONG))
+        ids, began = [], []
+        for size in sizes:
+            for _ in range(num_steps):
+                clock.step()
+            began.append(clock.time)
+            ids.append(clock.add(size))
+        return [clock.first_token(request) - start for request, start in zip(ids, began, strict=True)]
+
+    (long_alone,), (short_alone,), (long, short) = times(LONG), times(num_tokens), times(LONG, num_tokens)
+    assert short <= short_alone + 4
+    assert long <= 1.2 * long_alone
+
+
+def test_a_long_prompt_ends_however_many_short_ones_come() -> None:
+    clock = Clock()
+    long, short = clock.add(600), [clock.add(200, max_tokens=1) for _ in range(3)]
+    while not clock.has_begun(long):
+        clock.step()
+        short = [clock.add(200, max_tokens=1) if clock.has_begun(request) else request for request in short]
+    assert clock.backend.num_rows <= 33 * 600
+
+
+def test_a_thousand_waiting_requests_are_admitted_in_their_order() -> None:
+    scheduler, seqs = Scheduler(8, 32), [sequence(id, 3) for id in range(1000)]
+    for seq in seqs:
+        scheduler.add(seq)
+    for seq in seqs:
+        assert next(iter(scheduler.waiting.values())) is seq
+        scheduler.admit(seq)
+    assert scheduler.running == seqs
