@@ -417,6 +417,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = _setting((), _IDS, "End with this token, too. Repeatable.", "ID")
     ignore_eos: bool = _setting(False, _BOOLEAN, "Go on when the model ends its answer, up to --max-tokens.")
     max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N")
+    min_tokens: int = _setting(0, _COUNT, "Tokens that an answer has at least: before, no end token is taken, and no --stop.", "N")
     n: int = _setting(1, _POSITIVE_COUNT, "Answers to the prompt.", "N")
     logprobs: int | None = _setting(
         None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
@@ -683,6 +684,9 @@ class ServerConfig:
         True,
         _BOOLEAN,
         "Take out the lines that some agents change in the system message of each request, so that prompts begin alike.",
+    )
+    strict_requests: bool = _setting(
+        False, _BOOLEAN, "Refuse requests with unknown fields, as OpenAI's API does, instead of ignoring these with a note."
     )
     slot_save_path: str | None = _setting(
         None,

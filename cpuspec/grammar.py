@@ -9,7 +9,7 @@ text of the grammar goes on with.
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -63,10 +63,15 @@ class Grammars:
         self._compiled: dict[_Key, LLMatcher] = {}  # the latest last
 
     def constraint(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Constraint | None:
-        """What a request's grammar allows; None for a request without one. prompt: token ids, whose end may open reasoning.
+        """What a request's grammar and `min_tokens` allow; None where all is. prompt: token ids, whose end may open reasoning.
 
         Raises ConfigError for a grammar that cannot be compiled, exceeds the limits, or allows no text, and without llguidance.
         """
+        grammar = self._grammar(params, prompt)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._tokenizer.eos_ids)} if params.min_tokens else set()
+        return AtLeast(grammar, params.min_tokens, ends, self._tokenizer.vocab_size) if ends else grammar
+
+    def _grammar(self, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
         key = _key(params)
         if key is None:
             return None
@@ -160,6 +165,33 @@ class GrammarConstraint:
         new = wanted[shared:]
         self._path = wanted[: shared + (self._matcher.try_consume_tokens(new) if new else 0)]
         return len(self._path) == len(wanted) and not self._matcher.is_error()
+
+
+class AtLeast:
+    """Tokens that an answer has before it may end, unless its grammar lets nothing else follow. ends: tokens that end it."""
+
+    def __init__(self, grammar: Constraint | None, least: int, ends: Set[int], vocab_size: int) -> None:
+        self._grammar = grammar
+        self._least = least
+        self._free = np.ones(vocab_size, np.bool_)
+        self._no_end = self._free.copy()
+        self._no_end[[end for end in ends if end < vocab_size]] = False
+
+    def legal(self, path: Sequence[int]) -> Legal | None:
+        """See `Constraint`."""
+        legal = self._grammar.legal(path) if self._grammar else self._free
+        if legal is None or len(path) >= self._least:
+            return legal
+        others: Legal = legal & self._no_end
+        return others if others.any() else legal
+
+    def accepts(self, path: Sequence[int]) -> bool:
+        """See `Constraint`."""
+        return self._grammar is None or self._grammar.accepts(path)
+
+    def forced(self, path: Sequence[int]) -> list[int]:
+        """See `Constraint`."""
+        return self._grammar.forced(path) if self._grammar else []
 
 
 class BehindReasoning:

@@ -16,10 +16,14 @@ class Decoder(Protocol):
 
 
 class StopText:
-    """The text of one request. Holds back text that may begin a stop string, and cuts before a whole one."""
+    """The text of one request. Holds back text that may begin a stop string, and cuts before a whole one.
 
-    def __init__(self, decoder: Decoder, stop: tuple[str, ...]) -> None:
+    least: the first tokens, of which no stop string is looked for.
+    """
+
+    def __init__(self, decoder: Decoder, stop: tuple[str, ...], least: int = 0) -> None:
         self.stopped = False
+        self._num_free = least
         self._decoder = decoder
         self._stop = stop
         self._pending = ""
@@ -27,7 +31,8 @@ class StopText:
     def push(self, token: int) -> str:
         """Text that became safe to show with this token; sets `stopped` where a stop string is complete."""
         piece = self._decoder.push(token)
-        return self._release(piece) if self._stop else piece
+        self._num_free -= 1
+        return self._release(piece) if self._stop and self._num_free < 0 else piece
 
     def finish(self) -> str:
         """The text that was held back, at the end of a sequence that no stop string ended."""

@@ -23,6 +23,7 @@ from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.server import completions, embeddings, infill, messages, native, page, responses
 from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
+from cpuspec.server.fields import REFUSED
 from cpuspec.server.gate import NOTE, NOTES, Gate, context_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.observe import log_event
@@ -82,7 +83,8 @@ async def _on_bad_body(request: Request, error: Exception) -> Response:
     if first["type"] == "extra_forbidden":
         theirs = request.url.path.startswith("/v1/messages")
         said = "{}: Extra inputs are not permitted" if theirs else "Unrecognized request argument supplied: {}"
-        message = said.format(".".join(place))
+        full = ".".join(place)
+        message = said.format(full) + (f"; send {REFUSED[full]} instead" if full in REFUSED else "")
     elif first["type"] == "json_invalid":
         message, name = "the body is no JSON; wanted one JSON object", None
     elif not place and request.headers.get("content-type", "").partition(";")[0] != "application/json":

@@ -9,7 +9,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec.config import SamplingParams
+from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
+from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt, message_of, reason_of, said
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
@@ -30,7 +32,7 @@ from cpuspec.server.replies import EventStream, event, json_response, unless_gon
 from cpuspec.server.schema import ChatBody, CompletionBody, Prediction, SamplingBody, grammar_of, sampling_params
 from cpuspec.server.server import server_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _MOST_LOGPROBS = 20
 
@@ -69,11 +71,11 @@ def _predicted(model: ServedModel, prediction: Prediction | None) -> list[int]:
 
 def chat_params(model: ServedModel, body: ChatBody) -> SamplingParams:
     """The params of a chat completion. Raises RequestError or ConfigError."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    num_top = _checked_logprobs(body.top_logprobs or 0, "top_logprobs")
-    limits = {} if body.max_completion_tokens is None else {"max_tokens": body.max_completion_tokens}
-    return sampling_params(model, body, logprobs=num_top if body.logprobs else None, **limits)
+    num_top = _checked_logprobs(body.top_logprobs or (0 if body.logprobs is True else body.logprobs or 0), "top_logprobs")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return sampling_params(model, body, n=body.n, stop=body.stop, max_tokens=limit, logprobs=num_top if body.logprobs else None)
 
 
 def check_number(model: ServedModel, number: int) -> None:
@@ -115,11 +117,11 @@ async def _chat_events(
     tokenizer, lasts = prompt.model.llm.tokenizer, []
     parsers = [prompt.parser() for _ in answers.wanted]
     call_ids: dict[tuple[int, int], str] = {}
-    extra: dict[str, Any] = {"usage": None} if _wants_usage(body) else {}
+    usages = _Usages(body, answers)
 
     def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None, **more: Any) -> str:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event({**head, "choices": [choice], **extra, **more})
+        return event({**head, "choices": [choice], **usages.of_chunk(index), **more})
 
     def delta_of(index: int, piece: Piece) -> dict[str, Any]:
         match piece.kind:
@@ -140,6 +142,7 @@ async def _chat_events(
     by_token = body.cpuspec is not None and body.cpuspec.tokens
     async for index, output in answers.outputs():
         parser = parsers[index]
+        usages.count(index, output)
         if output.num_read_tokens is not None:
             meter = answers.meters[index]
             yield chunk(index, {}, prompt_progress=prompt_progress(output, meter.num_prompt_tokens, meter.running_s))
@@ -158,13 +161,31 @@ async def _chat_events(
             yield chunk(index, {}, reason=reason_of(output, parser.num_calls > 0), **told)
     stats = stats_of(lasts)
     figures |= log_figures(stats)
-    if _wants_usage(body):
+    if usages.wanted:
         yield event({**head, "choices": [], "usage": usage(stats)})
     yield "data: [DONE]\n\n"
 
 
-def _wants_usage(body: SamplingBody) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
+class _Usages:
+    """The usage that chunks of a stream tell: none, null until the last chunk, or (vLLM's option) that of their answer so far."""
+
+    def __init__(self, body: SamplingBody, answers: Answers) -> None:
+        options = body.stream_options
+        self.wanted = options is not None and options.include_usage
+        self._is_continuous = options is not None and options.continuous_usage_stats
+        self._num_prompt = [len(one.prompt) for one in answers.wanted]
+        self._num_new = [0] * len(answers.wanted)
+
+    def count(self, index: int, output: Output) -> None:
+        """Add the tokens of an output."""
+        self._num_new[index] += len(output.token_ids)
+
+    def of_chunk(self, index: int) -> dict[str, Any]:
+        """The fields of a chunk of an answer."""
+        if not (self.wanted and self._is_continuous):
+            return {"usage": None} if self.wanted else {}
+        num_prompt, num_new = self._num_prompt[index], self._num_new[index]
+        return {"usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}}
 
 
 @router.post("/v1/completions")
@@ -178,9 +199,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         raise RequestError("echo with logprobs is not supported: a prompt's tokens get no log-probabilities", "echo")
     if body.suffix and not (isinstance(body.prompt, str) and not body.echo):
         raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
-    own: dict[str, Any] = {"max_tokens": 16} if body.max_tokens is None else {}  # OpenAI's default
+    limit = 16 if body.max_tokens is None else body.max_tokens  # OpenAI's default
     num_top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
-    params = sampling_params(model, body, logprobs=num_top, **own, **grammar_of(body))
+    params = sampling_params(model, body, n=body.n, stop=body.stop, max_tokens=limit, logprobs=num_top, **grammar_of(body))
     if body.suffix:
         assert isinstance(body.prompt, str), "checked above"
         check_number(model, params.n)
@@ -295,17 +316,18 @@ async def _text_events(
 ) -> AsyncGenerator[str]:
     per_prompt = len(answers.wanted) // len(echoes)
     num_chars, lasts = [0] * len(answers.wanted), {}
-    extra: dict[str, Any] = {"usage": None} if _wants_usage(body) else {}
+    usages = _Usages(body, answers)
 
     def chunk(index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> str:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return event({**head, "choices": [choice], **extra, **more})
+        return event({**head, "choices": [choice], **usages.of_chunk(index), **more})
 
     for index in range(len(answers.wanted)):
         if echo := echoes[index // per_prompt]:
             yield chunk(index, echo)
     async for index, output in answers.outputs():
         logprobs = None
+        usages.count(index, output)
         if body.logprobs is not None:
             logprobs = completion_logprobs(model.llm.tokenizer, output.logprobs, num_chars[index])
             num_chars[index] += sum(map(len, logprobs["tokens"]))
@@ -317,6 +339,6 @@ async def _text_events(
             yield chunk(index, output.text, logprobs, output.finish_reason, **told)
     stats = stats_of([lasts[index] for index in sorted(lasts)])
     figures |= log_figures(stats)
-    if _wants_usage(body):
+    if usages.wanted:
         yield event({**head, "choices": [], "usage": usage(stats, len(echoes))})
     yield "data: [DONE]\n\n"

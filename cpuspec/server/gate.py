@@ -28,7 +28,7 @@ OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
 # it came, in seconds since the epoch.
 NONCE = "cpuspec.nonce"
 # Headers that tell how a request was changed: what comes before their names, and these.
-NOTE, NOTES = "x-cpuspec-", ("left-out", "loosened")
+NOTE, NOTES = "x-cpuspec-", ("ignored-fields", "left-out", "loosened")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 

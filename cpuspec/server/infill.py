@@ -1,6 +1,6 @@
 """llama.cpp's `/infill` for editors: the text between what stands before and behind the cursor, with other files as context.
 
-Source: llama.cpp's server README. As there, fields that the server does not know are ignored.
+Source: llama.cpp's server README.
 """
 
 from collections.abc import AsyncGenerator
@@ -8,39 +8,36 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
+from pydantic import Field
 from starlette.responses import Response
 
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import now_s
+from cpuspec.server.bodies import Body, BodyRoute
 from cpuspec.server.completions import fill_params, fill_prompt
 from cpuspec.server.figures import log_figures, stats_of, timings
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, Wanted
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
+from cpuspec.server.schema import SamplingFields, sampling_params
 from cpuspec.server.server import server_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
-class OtherFile(BaseModel):
+class OtherFile(Body):
     text: str
     filename: str = "file"
 
 
-class InfillBody(BaseModel):
+class InfillBody(SamplingFields):
     model: str | None = None
     input_prefix: str
     input_suffix: str
-    input_extra: list[OtherFile] = []
+    input_extra: list[OtherFile] = Field(default_factory=list)
     prompt: str = ""  # text that has been written at the cursor
     n_predict: int = 128
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: list[str] = []
+    stop: str | list[str] | None = None
     grammar: str = ""
     json_schema: dict[str, Any] | None = None
     stream: bool = False
@@ -52,13 +49,15 @@ async def infill(body: InfillBody, request: Request) -> Response:
     """Fill the gap. n_predict 0 reads the prompt only, so that the next request finds it in the cache."""
     context = context_of(request)
     model = await model_of(request, body.model)
-    given: dict[str, Any] = body.model_dump(include={"temperature", "top_k", "top_p", "min_p", "json_schema"})
-    given["grammar"] = body.grammar or None
-    given["seed"] = None if body.seed is None or body.seed < 0 else body.seed  # llama.cpp draws one for -1
-    given["stop"] = tuple(text for text in body.stop if text)
-    if body.n_predict >= 0:  # and -1 is no limit
-        given["max_tokens"] = max(body.n_predict, 1)
-    params = fill_params(model, model.params({name: value for name, value in given.items() if value is not None}))
+    params = sampling_params(
+        model,
+        body,
+        stop=body.stop,
+        max_tokens=max(body.n_predict, 1),
+        grammar=body.grammar or None,
+        json_schema=body.json_schema,
+    )
+    params = fill_params(model, params)
     others = [(one.filename, one.text) for one in body.input_extra]
     prompt = await model.in_worker(partial(fill_prompt, model, body.input_prefix + body.prompt, body.input_suffix, others))
     answers = await model.answers(context.client, context.id, [Wanted(prompt, params)], context.rng)

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import Response
 
-from cpuspec.config import SamplingParams
 from cpuspec.engine.changing_lines import without_lines
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
+from cpuspec.server.bodies import Body, BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt, said
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
@@ -24,11 +23,11 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
-from cpuspec.server.schema import Body
+from cpuspec.server.schema import SamplingFields, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class CountBody(Body):
@@ -39,6 +38,7 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # output_config.format, as the beta called it
     # Refused where they ask for something.
     compaction: Any = None
@@ -53,13 +53,10 @@ class CountBody(Body):
     workspace_id: Any = None
 
 
-class MessagesBody(CountBody):
-    max_tokens: int = Field(ge=1)
+class MessagesBody(CountBody, SamplingFields):
+    max_tokens: int | None = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
     # Ignored.
     container: Any = None
     diagnostics: Any = None
@@ -76,14 +73,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     context = context_of(request)
     model = await model_of(request, body.model)
     stops = tuple(text for text in body.stop_sequences or () if text)
-    given = {
-        "temperature": body.temperature,
-        "top_k": body.top_k,
-        "top_p": body.top_p,
-        "max_tokens": body.max_tokens,
-        "stop": stops,
-    }
-    params: SamplingParams = model.params({name: value for name, value in given.items() if value is not None})
+    params = sampling_params(model, body, max_tokens=body.max_tokens, stop=stops)
     prompt = await model.in_worker(partial(_prompt, model, body))
     context.notes |= prompt.notes
     answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
@@ -139,6 +129,7 @@ def _prompt(model: ServedModel, body: CountBody) -> ChatPrompt:
     if body.tools and not tools:
         raise RequestError(f"tools.0 is of type {str(body.tools[0]['type'])[:40]!r}, which this server cannot run", "tools")
     variables = {"enable_thinking": body.thinking.get("type") != "disabled"} if body.thinking else {}
+    variables |= body.chat_template_kwargs or {}
     asked = (body.output_config or {}).get("format") or body.output_format
     keeps_to = answer_format(asked, "output_config.format")
     return chat_prompt(model, listed, tools, _tool_choice(body.tool_choice), variables, keeps_to)

@@ -11,16 +11,16 @@ from starlette.responses import Response
 from cpuspec import __version__
 from cpuspec.errors import CacheError
 from cpuspec.metrics import now_s
+from cpuspec.server.bodies import Body, BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.figures import token_text
 from cpuspec.server.gate import model_of
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
-from cpuspec.server.schema import Body
 from cpuspec.server.server import Server, server_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 

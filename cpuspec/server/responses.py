@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cpuspec.engine.engine import Output
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats
+from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import RequestError
 from cpuspec.server.figures import log_figures, stats_of
@@ -21,25 +22,25 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, gather
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, as_request_error, event, json_response, unless_gone
-from cpuspec.server.schema import UnusedBody
+from cpuspec.server.schema import SamplingFields, UnusedBody, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
-class ResponsesBody(UnusedBody):
+class ResponsesBody(UnusedBody, SamplingFields):
     input: str | list[dict[str, Any]]
     model: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     reasoning: dict[str, Any] | None = None
+    stop: str | list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
     text: dict[str, Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    top_p: float | None = None
     # Refused where they ask for something.
     background: bool | None = None
     conversation: Any = None
@@ -76,8 +77,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     for name, why in _REFUSED.items():
         if asked[name]:
             raise RequestError(f"{name} is not supported: {why}", name)
-    given = {"temperature": body.temperature, "top_p": body.top_p, "max_tokens": body.max_output_tokens}
-    params = model.params({name: value for name, value in given.items() if value is not None})
+    params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
     tools, owners = _functions(body.tools or ())
     prompt = await model.in_worker(partial(_prompt, model, body, tools))
     context.notes |= prompt.notes
@@ -157,6 +157,7 @@ def _prompt(model: ServedModel, body: ResponsesBody, tools: Sequence[Mapping[str
                 raise RequestError(f"input[{number}] is of type {str(kind)[:40]!r}, which this model cannot read", "input")
     effort = (body.reasoning or {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    variables |= body.chat_template_kwargs or {}
     keeps_to = answer_format((body.text or {}).get("format"), "text.format")
     return chat_prompt(model, listed, tools, body.tool_choice, variables, keeps_to)
 

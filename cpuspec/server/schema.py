@@ -1,27 +1,24 @@
-"""The bodies of OpenAI's endpoints. Sampling fields come from the declaration of `SamplingParams`, which also checks their values.
+"""What bodies of requests share. Sampling fields come from the declaration of `SamplingParams`, which also checks their values.
 
-Fields that change no answer here are listed as ignored; those that would and cannot be honoured are refused, and so is every other.
+Fields that change no answer here are listed as ignored; other names and unknown fields are the business of `fields.py`.
 """
 
+import math
 from dataclasses import fields
 from typing import Any, Literal, Optional
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import Field, create_model
 
 from cpuspec.config import SamplingParams, SpecConfig
+from cpuspec.server.bodies import Body
 from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel
 from cpuspec.server.structured import ANY_OBJECT, answer_format
 
 
-class Body(BaseModel):
-    """A body whose values have the types that are declared, and which has no other fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage until then
     include_obfuscation: bool = False  # accepted: events are never padded
 
 
@@ -36,7 +33,7 @@ class CpuspecOptions(Body):
 
 # The scalar fields, under their own names; the others are spelled differently in requests.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
-_OWN_SPELLING = ("logprobs", "max_draft_tokens", "free_reasoning")
+_OWN_SPELLING = ("logprobs", "max_draft_tokens", "free_reasoning", "max_tokens", "n")
 _FIELDS: dict[str, Any] = {
     name: (Optional[one.type], Field(None, description=one.metadata["help"]))  # noqa: UP045 - the type is a value here
     for name, one in _SCALARS.items()
@@ -50,7 +47,15 @@ _GRAMMARS = {  # fields of SamplingParams by the names that requests have for th
     "structured_outputs.choice": "choices",
     "structured_outputs.grammar": "grammar",
 }
-_Sampling: Any = create_model("Sampling", __base__=Body, **_FIELDS)
+_Scalars: Any = create_model("Scalars", __base__=Body, **_FIELDS)
+
+
+class SamplingFields(_Scalars):
+    """What every request for an answer may say, whatever its protocol has names for."""
+
+    stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, Any] | list[list[Any]] | None = None
+    speculation: Speculation | None = None
 
 
 class StructuredOutputs(Body):
@@ -63,10 +68,12 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class SamplingBody(_Sampling):
+class SamplingBody(SamplingFields):
     """What chat and plain completions share."""
 
     model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = None
     # One of these at most, under the names of SamplingParams, llama-server, and vLLM now and before 0.12.
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -79,11 +86,8 @@ class SamplingBody(_Sampling):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculation: Speculation | None = None
     # Ignored.
     guided_decoding_backend: Any = None
     user: Any = None
@@ -120,7 +124,7 @@ class UnusedBody(Body):
 class ChatBody(SamplingBody, UnusedBody):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
+    logprobs: bool | int | None = None  # a number is llama-server's: of likely tokens
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -134,14 +138,12 @@ class ChatBody(SamplingBody, UnusedBody):
     verbosity: Any = None
 
 
-def sampling_params(model: ServedModel, body: SamplingBody, **own: Any) -> SamplingParams:
+def sampling_params(model: ServedModel, body: SamplingFields, **own: Any) -> SamplingParams:
     """The params that a body asks for. own: fields whose spelling is the endpoint's own; None is absent. Raises ConfigError."""
     given = {name: value for name, value in body.model_dump(include=set(_SCALARS)).items() if name not in _OWN_SPELLING}
-    given |= {"stop": body.stop, "stop_token_ids": body.stop_token_ids, "logit_bias": _biases(body.logit_bias), **own}
-    if given["top_k"] == -1:
-        given["top_k"] = 0  # vLLM's spelling of "off"
+    given |= {"stop_token_ids": body.stop_token_ids, "logit_bias": _biases(model, body.logit_bias), **own}
     given |= _drafts(model, body.speculation)
-    if isinstance(given["stop"], list):
+    if isinstance(given.get("stop"), list):
         given["stop"] = tuple(text for text in given["stop"] if text)
     return model.params({name: value for name, value in given.items() if value is not None})
 
@@ -165,11 +167,19 @@ def grammar_of(body: SamplingBody) -> dict[str, Any]:
     return found[asked[0]] if asked else {}
 
 
-def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
+def _biases(model: ServedModel, given: dict[str, Any] | list[list[Any]] | None) -> dict[int, Any] | None:
+    """OpenAI's mapping of ids, or llama-server's pairs of an id or a text and a number; false forbids the tokens."""
+    if given is None:
+        return None
+    found: dict[int, Any] = {}
     try:
-        return None if given is None else {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise RequestError("logit_bias maps token ids to numbers", "logit_bias") from None
+        for token, bias in given.items() if isinstance(given, dict) else given:
+            is_text = isinstance(token, str) and not isinstance(given, dict)
+            ids = model.llm.tokenizer.encode(token, add_special=False) if is_text else [int(token)]
+            found |= dict.fromkeys(ids, -math.inf if bias is False else float(bias))
+    except (ValueError, TypeError, OverflowError):
+        raise RequestError("logit_bias maps token ids to numbers, or is a list of pairs of these", "logit_bias") from None
+    return found
 
 
 def _drafts(model: ServedModel, given: Speculation | None) -> dict[str, Any]:

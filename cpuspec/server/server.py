@@ -43,6 +43,7 @@ class Server:
         self.created = epoch_s()
         self.models: dict[str, ServedModel] = {}  # that are loaded, the one first that was asked for longest ago
         self.stop: Callable[[], object] = lambda: None  # ends the server as a signal does; any thread may call it
+        self.ignored_fields: set[str] = set()  # of requests, that the log has told of
         self._loaders = dict(loaders or {})
         self._loading = asyncio.Lock()
         self._keys = [key.encode() for key in keys]

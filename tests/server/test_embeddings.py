@@ -75,7 +75,6 @@ def test_dimensions_shorten_a_vector(embedding: Running, llm: LLM) -> None:
         ({"input": [-1]}, "prompt token ids must be in"),
         ({"input": "a", "dimensions": 10**9}, "dimensions must be"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "pooling": "max"}, "pooling"),
         ({"input": {"a": 1}}, "input"),
         ({}, "input"),
     ],

@@ -167,7 +167,7 @@ def test_speculation_is_the_requests_choice_and_changes_no_answer(client: openai
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode"),
         ({"logit_bias": {"cat": 1}}, 400, "token ids"),
         ({"logit_bias": {"999999": 1}}, 400, "logit_bias ids"),
-        ({"functions": []}, 400, "Unrecognized request argument supplied: functions"),
+        ({"functions": [{"name": "f"}]}, 400, "Unrecognized request argument supplied: functions; send tools instead"),
         ({"response_format": {"type": "xml"}}, 400, "response_format.type is text, json_object or json_schema"),
         ({"tools": [{"type": "web_search"}]}, 400, "is no function"),
         ({"tool_choice": "required"}, 400, "there are no tools"),

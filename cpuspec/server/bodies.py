@@ -1,0 +1,79 @@
+"""Bodies of requests: what an endpoint declares, and the route that reads what a client sent as that."""
+
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any, get_args
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from cpuspec.server.fields import REFUSED, Declared, read
+from cpuspec.server.gate import context_of
+from cpuspec.server.observe import log_event
+from cpuspec.server.server import server_of
+
+_ODD = re.compile(r"[^A-Za-z0-9_.\-]")  # what no header and no log line takes from a client
+_LONGEST_NAME, _MOST_NAMES, _MOST_NOTED = 64, 32, 256
+
+
+class Body(BaseModel):
+    """A body, or a part of one. Numbers may be written as texts, or whole ones with a fraction of zero, as clients do."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def declared(cls) -> Declared:
+        """The names of its fields, and of its parts'."""
+        parts = {one.alias or name: _part(one.annotation) for name, one in cls.model_fields.items()}
+        return {name: None if part is None else part.declared() for name, part in parts.items()}
+
+
+class BodyRoute(APIRoute):
+    """A route whose endpoint gets the fields that its body declares, whatever a client calls them.
+
+    Fields that mean nothing here are ignored: a header of the response names them, and the log each once. A strict server refuses
+    them.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See FastAPI."""
+        handler = super().get_route_handler()
+        body = _part(self.body_field.field_info.annotation) if self.body_field else None
+
+        async def handle(request: Request) -> Response:
+            return await handler(_ReadRequest(request, body) if body else request)
+
+        return handle
+
+
+class _ReadRequest(Request):
+    def __init__(self, request: Request, body: type[Body]) -> None:
+        super().__init__(request.scope, request.receive)
+        self._declared = body.declared()
+
+    async def json(self) -> Any:
+        """The fields that the body declares."""
+        given, server = await super().json(), server_of(self)
+        if not isinstance(given, dict):
+            return given
+        strict = server.config.strict_requests
+        found, unknown = read(self._declared, given, strict)
+        refused = {name.partition(".")[0] for name in unknown if strict or name in REFUSED}
+        if refused:  # by the body, which has no such field
+            return found | {name: given.get(name) for name in refused}
+        names = [_ODD.sub("?", name)[:_LONGEST_NAME] for name in unknown]
+        if names:
+            context_of(self).notes["ignored-fields"] = ", ".join(names[:_MOST_NAMES])
+        for name in names:
+            if name not in server.ignored_fields and len(server.ignored_fields) < _MOST_NOTED:
+                server.ignored_fields.add(name)
+                log_event("ignored", {"field": name, "path": self.url.path})
+        return found
+
+
+def _part(annotation: Any) -> type[Body] | None:
+    """The body that a field holds, if it holds one."""
+    kinds = (annotation, *get_args(annotation))
+    return next((one for one in kinds if isinstance(one, type) and issubclass(one, Body)), None)
