@@ -1,22 +1,26 @@
-"""Matrices as compressed-tensors (LLM Compressor, vLLM) and FP8 files store them. Knows no model.
+"""Matrices as compressed-tensors (LLM Compressor, vLLM), ModelOpt (NVIDIA) and FP8 files store them. Knows no model.
 
 What a layer holds is seen from its tensors; its scales multiply.
   `weight_packed` I32 [N, K * bits / 32]: codes as bits from the lowest on, their middle being 0, with `weight_shape` [N, K],
-      `weight_scale` [N, groups], and where asymmetric `weight_zero_point` I32 packed along N; `weight_g_idx` [K] after act-order
+      `weight_scale` [N, groups], and where asymmetric `weight_zero_point` I32 packed along N; `weight_g_idx` [K] after act-order;
+      before 0.11 a word of 3, 5, 6 or 7 bits held whole codes only, so that bits were left over at its end
   `weight_packed` U8 [N, K / 2]: two E2M1 codes a byte, the first low. Under `weight_scale` U8 [N, K / 32], powers of two, it is
       mxfp4; under E4M3 scales [N, K / 16] and the divisor `weight_global_scale` it is nvfp4
   `weight` F8_E4M3 [N, K] under `weight_scale`, or `weight_scale_inv` as DeepSeek calls it, of the matrix, of each row, or of blocks
   `weight` I8 [N, K] under `weight_scale` [N, groups], with `weight_zero_point` of that shape where asymmetric
+ModelOpt has nvfp4 as `weight` U8 [N, K / 2] under `weight_scale`, and the factor `weight_scale_2` instead of a divisor.
 Sources: compressed-tensors 0.20, compressors; transformers, integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.grids import Grid, assembled, best_format, make_groups, part_of, unpacked
+from cpuspec.checkpoints.grids import packed as packed_bits
 from cpuspec.checkpoints.safetensors import StoredTensor
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor, get_format
@@ -31,6 +35,7 @@ _PARTS = (
     "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
     "weight_scale_inv", "input_scale", "input_zero_point", "input_global_scale", "activation_scale",
 )  # fmt: skip
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 _LEVELS = np.array(E4M3, np.float32)
 
 
@@ -59,7 +64,12 @@ class CompressedTensors:
         if "weight_packed" in parts and parts["weight_packed"].dtype == "I32":
             return self._packed(what, parts)
         if "weight_packed" in parts:
-            return _nvfp4(what, parts) if "weight_global_scale" in parts else _mxfp4(what, parts)
+            if "weight_global_scale" not in parts:
+                return _mxfp4(what, parts)
+            whole = parts["weight_global_scale"].numbers()
+            if not whole.all():
+                raise CheckpointError(f"{what}: weight_global_scale, a divisor, is 0; the file is damaged")
+            return _nvfp4(what, parts["weight_packed"], part_of(what, parts, "weight_scale"), np.float32(1) / whole)
         weight, scale = part_of(what, parts, "weight"), part_of(what, parts, "weight_scale")
         if weight.dtype == "I8":
             return _int8(what, weight, scale, parts.get("weight_zero_point"))
@@ -69,14 +79,17 @@ class CompressedTensors:
         words, shape = parts["weight_packed"].array("I32", 2), part_of(what, parts, "weight_shape")
         dims = shape.array(shape.dtype if shape.dtype in ("I32", "I64") else "I64", 1).tolist()
         found = [
-            bits for bits in sorted(self._bits) if len(dims) == 2 and 0 < bits <= 8 and -(-dims[1] * bits // 32) == words.shape[1]
+            (bits, count_words)
+            for count_words in (_dense_words, _padded_words)
+            for bits in sorted(self._bits)
+            if len(dims) == 2 and 0 < bits <= 8 and count_words(dims[1], bits) == words.shape[1]
         ]
         if not found or dims[0] != len(words) or dims[1] < 1:
             raise CheckpointError(
                 f"{what}: weight_packed {list(words.shape)} is no matrix {dims} of {sorted(self._bits)} bits, as config.json and "
                 "weight_shape say; the file is damaged"
             )
-        bits, (outputs, inputs) = found[0], dims
+        (bits, count_words), (outputs, inputs) = found[0], dims
         scales = _two_dimensions(what, part_of(what, parts, "weight_scale").numbers(), outputs)
         count = scales.shape[1]
         if len(scales) != outputs or inputs % count:
@@ -84,11 +97,12 @@ class CompressedTensors:
         zeros: NDArray[np.integer] = np.broadcast_to(np.int32(1 << bits - 1), scales.shape)
         if "weight_zero_point" in parts:
             packed = parts["weight_zero_point"].array("I32", 2)
-            if packed.shape != (-(-outputs * bits // 32), count):
+            if packed.shape != (count_words(outputs, bits), count):
                 raise CheckpointError(
                     f"{what}: weight_zero_point is {list(packed.shape)}, wanted it packed for {list(scales.shape)}"
                 )
-            zeros = unpacked(np.ascontiguousarray(packed.T).view(np.uint8), bits, outputs).T
+            rows_of_bits = _dense(np.ascontiguousarray(packed.T), bits, outputs, count_words)
+            zeros = unpacked(rows_of_bits, bits, outputs).T
         index = parts.get("weight_g_idx")
         order = None
         if index is not None:
@@ -98,7 +112,7 @@ class CompressedTensors:
             _, order = make_groups(what, numbers, inputs, inputs // count, count)
 
         def rows(some: slice) -> U8:
-            return np.ascontiguousarray(words[some]).view(np.uint8)[:, : -(-inputs * bits // 8)]
+            return _dense(np.ascontiguousarray(words[some]), bits, inputs, count_words)[:, : -(-inputs * bits // 8)]
 
         grid = Grid((outputs, inputs), bits, inputs // count, rows, scales, np.ascontiguousarray(zeros, np.int32), order)
         return grid.tensor()
@@ -124,6 +138,51 @@ class Fp8:
         """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
         scale = parts.get("weight_scale_inv") or part_of(what, parts, "weight_scale")
         return fp8_matrix(what, parts["weight"], scale, self._blocks)
+
+
+class ModelOpt:
+    """The settings of a file by ModelOpt. Raises CheckpointError for a kind that is not supported."""
+
+    parts: tuple[str, ...] = (*_PARTS, "weight_scale_2", "pre_quant_scale")
+    unused: tuple[str, ...] = (*CompressedTensors.unused, "k_bmm_quantizer._amax", "v_bmm_quantizer._amax")
+
+    def __init__(self, config: Fields) -> None:
+        settings = config.object("quantization") if "quantization" in config else config  # in a file of its own, or in config.json
+        algorithm = settings.text("quant_algo").upper()
+        if algorithm not in _ALGORITHMS:
+            settings.fail("quant_algo", f"{' or '.join(_ALGORITHMS)}; use a GGUF file of the model, or its plain weights")
+        self.kind = f"ModelOpt, {algorithm}"
+
+    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
+        """Whether a layer with these tensors is quantized."""
+        return "weight_scale" in parts
+
+    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+        """The matrix [N, K] of a linear layer. Raises CheckpointError where its tensors do not belong together."""
+        weight, scale = part_of(what, parts, "weight"), part_of(what, parts, "weight_scale")
+        if "pre_quant_scale" in parts:
+            raise CheckpointError(f"{what} has a pre_quant_scale, factors of its inputs, which are not supported; use a GGUF file")
+        if weight.dtype == "U8":
+            return _nvfp4(what, weight, scale, part_of(what, parts, "weight_scale_2").numbers())
+        if len(scale.shape) == 4 and scale.shape[1] == scale.shape[3] == 1:  # of blocks
+            scale = replace(scale, shape=(scale.shape[0], scale.shape[2]))
+        return fp8_matrix(what, weight, scale, [(128, 128)])
+
+
+def _dense_words(count: int, bits: int) -> int:
+    return -(-count * bits // 32)
+
+
+def _padded_words(count: int, bits: int) -> int:
+    return -(-count // (32 // bits))
+
+
+def _dense(words: I32, bits: int, count: int, count_words: Callable[[int, int], int]) -> U8:
+    """Rows of words [n, words] as rows of bits without gaps."""
+    if count_words is _dense_words or 32 % bits == 0:
+        return words.view(np.uint8)
+    fields = words.view(np.uint32)[:, :, None] >> np.arange(0, 33 - bits, bits, dtype=np.uint32) & np.uint32((1 << bits) - 1)
+    return packed_bits(fields.reshape(len(words), -1)[:, :count].astype(np.uint8), bits)
 
 
 def _block(fields: Fields, key: str) -> tuple[int, int]:
@@ -206,24 +265,24 @@ def _mxfp4(what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
     return assembled(format, (outputs, inputs), lambda some: format.join({"e": e[some], "codes": _nibbles(packed[some])}))
 
 
-def _nvfp4(what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
-    packed, scales = parts["weight_packed"].array("U8", 2), part_of(what, parts, "weight_scale").array("F8_E4M3", 2)
-    whole = parts["weight_global_scale"].numbers()
+def _nvfp4(what: str, codes: StoredTensor, scale: StoredTensor, whole: F32) -> QuantTensor:
+    """whole: the factor of all scales."""
+    packed, scales = codes.array("U8", 2), scale.array("F8_E4M3", 2)
     outputs, inputs = len(packed), 2 * packed.shape[1]
-    if inputs % 16 or scales.shape != (outputs, inputs // 16) or whole.size != 1 or not whole.all():
+    if inputs % 16 or scales.shape != (outputs, inputs // 16) or whole.size != 1:
         raise CheckpointError(
-            f"{what}: weight_scale {list(scales.shape)} and weight_global_scale {list(whole.shape)} fit no nvfp4 matrix"
+            f"{what}: its scales {list(scales.shape)} and {list(whole.shape)} of the whole fit no nvfp4 matrix {[outputs, inputs]}"
         )
-    if not np.isfinite(_LEVELS[scales] / whole.reshape(())).all() or (scales > 0x7F).any():
-        raise CheckpointError(f"{what} has scales that are not finite, or below 0; the file is damaged")
+    if not np.isfinite(_LEVELS[scales] * whole.reshape(())).all() or (scales > 0x7F).any() or not whole.all():
+        raise CheckpointError(f"{what} has scales that are not finite, or not above 0; the file is damaged")
     format = get_format("nvfp4_global")
     if inputs % format.block_size:
         raise CheckpointError(
             f"{what}: nvfp4 takes rows of {format.block_size} weights here, got {inputs}; convert it to another format"
         )
-    inverse = np.full((outputs, inputs // format.block_size), 1 / whole.reshape(()), np.float32)
+    factors = np.full((outputs, inputs // format.block_size), whole.reshape(()), np.float32)
 
     def rows(some: slice) -> U8:
-        return format.join({"d": inverse[some], "scales": scales[some], "codes": _nibbles(packed[some])})
+        return format.join({"d": factors[some], "scales": scales[some], "codes": _nibbles(packed[some])})
 
     return assembled(format, (outputs, inputs), rows)

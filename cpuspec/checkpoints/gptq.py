@@ -4,8 +4,12 @@ GPTQ (AutoGPTQ, GPTQModel): `qweight` I32 [K * bits / 32, N], the codes of a col
 `qzeros` I32 [groups, N * bits / 32], zero points likewise along N; `scales` [groups, N]; `g_idx` I32 [K], the group of each
 input, not ascending after act-order. Version 1 (`checkpoint_format` gptq) has zero points less one, version 2 as they are.
 GPTQModel subtracts and adds words of ones, so that borrows of a zero point 0 are undone; three-bit ones wrap around.
+Where `sym` is true the zero point is the middle. Files have it as either version stores it, whatever version they claim: vLLM's
+kernels for symmetric files never look.
 AWQ (gemm): `qweight` I32 [K, N / 8] and `qzeros` I32 [groups, N / 8]; a word holds eight outputs in the order 0 2 4 6 1 3 5 7.
-Sources: GPTQModel, gptqmodel/utils/model.py and nn_modules/qlinear; AutoAWQ, awq/modules/linear/gemm.py.
+Auto-round writes either, and says so in `packing_format`, `backend` in older files.
+Sources: GPTQModel, gptqmodel/utils/model.py and nn_modules/qlinear; AutoAWQ, awq/modules/linear/gemm.py; AutoRound,
+auto_round/inference/backend.py.
 """
 
 from collections.abc import Mapping
@@ -31,14 +35,16 @@ class Gptq:
     parts: tuple[str, ...] = _PARTS
     unused: tuple[str, ...] = ()
 
-    def __init__(self, config: Fields) -> None:
+    def __init__(self, config: Fields, version: str = "") -> None:
+        """version: the file's, where `config` tells it in another way than GPTQ's packages."""
         self._bits, self._group = config.integer("bits"), config.integer("group_size", -1)
-        self._mixed = "dynamic" in config  # layers may have bits of their own
+        self._mixed = "dynamic" in config or "extra_config" in config  # layers may have bits and groups of their own
+        self._symmetric = config.boolean("sym", False)
         if self._bits not in (2, 3, 4, 8):
             config.fail("bits", "2, 3, 4 or 8")
         if self._group != -1 and self._group < 1:
             config.fail("group_size", "-1 or at least 1")
-        version = config.text("checkpoint_format", config.text("format", "gptq"))
+        version = version or config.text("checkpoint_format", config.text("format", "gptq"))
         if version not in ("gptq", "gptq_v2"):
             config.fail("checkpoint_format", "gptq or gptq_v2; save the model again with GPTQModel in one of these")
         if config.text("pack_dtype", "int32") != "int32":
@@ -63,7 +69,10 @@ class Gptq:
             raise CheckpointError(
                 f"{what}: qweight {list(qweight.shape)} of {bits} bits{of} are no whole matrix; the file is damaged"
             )
-        group, order = make_groups(what, index, inputs, self._group, len(scales))
+        size = self._group
+        if self._mixed and len(scales) and inputs % len(scales) == 0:
+            size = inputs // len(scales)
+        group, order = make_groups(what, index, inputs, size, len(scales))
         if scales.shape != (-(-inputs // group), outputs):
             raise CheckpointError(f"{what}: scales are {list(scales.shape)}, wanted {[-(-inputs // group), outputs]}")
         qzeros = part_of(what, parts, "qzeros").array("I32", 2)
@@ -84,7 +93,11 @@ class Gptq:
         if self._less_one and bits in _ONES:
             words = words + np.uint32(_ONES[bits])
         zeros = unpacked(words.view(np.uint8), bits, outputs).astype(np.int32)
-        return zeros + 1 & 7 if self._less_one and bits == 3 else zeros
+        zeros = zeros + 1 & 7 if self._less_one and bits == 3 else zeros
+        middle, first = 1 << bits - 1, int(zeros.flat[0])
+        if self._symmetric and abs(first - middle) == 1 and (zeros == first).all():
+            zeros[:] = middle  # stored as the other version stores it
+        return zeros
 
 
 class Awq:
@@ -132,6 +145,27 @@ class Awq:
         return Grid(
             (outputs, inputs), 4, group, rows, np.ascontiguousarray(scales.T), np.ascontiguousarray(zeros.T, np.int32)
         ).tensor()
+
+
+def auto_round(config: Fields) -> "Gptq | Awq":
+    """The settings of a file by AutoRound. Raises CheckpointError for a kind that is not supported."""
+    if config.text("data_type", "int") != "int":
+        config.fail("data_type", "int; use a GGUF file of the model, or its plain weights")
+    key = "packing_format" if "packing_format" in config else "backend"
+    parts = config.text(key, "auto").replace("auto-round", "auto_round").replace("autoround", "auto_round").split(":")
+    method: Gptq | Awq
+    if parts in (["auto"], ["auto_round", "auto"]) or {"gptq", "auto_gptq"} & set(parts):
+        method = Gptq(config, "gptq")
+    elif any("awq" in part for part in parts):
+        method = Awq(config)
+    elif parts[0] == "auto_round" and set(parts[1:]) <= {"gptqmodel", "exllamav2", "triton", "tritonv2"}:
+        method = Gptq(config, "gptq_v2")
+    else:
+        config.fail(
+            key, "auto_round, auto_round:gptqmodel, auto_round:auto_gptq or auto_round:auto_awq; use a GGUF file of the model"
+        )
+    method.kind = f"Auto-Round, {method.kind}"
+    return method
 
 
 def _awq_codes(words: I32) -> U8:

@@ -41,8 +41,11 @@ class Method(Protocol):
 METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
     {
         "gptq": gptq.Gptq,
+        "auto-round": gptq.auto_round,
+        "intel/auto-round": gptq.auto_round,
         "awq": gptq.Awq,
         "compressed-tensors": compressed.CompressedTensors,
+        "modelopt": compressed.ModelOpt,
         "fp8": compressed.Fp8,
         "fbgemm_fp8": compressed.Fp8,
         "bitsandbytes": bitsandbytes.BitsAndBytes,
@@ -51,7 +54,7 @@ METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
 )
 
 # Where older versions of the packages wrote their settings instead of config.json.
-_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def read_method(directory: Path, config: Fields) -> Method | None:

@@ -80,8 +80,12 @@ def save(path: Path, tensors: dict[str, Any]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + blob)
 
 
-def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes of each row as little-endian bits of I32 words, [n, ceil(count * bits / 32)]."""
+def packed(codes: np.ndarray, bits: int, is_padded: bool = False) -> np.ndarray:
+    """Codes of each row as little-endian bits of I32 words, [n, ceil(count * bits / 32)]. is_padded: only whole codes in a word."""
+    if is_padded:
+        per = 32 // bits
+        fields = np.pad(codes, ((0, 0), (0, -codes.shape[1] % per))).reshape(len(codes), -1, per).astype(np.uint32)
+        return np.bitwise_or.reduce(fields << (bits * np.arange(per, dtype=np.uint32)), axis=2).astype(np.uint32).view(np.int32)
     stream = (codes[:, :, None] >> np.arange(bits) & 1).reshape(len(codes), -1).astype(np.uint8)
     padded = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
     return np.packbits(padded, axis=1, bitorder="little").view("<i4")
@@ -140,8 +144,10 @@ def bf16(numbers: np.ndarray) -> tuple[Raw, np.ndarray]:
     return Raw("BF16", (bits >> 16).astype(np.uint16)), bits.view(np.float32)
 
 
-def compressed(bits: int = 4, group: int = 128, symmetric: bool = True, act_order: bool = False, tiny: bool = False) -> Quantize:
-    """pack-quantized. tiny: scales that f16 does not have."""
+def compressed(
+    bits: int = 4, group: int = 128, symmetric: bool = True, act_order: bool = False, tiny: bool = False, is_padded: bool = False
+) -> Quantize:
+    """pack-quantized. tiny: scales that f16 does not have. is_padded: as older versions packed."""
 
     def quantize(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Tensors, np.ndarray]:
         outputs, inputs = shape
@@ -152,9 +158,9 @@ def compressed(bits: int = 4, group: int = 128, symmetric: bool = True, act_orde
         index = np.arange(inputs) // size
         if act_order:
             index = rng.permutation(index)
-        parts: Tensors = {"weight_packed": packed(codes, bits), "weight_scale": stored, "weight_shape": np.array(shape)}
+        parts: Tensors = {"weight_packed": packed(codes, bits, is_padded), "weight_scale": stored, "weight_shape": np.array(shape)}
         if not symmetric:
-            parts["weight_zero_point"] = packed(zeros.T, bits).T
+            parts["weight_zero_point"] = packed(zeros.T, bits, is_padded).T
         if act_order:
             parts["weight_g_idx"] = index.astype(np.int32)
         return parts, scales[:, index] * (codes - zeros[:, index]).astype(np.float32)
@@ -208,6 +214,23 @@ def fp4(nv: bool) -> Quantize:
         parts |= {"weight_scale": Raw("F8_E4M3", scales), "weight_global_scale": whole}
         values = (2.0 ** ((scales >> 3).astype(int) - 7) * (1 + (scales & 7) / 8)).astype(np.float32) / whole
         return parts, _E2M1[codes] * np.repeat(values, 16, axis=1)
+
+    return quantize
+
+
+def modelopt(kind: str) -> Quantize:
+    """kind: of matrices, rows or blocks in FP8, or nvfp4, which has a factor where compressed-tensors has a divisor."""
+
+    def quantize(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Tensors, np.ndarray]:
+        parts, values = fp4(nv=True)(rng, shape) if kind == "nvfp4" else fp8(kind)(rng, shape)
+        if kind == "nvfp4":
+            parts["weight"], whole = parts.pop("weight_packed"), parts.pop("weight_global_scale")
+            parts |= {"weight_scale_2": (1 / whole).reshape(()), "input_scale": np.ones((), np.float32)}
+        elif kind == "block":
+            parts["weight_scale"] = parts["weight_scale"][:, None, :, None]
+        elif kind == "row":
+            parts["weight_scale"] = parts["weight_scale"][:, 0]
+        return parts, values
 
     return quantize
 

@@ -32,6 +32,16 @@ def _gptq(**settings: Any) -> tuple[dict[str, Any], Quantize]:
     return config, quantizers.gptq(**settings)
 
 
+def _auto_round(packing: dict[str, str], quantize: Quantize, **settings: Any) -> tuple[dict[str, Any], Quantize]:
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": False, "data_type": "int", "iters": 200}
+    return {**config, **packing, **settings}, quantize
+
+
+def _modelopt(algorithm: str, kind: str) -> tuple[dict[str, Any], Quantize]:
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
+    return config, quantizers.modelopt(kind)
+
+
 def _awq(**settings: Any) -> tuple[dict[str, Any], Quantize]:
     config = {"quant_method": "awq", "bits": 4, "group_size": settings.get("group", 128), "zero_point": True, "version": "gemm"}
     return config, quantizers.awq(**settings)
@@ -76,6 +86,17 @@ KINDS: dict[str, tuple[tuple[dict[str, Any], Quantize], str]] = {
     "gptq 3 bits version 2 act-order": (_gptq(bits=3, version=2, act_order=True), "int3_g64_asym"),
     "gptq 8 bits": (_gptq(bits=8, symmetric=True, group=32), "q8_0"),
     "gptq 8 bits asymmetric": (_gptq(bits=8), "f32"),
+    "auto-round": (_auto_round({"packing_format": "auto_round:auto_gptq"}, quantizers.gptq()), "int4_g128_asym"),
+    "auto-round symmetric": (_auto_round({}, quantizers.gptq(symmetric=True), sym=True), "int4_g128"),
+    "auto-round of its own": (
+        _auto_round({"packing_format": "auto_round:gptqmodel"}, quantizers.gptq(version=2)), "int4_g128_asym"
+    ),
+    "auto-round of 2024": (
+        _auto_round({"backend": "auto_round:exllamav2", "quant_method": "intel/auto-round"}, quantizers.gptq(version=2)),
+        "int4_g128_asym",
+    ),
+    "auto-round of 2024 as gptq": (_auto_round({"backend": "autoround:gptq:exllamav2"}, quantizers.gptq()), "int4_g128_asym"),
+    "auto-round as awq": (_auto_round({"packing_format": "auto_round:auto_awq"}, quantizers.awq()), "int4_g128_asym"),
     "awq": (_awq(), "int4_g128_asym"),
     "awq g64": (_awq(group=64), "int4_g64_asym"),
     "awq of whole rows": (_awq(group=-1), "int4_g128_asym"),
@@ -87,6 +108,10 @@ KINDS: dict[str, tuple[tuple[dict[str, Any], Quantize], str]] = {
     "compressed-tensors int4 under scales below f16": (_packed(tiny=True), "int8_g128"),
     "compressed-tensors int3": (_packed(bits=3, group=64), "int3_g64_asym"),
     "compressed-tensors 6 bits": (_packed(bits=6, symmetric=False), "int8_g128"),
+    "compressed-tensors int3 of older versions": (_packed(bits=3, group=64, is_padded=True), "int3_g64_asym"),
+    "compressed-tensors 5 bits of older versions": (_packed(bits=5, symmetric=False, is_padded=True), "int8_g128"),
+    "compressed-tensors 6 bits of older versions": (_packed(bits=6, is_padded=True), "int8_g128"),
+    "compressed-tensors 7 bits of older versions": (_packed(bits=7, symmetric=False, is_padded=True), "int8_g128"),
     "compressed-tensors 8 bits packed": (_packed(bits=8), "int8_g128"),
     "compressed-tensors int8": (_compressed("int-quantized", quantizers.int8(), num_bits=8), "int8_g128"),
     "compressed-tensors int8 in groups": (_compressed("int-quantized", quantizers.int8(8), num_bits=8), "int8_g32"),
@@ -94,6 +119,10 @@ KINDS: dict[str, tuple[tuple[dict[str, Any], Quantize], str]] = {
     "compressed-tensors fp8 of rows": (_compressed("float-quantized", quantizers.fp8("row")), "fp8_g128"),
     "compressed-tensors mxfp4": (_compressed("mxfp4-pack-quantized", quantizers.fp4(nv=False)), "mxfp4"),
     "compressed-tensors nvfp4": (_compressed("nvfp4-pack-quantized", quantizers.fp4(nv=True)), "nvfp4_global"),
+    "modelopt fp8": (_modelopt("FP8", "matrix"), "fp8_g128"),
+    "modelopt fp8 of rows": (_modelopt("FP8_PER_CHANNEL_PER_TOKEN", "row"), "fp8_g128"),
+    "modelopt fp8 of blocks": (_modelopt("fp8_pb_wo", "block"), "fp8_g128"),
+    "modelopt nvfp4": (_modelopt("NVFP4", "nvfp4"), "nvfp4_global"),
     "fp8 of blocks": (_fp8("block", "weight_scale_inv"), "fp8_g128"),
     "fp8 of rows": (_fp8("row", "weight_scale"), "fp8_g128"),
     "bitsandbytes nf4": (_bitsandbytes(), "nf4_g64"),
@@ -134,7 +163,7 @@ def test_every_kind_keeps_its_values_in_its_format(tmp_path: Path, kind: str) ->
     checkpoint = opened(write(tmp_path / "model", config, quantize))
     assert {t.format.name for name, t in checkpoint.tensors.items() if name.startswith("layers") and t.data.ndim == 2} == {format}
     assert {checkpoint.tensors[name].format.name for name in ("embed", "output", "norm")} == {"f16"}
-    assert checkpoint.quantization.partition(",")[0].lower() == config["quant_method"]
+    assert checkpoint.quantization.partition(",")[0].lower() == config["quant_method"].rpartition("/")[2]
     assert (checkpoint.tensors["layers.0.q"].order is not None) == ("act-order" in kind or kind == "gptq g16")
 
 
@@ -239,26 +268,52 @@ def test_layers_of_one_file_may_have_different_bits(tmp_path: Path) -> None:
     assert names == {"int2_g64_asym", "int3_g64_asym", "int4_g64_asym", "f32"}
 
 
-@pytest.mark.parametrize(("file_name", "kind"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", [1, 2])
+def test_symmetric_gptq_has_its_zero_in_the_middle_as_either_version_stores_it(tmp_path: Path, bits: int, version: int) -> None:
+    """Files that were stored as version `version` and claim the other one."""
+    config, quantize = _gptq(bits=bits, group=64, symmetric=True, version=version)
+    claimed = {"checkpoint_format": "gptq_v2" if version == 1 else "gptq"}
+    opened(write(tmp_path / "model", {**config, **claimed}, quantize))
+
+
+def test_layers_of_auto_round_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
+    kinds = iter([(4, 128), (4, 32), (8, 128), (2, 64), (4, 128), (4, 128), (4, 64)])
+
+    def quantize(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[dict[str, Any], np.ndarray]:
+        bits, group = next(kinds)
+        return quantizers.gptq(bits=bits, group=group)(rng, shape)
+
+    extra = {"model.layers.0.self_attn.k_proj": {"group_size": 32}, "model.layers.0.self_attn.v_proj": {"bits": 8}}
+    opened(write(tmp_path / "model", *_auto_round({}, quantize, extra_config=extra)))
+
+
+@pytest.mark.parametrize(
+    ("file_name", "kind"),
+    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt fp8")],
+)
 def test_settings_of_older_files_are_read_where_their_packages_wrote_them(tmp_path: Path, file_name: str, kind: str) -> None:
     (config, quantize), format = KINDS[kind]
     written = write(tmp_path / "model", config, quantize)
     settings = json.loads((written.directory / "config.json").read_text())
     own = settings.pop("quantization_config")
     del own["quant_method"]
+    if kind.startswith("modelopt"):
+        own = {"producer": {"name": "modelopt"}, "quantization": own}
     (written.directory / "config.json").write_text(json.dumps(settings))
     (written.directory / file_name).write_text(json.dumps(own))
     assert opened(written).tensors["layers.0.q"].format.name == format
 
 
 def test_scales_of_the_cache_and_of_activations_are_not_needed(tmp_path: Path) -> None:
-    (config, quantize), _ = KINDS["compressed-tensors fp8 of rows"]
-    written = write(tmp_path / "model", config, quantize)
-    path = written.directory / "model.safetensors"
-    header = read(path)
-    header["model.layers.0.self_attn.k_scale"] = ("F32", [1], np.ones(1, np.float32).tobytes())
-    write_again(path, header)
-    opened(written)
+    for kind, name in (("compressed-tensors fp8 of rows", "self_attn.k_scale"), ("modelopt fp8", "self_attn.k_proj.k_scale")):
+        (config, quantize), _ = KINDS[kind]
+        written = write(tmp_path / kind, config, quantize)
+        path = written.directory / "model.safetensors"
+        header = read(path)
+        header[f"model.layers.0.{name}"] = ("F32", [1], np.ones(1, np.float32).tobytes())
+        write_again(path, header)
+        opened(written)
 
 
 def read(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
@@ -326,11 +381,25 @@ def _state(tensors: dict[str, Any], **changes: object) -> None:
         ("compressed-tensors int4", lambda t: t.pop(Q + "weight_scale"), r"and no weight_scale"),
         ("compressed-tensors int4", lambda t: _with(t, "weight_shape", "I64", [2], bytes(16)), r"is no matrix \[0, 0\]"),
         ("compressed-tensors int4", lambda t: _with_nan(t, "weight_scale"), r"not finite"),
+        *[
+            ("compressed-tensors int3 of older versions", lambda t, dims=dims: _with(t, "weight_shape", "I64", [len(dims)],
+            np.array(dims, np.int64).tobytes()), r"is no matrix \[")
+            for dims in ([256], [256, 255 * 10**9], [256, -256], [1 << 62, 256], [256, 26 * 10 + 1], [255, 256], [256, 1, 256])
+        ],
+        ("compressed-tensors int3 of older versions", lambda t: _with(t, "weight_packed", "I32", [1, 1, 1], bytes(4)), r"of 2 "),
+        ("compressed-tensors int3 of older versions", lambda t: _with(t, "weight_packed", "I32", [256, 0], b""), r"not empty"),
+        ("compressed-tensors nvfp4", lambda t: _with(t, "weight_packed", "U8", [256], bytes(256)), r"of 2 dimensions"),
+        ("modelopt nvfp4", lambda t: t.pop(Q + "weight_scale_2"), r"and no weight_scale_2"),
+        ("modelopt nvfp4", lambda t: _with(t, "weight_scale_2", "F32", [1], NAN), r"not finite"),
+        ("modelopt nvfp4", lambda t: _with(t, "weight_scale_2", "F32", [2], bytes(8)), r"fit no nvfp4 matrix"),
+        ("modelopt nvfp4", lambda t: _with(t, "weight", "U8", [256, 64], bytes(16384)), r"fit no nvfp4 matrix"),
+        ("modelopt nvfp4", lambda t: _with(t, "pre_quant_scale", "F32", [256], bytes(1024)), r"has a pre_quant_scale"),
+        ("modelopt fp8", lambda t: _with(t, "weight_scale", "F32", [3, 1, 2, 1], bytes(24)), r"or for each block of 128 x 128"),
         ("compressed-tensors int4", lambda t: _with(t, "weight_scale", "F32", [256, 3], bytes(3072)), r"wanted \[256, groups"),
         ("compressed-tensors int4 asymmetric", lambda t: _with(t, "weight_zero_point", "I32", [1, 1], bytes(4)), r"it packed"),
         ("compressed-tensors mxfp4", lambda t: _with(t, "weight_scale", "U8", [256, 8], b"\xff" * 2048), r"not finite"),
         ("compressed-tensors mxfp4", lambda t: _with(t, "weight_scale", "U8", [256, 7], bytes(1792)), r"wanted one for 32 inputs"),
-        ("compressed-tensors nvfp4", lambda t: _with(t, "weight_global_scale", "F32", [1], bytes(4)), r"fit no nvfp4 matrix"),
+        ("compressed-tensors nvfp4", lambda t: _with(t, "weight_global_scale", "F32", [1], bytes(4)), r"a divisor, is 0"),
         ("fp8 of blocks", lambda t: _with(t, "weight_scale_inv", "F32", [3, 2], bytes(24)), r"or for each block of 128 x 128"),
         ("fp8 of blocks", lambda t: _with(t, "weight", "F8_E4M3", [256, 256], b"\x7f" * 65536), r"weights that are not finite"),
         ("fp8 of blocks", lambda t: t.pop(Q + "weight_scale_inv"), r"and no weight_scale"),
@@ -370,7 +439,7 @@ def test_tensors_that_do_not_belong_together_are_a_clear_error(
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("gptq", {"quant_method": "exl2"}, r"'exl2' are not supported by this version, which reads gptq, awq, compressed-tensors"),
+        ("gptq", {"quant_method": "exl2"}, r"'exl2' are not supported by this version, which reads gptq, auto-round"),
         (
             "gptq",
             {"quant_method": "quanto"},
@@ -383,6 +452,10 @@ def test_tensors_that_do_not_belong_together_are_a_clear_error(
         ("gptq", {"group_size": 10**40}, r"group_size is 1000.*the configuration is damaged"),
         ("gptq", {"group_size": 64}, r"scales are \[2, 256\], wanted \[4, 256\]|g_idx makes groups"),
         ("gptq", {"checkpoint_format": "marlin"}, r"'marlin', wanted gptq or gptq_v2; save the model again"),
+        ("auto-round", {"packing_format": "auto_round:llm_compressor"}, r"wanted auto_round, auto_round:gptqmodel"),
+        ("auto-round", {"data_type": "mx_fp"}, r"data_type is 'mx_fp', wanted int"),
+        ("modelopt fp8", {"quant_algo": "W4A8_AWQ"}, r"quant_algo is 'W4A8_AWQ', wanted FP8 or"),
+        ("modelopt fp8", {"quant_algo": None}, r"quant_algo is absent"),
         ("awq", {"bits": 8}, r"bits is 8, wanted 4"),
         ("awq", {"version": "gemv"}, r"'gemv', wanted gemm; quantize the model again"),
         ("awq", {"group_size": 64}, r"scales are \[4, 256\], wanted \[8, 256\]"),

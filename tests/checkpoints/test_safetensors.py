@@ -273,7 +273,7 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
         ({"architectures": [["LlamaForCausalLM"]]}, "wanted one of LlamaForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "an array"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: bits is absent, wanted an integer"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported by this version, which reads gptq, awq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported by this version, which reads gptq, auto-round"),
         ({"quantization_config": {}}, "an unnamed method"),
         ({"quantization_config": []}, "quantization_config is .*wanted an object"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted silu or gelu_pytorch_tanh"),
