@@ -14,10 +14,13 @@ import os
 import platform
 import stat
 import sys
+import threading
 from pathlib import Path
 
 from cpuspec.errors import ConfigError
 from cpuspec.topology import read_topology
+
+_STACK_BYTES = 8 << 20  # as glibc gives; it becomes memory as it is written
 
 
 def cache_dir() -> Path:
@@ -132,6 +135,15 @@ def ollama_dirs() -> list[Path]:
 def usable_cores() -> int:
     """Threads to compute with by default (`topology.Topology.usable_cores`)."""
     return read_topology().usable_cores
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread that kernels may run in: they keep up to 288 KiB on its stack, and some C libraries give 128 (musl)."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
 
 
 def memory_bytes() -> int | None:

@@ -57,6 +57,10 @@ from cpuspec.topology import read_topology
 
 _SMALL = 768  # hidden size under which a model is small
 
+# For each thread, of the partial results of attention that threads share. They become memory as they are written. Rows that have
+# no room there are not split (`attention_plan`): 64 queries of a key head have it up to 131,072 tokens.
+_PARTIALS_BYTES = 32 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
@@ -120,7 +124,8 @@ class NumbaBackend:
         self._peaks = np.empty(products.BLOCK_ROWS * sharing.PIECES * self.threads, np.float32)
         self._picked = (c_int32 * products.BLOCK_ROWS)()  # of which a part is a list
         self._paths = np.empty(0, np.int64)
-        self._partials = aligned_bytes((0,))
+        most = (self.threads > 1) * self.threads * _PARTIALS_BYTES // self._partial_bytes
+        self._max_partials, self._partials = most, paged_bytes((most * self._partial_bytes,))
         self._tasks = np.empty(self.max_rows, layout.TASK)
         self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
         centres = key_centres(c, kv_format, tensors)
@@ -128,6 +133,7 @@ class NumbaBackend:
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
+        self._rotations: list[tuple[F32, F32]] = []
         self._programs: list[program.Program] = []
         self._program = self._prompt_program = self._new_program(self._writer.operations)
         if self.prompt_arithmetic == "bf16":
@@ -151,6 +157,7 @@ class NumbaBackend:
         for field, value in {
             "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
             "tasks": _at(self._tasks), "walked": _at(self._walked), "scratch": _at(self._scratch),
+            "partials": _at(self._partials), "max_partials": self._max_partials,
             "scratch_bytes": self._scratch.strides[0], "heads": c.num_heads, "kv_heads": c.num_kv_heads, "threads": self.threads,
         }.items():  # fmt: skip
             new.state[field] = value
@@ -193,6 +200,7 @@ class NumbaBackend:
 
     def _forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
         c = self.config
+        self._check_cache(cache)
         batch.check(c, cache, self.max_rows)
         lists = batch.lists
         num_rows, logit_rows = len(lists.tokens), lists.logit_rows
@@ -223,7 +231,7 @@ class NumbaBackend:
             logits,
             batch.both_ways,
         )
-        self._run(entered)
+        self._team.run(entered)
         cache.advance(batch)
         if num_logits <= products.BLOCK_ROWS:
             output.best = self._picked[:num_logits]
@@ -232,6 +240,8 @@ class NumbaBackend:
     def project(self, rows: F32, name: str) -> F32:
         """The product of rows with one of a head's matrices, in chunks that a forward takes."""
         num_outputs, num_inputs = self._matrices[name].shape
+        if rows.ndim != 2 or rows.shape[1] != num_inputs:
+            raise BackendError(f"{name} multiplies rows of {num_inputs} numbers, got an array of shape {rows.shape}")
         outputs = np.empty((len(rows), _round_up(num_outputs, TILE)), np.float32)
         with self._team.lock:
             if name not in self._projections:
@@ -245,12 +255,13 @@ class NumbaBackend:
                 numbers = [0] * len(some)
                 to = outputs[start : start + len(some)]
                 entered.enter(numbers, numbers, [], range(len(some)), [0, len(some)], [0], [0], 0, None, to)
-                self._run(entered)
+                self._team.run(entered)
         return outputs[:, :num_outputs]
 
     def inject(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Append keys and values of hidden states."""
         with self._team.lock:
+            self._check_cache(cache)
             batch.check(self.config, cache, self.max_rows, injects=True)
             lists = batch.lists
             self._provide_rotations(max(lists.positions))
@@ -269,13 +280,18 @@ class NumbaBackend:
                 None,
                 self._room_for_logits(1),
             )
-            self._run(self._injector)
+            self._team.run(self._injector)
             cache.advance(batch)
 
     def close(self) -> None:
         """End the threads, if they are this backend's own."""
         if self._owns_team:
             self._team.close()
+
+    def _check_cache(self, cache: KVCache) -> None:
+        """Raise BackendError for a cache of another model or another KV format: kernels write where this backend's lie."""
+        if cache.blocks is None or cache.blocks.identity != self._identity:
+            raise BackendError("this cache was made for another model or other settings; take one of this backend's `new_cache`")
 
     def _write_first_rows(self, batch: ForwardBatch) -> None:
         """Write the rows that the program begins with: embedded tokens, and hidden states where the model takes them."""
@@ -310,13 +326,6 @@ class NumbaBackend:
         kept[list(rows)] = [_at(one) for one in rows.values()]
         return kept, tuple(rows[layer] for layer in layers)
 
-    def _run(self, entered: program.Program) -> None:
-        """Run a program, with room for the partials of attention that several threads make."""
-        while number := self._team.run(entered):
-            self._partials = aligned_bytes((2 * number * self._partial_bytes,))
-            for one in self._programs:
-                one.state["partials"], one.state["max_partials"] = _at(self._partials), 2 * number
-
     def _provide_paths(self, rows: int) -> None:
         """Room for the paths of tree rows: what is left of the prefix after whole vectors, and up to all rows."""
         length = simd.LANES + rows
@@ -328,11 +337,12 @@ class NumbaBackend:
         """Cosines and sines of positions up to `last`, in tables that grow by doubling."""
         if last < self._num_positions:
             return
-        self._num_positions = 2 * last
-        self._rotations = [rope_table(rope, self.config.head_dim, np.arange(2 * last)) for rope in self._writer.ropes]
-        for n, (cosines, sines) in enumerate(self._rotations):
+        longer = [rope_table(rope, self.config.head_dim, np.arange(2 * last)) for rope in self._writer.ropes]
+        self._rotations += longer  # the former stay, should an interrupt leave some of their addresses in use
+        for n, (cosines, sines) in enumerate(longer):
             for one in self._programs:
                 one.state["rotations"][n] = _at(cosines), _at(sines)
+        self._rotations, self._num_positions = longer, 2 * last
 
 
 def _places(slots: list[int], cache: KVCache) -> tuple[list[int], list[int], int]:

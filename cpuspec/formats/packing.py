@@ -18,6 +18,7 @@ Numbers of 16 bits that are multiplied in pairs (bf16) lie in pairs: load p of a
 import math
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,11 +181,16 @@ def paged_bytes(shape: tuple[int, ...]) -> U8:
     """Zeros that take up memory page by page, as they are written: for arrays that may stay mostly empty.
 
     NumPy asks for huge pages, of which the first byte of each part of an array would take two megabytes, and time to zero them.
+    Raises MemoryError, as NumPy does: a mapping that the system refuses is an OSError in Python.
     """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, max(math.prod(shape), 1), **private)
+    try:
+        memory = mmap.mmap(-1, max(math.prod(shape), 1), **private)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"no memory for {math.prod(shape)} bytes: {error}") from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        with suppress(OSError):  # of a kernel that knows no huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8, math.prod(shape)).reshape(shape)
 
 

@@ -53,7 +53,9 @@ def _write_path(state, row, parents, offset, straight, prefix, length):
 
 @compiled
 def plan_attention(state):
-    """Write the tasks. Returns how many partials need room."""
+    """Write the tasks. Where partials of several threads have no room, one thread walks over all of a task's chunks. Such tasks are
+    the last ones, which are begun first (`operations`), so that the small items of the others still let threads end together.
+    """
     rows, heads, kv_heads, threads = state.num_rows, state.heads, state.kv_heads, state.threads
     places, tasks = state.places, state.tasks
     shares = _ITEMS_PER_THREAD * threads
@@ -80,9 +82,11 @@ def plan_attention(state):
     for i in range(num_tasks):
         task = tasks[i]
         spans = (task.chunks + longest_span - 1) // longest_span
+        separate = task.chunks * (task.end_row - task.row) * heads
+        if partials + separate > state.max_partials:
+            spans = 1
         task.span, task.item, task.partial = (task.chunks + spans - 1) // spans, items, partials
         items += spans * kv_heads
         if spans > 1:
-            partials += task.chunks * (task.end_row - task.row) * heads
+            partials += separate
     state.num_tasks, state.num_items = num_tasks, items
-    return partials

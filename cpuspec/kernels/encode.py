@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cpuspec.errors import FormatError
 from cpuspec.formats import Format, lowbit, search
 from cpuspec.formats.legacy import BLOCK
 from cpuspec.formats.tensor import F32, U8
@@ -176,7 +177,12 @@ def encode(format: Format, values: F32) -> U8:
 
 
 def recode(data: U8, source: Format, to: Format) -> U8:
-    """`to.encode(source.decode(data))`, compiled as far as there are decoders and encoders. data: U8 [rows, bytes of a row]."""
+    """`to.encode(source.decode(data))`, compiled as far as there are decoders and encoders. data: U8 [rows, bytes of a row].
+
+    Raises FormatError for other data.
+    """
+    if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] % source.block_bytes:
+        raise FormatError(f"rows of {source.name} are uint8 [rows, n * {source.block_bytes}], got {data.dtype} {list(data.shape)}")
     decoder = _compiled_decoder(source.name)
     if decoder is None:
         return encode(to, source.decode(data))

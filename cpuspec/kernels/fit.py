@@ -124,7 +124,7 @@ Search = Callable[..., None]
 
 
 def _run(name: str, search: Search, groups: F32, weights: F32, numbers: F32, first: int, second: int, out: NDArray[Any]) -> None:
-    if groups.shape != weights.shape or groups.ndim != 2:
+    if groups.shape != weights.shape or groups.ndim != 2 or not groups.shape[1]:
         raise ValueError(f"groups are {list(groups.shape)} and their weights {list(weights.shape)}, wanted [n, k] both")
     x, w = (np.ascontiguousarray(part, np.float32) for part in (groups, weights))
     room = np.empty(2 * LANES * x.shape[1], np.float32)

@@ -65,8 +65,11 @@ def has_tiles() -> bool:
 
 @cache
 def has_bf16_tiles() -> bool:
-    """Whether bf16 numbers are multiplied in tile registers. The same bits either way."""
-    return {"amx-bf16", "amx-tile", "avx512f"} <= features() and _may_use_tiles()
+    """Whether bf16 numbers are multiplied in tile registers, which vectors are rounded for. The same bits either way.
+
+    A virtual machine may have the first and hide the second.
+    """
+    return {"amx-bf16", "amx-tile", "avx512f", "avx512bf16"} <= features() and _may_use_tiles()
 
 
 def _may_use_tiles() -> bool:
@@ -78,7 +81,13 @@ def _may_use_tiles() -> bool:
 
 
 def check_processor() -> None:
-    """Raise BackendError on a processor that the kernels cannot be compiled for: LLVM would end the process."""
+    """Raise BackendError on a processor that the kernels cannot be compiled for, or that could not run them."""
+    absent = sorted(name for name in features() if binding.get_host_cpu_features().get(name) is False)
+    if absent:
+        raise BackendError(
+            f"NUMBA_CPU_FEATURES names {', '.join(absent)}, which this processor ({binding.get_host_cpu_name()}) or its operating "
+            "system lacks; kernels would end the process: leave them out"
+        )
     missing = [name for name in _NEEDED if name not in features()]
     if missing:
         raise BackendError(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.errors import BackendError
 from cpuspec.kernels import isa
 from cpuspec.kernels.pointers import pointer_to, to
 
@@ -73,8 +74,8 @@ STATE = _record(
     tasks=to(TASK),  # [rows]
     num_tasks=_I64,
     num_items=_I64,  # of all tasks
-    partials=_I64,  # room for the partials that several threads make
-    max_partials=_I64,  # how many have room there
+    partials=_I64,  # room for the partials of tasks that several threads share
+    max_partials=_I64,  # how many have room there; the plan makes no more
     walked=to(_I64),  # [tasks, kv heads], zeros: how many spans of a task are done
     peaks=_I64,  # f32 [BLOCK_ROWS, threads * PIECES]: the largest logit of each piece of the tiles
     picked=to(_I32),  # [BLOCK_ROWS]: the lowest id of a row's largest logit; -1 where that is no finite number
@@ -186,7 +187,10 @@ call_at, job_at, team_at, walk_at, int64s_at = map(pointer_to, (CALL, JOB, TEAM,
 
 
 def program(operations: Sequence[tuple[str, Mapping[str, Any]]]) -> NDArray[Any]:
-    """Records of OPERATION: the operation's name and its operands by field; what is not named is 0."""
+    """Records of OPERATION: the operation's name and its operands by field; what is not named is 0.
+
+    Raises BackendError for more matrices than an operation has room for.
+    """
     records = np.zeros(len(operations), OPERATION)
     for record, (name, operands) in zip(records, operations, strict=True):
         record["number"] = list(OPERANDS).index(name)
@@ -197,6 +201,10 @@ def program(operations: Sequence[tuple[str, Mapping[str, Any]]]) -> NDArray[Any]
 def _fill(record: Any, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, list):
+            if len(value) > len(record[name]):
+                raise BackendError(
+                    f"an operation has room for {len(record[name])} {name}, got {len(value)}; write several operations"
+                )
             for part, some in zip(record[name], value, strict=False):
                 _fill(part, some)
         else:

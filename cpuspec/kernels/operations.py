@@ -26,7 +26,7 @@ from cpuspec.kernels.pointwise import (
     subtract,
 )
 from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
-from cpuspec.kernels.sharing import PIECES, parts_of_row, piece, share, take
+from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, share, take
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
@@ -66,7 +66,7 @@ def _prepare(op, state, threads, item):
     """A part of a row to activations."""
     rows, features = _rows_to_prepare(op, state), op.features
     parts = parts_of_row(op.features, rows, threads)
-    part = (features // parts + 31) // 32 * 32
+    part = part_of_row(features, parts)
     place, first = item // parts, item % parts * part
     row = state.logit_rows[place] if op.select != 0 else place
     source, other = op.rows + row * op.stride, op.other + row * op.stride

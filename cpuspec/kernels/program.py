@@ -32,7 +32,7 @@ def _data(array):
 
 @compiled
 def enter(state, numbers):
-    """Write into the state what `Program.enter` noted at address `numbers`. Returns how many partials of attention need room."""
+    """Write into the state what `Program.enter` noted at address `numbers`, and plan its attention."""
     call = call_at(numbers)
     state.num_rows, state.num_logit_rows = call.num_rows, call.num_logit_rows
     state.num_picked = call.num_logit_rows if call.num_logit_rows <= BLOCK_ROWS else 0
@@ -50,7 +50,7 @@ def enter(state, numbers):
         state, int64s_at(starts), int64s_at(lengths), int64s_at(storages), int64s_at(parents), call.num_sequences,
         call.num_parents, call.both_ways,
     )  # fmt: skip
-    return plan_attention(state)
+    plan_attention(state)
 
 
 class Program:
@@ -84,6 +84,7 @@ class Program:
             *tokens, *positions, *logit_rows, *lengths, *storages, *q_start, *parents,
         ]  # fmt: skip
         if len(numbers) > len(self._numbers):
-            self._numbers = (c_int64 * (2 * len(numbers)))()
-            self.numbers = addressof(self._numbers)
+            room = (c_int64 * (2 * len(numbers)))()
+            # Both at once: an interrupt in between would leave the address of memory that is freed.
+            self._numbers, self.numbers = room, addressof(room)
         self._numbers[: len(numbers)] = numbers

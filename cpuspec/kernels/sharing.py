@@ -39,3 +39,9 @@ def piece(tiles, number):
 def parts_of_row(features, rows, threads):
     """How many parts a row of activations is prepared in: a long row is shared where rows are few. Each part measures the norm."""
     return 1 if rows >= 2 * threads else max(1, min(threads, features // 1024))
+
+
+@compiled
+def part_of_row(features, parts):
+    """How many inputs each of `parts` parts of a row holds but the last, which may hold fewer: whole groups of 32, rounded up."""
+    return (features + 32 * parts - 1) // (32 * parts) * 32

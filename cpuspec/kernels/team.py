@@ -2,7 +2,8 @@
 
 Workers are Python threads inside a compiled function without the GIL. An operation ends when all of its items are done
 (`operations.run`), so the threads of a team need not all be there. Between forwards a worker waits as it does between operations
-(`waiting`), and when no work comes for long it returns to Python and sleeps on an event.
+(`waiting`). When no work comes for some milliseconds it sleeps: on the step's number where the system can do that, else it is
+parked, which means that it returns to Python and sleeps on an event.
 """
 
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cpuspec.environment import start_thread
 from cpuspec.errors import BackendError
 from cpuspec.formats.packing import aligned_bytes
 from cpuspec.kernels import layout, machine_code, simd
@@ -42,7 +44,7 @@ def _publish(team, job, threads):
     begin(step, (simd.acquire(step) | DONE) + 1 + first_operation(job, 0, threads))
     asleep = 0
     for worker in range(1, threads):
-        asleep += simd.exchange(address(team.workers[worker]), 0)
+        asleep += simd.acquire(address(team.workers[worker]))
     return asleep
 
 
@@ -54,13 +56,9 @@ def _publish_only(at, job, threads):
 def _lead(at, job, threads, run, numbers):
     """Enter a forward, publish it and run the caller's part of it. run: address of the compiled `operations.run`.
 
-    Returns how many workers sleep; if any does, the forward is only published. A negative number: how many partials of attention
-    must have room first.
+    Returns how many workers are parked; if any is, the forward is only published.
     """
-    state = job_at(job).state
-    partials = enter(state, numbers)
-    if partials > state.max_partials:
-        return -partials
+    enter(job_at(job).state, numbers)
     asleep = _publish(team_at(at), job_at(job), threads)
     if asleep == 0:
         simd.call_3(run, at, threads, 0)
@@ -69,6 +67,7 @@ def _lead(at, job, threads, run, numbers):
 
 def _work(at, threads, thread, run):
     """Run every published forward. Returns PARK when it is time to sleep, and END to end."""
+    simd.exchange(address(team_at(at).workers[thread]), 0)
     while True:
         simd.call_3(run, at, threads, thread)
         next = await_work(team_at(at), thread)
@@ -126,7 +125,7 @@ class Team:
             for i in range(1, self.threads)
         ]
         for worker in workers:
-            worker.start()
+            start_thread(worker)
         # Also as the process exits, where a thread may still be running a forward: it must not outlive the memory that it reads.
         self._dismiss = weakref.finalize(self, _dismiss, memory, self.lock, self._wake, workers)
 
@@ -135,27 +134,24 @@ class Team:
         """Whether the workers have ended, so that nothing can run."""
         return bool(self._quit[0])
 
-    def run(self, program: Program) -> int:
-        """Run a program on all threads as it was entered, and return 0 when it is done. The caller holds the lock.
+    def run(self, program: Program) -> None:
+        """Run a program on all threads as it was entered. The caller holds the lock.
 
-        Where attention makes more partials than have room, nothing is run, and their number is returned.
-        Raises BackendError if the team was closed.
+        An interrupt, such as Ctrl-C, is raised once the program is done. Raises BackendError if the team was closed.
         """
         if self.closed:
             raise BackendError("this backend, or the one that it shares threads with, is closed; make a new one")
         if self._forked:
             self._gather()
-        # One compiled call, so that an interrupt cannot come between publishing and running and leave the workers waiting.
-        asleep = self._lead(self._address, program.job, self.threads, self._run_address, program.numbers)
-        if asleep < 0:
-            return -asleep
-        if asleep:
-            try:
+        asleep = 1  # unless the call returns: an interrupt is raised before its result is stored
+        try:
+            asleep = self._lead(self._address, program.job, self.threads, self._run_address, program.numbers)
+            if asleep:
                 for event in self._wake:
                     event.set()
-            finally:  # workers must not read what an interrupted caller lets go
+        finally:
+            if asleep:  # workers must not read what an interrupted caller lets go; of a forward that is done nothing is run again
                 self._run(self._address, self.threads, 0)
-        return 0
 
     def close(self) -> None:
         """End the workers, once no forward runs. Closing twice does nothing."""

@@ -18,9 +18,9 @@ from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 
 _SPINS = 200  # pauses before a waiting thread gives its core away: some microseconds
-_YIELDS = 20000  # yields without work before a worker parks: some tens of milliseconds on a quiet machine
 
 # Cycles of the time stamp counter, of which a nanosecond has one to four.
+_IDLE = 6_000_000  # without work before a worker sleeps: longer than what comes between most forwards of one answer
 _LONG_WAIT = 2_000_000  # a shorter wait does not matter
 _SLOW_YIELD = 50_000  # a yield takes a thousand on a core of one's own: another process used the core
 _CROWDED = 200_000_000  # until the thread yields again, which may cost a time slice
@@ -30,7 +30,9 @@ WORK, PARK, END = range(3)
 # The operating system's "let another thread run", found by name among the symbols of the process.
 give_way = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
 
-if sys.platform == "linux":
+CAN_SLEEP = sys.platform == "linux"  # on a number, until another thread of the process changes it
+
+if CAN_SLEEP:
     _FUTEX, _WAIT, _WAKE = 202, 128, 129  # futex(2) on x86-64, among the threads of one process
     _ALL = 0x7FFFFFFF
     _system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
@@ -62,19 +64,19 @@ else:
 
 @compiled
 def linger(at, seen, worker):
-    """Return when the number at address `at` is no longer `seen`, or after a long while. worker: the waiting thread's record."""
+    """Return when the number at `at` is no longer `seen`, or some milliseconds later. worker: the waiting thread's record."""
     for _ in range(_SPINS):
         if simd.acquire(at) != seen:
             return
         simd.pause()
-    start, turns = simd.cycles(), 0
+    start, turns, passed = simd.cycles(), 0, 0
     if start < worker.crowded:
         sleep_while(at, seen)
         return
-    while simd.acquire(at) == seen and turns < _YIELDS:
+    while simd.acquire(at) == seen and passed < _IDLE:
         give_way()
         turns += 1
-    passed = simd.cycles() - start
+        passed = simd.cycles() - start
     if passed > _LONG_WAIT and passed > turns * _SLOW_YIELD:
         worker.crowded = start + _CROWDED
 
@@ -121,7 +123,7 @@ def await_leaving(team, threads):
 
 @compiled
 def await_work(team, thread):
-    """What a worker does next, once there is nothing to do: WORK, PARK if no work came for long, or END."""
+    """What a worker does next, once there is nothing to do: WORK, END, or PARK if no work comes and it cannot sleep here."""
     at, worker = address(team.step), team.workers[thread]
     parked = address(worker)
     seen = simd.acquire(at)
@@ -129,6 +131,8 @@ def await_work(team, thread):
         return END
     if seen & DONE == DONE:
         linger(at, seen, worker)
+        while CAN_SLEEP and simd.acquire(at) == seen:
+            sleep_while(at, seen)
     if simd.acquire(at) == seen and seen & DONE == DONE:
         simd.exchange(parked, 1)
         # Work published between the last look and the flag would find no parked worker to wake.

@@ -161,12 +161,13 @@ class KVCache:
         assert self.blocks, "asked of caches that have blocks only"
         number, begun = divmod(self.lengths[slot], self.blocks.size)
         assert not begun, "blocks follow whole blocks"
-        assert block.shape >= self.block_shape(length), "a block has what is appended of it"
+        wanted = self.block_shape(-(-length // self.blocks.step) * self.blocks.step)
+        if block.dtype != np.uint8 or block.shape[:2] != wanted[:2] or block.ndim != 3 or block.shape[2] < wanted[2]:
+            raise CacheError(f"{length} tokens of a block are uint8 {wanted} or more, got {block.dtype} {block.shape}")
         if self.lengths[slot] + length > self.capacity:
             raise CacheError(f"slot {slot} holds {self.lengths[slot]} of {self.capacity} tokens; {length} more do not fit")
-        *_, num_bytes = self.block_shape(-(-length // self.blocks.step) * self.blocks.step)
         for view, part in zip(self.blocks.views(self.storage(slot), number), block, strict=True):
-            view[:, :num_bytes] = part[:, :num_bytes]
+            view[:, : wanted[2]] = part[:, : wanted[2]]
         self.lengths[slot] += length
 
     def drop(self, slot: int) -> None:

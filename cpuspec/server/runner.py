@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from cpuspec.config import SamplingParams
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
+from cpuspec.environment import start_thread
 from cpuspec.errors import in_one_line
 from cpuspec.server.errors import EngineFailedError
 
@@ -46,7 +47,7 @@ class Runner:
     def _begin(self) -> None:
         self._is_proven = False  # whether the thread has brought a token
         self._thread = threading.Thread(target=self._live, name="cpuspec-engine", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     @property
     def is_alive(self) -> bool:
@@ -145,7 +146,7 @@ class Runner:
 async def beside(function: Callable[[], _T]) -> _T:
     """What the function returns, called in a thread of its own, which a process that ends does not wait for."""
     future: Future[_T] = Future()
-    threading.Thread(target=_answer, args=(future, function), name="cpuspec-load", daemon=True).start()
+    start_thread(threading.Thread(target=_answer, args=(future, function), name="cpuspec-load", daemon=True))
     return await asyncio.wrap_future(future)
 
 

@@ -113,6 +113,18 @@ def test_a_row_does_not_depend_on_the_number_of_threads(of_format: Checkpoint) -
         backend.close()
 
 
+@pytest.mark.parametrize("features", [2049, 3073, 3105])
+def test_a_row_whose_inputs_no_number_of_threads_divides_has_the_same_bits_on_each(tmp_path_factory, features: int) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory, weight_format="f32", num_layers=1, intermediate_size=features)
+    logits = []
+    for threads in (1, 2, 3):
+        backend = _backend(checkpoint, threads=threads)
+        logits.append(_one_by_one(backend, TOKENS[:3]))
+        backend.close()
+    assert np.array_equal(logits[0], logits[1])
+    assert np.array_equal(logits[0], logits[2])
+
+
 def test_a_row_does_not_depend_on_other_sequences(of_format: Checkpoint) -> None:
     backend = _backend(of_format, threads=2)
     alone = _in_chunks(backend, TOKENS, 5)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llvmlite import binding
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import open_checkpoint
@@ -69,3 +70,19 @@ def test_a_processor_that_is_too_old_is_a_clear_error(model: Path, tmp_path: Pat
     done = _in_child(model, ("avx", "sse4.2"), tmp_path)
     assert "BackendError: the numba backend needs a processor with avx2, fma, f16c" in done.stderr
     assert "--backend numpy" in done.stderr
+
+
+def test_features_that_the_processor_lacks_are_refused_and_not_run(model: Path, tmp_path: Path) -> None:
+    host = binding.get_host_cpu_features()
+    lacking = next(name for name in ("amx-tile", "avx512f", "avxifma", "xop") if not host[name])
+    done = _in_child(model, (*_V3, lacking), tmp_path)
+    assert f"BackendError: NUMBA_CPU_FEATURES names {lacking}, which this processor" in done.stderr
+
+
+@pytest.mark.parametrize("hidden", ["amx-bf16", "amx-tile", "avx512f", "avx512bf16", None])
+def test_bf16_tiles_are_used_only_with_every_instruction_that_fills_them(hidden: str | None, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """A virtual machine may hide one of them."""
+    features = frozenset({"amx-bf16", "amx-tile", "avx512f", "avx512bf16"} - {hidden})
+    monkeypatch.setattr(isa, "features", lambda: features)
+    monkeypatch.setattr(isa, "_may_use_tiles", lambda: True)
+    assert isa.has_bf16_tiles.__wrapped__() == (hidden is None)

@@ -1,5 +1,7 @@
 """Threads that run a forward together: however they wait for each other, they come to the same and to an end."""
 
+import ctypes
+import subprocess
 import sys
 import threading
 import time
@@ -9,9 +11,9 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.config import EngineConfig
-from cpuspec.kernels import team
+from cpuspec.kernels import layout, team
 from cpuspec.kernels.layout import SLEEPING
-from cpuspec.kernels.waiting import sleep_while, wake
+from cpuspec.kernels.waiting import CAN_SLEEP, sleep_while, wake
 from tests.backends.models import forward, tiny
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -136,6 +138,67 @@ def test_a_forward_does_not_return_while_a_thread_may_read_its_job(checkpoint) -
     visitor[1] = 0
     thread.join(900)
     assert not thread.is_alive()
+
+
+@pytest.mark.skipif(not CAN_SLEEP, reason="threads sleep on a number on Linux only")
+def test_workers_without_work_sleep_until_there_is_some(checkpoint, alone) -> None:  # type: ignore[no-untyped-def]
+    """A thread that yields uses up the time that a container is granted."""
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=3, max_rows=64))
+    step = np.frombuffer((ctypes.c_int64 * 9).from_address(backend._team._address), np.int64)  # type: ignore[attr-defined]
+    for _ in range(3):
+        logits = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
+        _ends(lambda: [time.sleep(0.001) for _ in iter(lambda: step[SLEEPING // 8] == 2, True)])
+        assert np.array_equal(logits, alone)
+    backend.close()
+
+
+def test_an_interrupt_as_a_forward_is_published_is_raised_when_the_forward_is_done(checkpoint, alone, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Ctrl-C between two calls: memory that workers read may be freed behind it."""
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64))
+    lead, running = backend._team._lead, []  # type: ignore[attr-defined]
+
+    def interrupted(*arguments: int) -> int:
+        running.append(True)
+        monkeypatch.setattr(backend._team, "_lead", lead)  # type: ignore[attr-defined]
+        lead(*arguments)
+        backend._team._publish(*arguments[:3])  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend._team, "_lead", interrupted)  # type: ignore[attr-defined]
+    step = np.frombuffer((ctypes.c_int64 * 1).from_address(backend._team._address), np.int64)  # type: ignore[attr-defined]
+    cache = backend.new_cache(1, 64)
+    with pytest.raises(KeyboardInterrupt):
+        forward(backend, cache, {0: TOKENS})
+    assert running
+    assert step[0] & layout.DONE == layout.DONE
+    assert cache.lengths == [0]
+    assert np.array_equal(forward(backend, cache, {0: TOKENS}).logits, alone)
+    backend.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc for the size of a stack")
+def test_a_worker_has_room_for_what_kernels_keep_on_its_stack() -> None:
+    """Whatever the C library gives: musl has 128 KiB."""
+    code = """if True:
+        import ctypes, threading
+        from cpuspec.environment import start_thread
+        c, found = ctypes.CDLL(None), []
+        c.pthread_self.restype = ctypes.c_ulong
+        def look():
+            attributes, size = ctypes.create_string_buffer(256), ctypes.c_size_t()
+            assert not c.pthread_getattr_np(ctypes.c_ulong(c.pthread_self()), attributes)
+            assert not c.pthread_attr_getstacksize(attributes, ctypes.byref(size))
+            found.append(size.value)
+        threading.stack_size(128 << 10)
+        threads = [threading.Thread(target=look) for _ in range(2)]
+        threads[0].start()
+        start_thread(threads[1])
+        [thread.join() for thread in threads]
+        print(*sorted(found), threading.stack_size())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    default, workers, kept = map(int, done.stdout.split())
+    assert (default, kept) == (128 << 10, 128 << 10)
+    assert workers >= 1 << 20
 
 
 def _ends(run) -> None:  # type: ignore[no-untyped-def]
