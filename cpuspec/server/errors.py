@@ -19,6 +19,24 @@ class RequestError(CpuspecError):
         self.code = code
 
 
+class ContextExceededError(RequestError):
+    """A prompt that is too long, in the words by which agents know that they must shorten it.
+
+    num_tokens, most: those of the prompt, and those that are taken; context_length: of the model, which holds an answer, too.
+    detail: what is known besides.
+    """
+
+    def __init__(self, num_tokens: int, most: int, context_length: int, detail: str = "") -> None:
+        shown = context_length if num_tokens >= context_length else most
+        super().__init__(
+            f"this model's maximum context length is {shown} tokens, and the prompt has {num_tokens} tokens{detail}; shorten it",
+            "prompt",
+            "context_length_exceeded",
+        )
+        # Claude Code reads the numbers from it, to know how much must go.
+        self.for_anthropic = f"prompt is too long: {num_tokens} tokens > {most} maximum{detail}"
+
+
 class UnauthorizedError(RequestError):
     """No key, or a wrong one."""
 

@@ -20,7 +20,7 @@ from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.server.admission import Admission
-from cpuspec.server.errors import BusyError, EngineFailedError, RequestError, TimeUpError
+from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import MARKS, ToolFormat, tool_format
 from cpuspec.server.runner import Runner, contained
@@ -165,24 +165,15 @@ class ServedModel:
         return replace(params, max_tokens=min(params.max_tokens, most))
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Raise RequestError for a prompt that is longer than the server takes."""
+        """Raise ContextExceededError for a prompt that is longer than the server takes."""
         if len(prompt) > self.max_prompt_tokens:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, and at most {self.max_prompt_tokens} are taken; shorten it",
-                "prompt",
-                "context_length_exceeded",
-            )
+            raise ContextExceededError(len(prompt), self.max_prompt_tokens, self.llm.context_length)
 
     def check_text(self, num_chars: int) -> None:
-        """Raise RequestError for a prompt's text that is too long to be worth tokenizing: a megabyte may take 15 seconds."""
-        most = max(_CHARS_PER_TOKEN * self.max_prompt_tokens, _CHARS_AT_LEAST)
-        if num_chars > most:
-            raise RequestError(
-                f"the prompt has {num_chars} characters, and at most {most} are taken, {_CHARS_PER_TOKEN} for each of "
-                f"{self.max_prompt_tokens} tokens; shorten it",
-                "prompt",
-                "context_length_exceeded",
-            )
+        """Raise ContextExceededError for a text that is too long to be worth tokenizing: a megabyte may take 15 seconds."""
+        if num_chars > max(_CHARS_PER_TOKEN * self.max_prompt_tokens, _CHARS_AT_LEAST):
+            detail = f" (or more: it has {num_chars} characters)"
+            raise ContextExceededError(-(-num_chars // _CHARS_PER_TOKEN), self.max_prompt_tokens, self.llm.context_length, detail)
 
     async def ask_prefixes(self) -> None:
         """Bring the prefix cache's metrics up to date, unless a step takes long."""

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from cpuspec.errors import BackendError, CpuspecError
-from cpuspec.server.errors import EngineFailedError, RequestError
+from cpuspec.server.errors import ContextExceededError, EngineFailedError, RequestError
 from cpuspec.server.model import Answers
 
 KEEP_ALIVE_S = 10.0  # of silence, as while a long prompt is read, until a stream shows that it lives
@@ -43,7 +43,8 @@ def error_body(path: str, error: RequestError, request_id: str) -> dict[str, Any
     """The error in the shape of the protocol that the path belongs to."""
     if path.startswith("/v1/messages"):
         kind = {"server_error": "api_error"}.get(error.kind, error.kind)
-        return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+        message = error.for_anthropic if isinstance(error, ContextExceededError) else str(error)
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 

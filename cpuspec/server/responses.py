@@ -16,7 +16,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
-from cpuspec.server.errors import RequestError
+from cpuspec.server.errors import ContextExceededError, RequestError
 from cpuspec.server.figures import log_figures, stats_of
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import Answers, ServedModel, gather
@@ -79,9 +79,6 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
             raise RequestError(f"{name} is not supported: {why}", name)
     params = sampling_params(model, body, max_tokens=body.max_output_tokens, stop=body.stop)
     tools, owners = _functions(body.tools or ())
-    prompt = await model.in_worker(partial(_prompt, model, body, tools))
-    context.notes |= prompt.notes
-    answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
     head = {
         "id": f"resp_{context.id}",
         "object": "response",
@@ -107,14 +104,24 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         "user": None,
         "metadata": {},
     }
+    numbered = _Numbered()
+    try:
+        prompt = await model.in_worker(partial(_prompt, model, body, tools))
+        context.notes |= prompt.notes
+        answers = await model.answers(context.client, context.id, prompt.wanted(params), context.rng)
+    except ContextExceededError as error:
+        if not body.stream:
+            raise
+        # Codex shortens its conversation where a stream says so, and at no status.
+        events = [numbered({"type": "response.created", "response": head}), numbered(_failed(head, error))]
+        return Response("".join(events), media_type="text/event-stream")
     items = _Items(prompt, answers, owners)
     if body.stream:
-        numbered = _Numbered()
-        events = _events(prompt, answers, head, items, numbered, context.figures)
+        stream = _events(prompt, answers, head, items, numbered, context.figures)
         # Codex counts events alone, and no comments, when it waits for a long prompt to be read.
         # It takes no number of a stream that may be repeated, where others come at other times.
         sign = partial(numbered, {"type": "keepalive"}, counts=context.rng is None)
-        return EventStream(events, answers, request, context.id, sign)
+        return EventStream(stream, answers, request, context.id, sign)
     return await unless_gone(request, _whole(prompt, answers, head, items, context.figures), answers.close)
 
 
@@ -277,8 +284,13 @@ async def _events(
                 kind = "response.completed" if complete else "response.incomplete"
                 yield numbered({"type": kind, "response": _ended(prompt, head, output, items.done)})
     except CpuspecError as error:
-        told = {"code": as_request_error(error).kind, "message": str(error)}
-        yield numbered({"type": "response.failed", "response": {**head, "status": "failed", "error": told}})
+        yield numbered(_failed(head, as_request_error(error)))
+
+
+def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
+    """The event of a response that ends with an error."""
+    told = {"code": error.code or error.kind, "message": str(error)}
+    return {"type": "response.failed", "response": {**head, "status": "failed", "error": told}}
 
 
 class _Items:

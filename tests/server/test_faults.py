@@ -421,9 +421,47 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: Path, mo
             ("/v1/responses", {"input": text}),
             ("/tokenize", {"content": text}),
         ):
-            reply = client.post(route, json=body)
-            assert reply.status_code == 400, reply.text
-            assert "characters, and at most 4784 are taken" in reply.json()["error"]["message"]
+            for stream in (False, True):
+                told = refusal(client, route, body | ({} if route == "/tokenize" else {"stream": stream}))
+                assert re.search(r"31[34] tokens", told)
+                assert "it has 50" in told
+
+
+def refusal(client: httpx.Client, route: str, body: dict[str, Any]) -> str:
+    """The message of a prompt that is too long, in the words of its protocol."""
+    reply = client.post(route, json=body)
+    if route == "/v1/responses" and body["stream"]:  # Codex shortens its conversation for this event, and for no status
+        assert reply.status_code == 200
+        created, failed = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+        assert (created["type"], failed["type"]) == ("response.created", "response.failed")
+        error = failed["response"]["error"]
+    else:
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+    if route.startswith("/v1/messages"):
+        found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])
+        assert found
+        assert int(found[1]) > int(found[2])
+        assert error["type"] == "invalid_request_error"
+    else:
+        assert "this model's maximum context length is 300 tokens" in error["message"]
+        assert error["code"] == "context_length_exceeded"
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_exceeds_the_context_is_refused_in_words_that_agents_know(path: Path, stream: bool) -> None:
+    words = "cat " * 400
+    bodies = {
+        "/v1/completions": {"prompt": words},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": words}]},
+        "/v1/messages": {"messages": [{"role": "user", "content": words}]},
+        "/v1/responses": {"input": words},
+    }
+    with serving(lambda: load(path, context_length=300)) as running, running.client() as client:
+        for route, body in bodies.items():
+            refusal(client, route, body | {"stream": stream})
+        refusal(client, "/v1/completions", {"prompt": [5] * 300, "stream": stream})
 
 
 @pytest.mark.parametrize("stream", [True, False])
