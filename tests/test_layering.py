@@ -65,7 +65,8 @@ HOMES = {
     "uvicorn": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"ray", "server"},
-    "h11": {"load"},
+    "httpx": {"load"},
+    "httpx_sse": {"load"},
     "ray": {"ray"},
     "lm_eval": {"evaluate"},
     "optimum": set(),
@@ -199,7 +200,7 @@ def test_a_module_in_its_place_is_not_accused(module: str, source: str) -> None:
 
 HEAVY = (
     *("numpy", "numba", "llvmlite", "torch", "transformers", "onnx", "onnxruntime", "tokenizers", "jinja2", "typer", "rich"),
-    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "h11", "ray"),
+    *("huggingface_hub", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "httpx", "httpx_sse", "ray"),
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cpuspec.errors import ConfigError
 from cpuspec.load.address import LocalAddress, local_address
-from cpuspec.load.client import Client, EventParser, ServerError
+from cpuspec.load.client import Client, ServerError
 from cpuspec.load.figures import Answer, most_at_once, percentile, read_goodput, read_metrics, read_percentiles, summarize
 from cpuspec.load.requests import CHAT, COMPLETIONS, LoadRequest, random_requests, read_requests
 from cpuspec.load.run import INTERRUPTED, OUT_OF_TIME, LoadPlan, LoadResult, arrival_times, run_load, warm_up
@@ -56,30 +56,6 @@ def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", leads_to("127.0.0.1"))
     found = local_address("http://name.example:8000")
     assert (found.numbers, found.host) == (("127.0.0.1",), "name.example")
-
-
-# --- events
-
-EVENTS = ['{"a": "é\\n"}', "two\nlines", "", "[DONE]"]
-STREAM = 'retry: 9\n\ndata: {"a": "é\\n"}\n\n: a comment\nevent: e\ndata: two\ndata:lines\nid: 1\n\n\n\ndata\n\ndata: [DONE]\n\n'
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_events_are_the_same_wherever_they_are_split(end: str) -> None:
-    stream = STREAM.replace("\n", end).encode()
-    for cut in range(len(stream) + 1):
-        parser = EventParser()
-        assert [*parser.push(stream[:cut]), *parser.push(b""), *parser.push(stream[cut:])] == EVENTS, cut
-    parser = EventParser()
-    assert [data for byte in stream for data in parser.push(bytes([byte]))] == EVENTS
-
-
-def test_an_event_without_an_end_is_bounded() -> None:
-    parser = EventParser()
-    for _ in range(7):
-        assert parser.push(b"data: " + b"x" * (1 << 20) + b"\n") == []
-    with pytest.raises(ServerError, match="event of more than"):
-        parser.push(b"data: " + b"x" * (1 << 20) + b"\ndata: x")
 
 
 # --- arrivals
