@@ -1,4 +1,4 @@
-"""Logits to distributions to tokens: the only place where that happens, for sampler, drafters and verifier alike.
+"""Logits to distributions to tokens: the only place where that happens, for drafters and verifier alike.
 
 Order, as in vLLM: logit bias; repetition, then frequency and presence penalties; temperature; min-p; top-k; top-p. Tokens that a
 grammar forbids go first: all that follows sees the legal ones only.
@@ -6,7 +6,8 @@ grammar forbids go first: all that follows sees the legal ones only.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,54 +19,63 @@ from cpuspec.errors import BackendError, ConfigError
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
 Legal = NDArray[np.bool_]  # [V] whether a token may come next
 
 _GROUPS = 2048  # of a vocabulary, where the largest of each is found first
 _NOTHING = 1e-9  # of the weight of the best token: what all tokens together may have that top-p does not look at
 _SMALLEST = 5e-324  # above zero
 _LOWEST = -3e38  # nearly: what float32 still has
-_BLOCK = 256  # values of which the sum is taken before they are looked at one by one
+_BLOCK = 64  # tokens of which the first one's time is drawn at once
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: the step of SplitMix64
 
 
 @dataclass(frozen=True, eq=False)
 class SparseRow:
-    """Probabilities of the next token where most of the vocabulary has none: those of `ids`, which rise, 0 for all others.
-
-    As of an array [V], verifiers ask it for a token's probability, its sum and its quotient by a number.
-    """
+    """Probabilities of the next token where most of the vocabulary has none: those of `ids`, which rise, 0 for all others."""
 
     ids: I64  # [n]
     probs: NDArray[Any]  # [n]
     vocab_size: int
 
-    @property
-    def shape(self) -> tuple[int]:
-        """That of the dense row, (V,)."""
-        return (self.vocab_size,)
-
-    def __getitem__(self, token: int) -> Any:
-        """The probability of a token."""
-        place = int(self.ids.searchsorted(token))
-        return self.probs[place] if place < len(self.ids) and self.ids[place] == token else 0
-
-    def __truediv__(self, number: Any) -> "SparseRow":
-        """Each probability divided."""
-        return replace(self, probs=self.probs / number)
-
-    def sum(self) -> Any:
-        """Of the probabilities."""
-        return self.probs.sum()
-
 
 Row = NDArray[Any] | SparseRow  # [V] probabilities
 
 
-class Uniform(Protocol):
-    """Where draws come from: numpy's Generator, or whatever a test puts in its place."""
+class Draws(Protocol):
+    """The random numbers of a request: those of a position are the same whatever was drawn before, and how often."""
 
-    def random(self) -> Any:
-        """A number drawn uniformly from [0, 1)."""
+    def draw(self, row: Row, position: int) -> int:
+        """A token, distributed as the row says. Probabilities need not be normalised; a token of probability 0 is never drawn.
+
+        position: in the answer, 0 for its first token. Draws at different positions are independent.
+        """
         ...
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The random numbers that a seed gives: one for each position of an answer and each token.
+
+    A token is drawn by a race: each token arrives after an exponentially distributed time whose rate is its probability, and the
+    first one wins (the Gumbel-max trick). Rows that differ little draw the same token at a position nearly as often as any rule
+    allows that knows one row at a time: of rows with total variation d at least (1 - d) / (1 + d) (arXiv 2408.07978).
+    """
+
+    seed: int
+
+    def draw(self, row: Row, position: int) -> int:
+        """See `Draws`."""
+        keys = _keys(self.seed, position)
+        if isinstance(row, SparseRow):
+            return int(row.ids[(row.probs / _times(row.ids, keys)).argmax()])
+        # A token is no sooner than the first of its block, so a few blocks are left where one of the best could have won.
+        starts = np.arange(0, len(row), _BLOCK)
+        soonest, _ = _firsts(starts // _BLOCK, keys)
+        bounds = np.maximum.reduceat(row, starts) / soonest
+        ids = _tokens(np.array([bounds.argmax()]), len(row))
+        ids = _tokens((bounds >= (row[ids] / _times(ids, keys)).max()).nonzero()[0], len(row))
+        return int(ids[(row[ids] / _times(ids, keys)).argmax()])
 
 
 class TokenHistory:
@@ -179,30 +189,6 @@ def dense(row: Row) -> NDArray[Any]:
     return probs
 
 
-def is_row(row: Row, vocab_size: int) -> bool:
-    """Whether a row has a probability for each of so many tokens; whether these sum to one is not looked at."""
-    if row.shape != (vocab_size,):
-        return False
-    return not isinstance(row, SparseRow) or (
-        row.ids.shape == row.probs.shape
-        and len(row.ids) > 0
-        and bool(row.ids[0] >= 0 and row.ids[-1] < vocab_size and (row.ids[1:] > row.ids[:-1]).all())
-    )
-
-
-def excess(target: Row, draft: Row, kept: Any = 1) -> Row:
-    """max(0, kept * target - draft) for each token, not normalised: what remains to be drawn once the draft was."""
-    if isinstance(target, SparseRow):
-        more = kept * target.probs - _probs_of(draft, target.ids)
-    elif isinstance(draft, SparseRow):
-        more = kept * target
-        more[draft.ids] -= draft.probs
-    else:
-        more = target - draft if kept == 1 else kept * target - draft
-    np.maximum(more, 0, out=more)
-    return replace(target, probs=more) if isinstance(target, SparseRow) else more
-
-
 def argmax(logits: NDArray[Any], best: Sequence[int] | None = None) -> Any:
     """Id of the largest logit along the last axis, the lowest id on ties. Raises BackendError for NaN or infinite logits.
 
@@ -221,13 +207,6 @@ def confidence(logits: F32, legal: Legal | None = None) -> float:
     if legal is not None and math.isfinite(logits.max(where=legal, initial=-np.inf)):
         logits = logits[legal]
     return float(1 / np.exp(logits - logits.max()).sum())
-
-
-def sample(row: Row, rng: Uniform) -> int:
-    """One token by inverse CDF. Probabilities need not be normalised; a token of probability 0 is never drawn."""
-    if isinstance(row, SparseRow):
-        return int(row.ids[_draw(row.probs, rng)])
-    return _draw(row, rng)
 
 
 @dataclass(frozen=True)
@@ -308,32 +287,46 @@ def _nucleus(weights: F64, top_p: float) -> I64:
     return likely[_down_to(falling[size - 1], weights, size)]
 
 
-def _probs_of(row: Row, ids: I64) -> NDArray[Any]:
-    """The probabilities of some tokens."""
-    if not isinstance(row, SparseRow):
-        return row[ids]
-    places = np.minimum(row.ids.searchsorted(ids), len(row.ids) - 1)
-    return np.where(row.ids[places] == ids, row.probs[places], 0)
+def _keys(seed: int, position: int) -> tuple[int, int]:
+    """Where the numbers of a position's blocks and of its tokens begin."""
+    digest = blake2b(f"{seed}/{position}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
-def _draw(weights: NDArray[Any], rng: Uniform) -> int:
-    """An index by inverse CDF."""
-    uniform = rng.random()
-    if len(weights) <= 4 * _BLOCK:
-        cdf = np.cumsum(weights)
-        return _place(cdf, uniform * cdf[-1])
-    # The block it falls into, then where in there: a running sum over everything takes ten times as long.
-    cdf = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
-    wanted = uniform * cdf[-1]
-    block = _place(cdf, wanted)
-    first = block * _BLOCK
-    return first + _place(np.cumsum(weights[first : first + _BLOCK]), wanted - (cdf[block - 1] if block else 0))
+def _tokens(blocks: I64, size: int) -> I64:
+    """The tokens of some blocks."""
+    ids = (_BLOCK * blocks[:, None] + np.arange(_BLOCK)).ravel()
+    return ids[ids < size]
 
 
-def _place(cdf: NDArray[Any], wanted: Any) -> int:
-    """The first place whose running sum exceeds `wanted`; the one that reaches the total where rounding took that so far."""
-    place = int(np.searchsorted(cdf, wanted, side="right"))
-    return place if place < len(cdf) else int(np.searchsorted(cdf, cdf[-1], side="left"))
+def _times(ids: I64, keys: tuple[int, int]) -> F64:
+    """Exponentially distributed times of some tokens, above zero.
+
+    The first of n such times is one of rate n, any of the n may have it, and to the others the rest of the time is again
+    exponentially distributed. So a block's first time is known without the others.
+    """
+    soonest, winners = _firsts(ids // _BLOCK, keys)
+    rest: F64 = -np.log(_uniform(_mixed(ids, keys[1])))
+    return soonest + np.where(ids % _BLOCK == winners, 0, rest)
+
+
+def _firsts(blocks: I64, keys: tuple[int, int]) -> tuple[F64, I64]:
+    """The first time of each block, and the place of its token."""
+    numbers = _mixed(blocks, keys[0])
+    return -np.log(_uniform(numbers)) / _BLOCK, (numbers % np.uint64(_BLOCK)).astype(np.int64)
+
+
+def _mixed(places: I64, key: int) -> U64:
+    """Random numbers of 64 bits, one for each place: those of SplitMix64 (Steele, Lea and Flood, 2014) from `key` on."""
+    z = places.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64((key + _GOLDEN) % 2**64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _uniform(numbers: U64) -> F64:
+    """Their upper 52 bits as fractions, above 0 and below 1; the lower bits are free for other uses."""
+    return ((numbers >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def _not_finite(logits: NDArray[Any]) -> BackendError:

@@ -6,10 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from cpuspec.config import SamplingParams
-from cpuspec.sampling import Legal, TokenHistory
+from cpuspec.sampling import Draws, Legal, Noise, Row, TokenHistory
 
 
 class Constraint(Protocol):
@@ -38,7 +36,7 @@ class Mark:
 
 @dataclass
 class Sequence:
-    """Prompt and output tokens of one request, with its own random numbers, so that no draw depends on the batch.
+    """Prompt and output tokens of one request, with its own random numbers, so that no draw depends on the batch or on drafts.
 
     `seed` is the request's, or the fresh entropy that stands in for it. Tokens change through the methods alone.
     """
@@ -48,7 +46,7 @@ class Sequence:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    rng: np.random.Generator
+    draws: Draws
     constraint: Constraint | None = None
     prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
     finish_reason: str | None = None  # "stop", "length", "aborted"
@@ -67,7 +65,7 @@ class Sequence:
         """A sequence that holds the prompt and has generated nothing."""
         tokens = [int(t) for t in prompt]
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        return Sequence(id, tokens, len(tokens), params, seed, np.random.default_rng(seed), constraint, prediction)
+        return Sequence(id, tokens, len(tokens), params, seed, Noise(seed), constraint, prediction)
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -93,6 +91,14 @@ class Sequence:
         self._num_counted = len(self.tokens)
         return self._history
 
+    def draw(self, row: Row, num_ahead: int = 0) -> int:
+        """A token from the probabilities of the next one, or of the one behind `num_ahead` drafted tokens.
+
+        Every draw for one place in the answer uses the same random numbers: the target draws the token that it draws without any
+        draft, and a draft model's rows, the more they resemble the target's, the more often draw that one, too.
+        """
+        return self.draws.draw(row, self.num_output_tokens + num_ahead)
+
     def legal(self, ahead: Seq[int] = ()) -> Legal | None:
         """Which tokens may follow the output and the drafted tokens `ahead`, [V]; None for any, and behind the answer's end."""
         return self.constraint.legal([*self.output, *ahead]) if self.constraint else None
@@ -107,7 +113,7 @@ class Sequence:
         self.tokens.extend(tokens)
 
     def rewind(self, length: int) -> None:
-        """Take generated tokens back, so that `length` tokens remain. Random numbers that were drawn stay drawn."""
+        """Take generated tokens back, so that `length` tokens remain."""
         assert self.num_prompt_tokens <= length <= len(self.tokens), "a rewind takes back generated tokens only"
         self.rewinds.append(length)
         if self._history and length < self._num_counted:

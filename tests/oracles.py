@@ -16,7 +16,7 @@ import numpy as np
 from cpuspec.config import ModelConfig, SamplingParams
 from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import BlockAccess, KVCache
-from cpuspec.sampling import TokenHistory, dense, distribution, sample
+from cpuspec.sampling import Noise, Row, TokenHistory, dense, distribution
 from cpuspec.speculation.draft import Draft
 
 
@@ -206,9 +206,9 @@ class ToyDecoder:
 
 
 class SampledProposer:
-    """Draws from rows of its own and declares them: a chain, or a tree of the shape `parents`, without replacement.
+    """Draws from rows of its own: a chain, or a tree of the shape `parents`, without replacement.
 
-    `declare` may change what it declares: to break it, or None for tokens that are declared chosen.
+    independent: with random numbers of its own instead of the request's.
     """
 
     name = "sampled"
@@ -219,12 +219,12 @@ class SampledProposer:
         vocab_size: int,
         parents: tuple[int, ...] = (-1, 0, 1),
         hidden_layers: tuple[int, ...] = (),
-        declare: Callable[[np.ndarray], np.ndarray] | None = lambda row: row,
+        independent: bool = False,
     ) -> None:
         self.hidden_layers = hidden_layers
         self._rows = np.random.default_rng(5).dirichlet(np.ones(vocab_size), size=vocab_size)
         self._parents = parents
-        self._declare = declare
+        self._draws = Noise(9) if independent else None
 
     def begin(self, seq: Any, num_cached: int) -> None:
         pass
@@ -233,15 +233,14 @@ class SampledProposer:
         drafts = []
         for seq, limit in zip(seqs, limits, strict=True):
             tokens: list[int] = []
-            rows: list[np.ndarray] = []
+            depths: list[int] = []
             parents = self._parents[:limit]
             for node, parent in enumerate(parents):
                 row = self._rows[tokens[parent] if parent >= 0 else seq.tokens[-1]].copy()
                 row[[tokens[other] for other in range(node) if parents[other] == parent]] = 0
-                rows.append(row / row.sum())
-                tokens.append(sample(rows[-1], seq.rng))
-            probs = tuple(map(self._declare, rows)) if self._declare else None
-            drafts.append(Draft(np.array(tokens, np.int32), np.array(parents, np.int32), probs, self.name))
+                depths.append(1 + depths[parent] if parent >= 0 else 0)
+                tokens.append(self._draws.draw(row, len(seq.tokens) + node) if self._draws else seq.draw(row, depths[-1]))
+            drafts.append(Draft(np.array(tokens, np.int32), np.array(parents, np.int32), self.name))
         return drafts
 
     def accept(self, seq: Any, verdict: Any, hidden: Any) -> None:
@@ -334,9 +333,6 @@ class ExactRng:
     def random(self) -> ExactUniform:
         return ExactUniform(self)
 
-    def spawn(self, num_children: int) -> "list[ExactRng]":
-        return [self] * num_children  # its numbers are independent anyway
-
     def choose(self, probability: Fraction) -> bool:
         if len(self._taken) < len(self._script):
             taken = self._script[len(self._taken)]
@@ -346,6 +342,18 @@ class ExactRng:
         self._taken += (taken,)
         self.probability *= probability if taken else 1 - probability
         return taken
+
+
+class ExactDraws:
+    """A request's random numbers in one run of an enumeration: one for each position, which draws by inverse CDF."""
+
+    def __init__(self, rng: ExactRng) -> None:
+        self._rng = rng
+        self._numbers: dict[int, ExactUniform] = {}
+
+    def draw(self, row: Row, position: int) -> int:
+        number, cdf = self._numbers.setdefault(position, self._rng.random()), np.cumsum(dense(row))
+        return int(np.searchsorted(cdf, number * cdf[-1], side="right"))
 
 
 def enumerate_exactly(program: Callable[[ExactRng], Hashable]) -> dict[Any, Fraction]:

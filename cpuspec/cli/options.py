@@ -76,7 +76,7 @@ DraftOption = Annotated[
         f"({', '.join(LOOKUPS)}, or FILE.py:CLASS), the model's own weights (self, skip, as self:mxfp4 and skip:4), another model, "
         "text:MODEL, one with another vocabulary by its text, a trained head's directory or GGUF file (HEAD, tree:HEAD, "
         "draw:HEAD), or mtp, the model's own head. vLLM's JSON is read, too. NAME@8 drafts at most 8 tokens a round. Drafts keep "
-        "the distribution of sampled answers, and with numba every greedy answer.",
+        "the distribution of sampled answers, and with numba every answer, greedy or of a seed.",
     ),
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]

@@ -2,13 +2,14 @@
 
 The greedy part compares ids with plain decoding. The sampled part compares frequencies of the first tokens of many answers with the
 probabilities that the plain model's own rows give to every such beginning. What it could not see, it cannot certify: the same test
-is run on a proposer that lies about its rows, and must reject it.
+is run on answers of a verifier that believes its drafts, and must reject them.
 """
 
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from cpuspec.backends.packed import verify_again
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.gguf_parts import part_paths
 from cpuspec.config import EngineConfig, SamplingParams, SpecConfig
-from cpuspec.engine.engine import Engine
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
@@ -28,11 +28,8 @@ from cpuspec.evaluate.quality import logits_of
 from cpuspec.evaluate.statistics import chi_square
 from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
-from cpuspec.sampling import TokenHistory, dense, distribution
-from cpuspec.sequence import Sequence, shared_prefix
-from cpuspec.speculation.context import Context
-from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.proposer import NullProposer
+from cpuspec.sampling import Noise, TokenHistory, dense, distribution
+from cpuspec.sequence import shared_prefix
 from cpuspec.tokenizer import make_tokenizer
 
 PROMPTS: tuple[Prompt, ...] = (
@@ -123,7 +120,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of all tests. control: the sampled part for a proposer that lies."""
+    """The result of all tests. control: the sampled part for a verifier that believes its drafts."""
 
     spec: str
     threads: int
@@ -133,12 +130,12 @@ class Certificate:
 
     @property
     def control_rejected(self) -> bool:
-        """Whether the lie was found at every temperature."""
+        """Whether the mistake was found at every temperature."""
         return self.control.rejected_at() == set(TEMPERATURES)
 
     @property
     def passed(self) -> bool:
-        """Whether the tests found no change by drafts, and did find the lie."""
+        """Whether the tests found no change by drafts, and did find the mistake."""
         return self.greedy.passed and self.sampled.passed and self.control_rejected
 
     def as_dict(self) -> dict[str, Any]:
@@ -150,7 +147,7 @@ class Certificate:
         return verdicts | {"spec": self.spec, "threads": self.threads} | parts | {"control": asdict(self.control)}
 
 
-SampledAnswer = tuple[list[int], RequestStats]
+SampledAnswer = tuple[list[int], RequestStats | None]
 Answering = Callable[[list[SamplingParams]], list[SampledAnswer]]  # one answer to the same prompt for each
 
 
@@ -185,13 +182,11 @@ def certify(
     plain = make_backend(backend, checkpoint, settings)
     try:
         rows = plain_rows(plain, prompt)
-        liar = Liar(plain.config.vocab_size, rows)
-        context = Context(plain, _AT_ONCE, room)
-        control = check_sampled(lambda each: _answers(Engine(context, liar, tokenizer), prompt, each), rows, num_samples)
+        control = check_sampled(partial(believed, rows), rows, num_samples)
     finally:
         plain.close()
     verdict = "is seen" if control.rejected_at() == set(TEMPERATURES) else "IS NOT SEEN: the test is too weak"
-    on_progress(f"a proposer that lies about its rows {verdict}")
+    on_progress(f"a verifier that believes its drafts {verdict}")
     with LLM(checkpoint, spec, backend, settings=settings) as llm:
 
         def answering(each: list[SamplingParams]) -> list[SampledAnswer]:
@@ -281,29 +276,19 @@ def check_sampled(
     return Sampled(num_samples, level, tuple(comparisons), *_drafts(stats))
 
 
-class Liar(NullProposer):
-    """Draws each token evenly from the less likely half of what can be sampled, and declares the whole vocabulary.
+def believed(rows: Mapping[Beginning, F32], each: list[SamplingParams]) -> list[SampledAnswer]:
+    """Answers of a verifier with a mistake: it accepts every drafted token that can be sampled, one of the less likely half.
 
-    rows: as of `plain_rows`. Declared honestly its tokens would be accepted seldom; like this they nearly always are.
+    rows: as of `plain_rows`.
     """
-
-    name = "liar"
-
-    def __init__(self, vocab_size: int, rows: Mapping[Beginning, F32]) -> None:
-        self._declared = np.full(vocab_size, 1 / vocab_size)
-        self._less_likely = {path: _likeliest(row)[_TOP_K // 2 :] for path, row in rows.items()}
-
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        """Up to `limits[i]` tokens for each sequence, while something is known about it."""
-        drafts = []
-        for seq, limit in zip(seqs, limits, strict=True):
-            path, known = tuple(seq.output), seq.num_output_tokens
-            while len(path) - known < limit and path in self._less_likely:
-                tokens = self._less_likely[path]
-                path = (*path, tokens[int(seq.rng.random() * len(tokens))])
-            drafted = path[known:]
-            drafts.append(Draft.chain(drafted, self.name, (self._declared,) * len(drafted)))
-        return drafts
+    answers = list[SampledAnswer]()
+    for params in each:
+        path: Beginning = ()
+        for position in range(_LENGTH):
+            tokens, draws = _likeliest(rows[path])[_TOP_K // 2 :], Noise(params.seed or 0)
+            path = (*path, tokens[draws.draw(np.ones(len(tokens)), position)])
+        answers.append((list(path), None))
+    return answers
 
 
 def file_identity(path: Path) -> list[dict[str, Any]]:
@@ -334,21 +319,9 @@ def _likeliest(row: F32) -> list[int]:
     return np.argsort(-row, kind="stable")[:_TOP_K].tolist()
 
 
-def _answers(engine: Engine, prompt: list[int], each: list[SamplingParams]) -> list[SampledAnswer]:
-    ids = [engine.add_request(prompt, params) for params in each]
-    tokens: dict[int, list[int]] = defaultdict(list)
-    stats: dict[int, RequestStats] = {}
-    while engine.has_work:
-        for output in engine.step():
-            tokens[output.request_id] += output.token_ids
-            if output.stats:
-                stats[output.request_id] = output.stats
-    return [(tokens[one], stats[one]) for one in ids]
-
-
-def _drafts(stats: Iterable[RequestStats]) -> tuple[int, int]:
+def _drafts(stats: Iterable[RequestStats | None]) -> tuple[int, int]:
     """Tokens drafted and accepted, of all levels."""
-    levels = [level for one in stats for level in one.levels.values()]
+    levels = [level for one in stats if one for level in one.levels.values()]
     return sum(level.num_draft_tokens for level in levels), sum(level.num_accepted_tokens for level in levels)
 
 

@@ -5,7 +5,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import Round, speculate
-from cpuspec.speculation.verify import Verdict, verify_block, verify_greedy, verify_sampled
+from cpuspec.speculation.verify import Verdict, verify_tokens
 
 __all__ = [
     "ChainProposer",
@@ -16,7 +16,5 @@ __all__ = [
     "Round",
     "Verdict",
     "speculate",
-    "verify_block",
-    "verify_greedy",
-    "verify_sampled",
+    "verify_tokens",
 ]

@@ -1,4 +1,4 @@
-"""A verified pair is a proposer: inner drafts, the context's model verifies, and its tokens are distributed as that model's own.
+"""A verified pair is a proposer: inner drafts, the context's model verifies, and its tokens are those of that model alone.
 
 Nesting makes chains of any depth, after ML-SpecQD (arXiv 2503.13565); over `NullProposer` it is a plain draft model. The pair
 runs the same `speculate()` as the engine, on the sequences themselves, and rewinds them before it hands its draft up.
@@ -7,7 +7,7 @@ runs the same `speculate()` as the engine, on the sequences themselves, and rewi
 from math import prod
 
 from cpuspec.model.batch import F32
-from cpuspec.sampling import Row, confidence
+from cpuspec.sampling import confidence
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle, Draft
@@ -22,10 +22,9 @@ DEFAULT_NUM_TOKENS = 4
 class ChainProposer:
     """Drafts up to `num_tokens` tokens of the context's model, sped up by `inner`.
 
-    The declared rows are the model's own, of the whole path; for greedy requests the tokens are point masses.
-    min_confidence: a draft ends with the first token before which the model gives no token this probability (at temperature 1).
-    That looks at the row and never at the token drawn from it, as exactness demands; after DISCO (arXiv 2405.04304). Inner may
-    have run on from there, and how far is nothing that a seed knows: such a pass draws from numbers of its own.
+    Tokens are drawn with the request's random numbers of their places, as the verifier draws, so both often draw the same.
+    min_confidence: a draft ends with the first token before which the model gives no token this probability (at temperature 1),
+    after DISCO (arXiv 2405.04304).
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class ChainProposer:
             rounds = speculate(self.context, self.inner, [path.seq for path in drafting], limits, chunks)
             for path, done in zip(drafting, rounds, strict=True):
                 path.cycles += done.cycles
-                path.probs += done.verdict.probs or ()
                 path.sources += [source or self.name for source in done.token_sources]
                 path.cut(done)
             drafting, chunks = [path for path in drafting if path.num_missing > 0], []
@@ -85,16 +83,12 @@ class ChainProposer:
 
 
 class _Path:
-    """A sequence while it runs ahead, and what is needed to declare how it got there."""
+    """A sequence while it runs ahead, and how it got there."""
 
     def __init__(self, seq: Sequence, limit: int, min_confidence: float, floors: Floors | None) -> None:
         self.seq = seq
         self._min_confidence, self._floors = min_confidence, floors
         self._confidence: list[float] = []
-        self._rng = seq.rng
-        if (min_confidence or floors) and not seq.params.greedy:
-            [seq.rng] = seq.rng.spawn(1)  # takes no draw, and as many children as passes
-        self.probs: list[Row] = []
         self.cycles: list[Cycle] = []
         self.sources: list[str] = []
         self._start = len(seq.tokens)
@@ -130,7 +124,5 @@ class _Path:
         """Take the tokens back and hand them up as a draft."""
         tokens = self.seq.tokens[self._start : self._end]
         self.seq.rewind(self._start)
-        self.seq.rng = self._rng
-        probs = None if self.seq.params.greedy else tuple(self.probs[: len(tokens)])
         sure = None if self._floors is None else self._confidence[: len(tokens)]
-        return Draft.chain(tokens, name, probs, tuple(self.cycles), tuple(self.sources[: len(tokens)]), sure)
+        return Draft.chain(tokens, name, tuple(self.cycles), tuple(self.sources[: len(tokens)]), sure)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from cpuspec.model.batch import F32
-from cpuspec.sampling import Row, SparseRow
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.constrained import legal_part
-from cpuspec.speculation.draft import Draft, Probs
+from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict
 
@@ -85,25 +84,8 @@ def joined(first: Draft, second: Draft) -> Draft:
     return Draft(
         np.concatenate([first.tokens, second.tokens]),
         np.concatenate([first.parents, second.parents + np.int32(len(first))]),
-        _joined_probs(first, second),
         f"{first.source}+{second.source}",
         cycles,
         np.concatenate([first.confidence, second.confidence]) if sure else None,
         first.token_sources + second.token_sources,
     )
-
-
-def _joined_probs(first: Draft, second: Draft) -> Probs | None:
-    """The rows of both; point masses are written out where the other has rows."""
-    rows = first.probs or second.probs
-    if not rows:
-        return None
-    return tuple(
-        row
-        for draft in (first, second)
-        for row in (draft.probs if draft.probs is not None else (_point_mass(int(t), rows[0]) for t in draft.tokens))
-    )
-
-
-def _point_mass(token: int, like: Row) -> Row:
-    return SparseRow(np.array([token]), np.ones(1, np.int64), *like.shape)

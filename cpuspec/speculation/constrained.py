@@ -11,11 +11,8 @@ SOURCE = "grammar"  # of forced tokens, for metrics
 
 
 def legal_part(seq: Sequence, draft: Draft) -> Draft:
-    """The draft without the tokens that the request's grammar forbids, and without all that hangs on them.
-
-    Drawn tokens stay: a verifier gives those that are illegal no probability, and must know that they were drawn.
-    """
-    if seq.constraint is None or draft.probs is not None:
+    """The draft without the tokens that the request's grammar forbids, and without all that hangs on them."""
+    if seq.constraint is None:
         return draft
     kept: list[int] = []
     for node, (token, parent) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
@@ -38,4 +35,4 @@ def own_verdict(verdict: Verdict, num_forced: int, num_own: int) -> Verdict:
     path = [node - num_forced for node in verdict.path if num_forced <= node < num_forced + num_own]
     first = min(num_forced, len(verdict.path))
     part = slice(first, first + len(path) + 1)
-    return Verdict(verdict.tokens[part], path, verdict.probs and verdict.probs[part])
+    return Verdict(verdict.tokens[part], path)

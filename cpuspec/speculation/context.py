@@ -414,7 +414,7 @@ class Context:
         return max(seq.num_prompt_tokens - num_held, 0) if self._separates else 0
 
     def _fit(self, output: ForwardOutput) -> ForwardOutput:
-        """Rows of `vocab_size` logits. Fitted before they become probabilities: a draft declares what it draws from."""
+        """Rows of `vocab_size` logits. Fitted before they become probabilities."""
         logits, missing = output.logits, self.vocab_size - output.logits.shape[1]
         if missing > 0:
             output = replace(output, logits=np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf))

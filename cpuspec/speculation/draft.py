@@ -1,4 +1,4 @@
-"""The draft that a proposer hands to a verifier: tokens, how they follow one another, and the rows they were drawn from."""
+"""The draft that a proposer hands to a verifier: tokens, and how they follow one another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from cpuspec.model.batch import F32, I32
-from cpuspec.sampling import Row
-
-Probs = tuple[Row, ...]
 
 
 class Cycle(NamedTuple):
@@ -26,9 +23,7 @@ class Cycle(NamedTuple):
 class Draft:
     """Proposed continuation of one sequence: a tree of n nodes, of which a chain is the common case.
 
-    probs: for each node the row [V] that its token was drawn from, exactly, as an array or a SparseRow; None where tokens were
-    chosen without a draw (each row is a point mass). Nodes with one parent are alternatives, tried in their order. Where one is
-    drawn without replacement, its row is without the earlier ones, and sums to one again.
+    Nodes with one parent are alternatives.
     sources: for each node the level that drafted its token; empty where all are `source`'s own. For reports, as `source` is.
     confidence: for each node how likely its proposer thinks it is accepted once its parent is. A planner may use it to decide how
     much to draft; a verifier never does.
@@ -36,7 +31,6 @@ class Draft:
 
     tokens: I32  # [n]
     parents: I32  # [n] node of the parent, always an earlier one, -1 = the last committed token; a chain is arange(n) - 1
-    probs: Probs | None
     source: str  # proposer name, for metrics
     cycles: tuple[Cycle, ...] = ()  # verifications by lower levels of a chain that went into it, in their order
     confidence: F32 | None = None  # [n]
@@ -46,7 +40,6 @@ class Draft:
     def chain(
         tokens: Sequence[int],
         source: str,
-        probs: Probs | None = None,
         cycles: tuple[Cycle, ...] = (),
         sources: tuple[str, ...] = (),
         confidence: Sequence[float] | None = None,
@@ -54,7 +47,7 @@ class Draft:
         """A draft in which each token follows the one before."""
         parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
         sure = None if confidence is None else np.array(confidence, np.float32)
-        return Draft(np.array(tokens, np.int32), parents, probs, source, cycles, sure, sources)
+        return Draft(np.array(tokens, np.int32), parents, source, cycles, sure, sources)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -71,14 +64,13 @@ class Draft:
         return np.array(depths, np.int32)
 
     def first(self, num_tokens: int) -> "Draft":
-        """Its first nodes only. Where tokens were drawn, the number must not depend on those that go."""
+        """Its first nodes only."""
         if num_tokens >= len(self):
             return self
         return replace(
             self,
             tokens=self.tokens[:num_tokens],
             parents=self.parents[:num_tokens],
-            probs=None if self.probs is None else self.probs[:num_tokens],
             confidence=None if self.confidence is None else self.confidence[:num_tokens],
             sources=self.sources[:num_tokens],
         )
@@ -89,8 +81,7 @@ class Draft:
         return self.sources or (self.source,) * len(self)
 
     def only(self, nodes: Sequence[int]) -> "Draft":
-        """Some of its nodes, in their order, each with its parent. Drawn tokens are never left out."""
-        assert self.probs is None, "a draw that is left out changes the distribution of the output"
+        """Some of its nodes, in their order, each with its parent."""
         place = {-1: -1, **{node: number for number, node in enumerate(nodes)}}
         return replace(
             self,
@@ -110,9 +101,9 @@ class Draft:
 
     @property
     def likely(self) -> list[float]:
-        """For each node the product of the confidences on the way to it, [n]; 1 without any, and for drawn tokens."""
+        """For each node the product of the confidences on the way to it, [n]; 1 without any."""
         likely: list[float] = []
-        confidence = [1.0] * len(self) if self.confidence is None or self.probs is not None else self.confidence.tolist()
+        confidence = [1.0] * len(self) if self.confidence is None else self.confidence.tolist()
         for parent, sure in zip(self.parents.tolist(), confidence, strict=True):
             likely.append(sure * (likely[parent] if parent >= 0 else 1.0))
         return likely

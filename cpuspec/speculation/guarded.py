@@ -18,7 +18,7 @@ class GuardedProposer:
     """Stands between the engine and a proposer that may raise or break the contract of drafts.
 
     Where a call for several sequences fails, each is asked for alone: one request costs no other its drafts. A sequence whose own
-    call fails is as it was before that call, its random numbers included, and is decoded plainly to its end.
+    call fails is as it was before that call, and is decoded plainly to its end.
 
     num_failures: sequences that went on without drafts.
     """
@@ -75,16 +75,13 @@ class GuardedProposer:
 
     def _try(self, seqs: list[Sequence], call: Callable[[], None]) -> bool:
         """Whether a call of the proposer succeeds. If not, the sequences are as before, and one alone falls back."""
-        before = [(len(seq.tokens), seq.rng, None if seq.params.greedy else seq.rng.bit_generator.state) for seq in seqs]
+        before = [len(seq.tokens) for seq in seqs]
         try:
             call()
         except Exception as error:
-            for seq, (length, rng, state) in zip(seqs, before, strict=True):
+            for seq, length in zip(seqs, before, strict=True):
                 if len(seq.tokens) > length:
                     seq.rewind(length)
-                seq.rng = rng
-                if state is not None:
-                    rng.bit_generator.state = state
             if len(seqs) == 1:
                 self._fall_back(seqs[0], error)
             return False

@@ -69,8 +69,8 @@ class Level(Protocol):
 class Proposer(Protocol):
     """Drafts continuations. Verifier and engine never learn how.
 
-    A user's own object with these members works wherever one of ours does. Draw with `seq.rng` and nothing else, and
-    declare in `Draft.probs` the very rows that were drawn from; then any proposal leaves the output distribution as it is.
+    A user's own object with these members works wherever one of ours does. No proposal changes the output. One that has rows of
+    probabilities draws with `Sequence.draw`: the more they resemble the verifier's rows, the more often that draws its token.
 
     Inside a chain sequences run ahead and are taken back. Between two calls the last tokens of one may have been
     retracted (`Sequence.rewind`, never into the prompt), and others committed without an `accept`. So everything that a
@@ -134,7 +134,7 @@ class DraftModel(Proposer, Protocol):
     def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
         """With floors a draft has confidences. Behind n tokens it goes on while the product of theirs is `floors[i][n]` or more.
 
-        A tree goes on behind such nodes of depth n. Where tokens are drawn, a draft ends by what its rows were before the draws.
+        A tree goes on behind such nodes of depth n.
         """
         ...
 

@@ -13,14 +13,10 @@ _FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; mo
 
 
 class Reading:
-    """The sequences that a context drafts for.
+    """The sequences that a context drafts for."""
 
-    draws: whether drafts for requests that sample take numbers from the requests' generators.
-    """
-
-    def __init__(self, context: Context, draws: bool = True) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._draws = draws
         self._begun: set[int] = set()  # sequences that have a slot
 
     def share_rows(
@@ -42,8 +38,7 @@ class Reading:
         granted = shortest_first([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
         ready, chunks = [], []
         for seq, number, rows in zip(seqs, unfed, granted, strict=True):
-            is_read = rows == number or number <= _FED_WITH_A_DRAFT
-            ready.append(self._is_due(seq) if self._draws and not seq.params.greedy else is_read)
+            ready.append(rows == number or number <= _FED_WITH_A_DRAFT)
             if rows and not ready[-1]:
                 chunks.append(PromptChunk(seq, rows))
         return ready, chunks
@@ -62,11 +57,3 @@ class Reading:
         """Free the slot."""
         self._context.release(seq)
         self._begun.discard(seq.id)
-
-    def _is_due(self, seq: Sequence) -> bool:
-        """Whether a request that draws is drafted for by now.
-
-        A draft takes numbers from the request's generator, so when the first one comes must not depend on other requests or on the
-        cache: by its own length alone, as if each of its tokens had given a forward to read the prompt.
-        """
-        return seq.num_output_tokens >= seq.num_prompt_tokens // self._context.backend.max_rows

@@ -1,19 +1,19 @@
 """One speculative round: propose, score, verify, accept. The engine's step and a chain's inner step are this call."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, ForwardOutput
-from cpuspec.sampling import Legal, Row, argmax, distribution, is_row, processed
+from cpuspec.sampling import argmax, distribution, processed
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.combine import joined
 from cpuspec.speculation.constrained import SOURCE, forced_tokens, legal_part, own_verdict
 from cpuspec.speculation.context import Context, PromptChunk
 from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Proposer
-from cpuspec.speculation.verify import Verdict, verify_block, verify_greedy, verify_sampled
+from cpuspec.speculation.verify import Verdict, verify_tokens
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ def speculate(
 ) -> list[Round]:
     """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
 
-    Each sequence gains one to limit + 1 tokens, distributed as the context's model alone would draw them. `chunks` are parts of
+    Each sequence gains one to limit + 1 tokens, those that the context's model alone would draw. `chunks` are parts of
     other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before the
     proposer's and behind them: to the proposer they are committed tokens.
     """
@@ -82,29 +82,20 @@ def speculate(
 def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None) -> Verdict:
     """Verify a draft against the target's rows [n+1, V], processed as the request asks with the path's own history and grammar.
 
-    A block of drawn tokens is verified as one; greedy requests, point masses and trees go token by token.
     best: the rows' argmax, as `ForwardOutput` has it.
     """
     if seq.is_plain_greedy:
-        return verify_greedy(draft, argmax(logits, best).__getitem__)
+        return verify_tokens(draft, argmax(logits, best).__getitem__)
     params, history = seq.params, seq.history
 
-    def ahead_of(row: int) -> tuple[list[int], Legal | None]:
+    def target_token(row: int) -> int:
         ahead = draft.tokens_to(row - 1)
-        return ahead, seq.legal(ahead)
+        legal = seq.legal(ahead)
+        if params.greedy:
+            return int(argmax(processed(logits[row], params, history, ahead, legal)))
+        return seq.draw(distribution(logits[row], params, history, ahead, legal), len(ahead))
 
-    if params.greedy:
-        return verify_greedy(draft, lambda row: int(argmax(processed(logits[row], params, history, *ahead_of(row)))))
-    rows: dict[int, Row] = {}
-
-    def target_probs(row: int) -> Row:
-        if row not in rows:
-            rows[row] = distribution(logits[row], params, history, *ahead_of(row))
-        return rows[row]
-
-    rule = verify_block if draft.probs and draft.is_chain else verify_sampled
-    verdict = rule(draft, target_probs, seq.rng)
-    return replace(verdict, probs=(rows[0], *(rows[node + 1] for node in verdict.path)))
+    return verify_tokens(draft, target_token)
 
 
 def _with_forced(seq: Sequence, forced: list[int], own: Draft, limit: int) -> Draft:
@@ -129,7 +120,7 @@ def check_drafts(proposer: Proposer, drafts: list[Draft], limits: list[int], con
     vocab_size = context.vocab_size
     num_known = min(vocab_size, context.backend.config.vocab_size)
     for draft, limit in zip(drafts, limits, strict=True):
-        if not len(draft) and draft.is_chain and not draft.probs:
+        if not len(draft) and draft.is_chain:
             continue
         if len(draft) > limit:
             raise ConfigError(f"{proposer.name} drafted {len(draft)} tokens where at most {limit} fit")
@@ -144,8 +135,3 @@ def check_drafts(proposer: Proposer, drafts: list[Draft], limits: list[int], con
                 )
         if len(draft.sources) not in (0, len(draft)):
             raise ConfigError(f"{proposer.name} gave {len(draft.sources)} sources for {len(draft)} tokens; wanted one each or none")
-        if draft.probs is not None and [is_row(row, vocab_size) for row in draft.probs] != [True] * len(draft):
-            raise ConfigError(
-                f"{proposer.name} must declare a row of {vocab_size} probabilities for each of its {len(draft)} tokens, "
-                "an array or a SparseRow with rising ids"
-            )

@@ -10,12 +10,11 @@ import numpy as np
 
 from cpuspec.config import SamplingParams
 from cpuspec.model.batch import ForwardOutput
-from cpuspec.sampling import sample
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
-from tests.oracles import enumerate_exactly, total_variation
+from tests.oracles import ExactDraws, enumerate_exactly, total_variation
 
 TARGET, SOURCE = 77, 78  # seeds; a chain's models are 0, 1, 2
 
@@ -72,13 +71,12 @@ class ExactSource(NullProposer):
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         drafts = []
         for seq, limit in zip(seqs, limits, strict=True):
-            path, probs = seq.output, []
+            path = seq.output
             for _ in range(limit):
                 if self.stops and sum(path) % 2:  # by what was drawn before, never by what it would draw
                     break
-                probs.append(rational_row(SOURCE, self.vocab, tuple(path)))
-                path.append(sample(probs[-1], seq.rng))
-            drafts.append(Draft.chain(path[seq.num_output_tokens :], self.name, tuple(probs)))
+                path.append(seq.draw(rational_row(SOURCE, self.vocab, tuple(path)), len(path) - seq.num_output_tokens))
+            drafts.append(Draft.chain(path[seq.num_output_tokens :], self.name))
         return drafts
 
 
@@ -88,13 +86,17 @@ def distance(proposer: Proposer, vocab: int, limit: int, length: int) -> Fractio
 
     def program(rng: Any) -> tuple[int, ...]:
         seq = Sequence.new(0, [0], SamplingParams(temperature=1.0))
-        seq.rng = rng
+        seq.draws = ExactDraws(rng)
         proposer.begin(seq, 0)
         while seq.num_output_tokens < length:
             limits = [min(limit, length - seq.num_output_tokens - 1)]
             speculate(target, proposer, [seq], limits)  # type: ignore[arg-type]
         proposer.end(seq)
-        return tuple(seq.output)
+        plain: list[int] = []
+        while len(plain) < length:
+            plain.append(seq.draws.draw(rational_row(TARGET, vocab, tuple(plain)), len(plain)))
+        assert seq.output == plain, "drafts changed what these random numbers give"
+        return tuple(plain)
 
     exact = {}
     for string in product(range(vocab), repeat=length):

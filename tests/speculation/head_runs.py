@@ -25,17 +25,15 @@ def llm_over(target: Checkpoint, spec: str, backend: str = "numba", **settings: 
 
 
 def check_answers(target: Checkpoint, backend: str, specs: Several[str]) -> None:
-    """Answers with these drafts are those of plain decoding; sampled ones, too, unless a spec draws: then only their law is the
-    same. All draft, `auto` as it likes."""
+    """Answers with these drafts are those of plain decoding, greedy or sampled. All draft, `auto` as it likes."""
     params = [PARAMS, SAMPLED, replace(PARAMS, frequency_penalty=0.7)]
     with llm_over(target, "none", backend) as plain:
         wanted = [plain.generate(PROMPTS, one) for one in params]
     for spec in specs:
         with llm_over(target, spec, backend) as llm:
             for one, answers in zip(params, wanted, strict=True):
-                if one.greedy or not spec.startswith("draw:"):
-                    got = [answer.token_ids for answer in llm.generate(PROMPTS, one)]
-                    assert got == [answer.token_ids for answer in answers], spec
+                got = [answer.token_ids for answer in llm.generate(PROMPTS, one)]
+                assert got == [answer.token_ids for answer in answers], spec
             if not spec.startswith("auto"):
                 assert sum(level.num_draft_tokens for level in llm.levels.values()) > 20, spec
 

@@ -1,11 +1,10 @@
-"""Drafters that share a verification: who is asked, with what room, and what the joint draft declares."""
+"""Drafters that share a verification: who is asked, with what room, and the joint draft."""
 
 from typing import Any
 
 import numpy as np
 
 from cpuspec.config import SamplingParams
-from cpuspec.sampling import dense
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.combine import Combined, first_hit, one_after_another
 from cpuspec.speculation.draft import Cycle, Draft
@@ -16,19 +15,18 @@ from cpuspec.speculation.verify import Verdict
 class Scripted(NullProposer):
     """Drafts the given tokens as far as it may, and remembers what it was asked and told."""
 
-    def __init__(self, name: str, tokens: dict[int, list[int]], probs: float | None = None, layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, name: str, tokens: dict[int, list[int]], layers: tuple[int, ...] = ()) -> None:
         self.name, self.hidden_layers = name, layers
         self.asked: list[tuple[int, list[int], int]] = []
         self.told: list[Any] = []
-        self._tokens, self._prob = tokens, probs
+        self._tokens = tokens
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         drafts = []
         for seq, limit in zip(seqs, limits, strict=True):
             self.asked.append((seq.id, list(seq.tokens), limit))
             tokens = self._tokens.get(seq.id, [])[:limit]
-            rows = None if self._prob is None else tuple(np.full(9, self._prob) for _ in tokens)
-            drafts.append(Draft.chain(tokens, self.name, rows, (Cycle(self.name, 1, 1, 1),)))
+            drafts.append(Draft.chain(tokens, self.name, (Cycle(self.name, 1, 1, 1),)))
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: Any) -> None:
@@ -67,21 +65,10 @@ def test_each_continues_what_those_before_it_drafted_within_the_limit() -> None:
     assert [[cycle.source for cycle in draft.cycles] for draft in drafts] == [["a", "b", "c"], ["a"], ["a", "b", "c"]]
 
 
-def test_point_masses_beside_rows_are_declared_as_rows() -> None:
-    for first, second in ((None, 1 / 9), (1 / 9, None)):
-        combined = Combined((Scripted("a", {0: [1]}, first), Scripted("b", {0: [2]}, second)), one_after_another, "a+b")
-        (draft,) = combined.propose(sequences()[:1], [4])
-        assert draft.probs is not None
-        expected = [np.eye(9)[token] if prob is None else np.full(9, prob) for token, prob in ((1, first), (2, second))]
-        np.testing.assert_array_equal(np.stack([dense(row) for row in draft.probs]), np.stack(expected))
-    (draft,) = Combined((Scripted("a", {0: [1]}), Scripted("b", {0: [2]})), one_after_another, "a+b").propose(sequences()[:1], [4])
-    assert draft.probs is None
-
-
 def test_a_tree_is_continued_by_a_tree_but_nothing_continues_it() -> None:
     class Tree(NullProposer):
         def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-            return [Draft(np.array([4, 5, 6], np.int32), np.array([-1, -1, 1], np.int32), None, "tree") for _ in seqs]
+            return [Draft(np.array([4, 5, 6], np.int32), np.array([-1, -1, 1], np.int32), "tree") for _ in seqs]
 
     seqs = sequences()[:1]
     (draft,) = Combined((Scripted("a", {0: [1, 2]}), Tree()), one_after_another, "a+tree").propose(seqs, [5])

@@ -19,7 +19,7 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
 from cpuspec.speculation.verify import Verdict
-from tests.oracles import PieceTokenizer, enumerate_exactly, total_variation
+from tests.oracles import ExactDraws, PieceTokenizer, enumerate_exactly, total_variation
 from tests.speculation.exact import SOURCE as DRAWS
 from tests.speculation.exact import TARGET, ExactContext, ExactSource, rational_row
 
@@ -83,7 +83,7 @@ class Tree(NullProposer):
             [*range(VOCAB), *list(range(VOCAB)) * VOCAB],
             [-1] * VOCAB + [i for i in range(VOCAB) for _ in range(VOCAB)],
         )
-        return [Draft(np.array(tokens[:limit], np.int32), np.array(parents[:limit], np.int32), None, self.name) for limit in limits]
+        return [Draft(np.array(tokens[:limit], np.int32), np.array(parents[:limit], np.int32), self.name) for limit in limits]
 
 
 class Likeliest(NullProposer):
@@ -168,7 +168,7 @@ def distance(make: Callable[[], Constraint], proposer: Proposer, limit: int) -> 
 
     def program(rng: Any) -> tuple[int, ...]:
         seq = Sequence.new(0, [0], SamplingParams(temperature=1.0), constraint)
-        seq.rng = rng
+        seq.draws = ExactDraws(rng)
         proposer.begin(seq, 0)
         while (answer := cut(seq.output, constraint)) is None:
             speculate(model(TARGET), proposer, [seq], [limit])

@@ -35,7 +35,7 @@ def drafts(draw: st.DrawFn, max_tree: int) -> Draft:
     if len(tokens) > max_tree or draw(st.booleans()):
         return Draft.chain(tokens, "test")
     parents = [draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
-    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, "test")
+    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), "test")
 
 
 def path_to(draft: Draft, node: int) -> list[int]:
@@ -175,7 +175,7 @@ def test_a_full_context_and_a_tree_are_clear_errors() -> None:
 def test_a_tree_of_more_rows_than_a_forward_takes_is_a_clear_error() -> None:
     context, seq = Context(ToyBackend(1, max_rows=2), 1, 64), sequence(0, [0] * 7)
     context.acquire(seq)
-    tree = Draft(np.array([4, 5, 6], np.int32), np.array([-1, -1, 0], np.int32), None, "test")
+    tree = Draft(np.array([4, 5, 6], np.int32), np.array([-1, -1, 0], np.int32), "test")
     with pytest.raises(ConfigError, match="a forward takes 2 rows, and test drafted a tree of 3 tokens"):
         context.score([seq], [tree])
 
@@ -184,7 +184,7 @@ def test_what_was_accepted_of_a_tree_is_not_fed_again() -> None:
     model = ToyBackend(1, max_rows=64)
     context, seq = Context(model, 1, 64), sequence(0, [0, 4, 5])
     context.acquire(seq)
-    tree = Draft(np.array([4, 5, 6, 7, 7], np.int32), np.array([-1, -1, 1, 1, 3], np.int32), None, "test")
+    tree = Draft(np.array([4, 5, 6, 7, 7], np.int32), np.array([-1, -1, 1, 1, 3], np.int32), "test")
     context.score([seq], [tree])
     context.keep_path(seq, tree, np.array([1, 3, 4], np.int32))
     seq.extend([5, 7, 7, 4])

@@ -14,11 +14,10 @@ from cpuspec.speculation.drafters.eagle import draft_chains, draft_trees
 from cpuspec.speculation.drafters.head_path import CHILDREN, likeliest
 from cpuspec.speculation.drafters.heads import HeadProposer
 from cpuspec.speculation.head_context import DraftedRows, HeadRows
-from cpuspec.speculation.planner import model_drafter
 from cpuspec.speculation.planner import planner as planner_module
 from cpuspec.speculation.planner.costs import Costs
 from cpuspec.speculation.planner.planner import Planner
-from cpuspec.speculation.verify import verify_greedy
+from cpuspec.speculation.verify import verify_tokens
 
 ROWS = [1, 2, 3, 4, 6, 8, 9, 12, 16, 24]
 TARGET = Costs(ROWS, [1 + 0.05 * (rows - 1) for rows in ROWS])
@@ -40,7 +39,6 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(planner_module, "now_s", lambda: clock.now_s)
-    monkeypatch.setattr(model_drafter, "elapsed_s", clock.elapsed_s)
     return clock
 
 
@@ -91,7 +89,7 @@ def seconds_a_token(planner: Planner, clock: Clock, chances: tuple[float, ...], 
         [draft] = planner.propose([seq], [16])
         come = rng.choice(len(weights), 20, p=weights).tolist()
         depths = [0, *draft.depths.tolist()]
-        verdict = verify_greedy(draft, lambda row, come=come, depths=depths: come[depths[row]])
+        verdict = verify_tokens(draft, lambda row, come=come, depths=depths: come[depths[row]])
         clock.now_s += TARGET.forward_s(len(draft) + 1)
         branched.append(not draft.is_chain)
         seq.extend(verdict.tokens)

@@ -1,7 +1,6 @@
 """Drafts of models that fill rows of a mask token: one forward each, of the model's own rows, and no answer changes."""
 
 import json
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.sampling import confidence
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
-from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters import head_path
 from cpuspec.speculation.drafters.head_path import likeliest
 from cpuspec.speculation.drafters.masks import MaskProposer
@@ -86,20 +84,6 @@ def test_drawn_tokens_yield_exactly_the_targets_distribution(vocab: int, limit: 
     assert distance(proposer, vocab, limit, length) == 0
 
 
-class DeclaresOtherRows(MaskProposer):
-    """The mistake of declaring each token with the row of another place."""
-
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        drafts = super().propose(seqs, limits)
-        return [Draft.chain(draft.tokens.tolist(), self.name, draft.probs and draft.probs[::-1]) for draft in drafts]
-
-
-@pytest.mark.usefixtures("exact_rows")
-def test_the_enumeration_catches_rows_of_other_places() -> None:
-    proposer = DeclaresOtherRows(ExactContext(1, 3), 1, "masks", 9, draws=True)  # type: ignore[arg-type]
-    assert distance(proposer, 3, 2, 3) > Fraction(1, 100)
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_gguf(tmp_path_factory.mktemp("target") / "tiny.gguf", weight_format="f32", context_length=256, **SMALL)
@@ -115,15 +99,12 @@ def pard(directory: Path, mask_id: object = MASK, key: str = "pard_token", seed:
 @pytest.mark.parametrize("backend", ["numba", "numpy"])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN])
 @pytest.mark.parametrize("spec", ["{}", "draw:{}", "auto,{}", "{}@3", "ngram+{}"])
-def test_drafts_change_no_greedy_answer(target: Path, tmp_path: Path, spec: str, params: SamplingParams, backend: str) -> None:
-    """And no sampled one where tokens are not drawn."""
+def test_drafts_change_no_answer(target: Path, tmp_path: Path, spec: str, params: SamplingParams, backend: str) -> None:
     with LLM(str(target), spec="none", backend=backend, threads=1) as llm:
         plain = [one.token_ids for one in llm.generate(PROMPTS, params)]
     with LLM(str(target), spec=spec.format(pard(tmp_path / "pard")), backend=backend, threads=1) as llm:
         answers = llm.generate(PROMPTS, params)
-        if params.greedy or not spec.startswith("draw"):
-            assert [one.token_ids for one in answers] == plain
-        assert all(len(one.token_ids) == len(ids) for one, ids in zip(answers, plain, strict=True))
+        assert [one.token_ids for one in answers] == plain
 
 
 def test_a_model_with_the_targets_weights_drafts_the_next_token_right(target: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner import costs as costs_module
-from cpuspec.speculation.planner import model_drafter
 from cpuspec.speculation.planner import planner as planner_module
 from cpuspec.speculation.planner.acceptance import Estimate
 from cpuspec.speculation.planner.choose import Option, break_even, choose
@@ -38,17 +36,11 @@ class Clock:
     now_s = 0.0
     num_rows = 0
 
-    def elapsed_s(self, function: Callable[[], object]) -> float:
-        begin_s = self.now_s
-        function()
-        return self.now_s - begin_s
-
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(planner_module, "now_s", lambda: clock.now_s)
-    monkeypatch.setattr(model_drafter, "elapsed_s", clock.elapsed_s)
     return clock
 
 
@@ -57,18 +49,13 @@ class Text(NullProposer):
 
     name = "text"
 
-    def __init__(self, confidence: float = 0.9, *, drawn: bool = False) -> None:
+    def __init__(self, confidence: float = 0.9) -> None:
         self.confidence = confidence
-        self.drawn = drawn
 
     def propose(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         drafts = []
         for limit in limits:
-            probs = tuple(np.full(8, 1 / 8) for _ in range(limit)) if self.drawn else None
-            chain = Draft.chain([1] * limit, self.name, probs)
-            drafts.append(
-                Draft(chain.tokens, chain.parents, probs, self.name, confidence=np.full(limit, self.confidence, np.float32))
-            )
+            drafts.append(Draft.chain([1] * limit, self.name, confidence=[self.confidence] * limit))
         return drafts
 
 
@@ -230,38 +217,6 @@ def test_a_draft_from_text_is_cut_where_it_promises_most(confidence: float, slop
     [draft] = planner.propose([seq], [24])
     rates = [sum(confidence**k for k in range(n + 1)) / costs.forward_s(n + 1) for n in range(25)]
     assert len(draft) == int(np.argmax(rates))
-
-
-def test_drawn_tokens_are_not_cut() -> None:
-    planner, seq = Planner(FLAT, [Text(0.01, drawn=True)], []), _sequence()
-    [draft] = planner.propose([seq], [10])
-    assert len(draft) in (0, 10)
-
-
-class DrawingModel(Model):
-    """Draws its tokens, by rows of which it is never sure."""
-
-    def __init__(self) -> None:
-        super().__init__(0.2)
-
-    def propose(self, seqs: list[Sequence], limits: list[int], floors: list[Floors] | None = None) -> list[Draft]:
-        drafts = super().propose(seqs, limits, floors)
-        return [replace(draft, probs=tuple(np.full(8, 1 / 8) for _ in draft.tokens)) for draft in drafts]
-
-
-@pytest.mark.parametrize("others", [[], [Text(0.99)]])
-def test_drawn_tokens_are_verified_once_they_are_drawn(others: list[Text]) -> None:
-    """What is drafted beside them may promise more: to look at them first would change the distribution of the output."""
-    model = DrawingModel()
-    planner, seq = Planner(rising(0.3), list(others), [(model, Costs([1], [0.01]))]), _sequence()  # type: ignore[list-item]
-    for _ in range(30):
-        before = len(model.asked)
-        [draft] = planner.propose([seq], [10])
-        if len(model.asked) > before:
-            assert (draft.source, len(draft)) == ("model", model.asked[-1])
-        seq.extend([2])
-        planner.accept(seq, Verdict([2], []), ())
-    assert model.asked or others
 
 
 def test_a_draft_that_was_not_taken_teaches_by_the_tokens_that_came() -> None:

@@ -35,7 +35,7 @@ def chain_over(inner: Proposer, kept: Callable[[int, int], Iterable[int]]) -> Pr
 PROPOSERS: dict[str, Callable[[Callable[[int, int], Iterable[int]]], Proposer]] = {
     "none": lambda kept: NullProposer(),
     "ngram": lambda kept: NgramProposer(),
-    "tree": lambda kept: SampledProposer(8, TREE, declare=None),
+    "tree": lambda kept: SampledProposer(8, TREE, independent=True),
     "chain": lambda kept: chain_over(NgramProposer(), kept),
     "chain over a tree": lambda kept: chain_over(SampledProposer(8, TREE), kept),
 }

@@ -49,7 +49,7 @@ class Knowing(NullProposer):
                 tokens.append(int(self._rng.integers(0, 300)))
                 if parents[-1] == last and self._rng.random() < 0.8:
                     tokens[-1], last = answer[depth_of(parents, node) - 1], node
-            drafts.append(Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, self.name))
+            drafts.append(Draft(np.array(tokens, np.int32), np.array(parents, np.int32), self.name))
         return drafts
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[Any, ...]) -> None:

@@ -103,7 +103,7 @@ def test_a_missing_file_or_module_is_a_clear_error() -> None:
         ("return drafts", "return None", "must return a list of Draft, got None"),
         ("return drafts", "return [7]", r"must return a list of Draft, got \[7\]"),
         ("return drafts", "return []", r"returned 0 drafts for \d sequences"),
-        ("return drafts", "return [Draft([4], [-1], None, 'x')] * len(seqs)", r"tokens .* must be a vector of int32, got \[4\]"),
+        ("return drafts", "return [Draft([4], [-1], 'x')] * len(seqs)", r"tokens .* must be a vector of int32, got \[4\]"),
         ("after[:limit]", "after[:limit] + [4] * limit", "where at most"),
         ("after[:limit]", "[99][:limit]", r"ids must be in \[0, 8\)"),
     ],

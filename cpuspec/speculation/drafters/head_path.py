@@ -8,7 +8,7 @@ import numpy as np
 from cpuspec.checkpoints.heads.head import I64
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32
-from cpuspec.sampling import Row, confidence, distribution, processed, sample
+from cpuspec.sampling import confidence, distribution, processed
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import Floors, goes_on
@@ -22,8 +22,8 @@ CHILDREN, DEPTHS = 4, 8
 class HeadPath:
     """The tokens that a head drafts for a sequence, one after the other, at most `limit`.
 
-    token_ids: the target's id of each number of a row, None for the same. draws: whether tokens are drawn, and the rows declared;
-    else each is the likeliest. min_confidence: the draft ends with the first token of a row that gives no token this probability.
+    token_ids: the target's id of each number of a row, None for the same. draws: whether tokens are drawn; else each is the
+    likeliest. min_confidence: the draft ends with the first token of a row that gives no token this probability.
     floors: as in `DraftModel.propose`; with them a draft has confidences, and the likely alternatives to its tokens.
     """
 
@@ -37,7 +37,6 @@ class HeadPath:
     tokens: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)  # of the tokens, where somebody asks
     others: list[list[tuple[int, float]]] = field(default_factory=list)  # for each token its alternatives and their confidences
-    probs: list[Row] = field(default_factory=list)
     most: int = field(init=False)  # nodes of the draft
 
     def __post_init__(self) -> None:
@@ -63,8 +62,7 @@ class HeadPath:
             row = self._over_vocabulary(logits)
             try:
                 if draws:
-                    self.probs.append(distribution(row, seq.params, seq.history, self.tokens, legal))
-                    token = sample(self.probs[-1], seq.rng)
+                    token = seq.draw(distribution(row, seq.params, seq.history, self.tokens, legal), len(self.tokens))
                 else:
                     token = int(processed(row, seq.params, seq.history, self.tokens, legal).argmax())
             except ConfigError:  # the request forbids every token that the head knows
@@ -87,8 +85,7 @@ class HeadPath:
 
     def draft(self, name: str) -> Draft:
         """What was chosen, with alternatives the likeliest first."""
-        probs = tuple(self.probs) if self.draws and not self.seq.params.greedy else None
-        chain = Draft.chain(self.tokens, name, probs, confidence=None if self.floors is None else self.confidence)
+        chain = Draft.chain(self.tokens, name, confidence=None if self.floors is None else self.confidence)
         alternatives = [(token, depth - 1, sure) for depth, others in enumerate(self.others) for token, sure in others]
         if not alternatives or len(chain) == self.most:
             return chain

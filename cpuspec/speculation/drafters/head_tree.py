@@ -48,7 +48,7 @@ class HeadTree:
         found = [self.nodes[node] for node in nodes]
         tokens, parents = [node.token for node in found], [place[node.parent] for node in found]
         confidence = np.array([node.confidence for node in found], np.float32)
-        return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), None, name, (), confidence)
+        return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), name, (), confidence)
 
     def _kept(self) -> list[int]:
         """As many of the likeliest nodes as the draft may have. None is likelier than its parent, so parents are among them."""

@@ -1,7 +1,7 @@
 """Drafting with a trained head: what all methods share. How rows become a draft is a `Rule`, one for each method.
 
-A head drafts for the target alone, whose hidden states it was trained on. It chooses tokens without a draw, as vLLM's drafters do,
-so that a seed keeps its answer; or it draws them and declares what from, which accepts more where the temperature is high.
+A head drafts for the target alone, whose hidden states it was trained on. It chooses the likeliest tokens, as vLLM's drafters do;
+or it draws them with the request's random numbers, which accepts more where the temperature is high.
 """
 
 from collections.abc import Callable, Mapping

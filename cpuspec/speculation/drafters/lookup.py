@@ -212,7 +212,7 @@ def draft_likely(evidence: list[Evidence], num_tokens: int, min_prob: float, nam
         return _nothing(name)
     tokens, parents, confidence = zip(*nodes, strict=True)
     ids, hang, sure = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(confidence, np.float32)
-    return Draft(ids, hang, None, name, confidence=sure)
+    return Draft(ids, hang, name, confidence=sure)
 
 
 _Node = tuple[int, int, float]  # token, parent, probability after its parent
@@ -300,7 +300,7 @@ def _narrowed(evidence: list[Evidence], depth: int, token: int) -> list[Evidence
 
 @cache
 def _nothing(name: str) -> Draft:
-    return Draft(np.zeros(0, np.int32), np.zeros(0, np.int32), None, name, confidence=np.zeros(0, np.float32))
+    return Draft(np.zeros(0, np.int32), np.zeros(0, np.int32), name, confidence=np.zeros(0, np.float32))
 
 
 def wants_tree(level: LevelSpec) -> bool:

@@ -15,8 +15,8 @@ DEFAULT_NUM_TOKENS = 7
 class MaskProposer:
     """Drafts up to `num_tokens` tokens: the first from the row of the last committed token, the others from rows of `mask_id`.
 
-    A row does not depend on the tokens chosen before it, so tokens may be drawn from it, and it is declared (`draws`); else each is
-    the likeliest. min_confidence: as in `HeadPath`. The cache forgets the mask's rows at the next draft.
+    A row does not depend on the tokens chosen before it, so tokens may be drawn from it (`draws`); else each is the likeliest.
+     min_confidence: as in `HeadPath`. The cache forgets the mask's rows at the next draft.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class MaskProposer:
         self.num_tokens = min(num_tokens, context.backend.max_rows)
         self.in_one_pass = True
         self._mask_id, self._min_confidence, self._draws = mask_id, min_confidence, draws
-        self._reading = Reading(context, draws)
+        self._reading = Reading(context)
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Do nothing yet: by the first draft another sequence may have read what both begin with."""

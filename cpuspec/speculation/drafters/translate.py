@@ -1,8 +1,7 @@
 """Drafts by a model with another vocabulary: it follows the text in its own tokens, and its tokens come back in the verifier's.
 
-Two ways back, after arXiv 2502.05202, each exact. By tokens (its TLI): the model gives only such tokens a probability as both
-vocabularies have, so that its rows are rows over the verifier's tokens. By text (its string-level match): whatever it writes is
-encoded again; no rows come with that, and the tokens are point masses.
+Two ways back, after arXiv 2502.05202. By tokens (its TLI): the model gives only such tokens a probability as both vocabularies
+have, so that its rows are rows over the verifier's tokens. By text (its string-level match): whatever it writes is encoded again.
 """
 
 from bisect import bisect_right
@@ -12,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 from cpuspec.model.batch import F32
+from cpuspec.sampling import Draws, Row
 from cpuspec.sequence import Mark, Sequence, shared_prefix
 from cpuspec.speculation.chain import ChainProposer
 from cpuspec.speculation.context import Context
@@ -31,8 +31,7 @@ class TranslatedProposer:
     The chain runs on sequences of its own, and so do the levels below it. They hold the text of the verifier's tokens as the
     draft's tokenizer splits it, kept up by truncate and feed: a draft that was accepted is there already, unless its text splits
     otherwise. by_text: the tokens come back through their text, and are those that the chain chooses greedily: a mode is what
-    matches most often, and as it takes no random number, a seed gives the same tokens with and without drafts. So it is for
-    requests with a grammar, which the chain does not know: of tokens that were not drawn the illegal ones can be cut off.
+    matches most often. So it is for requests with a grammar, which the chain does not know.
     """
 
     def __init__(self, chain: ChainProposer, shared: SharedTokens, by_text: bool) -> None:
@@ -94,11 +93,10 @@ class TranslatedProposer:
         if by_text:
             encoded = self._shared.text_for_verifier(draft.tokens.tolist())
             sure = None if draft.confidence is None else self._confidence(draft, encoded)[:limit]
-            return Draft.chain(encoded[:limit], self.name, None, draft.cycles, confidence=sure)
+            return Draft.chain(encoded[:limit], self.name, draft.cycles, confidence=sure)
         tokens = self._shared.partner[draft.tokens].astype(np.int32)
         assert (tokens >= 0).all(), "a context that restricts its rows drew a token outside of them"
-        probs = None if draft.probs is None else tuple(map(self._shared.row_for_verifier, draft.probs))
-        return replace(draft, tokens=tokens, probs=probs)
+        return replace(draft, tokens=tokens)
 
     def _confidence(self, draft: Draft, encoded: list[int]) -> list[float]:
         """Of tokens that have the text of the chain's: of each the product over the chain's tokens that begin in it."""
@@ -118,6 +116,23 @@ class TranslatedProposer:
 
 
 @dataclass
+class _VerifiersDraws:
+    """Draws tokens of the other vocabulary with the random numbers of their partners in the verifier's.
+
+    ahead: how many tokens more the verifier's answer has.
+    """
+
+    draws: Draws
+    shared: SharedTokens
+    ahead: int
+
+    def draw(self, row: Row, position: int) -> int:
+        """See `Draws`."""
+        token = self.draws.draw(self.shared.row_for_verifier(row), position + self.ahead)
+        return int(self.shared.draft_ids[self.shared.verifier_ids.searchsorted(token)])
+
+
+@dataclass
 class _Other:
     """A sequence in the tokens of another vocabulary.
 
@@ -132,13 +147,13 @@ class _Other:
 
     @staticmethod
     def begin(seq: Sequence, shared: SharedTokens, greedy: bool) -> "_Other":
-        """The prompt. Draws for the new sequence are draws of the old one."""
+        """The prompt."""
         ids = shared.prompt_for_draft(seq.tokens[: seq.num_prompt_tokens])
         bias = shared.bias_for_draft(seq.params.logit_bias)
         params = replace(seq.params, logit_bias=bias, temperature=0 if greedy else seq.params.temperature)
         # A request may forbid every token that could be drafted, and a text of control tokens alone may become no token.
         can_draft = list(bias.values()).count(-np.inf) < len(shared) and bool(ids)
-        other = Sequence(seq.id, ids, len(ids), params, seq.seed, seq.rng)
+        other = Sequence(seq.id, ids, len(ids), params, seq.seed, seq.draws)
         return _Other(other, can_draft, [(seq.num_prompt_tokens, len(ids))], Mark(seq.num_prompt_tokens, len(seq.rewinds)))
 
     def follow(self, seq: Sequence, shared: SharedTokens) -> None:
@@ -146,7 +161,6 @@ class _Other:
         unchanged = seq.unchanged(self.followed)
         while self.cuts[-1][0] > unchanged:
             self.cuts.pop()
-        self.seq.rng = seq.rng  # a pass of a level above may draw from numbers of its own
         start, first = self.cuts[-1]
         ids: list[int] = []
         while len(seq.tokens) - start > _MOST_UNCUT:
@@ -159,6 +173,7 @@ class _Other:
         if agreed < len(self.seq.tokens):
             self.seq.rewind(agreed)
         self.seq.extend(ids[agreed - first :])
+        self.seq.draws = _VerifiersDraws(seq.draws, shared, seq.num_output_tokens - self.seq.num_output_tokens)
         self.followed = seq.mark()
 
 

@@ -82,11 +82,10 @@ def best_length(
 def best_prefix(drafter: object, draft: Draft, costs: Costs, rate: float, num_seqs: int, price: float = 1.0) -> Option:
     """The best prefix of a draft that is there already, whose tokens are accepted with `rate` times their confidences.
 
-    Drawn tokens are never cut off: a length that depends on the draw would change the distribution of the output.
     price: the share of what a further row costs that is counted.
     """
     plain_s, forward_s = costs.forward_s(num_seqs), costs.forward_s
-    if draft.confidence is None or draft.probs is not None:
+    if draft.confidence is None:
         rows_s, claimed = price * (forward_s(num_seqs * (len(draft) + 1)) - plain_s), sum(draft.likely)
         return Option(drafter, len(draft), 1 + rate * claimed, (plain_s + rows_s) / num_seqs, claimed)
     rate, claimed = min(rate, 1.0), 0.0

@@ -1,8 +1,8 @@
 """What a planner knows of a drafter with a model: what its drafts promise before they are made, and how long they should be."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
-from cpuspec.metrics import elapsed_s
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.planner.acceptance import FIRST_ACCEPTANCE, Drafted, Estimate
@@ -23,8 +23,9 @@ class ModelDrafter:
     draft where one pass makes it. What it promises before it has drafted is what its latest drafts promised.
     """
 
-    def __init__(self, proposer: DraftModel, costs: Costs, verifier: Costs) -> None:
-        """costs: of its forwards. verifier: of those of the model that it drafts for."""
+    def __init__(self, proposer: DraftModel, costs: Costs, verifier: Costs, clock: Callable[[], float]) -> None:
+        """costs: of its forwards. verifier: of those of the model that it drafts for. clock: tells seconds."""
+        self._now_s = clock
         self.proposer = proposer
         self.drafted = Drafted()
         self.seconds = costs.forward_s(1)
@@ -86,9 +87,10 @@ class ModelDrafter:
             self._floors(limit, costs, num_seqs, rate, 1.0 if seq.id in tried else self._chance(seq))
             for seq, limit, rate in zip(seqs, limits, rates, strict=True)
         ]
-        drafts: list[Draft] = []
         usual = all(self._num_unfed(seq) <= _USUALLY_UNFED for seq in seqs)
-        seconds = elapsed_s(lambda: drafts.extend(self.proposer.propose(seqs, limits, floors)))
+        begin_s = self._now_s()
+        drafts = self.proposer.propose(seqs, limits, floors)
+        seconds = self._now_s() - begin_s
         num_forwards = [self._num_forwards(draft) for draft in drafts]
         if usual and any(num_forwards):
             self.seconds += LEARNING * (seconds / sum(num_forwards) - self.seconds)

@@ -10,6 +10,7 @@ the acceptance that is expected could, nobody is asked, and trials have less tim
 """
 
 from collections import abc
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -81,14 +82,16 @@ class Planner:
         models: abc.Sequence[tuple[DraftModel, Costs]],
         serves: bool = True,
         context: Context | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """models: each with the costs of its forwards."""
+        """models: each with the costs of its forwards. clock: tells seconds; `now_s` by default."""
+        self._now_s = clock or now_s
         self.costs = costs
         proposers = [*lookups, *(model for model, _ in models)]
         self.hidden_layers = tuple(sorted({layer for one in proposers for layer in one.hidden_layers}))
         self.levels = tuple(level for model, _ in models for level in model.levels) if serves else ()
         self.lookups = [LookupDrafter(proposer) for proposer in lookups]
-        self.models = [ModelDrafter(proposer, its, costs) for proposer, its in models]
+        self.models = [ModelDrafter(proposer, its, costs, self._now_s) for proposer, its in models]
         self._drafters: list[LookupDrafter | ModelDrafter] = [*self.lookups, *self.models]
         self.num_plain_rounds = 0  # of each sequence
         self._budget = TrialBudget(len(lookups) + len(models))
@@ -160,18 +163,17 @@ class Planner:
         ]
         if not asked:
             return
-        begin_s = now_s()
+        begin_s = self._now_s()
         drafts = lookup.proposer.propose([seqs[i] for i in asked], [limits[i] for i in asked])
         for i, draft in zip(asked, map(legal_part, [seqs[i] for i in asked], drafts), strict=True):
             if len(draft):
                 options[i].append(lookup.option(seqs[i], draft, self.costs, len(seqs)))
-        lookup.asked([seqs[i] for i in asked], now_s() - begin_s)
+        lookup.asked([seqs[i] for i in asked], self._now_s() - begin_s)
 
     def _ask(self, model: ModelDrafter, seqs: list[Sequence], limits: list[int], options: list[list[Option]]) -> None:
         """Add the model's drafts, for sequences to which it promises more than is there already, or is tried.
 
         Where another model's draft pays it is not asked: it is unsure where that one is, and costs 1 to 3 % (benchmarks/LOG.md).
-        A draft of drawn tokens is the one that is taken: to judge it first would change the distribution of the output.
         """
         asked, rates, num_seqs = [], [], len(seqs)
         for i, (seq, limit, known) in enumerate(zip(seqs, limits, options, strict=True)):
@@ -191,14 +193,13 @@ class Planner:
             return
         found = model.propose([seqs[i] for i in asked], [limits[i] for i in asked], self.costs, num_seqs, rates)
         for i, option in zip(asked, found, strict=True):
-            drawn = option.draft is not None and option.draft.probs
-            options[i] = [option] if drawn else [*options[i], option]
+            options[i].append(option)
 
     def _begin_timing(self, num_seqs: int, rows: int) -> None:
         """Time the forward, of which `rows` rows will be judged. Of plain ones time one of four."""
         self._num_plain_forwards += rows == num_seqs
         timed = rows > num_seqs or self._num_plain_forwards % _PLAIN_LOOKS == 0
-        self._begun = (rows, self._context.num_rows, now_s()) if self._context and timed else None
+        self._begun = (rows, self._context.num_rows, self._now_s()) if self._context and timed else None
 
     def _end_timing(self) -> None:
         """Learn from the seconds of the forward, unless most of its rows were prompts', which take less than judged ones."""
@@ -206,7 +207,7 @@ class Planner:
             rows, num_before, begin_s = self._begun
             num_fed = self._context.num_rows - num_before
             if num_fed <= _MOST_FED * rows:
-                self.costs.observe(num_fed, now_s() - begin_s)
+                self.costs.observe(num_fed, self._now_s() - begin_s)
         self._begun = None
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
