@@ -232,22 +232,32 @@ class Tokenizer:
         return self._template.render(_checked(messages), add_generation_prompt, variables)
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> list[int]:
         """Token ids of the conversation: the template's own control tokens are recognised, those in messages are plain text.
 
         Where neither messages nor variables contain a control token's text, equal to encoding the rendered text with
-        `parse_special`. messages, variables: as in `apply_chat_template`.
+        `parse_special`. messages, variables: as in `apply_chat_template`. continues: end with the last message's text, so that the
+        model goes on with it; white space behind it stays if the template keeps it.
         """
         messages, given = _checked(messages), dict(variables or {})
         template = self._template
+        end = _unused_character([template.source, *(text for text, _ in _texts_in([messages, given]))])
+        if continues:
+            messages[-1]["content"] = f"{messages[-1]['content']}{end} "
+            add_generation_prompt = False
         texts = list(_texts_in([messages, given]))
         if key := next((key for key, is_key in texts if is_key and self._control_finder.search(key, 0)), None):
             raise TokenizerError(f"the name {quoted(key)} is written like a control token; choose another")
         mark = _unused_character([template.source, *(text for text, _ in texts)])
 
         def rendered(change: Callable[[str], str]) -> str:
-            return template.render(_map_contents(messages, change), add_generation_prompt, _map_texts(given, change))
+            text = template.render(_map_contents(messages, change), add_generation_prompt, _map_texts(given, change))
+            return _until(text, end) if continues else text
 
         # A control token's text inside a message is broken in two while the template renders, and healed before encoding.
         text = rendered(lambda content: self._break_control(content, mark))
@@ -769,6 +779,17 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
             if not isinstance(value, str | None) and key != "tool_calls":
                 raise TokenizerError(f"message {number}: {key} is {type(value).__name__}; wanted a text")
     return [dict(message) for message in messages]
+
+
+def _until(text: str, end: str) -> str:
+    """A rendered conversation up to a mark behind its last message's text. The mark had a space behind it.
+
+    Where the template has trimmed that, it trims other white space before it, too. Source: transformers' `render_jinja_template`.
+    """
+    before, mark, behind = text.rpartition(end)
+    if not mark:
+        raise TokenizerError("the chat template leaves out the last message's text, so that nothing can continue it")
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _unused_character(texts: Sequence[str]) -> str:

@@ -22,9 +22,38 @@ from cpuspec.server.parsing import Parser, answer_parser, opens_reasoning, reaso
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.structured import call_grammar
 from cpuspec.server.turns import in_turns
+from cpuspec.tokenizer import Tokenizer
 
 _ROLES = {"developer": "system"}  # a name that templates do not know yet
 _KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message that templates may read, besides role and content
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a conversation ends, as vLLM spells it: the answer continues the last message, or a generation prompt begins it.
+
+    continue_final_message None: where the last message is an assistant's without tool calls, as llama-server does, unless a
+    generation prompt is asked for.
+    """
+
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def adds_prompt(self) -> bool:
+        """Whether a generation prompt begins an answer that continues nothing."""
+        return self.add_generation_prompt is not False
+
+    def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the answer continues the last message. Raises RequestError where it cannot."""
+        name, last = "continue_final_message", messages[-1] if messages else {}
+        if self.continue_final_message is None:
+            return last.get("role") == "assistant" and not last.get("tool_calls") and self.add_generation_prompt is not True
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(f"{name} and add_generation_prompt exclude each other; leave one out", name)
+        if self.continue_final_message and (not last or last.get("tool_calls")):
+            raise RequestError(f"{name} needs a last message with a text and without tool calls", name)
+        return self.continue_final_message
 
 
 @dataclass(frozen=True)
@@ -33,7 +62,8 @@ class ChatPrompt:
 
     thinking: the prompt has opened the reasoning. functions: schemas of the tools' arguments by name. prefix: the answer's
     beginning, as of a demanded tool call. keeps_to: fields of SamplingParams that restrict the answer. notes: on how the request
-    was changed, for headers of the response, by their names.
+    was changed, for headers of the response, by their names. begun: the text that the prompt ends with and the answer continues,
+    behind the mark of reasoning if that is open.
     """
 
     model: ServedModel
@@ -43,10 +73,11 @@ class ChatPrompt:
     prefix: str
     keeps_to: Mapping[str, Any] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+    begun: str = ""
 
     def parser(self) -> Parser:
         """The parser of one answer."""
-        return answer_parser(self.model.llm.tokenizer.chat_template, self.functions, self.thinking)
+        return answer_parser(self.model.llm.tokenizer.chat_template, self.functions, self.thinking, self.begun)
 
     def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[Wanted]:
         """The answers to compute. prediction: token ids that they may repeat.
@@ -69,11 +100,13 @@ def chat_prompt(
     tool_choice: Any = None,
     variables: Mapping[str, Any] | None = None,
     answer_format: Mapping[str, Any] | None = None,
+    ending: Ending = Ending(),
 ) -> ChatPrompt:
     """Encode a conversation in OpenAI's spelling. Takes a while for long ones.
 
-    variables: of the chat template. answer_format: fields of SamplingParams that restrict an answer without tool calls. Raises
-    RequestError for what is no conversation, TokenizerError for what the template refuses.
+    variables: of the chat template. answer_format: fields of SamplingParams that restrict an answer without tool calls. ending: by
+    default the answer continues the last message if that is an assistant's. Raises RequestError for what is no conversation,
+    TokenizerError for what the template refuses.
     """
     if not model.llm.tokenizer.chat_template:
         raise RequestError(f"{model.name} has no chat template; use /v1/completions, or an instruct model", "model")
@@ -83,7 +116,7 @@ def chat_prompt(
         messages = without_changing_lines(messages)
     left_out: set[str] = set()
     listed = [_message(number, message, left_out) for number, message in enumerate(messages)]
-    given = dict(variables or {})
+    continues, given = ending.continues(listed), dict(variables or {})
     model.check_text(_num_chars([listed, tools, given]))
     if model.template_takes_tools:
         if tools:
@@ -91,15 +124,8 @@ def chat_prompt(
     else:
         listed = _without_tools(listed, tools, model.llm.tokenizer.chat_template or "")
     tokenizer = model.llm.tokenizer
-    try:
-        ids = tokenizer.encode_chat(listed, variables=given)
-    except TokenizerError:  # perhaps of a template that is strict about turns
-        turns = in_turns(listed)
-        if turns == listed:
-            raise
-        ids = tokenizer.encode_chat(turns, variables=given)
     template = tokenizer.chat_template or ""
-    thinking = opens_reasoning(template, tokenizer.decode(ids[-8:], skip_special=False))
+    ids, begun, thinking = _encoded(tokenizer, listed, given, ending.adds_prompt, continues)
     marks = reasoning_marks(template)
     reasons, closing = any(mark in template for mark in marks), marks[1]
     closed = f"\n{closing}\n\n" if thinking else ""
@@ -123,7 +149,57 @@ def chat_prompt(
     if prefix:
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
     notes = {"left-out": ", ".join(sorted(left_out))} if left_out else {}
-    return ChatPrompt(model, ids, thinking, functions, prefix, keeps_to, notes)
+    return ChatPrompt(model, ids, thinking, functions, prefix, keeps_to, notes, begun)
+
+
+def _encoded(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+    adds_prompt: bool,
+    continues: bool,
+) -> tuple[list[int], str, bool]:
+    """Token ids of a conversation, the text at their end that the answer continues, and whether they leave the reasoning open."""
+    marks = reasoning_marks(tokenizer.chat_template)
+    begun, thought = (messages[-1]["content"], _open_reasoning(messages[-1], marks)) if continues else ("", None)
+    if thought is not None and any(
+        mark in (tokenizer.chat_template or "") for mark in marks
+    ):  # templates put reasoning of their own before it, or leave it out
+        ids = _encoded_turns(tokenizer, messages[:-1], variables)
+        head = "" if _opens_reasoning(tokenizer, ids) else f"{marks[0]}\n"
+        begun = thought.lstrip()
+        ids += tokenizer.encode(head, add_special=False, parse_special=True)
+        return ids + tokenizer.encode_parts([begun.encode()], continues=True), begun, True
+    if begun.strip():
+        return _encoded_turns(tokenizer, messages, variables, continues=True), begun, False
+    if continues:  # of a message without a text, its beginning
+        messages, adds_prompt = messages[:-1], True
+    ids = _encoded_turns(tokenizer, messages, variables, add_generation_prompt=adds_prompt)
+    return ids, "", _opens_reasoning(tokenizer, ids)
+
+
+def _encoded_turns(tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: Mapping[str, Any], **how: bool) -> list[int]:
+    """Token ids of a conversation, in turns if the template is strict about them."""
+    try:
+        return tokenizer.encode_chat(messages, variables=variables, **how)
+    except TokenizerError:
+        turns = in_turns(messages)
+        if turns == messages:
+            raise
+        return tokenizer.encode_chat(turns, variables=variables, **how)
+
+
+def _opens_reasoning(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+    return opens_reasoning(tokenizer.chat_template, tokenizer.decode(ids[-8:], skip_special=False))
+
+
+def _open_reasoning(message: Mapping[str, Any], marks: tuple[str, str]) -> str | None:
+    """The reasoning that a message has begun and not closed; None where it has none, or a text behind it."""
+    content: str = message["content"]
+    if not content.strip():
+        return message.get("reasoning_content")
+    head, opening, thought = content.partition(marks[0])
+    return thought if opening and not head.strip() and marks[1] not in thought else None
 
 
 def _num_chars(value: Any) -> int:

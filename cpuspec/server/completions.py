@@ -47,7 +47,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     if body.reasoning_effort is not None:
         variables |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"} | variables
     keeps_to = grammar_of(body)
-    work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables, keeps_to)
+    work = partial(chat_prompt, model, body.messages, body.tools or (), body.tool_choice, variables, keeps_to, body.ending)
     prompt = await model.in_worker(work)
     context.notes |= prompt.notes
     check_number(model, params.n)

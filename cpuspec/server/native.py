@@ -18,6 +18,7 @@ from cpuspec.server.figures import token_text
 from cpuspec.server.gate import model_of
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
+from cpuspec.server.schema import EndingBody
 from cpuspec.server.server import Server, server_of
 
 router = APIRouter(route_class=BodyRoute)
@@ -25,7 +26,7 @@ router = APIRouter(route_class=BodyRoute)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
-class TokenizeBody(Body):
+class TokenizeBody(EndingBody):
     content: str | None = None
     prompt: str | None = None  # vLLM's name for it
     messages: list[dict[str, Any]] | None = None
@@ -41,7 +42,7 @@ class DetokenizeBody(Body):
     model: str | None = None
 
 
-class TemplateBody(Body):
+class TemplateBody(EndingBody):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -112,7 +113,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     found = await model_of(request, body.model)
     tokenizer = found.llm.tokenizer
     if body.messages is not None:
-        ids = (await found.in_worker(partial(chat_prompt, found, body.messages, body.tools or ()))).ids
+        ids = (await found.in_worker(partial(chat_prompt, found, body.messages, body.tools or (), ending=body.ending))).ids
     else:
         text = body.content if body.content is not None else body.prompt or ""
         found.check_text(len(text))
@@ -133,7 +134,9 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 async def apply_template(body: TemplateBody, request: Request) -> Response:
     """The text that the model gets for a conversation."""
     found = await model_of(request, body.model)
-    work = partial(chat_prompt, found, body.messages, body.tools or (), body.tool_choice, body.chat_template_kwargs)
+    work = partial(
+        chat_prompt, found, body.messages, body.tools or (), body.tool_choice, body.chat_template_kwargs, ending=body.ending
+    )
     prompt: ChatPrompt = await found.in_worker(work)
     return json_response({"prompt": found.llm.tokenizer.decode(prompt.ids, skip_special=False)})
 

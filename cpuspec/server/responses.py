@@ -15,7 +15,7 @@ from cpuspec.engine.engine import Output
 from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats
 from cpuspec.server.bodies import BodyRoute
-from cpuspec.server.chat import ChatPrompt, chat_prompt
+from cpuspec.server.chat import ChatPrompt, Ending, chat_prompt
 from cpuspec.server.errors import ContextExceededError, RequestError
 from cpuspec.server.figures import log_figures, stats_of
 from cpuspec.server.gate import context_of, model_of
@@ -166,7 +166,7 @@ def _prompt(model: ServedModel, body: ResponsesBody, tools: Sequence[Mapping[str
     variables = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     variables |= body.chat_template_kwargs or {}
     keeps_to = answer_format((body.text or {}).get("format"), "text.format")
-    return chat_prompt(model, listed, tools, body.tool_choice, variables, keeps_to)
+    return chat_prompt(model, listed, tools, body.tool_choice, variables, keeps_to, Ending(continue_final_message=False))
 
 
 def _called(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pydantic import Field, create_model
 
 from cpuspec.config import SamplingParams, SpecConfig
 from cpuspec.server.bodies import Body
+from cpuspec.server.chat import Ending
 from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel
 from cpuspec.server.structured import ANY_OBJECT, answer_format
@@ -121,7 +122,19 @@ class UnusedBody(Body):
     user: Any = None
 
 
-class ChatBody(SamplingBody, UnusedBody):
+class EndingBody(Body):
+    """How a conversation ends, as vLLM spells it."""
+
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def ending(self) -> Ending:
+        """The same for `chat_prompt`."""
+        return Ending(self.continue_final_message, self.add_generation_prompt)
+
+
+class ChatBody(SamplingBody, UnusedBody, EndingBody):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | int | None = None  # a number is llama-server's: of likely tokens

@@ -1,5 +1,7 @@
 """A whole answer: reasoning first, if there is any, then content with tool calls."""
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Protocol
 
 from cpuspec.engine.text import overlap
@@ -61,17 +63,55 @@ class Parser(Protocol):
         ...
 
 
-def answer_parser(template: str | None, functions: Functions, thinking: bool = False) -> Parser:
+def answer_parser(template: str | None, functions: Functions, thinking: bool = False, begun: str = "") -> Parser:
     """A parser of one answer to a prompt of the chat template.
 
     functions: schemas of their arguments by name; without any the answer has no tool calls. thinking: the prompt has opened the
-    reasoning (`opens_reasoning`).
+    reasoning (`opens_reasoning`). begun: text behind that with which the prompt ends and which the answer continues.
     """
     form = tool_format(template)
-    if form.channels:
-        return ChannelParser()
-    calls = form.parser(functions) if functions else None
-    return AnswerParser(thinking=thinking, calls=calls, marks=reasoning_marks(template))
+    calls = form.parser(functions) if functions and not form.channels else None
+    marks = reasoning_marks(template)
+    parser = ChannelParser() if form.channels else AnswerParser(thinking=thinking, calls=calls, marks=marks)
+    return ContinuingParser(parser, begun) if begun else parser
+
+
+class ContinuingParser:
+    """Takes apart an answer that continues a text. Of that text it hands out nothing but the tool calls that it has begun."""
+
+    def __init__(self, parser: Parser, begun: str) -> None:
+        self._parser = parser
+        self._calls = [piece for piece in parser.push(begun) if piece.kind in ("call", "arguments")]
+        # Characters of the text that are undecided yet, by the kind that they are of if nothing follows.
+        self._known: dict[str, int] = {}
+        for piece in deepcopy(parser).finish():
+            self._known[piece.kind] = self._known.get(piece.kind, 0) + len(piece.text)
+
+    @property
+    def num_calls(self) -> int:
+        """See `Parser`."""
+        return self._parser.num_calls
+
+    def push(self, text: str) -> list[Piece]:
+        """See `Parser`."""
+        return self._new(self._parser.push(text))
+
+    def finish(self) -> list[Piece]:
+        """See `Parser`."""
+        return self._new(self._parser.finish())
+
+    def _new(self, pieces: list[Piece]) -> list[Piece]:
+        found, self._calls = self._calls, []
+        for piece in pieces:
+            if piece.kind != "reasoning":
+                self._known.pop("reasoning", None)
+            if piece.kind == "call":
+                self._known.clear()
+            known = min(self._known.get(piece.kind, 0), len(piece.text))
+            if known:
+                self._known[piece.kind] -= known
+            found.append(replace(piece, text=piece.text[known:]))
+        return joined(found)
 
 
 class AnswerParser:
