@@ -423,6 +423,9 @@ class SamplingParams:
         None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
     )
     max_draft_tokens: int | None = _setting(None, _optional(_COUNT), "Tokens that are drafted in a round at most.", "N")
+    cache_salt: str = _setting(
+        "", _TEXT, "Prefixes and past answers are shared with requests of the same salt alone, as in vLLM.", "TEXT"
+    )
     draft: str | None = _setting(
         None,
         _optional(_TEXT),

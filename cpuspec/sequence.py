@@ -68,6 +68,11 @@ class Sequence:
         return Sequence(id, tokens, len(tokens), params, seed, Noise(seed), constraint, prediction)
 
     @property
+    def salt(self) -> str:
+        """Only sequences of the same one may use what was computed for each other, or see it in their figures."""
+        return self.params.cache_salt
+
+    @property
     def is_plain_greedy(self) -> bool:
         """Whether each token is the argmax of the raw logits."""
         return self.params.greedy and self.params.keeps_order and self.constraint is None

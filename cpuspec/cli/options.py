@@ -174,9 +174,12 @@ def _read_serving(given: dict[str, Any]) -> ServerConfig:
         return ServerConfig(**{name: value for name, value in given.items() if value is not None})
 
 
+_OF_SERVERS = ("cache_salt",)  # a command has no other users
+
+
 def takes_sampling(max_tokens: int, without: Container[str] = ("n", "max_draft_tokens", "draft")) -> Callable[[Command], Command]:
     """Give a command options for the fields of SamplingParams; it gets those that were given as `sampling: dict[str, Any]`."""
-    names = [one.name for one in fields(SamplingParams) if one.name not in without]
+    names = [one.name for one in fields(SamplingParams) if one.name not in without and one.name not in _OF_SERVERS]
     return takes("sampling", _options(SamplingParams, names, "Sampling", max_tokens=max_tokens), _read_sampling)
 
 

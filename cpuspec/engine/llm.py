@@ -342,26 +342,30 @@ class LLM:
         with self._shared.turn():
             return [*(draft.context.prefix_stats(draft.name) for draft in self._drafts), self._context.prefix_stats("target")]
 
-    def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path) -> int:
+    def save_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> int:
         """Save the target's keys and values of a prompt to a file, as far as the prefix cache holds them; returns how many tokens.
+
+        cache_salt: that of the requests that computed them.
 
         Raises CacheError if it holds none of them, the file cannot be written, or the backend's cache cannot be saved.
         """
         tokens = self._prompt_ids(prompt)
         with self._shared.turn():
             try:
-                return self._context.save_prefix(tokens, Path(path))
+                return self._context.save_prefix(tokens, Path(path), cache_salt)
             except OSError as error:
                 raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
 
-    def restore_prefix(self, path: str | Path) -> int:
+    def restore_prefix(self, path: str | Path, cache_salt: str = "") -> int:
         """Take what `save_prefix` wrote into the prefix cache; returns how many tokens. Prompts that begin with them use it.
+
+        cache_salt: that of the requests which may use it.
 
         Raises CacheError for a file that is damaged, or of another model, KV format, processor or version.
         """
         self._shared.check_open()
         with self._shared.turn():
-            return self._context.restore_prefix(Path(path))
+            return self._context.restore_prefix(Path(path), cache_salt)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache of every model, on the disk, too."""

@@ -71,6 +71,8 @@ class Slot:
     number: int
     meter: AnswerMeter | None = None
     request_id: str = ""
+    client: str = ""
+    salt: str = ""
     tokens: list[int] = field(default_factory=list)
 
 
@@ -84,6 +86,7 @@ class ServedModel:
         self.llm = llm
         self.config = config
         self.num_users = 0  # requests that may use it now
+        self.has_keys = False  # whether clients are told apart by keys
         self.admission = Admission(llm.max_sequences, config.max_waiting)
         self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
@@ -120,6 +123,7 @@ class ServedModel:
     async def answers(self, client: str, request_id: str, wanted: Sequence[Wanted], rng: Random | None) -> "Answers":
         """The answers to one request, all or none; its grammar is compiled beside the event loop. rng: as `Answers` has it.
 
+        client: whom they count for; where clients have keys, nothing that is computed for one is shared with another.
         Raises RequestError or ConfigError for what the model cannot run, BusyError where the queue is full.
         """
         each = {id(one.prompt): one for one in wanted}.values()  # the answers to one prompt differ in nothing that is checked
@@ -132,7 +136,12 @@ class ServedModel:
                 await self._compile(check)
             else:
                 check()
-        return Answers(self, client, request_id, wanted, rng)
+        salted = [replace(one, params=replace(one.params, cache_salt=self.salt(client, one.params.cache_salt))) for one in wanted]
+        return Answers(self, client, request_id, salted, rng)
+
+    def salt(self, client: str, given: str = "") -> str:
+        """The engine's salt of a client's requests. given: their `cache_salt`."""
+        return f"{client}:{given}" if self.has_keys else given
 
     async def _compile(self, check: Callable[[], None]) -> None:
         """Check a request with a grammar beside the event loop. As many may wait for that as for their answers."""
@@ -226,7 +235,7 @@ class Answers:
         self._turns = deque(range(len(wanted)))
         self.meters = [AnswerMeter(len(one.prompt)) for one in wanted]
         self._model = model
-        self._request_id = request_id
+        self._client, self._request_id = client, request_id
         self._deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
         self._outputs: list[list[Output]] = [[] for _ in wanted]  # that nobody has taken yet
         self._ready = asyncio.Event()
@@ -314,6 +323,7 @@ class Answers:
             return
         slot = self._slots[number] = next(slot for slot in model.slots if slot.meter is None)
         slot.meter, slot.request_id, slot.tokens = self.meters[number], self._request_id, list(one.prompt)
+        slot.client, slot.salt = self._client, one.params.cache_salt
 
     def _take(self, number: int, output: Output) -> None:
         """An output has come; the place of a finished answer is free at once, whether its reader is slow or not."""

@@ -15,7 +15,7 @@ from cpuspec.server.bodies import Body, BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.figures import token_text
-from cpuspec.server.gate import model_of
+from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.schema import EndingBody
@@ -205,9 +205,13 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
     if not _FILE_NAME.fullmatch(name):
         raise RequestError("filename must be a plain name of letters, digits, dots, dashes and underscores", "filename")
     path, begin_s = Path(directory) / name, now_s()
-    if action == "save" and not slot.tokens:
-        raise RequestError(f"slot {number} has computed nothing yet", "id_slot")
-    work = partial(found.llm.save_prefix, slot.tokens.copy(), path) if action == "save" else partial(found.llm.restore_prefix, path)
+    client = context_of(request).client
+    if action == "save" and not (slot.tokens and (slot.client == client or not found.has_keys)):
+        raise RequestError(f"slot {number} has computed nothing yet, or its last request was another key's", "id_slot")
+    if action == "save":
+        work = partial(found.llm.save_prefix, slot.tokens.copy(), path, slot.salt)
+    else:
+        work = partial(found.llm.restore_prefix, path, found.salt(client))
     try:
         done = await found.runner.between_steps(work)
     except CacheError as error:  # where the directory is, is no client's business

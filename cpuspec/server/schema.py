@@ -57,6 +57,7 @@ class SamplingFields(_Scalars):
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, Any] | list[list[Any]] | None = None
     speculation: Speculation | None = None
+    cache_salt: str | None = None  # vLLM's
 
 
 class StructuredOutputs(Body):
@@ -155,6 +156,7 @@ def sampling_params(model: ServedModel, body: SamplingFields, **own: Any) -> Sam
     """The params that a body asks for. own: fields whose spelling is the endpoint's own; None is absent. Raises ConfigError."""
     given = {name: value for name, value in body.model_dump(include=set(_SCALARS)).items() if name not in _OWN_SPELLING}
     given |= {"stop_token_ids": body.stop_token_ids, "logit_bias": _biases(model, body.logit_bias), **own}
+    given["cache_salt"] = body.cache_salt
     given |= _drafts(model, body.speculation)
     if isinstance(given.get("stop"), list):
         given["stop"] = tuple(text for text in given["stop"] if text)

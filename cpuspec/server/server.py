@@ -115,6 +115,7 @@ class Server:
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
         model.on_death = self._end
+        model.has_keys = len(self._keys) > 1
 
     def _end(self) -> None:
         self.stop()

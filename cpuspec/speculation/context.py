@@ -107,6 +107,7 @@ class Context:
         self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
         self._held: list[list[int]] = [[] for _ in range(num_slots)]  # tokens whose keys and values each slot holds
+        self._salts = [""] * num_slots  # of the sequences that they were computed for
         self._free = list(range(num_slots))  # least recently used first
         self._used = [0] * num_slots  # when each slot was released, by `_clock`
         self._clock = 0
@@ -154,6 +155,8 @@ class Context:
             slot = next((slot for slot in self._free if not self._held[slot]), self._free[0])
             if self._num_lost(slot, shared[slot]) >= _MANY:
                 self._save(slot, self._used[slot])
+        if self._salts[slot] != seq.salt:
+            self._held[slot], self._salts[slot] = [], seq.salt
         # Before the slot leaves the free list: an interrupt between the two loses no slot.
         self._assignments[seq.id] = assigned = _Assignment(seq, slot, Mark(shared[slot], len(seq.rewinds)))
         self._free.remove(slot)
@@ -164,7 +167,7 @@ class Context:
             else:
                 assert self._store, "only a store supplies more than the slots"
                 self.cache.truncate(slot, 0)
-                length = self._store.load(slot, self._reusable(seq), self._clock)
+                length = self._store.load(slot, self._reusable(seq), self._clock, seq.salt)
             self._held[slot], assigned.agreed = seq.tokens[:length], seq.mark()
         self._tidy()
         num_cached = len(self._align(assigned))
@@ -176,7 +179,8 @@ class Context:
         """Whether a running sequence will soon hold a useful prefix of this one that is nowhere yet: acquire it then."""
         if len(seq.tokens) < _MANY or not self._shares:
             return False
-        others, wanted = (assigned.seq for assigned in self._assignments.values()), self._reusable(seq)
+        others = (one.seq for one in self._assignments.values() if one.seq.salt == seq.salt)
+        wanted = self._reusable(seq)
         coming = max((shared_prefix(self._kept(other, other.tokens), wanted) for other in others), default=0)
         return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
@@ -195,23 +199,29 @@ class Context:
         self._assignments.pop(seq.id, None)
         self._tidy()
 
-    def save_prefix(self, tokens: list[int], path: Path) -> int:
+    def save_prefix(self, tokens: list[int], path: Path, salt: str = "") -> int:
         """Save keys and values of the longest prefix of `tokens` that a slot or the store holds; returns its length.
+
+        salt: of the sequences that they were computed for.
 
         Raises CacheError if there is none, or the backend's cache cannot be saved, and OSError.
         """
-        store, shared = self._wanted_store(), [shared_prefix(held, tokens) for held in self._all_kept()]
+        store, held = self._wanted_store(), zip(self._all_kept(), self._salts, strict=True)
+        shared = [shared_prefix(one, tokens) if its == salt else 0 for one, its in held]
         slot = max(range(len(shared)), key=shared.__getitem__)
-        if shared[slot] > store.length(tokens):
+        if shared[slot] > store.length(tokens, salt):
             self._save(slot, self._clock, shared[slot])
-        length = store.write_file(path, tokens)
+        length = store.write_file(path, tokens, salt)
         self._tidy()
         return length
 
-    def restore_prefix(self, path: Path) -> int:
-        """Hold the prefix that `save_prefix` wrote to a file, for later sequences; returns its length. Raises CacheError."""
+    def restore_prefix(self, path: Path, salt: str = "") -> int:
+        """Hold the prefix that `save_prefix` wrote to a file, for later sequences of a salt; returns its length.
+
+        Raises CacheError.
+        """
         self._clock += 1
-        length = self._wanted_store().read_file(path, self._clock)
+        length = self._wanted_store().read_file(path, self._clock, salt)
         self._tidy()
         return length
 
@@ -305,12 +315,12 @@ class Context:
 
     def _shared(self, seq: Sequence) -> list[int]:
         """For each slot the number of the sequence's leading tokens that it holds and the sequence may use."""
-        wanted = self._kept(seq, seq.tokens)
-        return [shared_prefix(held, wanted) if self._shares else 0 for held in self._all_kept()]
+        wanted, held = self._kept(seq, seq.tokens), zip(self._all_kept(), self._salts, strict=True)
+        return [shared_prefix(one, wanted) if self._shares and salt == seq.salt else 0 for one, salt in held]
 
     def _stored(self, seq: Sequence) -> int:
         """The number of the sequence's tokens, all but the last at most, that the store holds."""
-        return self._store.length(self._reusable(seq)) if self._store else 0
+        return self._store.length(self._reusable(seq), seq.salt) if self._store else 0
 
     def _reusable(self, seq: Sequence) -> list[int]:
         """Of the sequence's tokens, all but the last, those that may come from elsewhere."""
@@ -345,7 +355,7 @@ class Context:
             # What would not stay in memory is worth a copy only if it can go to the disk.
             fits = len(self._held[slot]) if self._store.directory else self._max_kept_bytes // self.cache.bytes_per_token
             with suppress(MemoryError):
-                self._store.save(slot, self._held[slot][: fits if length is None else length], used)
+                self._store.save(slot, self._held[slot][: fits if length is None else length], used, self._salts[slot])
 
     def _give_up(self, slot: int) -> None:
         """Move what a free slot holds to the store, and give its memory back."""

@@ -56,6 +56,7 @@ class _Slot:
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     num_rows: int = 0
+    salt: str = ""  # of the sequence that they were computed for
 
 
 @dataclass(slots=True)
@@ -231,16 +232,20 @@ class HeadContext:
         """Give a sequence the free slot that shares most rows with it, or copy those of a running sequence that shares more."""
         if not self._free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
-        tokens = one.seq.tokens
-        shared = [bisect_right(slot.positions, shared_prefix(slot.tokens, tokens) - 2) for slot in self._slots]
+        tokens, salt = one.seq.tokens, one.seq.salt
+        shared = [
+            bisect_right(slot.positions, shared_prefix(slot.tokens, tokens) - 2) if slot.salt == salt else 0 for slot in self._slots
+        ]
         slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
         if not shared[slot]:
             slot = self._free[0]
         self._free.remove(slot)
         one.slot = slot
         if shared[source] > shared[slot]:
-            self._slots[slot] = _Slot(self._slots[source].tokens[:], self._slots[source].positions[: shared[source]])
+            self._slots[slot] = _Slot(self._slots[source].tokens[:], self._slots[source].positions[: shared[source]], salt=salt)
             self.cache.copy(source, slot, shared[source])
+        elif self._slots[slot].salt != salt:
+            self._slots[slot] = _Slot(salt=salt)
         one.agreed = Mark(shared_prefix(self._slots[slot].tokens, tokens), len(one.seq.rewinds))
         self._num_rows += len(tokens) - 1
         self._num_shared_rows += shared[source]

@@ -1,9 +1,11 @@
 """Prefixes of finished requests outside of the cache's slots: blocks of keys and values, shared by all that begin alike.
 
 Blocks hang together as a tree: a block follows its parent's tokens, and its key is a hash of all tokens up to its end. So tokens
-that several prompts begin with are there once. A block with fewer tokens than `BlockAccess.size` ends its prefix.
+that several prompts begin with are there once. A block with fewer tokens than `BlockAccess.size` ends its prefix. Each salt
+(`SamplingParams.cache_salt`) has a tree of its own, whose root's key is a hash of the salt.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +45,7 @@ class PrefixStore:
         self.directory = directory
         self._cache, self._size, self._step = cache, cache.blocks.size, cache.blocks.step
         self._files = PrefixFiles(cache, vocab_size)
-        self._root = _Block(ROOT, None, [])
+        self._roots: dict[bytes, _Block] = {}  # of the trees that have blocks, by key
         if directory:
             self._find_files(directory)
 
@@ -57,13 +59,13 @@ class PrefixStore:
         """The time of use of the block in memory that `evict` would take; None if there is none."""
         return min((block.used for block in self._blocks() if block.data is not None), default=None)
 
-    def length(self, tokens: list[int]) -> int:
+    def length(self, tokens: list[int], salt: str = "") -> int:
         """How many leading tokens it holds, in memory or on the disk."""
-        return sum(number for _, number in self._match(tokens))
+        return sum(number for _, number in self._match(tokens, salt))
 
-    def load(self, slot: int, tokens: list[int], used: int) -> int:
+    def load(self, slot: int, tokens: list[int], used: int, salt: str = "") -> int:
         """Put the leading tokens that it holds into an empty slot; returns how many these are."""
-        for block, number in self._match(tokens):
+        for block, number in self._match(tokens, salt):
             data = self._data(block)
             if data is None:
                 break
@@ -71,9 +73,11 @@ class PrefixStore:
             self._cache.append_block(slot, data, number)
         return self._cache.lengths[slot]
 
-    def save(self, slot: int, tokens: list[int], used: int) -> None:
+    def save(self, slot: int, tokens: list[int], used: int, salt: str = "") -> None:
         """Hold `tokens`, which the slot begins with, up to the last whole step. What is there already is not copied again."""
-        parent = self._root
+        if len(tokens) < self._step:
+            return
+        parent = self._root(salt)
         for start in range(0, len(tokens), self._size):
             part = tokens[start : start + self._size]
             part = part[: len(part) // self._step * self._step]
@@ -107,10 +111,10 @@ class PrefixStore:
         for block in list(self._blocks()):
             self._remove(block)
 
-    def write_file(self, path: Path, tokens: list[int]) -> int:
+    def write_file(self, path: Path, tokens: list[int], salt: str = "") -> int:
         """Save the leading tokens that it holds, up to the last whole step; returns how many. Raises CacheError and OSError."""
         part = PrefixPart(ROOT, [], [])
-        for block, shared in self._match(tokens):
+        for block, shared in self._match(tokens, salt):
             number, data = shared // self._step * self._step, self._data(block)
             if not number or data is None:
                 break
@@ -121,12 +125,12 @@ class PrefixStore:
         self._files.write(path, part)
         return len(part.tokens)
 
-    def read_file(self, path: Path, used: int) -> int:
+    def read_file(self, path: Path, used: int, salt: str = "") -> int:
         """Hold the tokens of a file that `write_file` wrote; returns how many. Raises CacheError."""
         part = self._files.read(path)
         if part.parent != ROOT:
             raise CacheError(f"{path} holds the middle of a prefix; wanted a file that save_prefix wrote")
-        parent = self._root
+        parent = self._root(salt)
         for number, data in enumerate(part.blocks):
             tokens = part.tokens[number * self._size : (number + 1) * self._size]
             child = parent.children.get(prefix_key(parent.key, tokens)) or self._add(parent, tokens, data)
@@ -137,16 +141,23 @@ class PrefixStore:
 
     def _blocks(self) -> Iterator[_Block]:
         """Every block, parents first."""
-        waiting = list(self._root.children.values())
+        waiting = [block for root in self._roots.values() for block in root.children.values()]
         while waiting:
             block = waiting.pop()
             waiting.extend(block.children.values())
             yield block
 
-    def _match(self, tokens: list[int]) -> list[tuple[_Block, int]]:
+    def _root(self, salt: str) -> _Block:
+        """The root of a salt's tree, which has blocks or is about to get some."""
+        key = _salt_key(salt)
+        return self._roots.setdefault(key, _Block(key, None, []))
+
+    def _match(self, tokens: list[int], salt: str) -> list[tuple[_Block, int]]:
         """The blocks that the tokens begin with, and how many tokens of each; all but the last are whole."""
         found: list[tuple[_Block, int]] = []
-        parent = self._root
+        parent = self._roots.get(_salt_key(salt))
+        if parent is None:
+            return found
         for start in range(0, len(tokens), self._size):
             part = tokens[start : start + self._size]
             child = parent.children.get(prefix_key(parent.key, part))
@@ -174,6 +185,8 @@ class PrefixStore:
         if block.is_filed and self.directory:
             self.directory.remove(self._files, block.key)
         block.parent.children.pop(block.key, None)
+        if block.parent.parent is None and not block.parent.children:
+            self._roots.pop(block.parent.key, None)
 
     def _data(self, block: _Block) -> U8 | None:
         """The bytes of a block, from the disk if need be. A block whose file is gone is forgotten."""
@@ -191,16 +204,22 @@ class PrefixStore:
             )
 
     def _find_files(self, directory: PrefixDirectory) -> None:
-        """Know the blocks on the disk whose parents are there, too."""
+        """Know the blocks on the disk. A parent without a file is the root of a salt's tree, or its blocks are found by nobody."""
+        parts = directory.parts(self._files)
         children: dict[bytes, list[tuple[bytes, PrefixPart]]] = {}
-        for key, part in directory.parts(self._files).items():
+        for key, part in parts.items():
             children.setdefault(part.parent, []).append((key, part))
-        waiting = [self._root]
+        self._roots |= {key: _Block(key, None, []) for key in children if key not in parts}
+        waiting = list(self._roots.values())
         while waiting:
             parent = waiting.pop()
-            if parent is not self._root and len(parent.tokens) < self._size:
+            if parent.parent and len(parent.tokens) < self._size:
                 continue
             for key, part in children.pop(parent.key, []):
                 if len(part.tokens) <= self._size:
                     parent.children[key] = _Block(key, parent, part.tokens, parent.depth + 1, is_filed=True)
                     waiting.append(parent.children[key])
+
+
+def _salt_key(salt: str) -> bytes:
+    return hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest() if salt else ROOT

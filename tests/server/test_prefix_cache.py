@@ -104,6 +104,55 @@ def test_a_slot_is_saved_erased_and_restored(saving: Running, tmp_path: Path) ->
     assert ask(saving.url) == (answer, len(PROMPT) - 1)
 
 
+@pytest.fixture
+def keyed(path: Path, tmp_path: Path) -> Iterator[Running]:
+    with serving(lambda: load(path, spec="suffix"), ("first", "second"), slot_save_path=str(tmp_path)) as running:
+        yield running
+
+
+def test_keys_and_salts_share_nothing_and_a_key_finds_its_own(keyed: Running) -> None:
+    def cached(key: str, **changes: Any) -> int:
+        with keyed.client(headers={"authorization": f"Bearer {key}"}) as client:
+            usage = client.post("/v1/completions", json=BODY | changes).json()["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    assert [cached("first"), cached("second"), cached("second", cache_salt="mine")] == [0, 0, 0]
+    everything = len(PROMPT) - 1
+    assert [cached("first"), cached("second"), cached("second", cache_salt="mine")] == [everything] * 3
+    assert cached("first", cache_salt="mine") == cached("first", cache_salt="other") == 0
+
+
+def test_a_slot_is_saved_by_the_key_alone_whose_prompt_it_had(keyed: Running) -> None:
+    first, second = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
+    body = {"filename": "saved"}
+    with keyed.client() as client:
+        assert client.post("/v1/completions", json=BODY, headers=first).status_code == 200
+        assert client.post("/slots/0?action=save", json=body, headers=second).status_code == 400
+        assert client.post("/slots/0?action=save", json=body, headers=first).status_code == 200
+        assert client.post("/slots/0?action=erase", headers=first).status_code == 200
+        assert client.post("/slots/0?action=restore", json=body, headers=first).status_code == 200
+        replies = [client.post("/v1/completions", json=BODY, headers=headers).json() for headers in (second, first)]
+    assert [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies] == [0, len(PROMPT) - 1]
+
+
+@pytest.mark.parametrize("path_", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_every_protocol_takes_a_salt(path: Path, path_: str) -> None:
+    text, limits = "the cat " * 40, {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    asked = {"input": text} if path_ == "/v1/responses" else {"messages": [{"role": "user", "content": text}]}
+    with serving(lambda: load(path)) as running, running.client() as client:
+
+        def num_cached(salt: str) -> float:
+            reply = client.post(path_, json=asked | limits | {"cache_salt": salt})
+            assert reply.status_code == 200, reply.text
+            found = re.search(r"cpuspec:prefix_cache_hits_total{.*} (\S+)", client.get("/metrics").text)
+            assert found
+            return float(found[1])
+
+        assert num_cached("mine") == num_cached("yours") == 0
+        assert num_cached("mine") > 0
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\\b", ".hidden", "a\0b", "a\n", "x" * 101, "é"])
 @pytest.mark.parametrize("action", ["save", "restore"])
 def test_only_plain_names_inside_the_directory_are_files(saving: Running, action: str, name: str) -> None:

@@ -50,9 +50,9 @@ class Requests:
         self._model = context.backend
         self._number = 0
 
-    def begin(self, tokens: list[int]) -> Sequence:
+    def begin(self, tokens: list[int], salt: str = "") -> Sequence:
         self._number += 1
-        seq = Sequence.new(self._number, tokens, SamplingParams())
+        seq = Sequence.new(self._number, tokens, SamplingParams(cache_salt=salt))
         self.context.acquire(seq)
         return seq
 
@@ -63,8 +63,8 @@ class Requests:
         np.testing.assert_array_equal(output.logits[0], self._model.row(seq.tokens))  # type: ignore[attr-defined]
         return computed
 
-    def run(self, *tokens: int) -> int:
-        seq = self.begin(list(tokens))
+    def run(self, *tokens: int, salt: str = "") -> int:
+        seq = self.begin(list(tokens), salt)
         computed = self.score(seq)
         self.context.release(seq)
         return computed
@@ -99,6 +99,45 @@ def test_what_a_slot_is_taken_from_is_still_there_later() -> None:
     for tokens in (A, B, C):
         assert requests.run(*tokens, 7) == 3  # 18 of 19 tokens are kept: steps of two
     assert requests.run(*A[:13], 1, 1) == 2  # within a block
+
+
+@pytest.mark.parametrize("num_slots", [1, 3], ids=["in the store", "in slots"])
+def test_prefixes_are_used_within_their_salt_alone(tmp_path: Path, num_slots: int) -> None:
+    context = keeping(toy(), 1000, num_slots, tmp_path)
+    requests, salts = Requests(context), ("", "mine", "yours")
+    assert [requests.run(*A, salt=salt) for salt in salts] == [20] * 3
+    assert [requests.run(*A, 1, salt=salt) <= 1 for salt in salts] == [True] * 3
+    running = requests.begin([*B], "mine")
+    requests.score(running)
+    if num_slots > 1:
+        other = requests.begin([*B, 1], "yours")
+        assert (requests.score(other), context.awaits_prefix(running)) == (21, False)
+        context.release(other)
+    context.release(running)
+    with pytest.raises(CacheError, match="no prefix of this prompt"):
+        context.save_prefix(C, tmp_path / "c", "mine")
+    assert requests.run(*C, salt="mine") == 20
+    with pytest.raises(CacheError, match="no prefix of this prompt"):
+        context.save_prefix(C, tmp_path / "c", "yours")
+    assert context.save_prefix(C, tmp_path / "c", "mine") == 20
+    context.spill()
+    again = keeping(toy(), 1000, num_slots, tmp_path)
+    requests = Requests(again)
+    assert requests.run(*C, salt="yours") == 20
+    assert requests.run(*C, 1, salt="mine") == 1
+    again.forget_prefixes()
+    assert again.restore_prefix(tmp_path / "c", "yours") == 20
+    assert [requests.run(*C, 1, salt=salt) for salt in ("mine", "yours")] == [21, 1]
+    assert not list(tmp_path.glob("*.prefix"))
+
+
+def test_salts_that_left_nothing_leave_nothing_behind() -> None:
+    context = keeping(toy(), 40, num_slots=1)
+    requests = Requests(context)
+    for number in range(50):
+        requests.run(*A, salt=f"salt {number}")
+    assert context._store is not None
+    assert len(context._store._roots) <= 2
 
 
 def test_what_begins_alike_is_kept_once() -> None:

@@ -77,6 +77,25 @@ def test_only_an_answer_is_remembered_and_only_once_it_ended() -> None:
     assert drafted(proposer, [5]) == []
 
 
+def test_answers_are_remembered_for_requests_of_their_salt_alone_and_the_bound_is_for_all() -> None:
+    def salted(id: int, tokens: list[int], salt: str) -> Sequence:
+        return Sequence.new(id, tokens, SamplingParams(cache_salt=salt))
+
+    proposer = SuffixProposer(min_prob=0.0, max_past_tokens=8)
+    for id, salt in enumerate("ab"):
+        seq = salted(id, [0], salt)
+        proposer.begin(seq, 0)
+        seq.extend([4, 5, 6 + id])
+        proposer.end(seq)
+    for salt, wanted in (("a", [6]), ("b", [7]), ("", []), ("c", [])):
+        seq = salted(9, [4, 5], salt)
+        proposer.begin(seq, 0)
+        assert proposer.propose([seq], [1])[0].tokens.tolist() == wanted
+    seq.extend([1])
+    proposer.end(seq)
+    assert set(proposer._past) == {"b", "c"}  # the salt that was used longest ago makes room
+
+
 def test_what_the_request_holds_comes_before_what_others_answered() -> None:
     assert drafted(remembering([[4, 5, 6]]), [4, 5, 7, 4, 5], limit=1) == [7]
 
@@ -103,10 +122,10 @@ def test_more_of_an_answer_agreeing_means_a_longer_draft() -> None:
 
 def test_past_answers_stay_within_their_bound_and_the_oldest_go_first() -> None:
     proposer = remembering([[4, 5], *([[6, token] for token in range(10, 40)])], max_past_tokens=50)
-    assert len(proposer._past) == 50
+    assert len(proposer._past[""]) == 50
     assert drafted(proposer, [4]) == []
     assert drafted(proposer, [6], limit=1) == [39]
-    assert remembering([[4, 5]], max_past_tokens=0)._past.tokens == []
+    assert not remembering([[4, 5]], max_past_tokens=0)._past[""]
     assert drafted(remembering([[4, 5, 6, 7]], max_past_tokens=3), [6]) == [7]
 
 

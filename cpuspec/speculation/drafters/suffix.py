@@ -21,7 +21,7 @@ class SuffixProposer:
 
     It drafts while the path is accepted with a probability of `min_prob`: the longer the matches and the more they agree, the
     longer the draft, a chain or a tree of the likeliest paths. Chooses without a draw, so its drafts are point masses. Answers
-    are remembered when they end, the latest `max_past_tokens` tokens of them.
+    are remembered when they end, `max_past_tokens` tokens of them at most, for requests of the same salt.
     """
 
     name = "suffix"
@@ -41,7 +41,7 @@ class SuffixProposer:
         self.tree = tree
         self.max_past_tokens = max_past_tokens
         self._texts: dict[int, Text] = {}
-        self._past = Text()
+        self._past: dict[str, Text] = {}  # by the requests' salts, the one that was used last behind
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Take in the prompt, and the prediction of the answer."""
@@ -55,7 +55,7 @@ class SuffixProposer:
             text.follow(seq)
             latest = text.latest
             own = text.matches(latest, NUM_MATCHES, num_tokens)
-            past = self._past.matches(latest, NUM_MATCHES, num_tokens)
+            past = self._past[seq.salt].matches(latest, NUM_MATCHES, num_tokens) if seq.salt in self._past else []
             evidence = [(own, STRENGTH), (past, PAST_STRENGTH)]
             if not own or own[0].length <= SHORT_MATCH:
                 evidence.append((text.matches_before_a_change(NUM_MATCHES, num_tokens), STRENGTH))
@@ -68,8 +68,11 @@ class SuffixProposer:
     def end(self, seq: Sequence) -> None:
         """Remember the answer and forget the sequence."""
         if self._texts.pop(seq.id, None) is not None:
-            self._past.extend([*seq.output, END])
-            self._past.forget(max(0, len(self._past) - self.max_past_tokens))
+            past = self._past[seq.salt] = self._past.pop(seq.salt, Text())
+            past.extend([*seq.output, END])
+            past.forget(max(0, len(past) - self.max_past_tokens))
+            while sum(map(len, self._past.values())) > self.max_past_tokens:
+                del self._past[next(iter(self._past))]
 
 
 def make_suffix(level: LevelSpec) -> SuffixProposer:
