@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -20,13 +21,16 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 # Sampling defaults (gguf-py's constants.py, Keys.General).
 _SAMPLING = "general.sampling."
-_SAMPLING_KEYS = {
+GGUF_SAMPLING_KEYS: Mapping[str, str] = {
     "temperature": f"{_SAMPLING}temp",
     "top_k": f"{_SAMPLING}top_k",
     "top_p": f"{_SAMPLING}top_p",
     "min_p": f"{_SAMPLING}min_p",
     "repetition_penalty": f"{_SAMPLING}penalty_repeat",
 }
+
+# llama.cpp's numbers (`enum llama_pooling_type`).
+GGUF_POOLINGS: Mapping[int, str] = MappingProxyType({0: "", 1: "mean", 2: "cls", 3: "last"})
 
 # What a model of these architectures may ask for and this reader does not compute: key, values that ask for nothing, name.
 _UNSUPPORTED = (
@@ -140,12 +144,21 @@ def _unknown_keys(fields: Fields) -> tuple[str, ...]:
     return (f"{fields.what}: this version does not know {', '.join(sorted(odd))[:200]}; ignored",) if odd else ()
 
 
+def config_of(
+    what: str, metadata: Mapping[str, object], family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None
+) -> ModelConfig:
+    """The configuration that a file with this metadata and these tensors, by canonical names, has. what: names it in messages.
+
+    Raises CheckpointError or ConfigError.
+    """
+    prefix = f"{family.gguf_architecture or family.architecture}."
+    return _read_config(Fields(what, metadata, prefix, family.gguf_defaults), family, tensors, factors)
+
+
 def _read_pooling(fields: Fields) -> str:
-    """The pooling by llama.cpp's numbers (`enum llama_pooling_type`)."""
-    poolings = {0: "", 1: "mean", 2: "cls", 3: "last"}
-    if (number := fields.integer("pooling_type", 0)) not in poolings:
+    if (number := fields.integer("pooling_type", 0)) not in GGUF_POOLINGS:
         fields.fail("pooling_type", "none (0), mean (1), cls (2) or last (3); models that rank texts are not supported")
-    return poolings[number]
+    return GGUF_POOLINGS[number]
 
 
 def _num_layers(fields: Fields) -> int:
@@ -330,12 +343,12 @@ def unpermuted(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> dict[
 def _read_sampling(file: GgufFile) -> SamplingDefaults:
     """What the file recommends. Its other keys ask for samplers that are not computed here, and are told to be ignored."""
     values: dict[str, object] = {}
-    for name, key in _SAMPLING_KEYS.items():
+    for name, key in GGUF_SAMPLING_KEYS.items():
         value = file.metadata.get(key)
         # A number of 32 bits: 0.7 and not 0.699999988079071.
         values[name] = float(f"{value:.7g}") if isinstance(value, float) else value
     found = SamplingDefaults.read(str(file.path), values)
-    others = [key for key in file.metadata if key.startswith(_SAMPLING) and key not in _SAMPLING_KEYS.values()]
+    others = [key for key in file.metadata if key.startswith(_SAMPLING) and key not in GGUF_SAMPLING_KEYS.values()]
     told = (f"{file.path}: this version does not know {', '.join(others)[:200]}; ignored",) if others else ()
     return replace(found, ignored=found.ignored + told)
 

@@ -7,11 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cpuspec.checkpoints import Checkpoint, open_checkpoint
-from cpuspec.checkpoints.download import resolve_model
 from cpuspec.cli import options
 from cpuspec.cli.console import (
-    FetchProgress,
     StepProgress,
     counted,
     emit,
@@ -23,6 +20,7 @@ from cpuspec.cli.console import (
     print_table,
     size,
 )
+from cpuspec.cli.opening import open_model
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.files import read_file
@@ -136,7 +134,7 @@ def quantize(
             bits_per_weight=bits_per_weight,
             candidates=tuple(candidates.lower().split(",")) if candidates else (),
         )
-    checkpoint = _opened(model)
+    checkpoint = open_model(model)
     text = None if calibration is None else _read_text(calibration)
     with interruptible(), StepProgress(tenths=True) as progress:
         made = quantize_model(
@@ -153,6 +151,8 @@ def quantize(
         return
     if own := [name for name in made.formats if (get_format(name).gguf_type or 0) >= OWN_GGUF_TYPES]:
         note(f"only cpuspec has {' and '.join(own)}; llama.cpp does not read this file")
+    if made.num_left_out:
+        note(f"{counted(made.num_left_out, 'tensor')} of layers for multi-token prediction left out: the file drafts without them")
     if made.num_resumed:
         note(f"{counted(made.num_resumed, 'tensor')} taken from the run that was interrupted")
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(made.formats.items()))
@@ -206,16 +206,11 @@ def imatrix(
     from cpuspec.quantize.job import measure_importance, read_chunks
     from cpuspec.quantize.weights import Weights
 
-    checkpoint, text = _opened(model), _read_text(calibration)
+    checkpoint, text = open_model(model), _read_text(calibration)
     with interruptible(), StepProgress(tenths=True) as progress:
         found = measure_importance(Weights(checkpoint), read_chunks(checkpoint, text, chunks, ctx_size), progress)
     write_importance(out, replace(found, dataset=calibration.name))
     emit(f"{out}\n")
-
-
-def _opened(model: str) -> Checkpoint:
-    with FetchProgress(model) as progress:
-        return open_checkpoint(resolve_model(options.checked_text(model, "MODEL"), progress))
 
 
 def _read_text(path: Path) -> str:

@@ -4,6 +4,7 @@ A GGUF source's entries are carried over to the byte. From a Hugging Face direct
 tokenizer only where its ids come out the same on a text of many kinds, under one of llama.cpp's pre-tokenizers.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
+from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, config_of
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, read_entries, write_gguf
@@ -21,12 +23,13 @@ from cpuspec.errors import ConfigError
 from cpuspec.files import replacing
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import U8
-from cpuspec.model.rope import inverse_frequencies
+from cpuspec.model.rope import attention_factor, inverse_frequencies
 from cpuspec.quantize.weights import layer_parts
 from cpuspec.tokenizer import PRE_TOKENIZERS, make_tokenizer
 from cpuspec.tokenizer_json import read_json, read_tokenizer_json
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_REMEDY = "write compressed-tensors (OUT without .gguf)"
 _QUANTIZATION_VERSION = 2  # ggml's GGML_QNT_VERSION: of the layouts of blocks
 _DROPPED = ("general.alignment", "split.no", "split.count", "split.tensors.count")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -45,25 +48,64 @@ def gguf_name(config: ModelConfig, name: str) -> str:
     return GLOBAL_NAMES[name][0] if layer < 0 else f"blk.{layer}.{FAMILIES[config.architecture].layer_names[part][0]}"
 
 
+def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The entries of a model: those of a GGUF file to the byte, converted ones of a Hugging Face directory.
+
+    Raises ConfigError for a tokenizer, or settings, that have no place in such a file: nothing is lost silently.
+    """
+    if isinstance(checkpoint.vocabulary, GgufVocabulary):
+        return {key: data for key, data in read_entries(checkpoint.path).items() if key not in _DROPPED}
+    config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
+    architecture = family.gguf_architecture or family.architecture
+    made = shape_entries(checkpoint, architecture)
+    pooling = {name: number for number, name in GGUF_POOLINGS.items()}[checkpoint.pooling]
+    if pooling:
+        made[f"{architecture}.pooling_type"] = pooling
+    for name, value in checkpoint.sampling.fields().items():
+        made[GGUF_SAMPLING_KEYS[name]] = value if name == "top_k" else float(value)
+    if checkpoint.mask_id is not None:
+        raise ConfigError(f"{checkpoint.path} drafts with a mask, which GGUF files cannot name; {_REMEDY}")
+    factors = rope_factors(config).get(_ROPE_FACTORS)
+    again = config_of(str(checkpoint.path), made, family, dict(checkpoint.tensors), factors)
+    if lost := [f"{name} {getattr(config, name)!r}"[:100] for name in vars(config) if not _is_kept(name, config, again)]:
+        raise ConfigError(f"{checkpoint.path}: GGUF files of {architecture} models have no place for {', '.join(lost)}; {_REMEDY}")
+    return {key: entry(key, value) for key, value in made.items()} | tokenizer_entries(checkpoint)
+
+
+def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
+    """Whether a field is the same, as far as it is computed with."""
+    value, other = getattr(config, name), getattr(again, name)
+    if name == "rope_scaling":  # those of Llama 3 become factors
+        one, two = (Rope(c.rope_base, c.rope_scaling) for c in (config, again))
+        same = np.allclose(inverse_frequencies(one, config.head_dim), inverse_frequencies(two, config.head_dim), rtol=1e-6, atol=0)
+        return same and math.isclose(attention_factor(one.scaling), attention_factor(two.scaling), rel_tol=1e-6)
+    if name == "local_rope_base" and "local" not in config.layer_ropes:
+        return True
+    return math.isclose(value, other, rel_tol=1e-6) if isinstance(value, float) and isinstance(other, float) else value == other
+
+
 def write_model(
-    path: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], file_type: int, extra: Mapping[str, Value]
+    path: Path,
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, QuantTensor],
+    file_type: int,
+    extra: Mapping[str, Value],
+    source: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a model as one file, which takes the place of `path` when it is whole.
 
     tensors: every tensor by canonical name. file_type: llama.cpp's number of the mix. extra: entries that tell how it was made.
-    Raises ConfigError for a tokenizer that has no place in such a file, OSError where it cannot be written.
+    source: what `source_entries` gave.
+    Raises ConfigError as that does, OSError where the file cannot be written.
     """
     config = checkpoint.config
     told: dict[str, Value] = {"general.file_type": file_type, "general.quantization_version": _QUANTIZATION_VERSION, **extra}
     others: dict[str, QuantTensor] = {}
+    entries = {**(source_entries(checkpoint) if source is None else source)}
     if isinstance(checkpoint.vocabulary, GgufVocabulary):
-        entries = {key: data for key, data in read_entries(checkpoint.path).items() if key not in _DROPPED}
         known = {gguf_name(config, name) for name in checkpoint.tensors}
         others = {name: tensor for name, tensor in read_parts(checkpoint.path).tensors.items() if name not in known}
     else:
-        family = FAMILIES[config.architecture]
-        made = shape_entries(checkpoint, family.gguf_architecture or family.architecture)
-        entries = {key: entry(key, value) for key, value in made.items()} | tokenizer_entries(checkpoint)
         others = rope_factors(config)
     entries |= {key: entry(key, value) for key, value in told.items()}
     by_file = {gguf_name(config, name): name for name in checkpoint.tensors}
@@ -103,10 +145,7 @@ def rope_factors(config: ModelConfig) -> dict[str, QuantTensor]:
 
 
 def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]:
-    """Metadata of the model, in the names that llama.cpp's converter gives. architecture: the file's name of its family.
-
-    Raises ConfigError for a scaling of positions that has no name there.
-    """
+    """Metadata of the model, in the names that llama.cpp's converter gives. architecture: the file's name of its family."""
     c = checkpoint.config
     found: dict[str, Value] = {
         "block_count": c.num_layers,
@@ -135,10 +174,9 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
     if scaling is not None and scaling.kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
         if scaling.kind == "yarn":
+            own = attention_factor(replace(scaling, attention_factor=None))
             if scaling.attention_factor is not None:
-                raise ConfigError(
-                    f"{checkpoint.path} has an attention_factor of yarn of its own, which GGUF files do not tell the same way"
-                )
+                found["rope.scaling.attn_factor"] = scaling.attention_factor / own
             found |= {
                 "rope.scaling.original_context_length": scaling.original_context_length,
                 "rope.scaling.yarn_beta_fast": scaling.beta_fast,

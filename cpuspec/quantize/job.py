@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.errors import ConfigError
 from cpuspec.formats import Format
@@ -21,7 +22,7 @@ from cpuspec.model.batch import I32
 from cpuspec.quantize import budget, calibration, mixes, sensitivity
 from cpuspec.quantize.compressed_output import SCHEMES, formats_of
 from cpuspec.quantize.compressed_output import write_model as write_directory
-from cpuspec.quantize.gguf_output import gguf_name, write_model
+from cpuspec.quantize.gguf_output import gguf_name, source_entries, write_model
 from cpuspec.quantize.gptq import GptqSettings
 from cpuspec.quantize.imatrix import Importance, collect, of_matrices
 from cpuspec.quantize.run import gptq_all, keep_vectors, round_all
@@ -29,6 +30,8 @@ from cpuspec.quantize.scaling import awq, smoothquant
 from cpuspec.quantize.store import TensorStore, Workspace
 from cpuspec.quantize.weights import Weights
 from cpuspec.tokenizer import make_tokenizer
+
+_NEEDY = frozenset({"iq3_xxs", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_m", "iq1_s"})
 
 METHODS = ("awq", "smoothquant", "gptq")
 
@@ -81,6 +84,7 @@ class Made:
     formats: Mapping[str, int]  # matrices of each
     matrices: Mapping[str, str]  # the format of each, by canonical name
     num_resumed: int  # tensors that an earlier run had finished
+    num_left_out: int = 0  # tensors of layers for multi-token prediction, which only files of their own kind keep
 
 
 def read_chunks(checkpoint: Checkpoint, text: str, chunks: int, length: int) -> I32:
@@ -127,6 +131,7 @@ def quantize(
     if job.bits_per_weight is None and is_directory != (job.type_name in SCHEMES):
         wanted = "a directory, which has no .gguf at its end" if not is_directory else "a file, whose name ends in .gguf"
         raise ConfigError(f"{job.type_name} is written to {wanted}, got {out}; or choose another --type")
+    entries = None if is_directory else source_entries(checkpoint)
 
     def name_of(name: str) -> str:
         return gguf_name(checkpoint.config, name)
@@ -149,10 +154,18 @@ def quantize(
         }
         most = int(job.bits_per_weight * sum(math.prod(shape) for shape in matrices.values()) / 8)
         budget.check(sizes, most)
+    of_inputs: dict[str, F32] = of_matrices(importance, weights, name_of) if importance else {}
+    lacking = _lacking_importance(formats, of_inputs, job.type_name) if importance else []
+    if lacking and chunks is None:
+        raise ConfigError(
+            f"the importance matrix has no entry for {len(lacking)} matrices, as {name_of(lacking[0])}, which would become "
+            f"{formats[lacking[0]].name}: so few bits need one; give a whole matrix, or --calibration FILE"
+        )
     workspace = Workspace(out.with_name(out.name + ".unfinished"), _identity(checkpoint, job, chunks, importance))
     finished = False
     try:
-        of_inputs: dict[str, F32] = of_matrices(importance, weights, name_of) if importance else {}
+        if lacking and chunks is not None:
+            of_inputs = of_matrices(measure_importance(weights, chunks, on_step), weights, name_of) | of_inputs
         if candidates:
             assert chunks is not None, "checked above"
             of_inputs = of_inputs or of_matrices(measure_importance(weights, chunks, on_step), weights, name_of)
@@ -190,7 +203,9 @@ def quantize(
         else:
             if job.bits_per_weight is not None:
                 extra["quantize.bits_per_weight"] = job.bits_per_weight
-            write_model(out, checkpoint, store, mixes.FILE_TYPES.get(job.type_name) or mixes.file_type(formats, shapes), extra)
+            write_model(
+                out, checkpoint, store, mixes.FILE_TYPES.get(job.type_name) or mixes.file_type(formats, shapes), extra, entries
+            )
         finished = True
     finally:
         workspace.close(remove=finished)
@@ -202,7 +217,14 @@ def quantize(
         formats=dict(Counter(format.name for format in formats.values())),
         matrices={name: format.name for name, format in formats.items()},
         num_resumed=store.num_resumed,
+        num_left_out=0 if is_directory or isinstance(checkpoint.vocabulary, GgufVocabulary) else len(checkpoint.prediction_layers),
     )
+
+
+def _lacking_importance(formats: Mapping[str, Format], of_inputs: Mapping[str, F32], type_name: str) -> list[str]:
+    """Matrices without importance that llama-quantize makes of none without it either."""
+    needy = _NEEDY | ({"q2_k"} if type_name == "q2_k_s" else set())
+    return [name for name in formats if formats[name].name in needy and name not in of_inputs and name not in ("embed", "output")]
 
 
 def _with_tied_embedding(of_inputs: Mapping[str, F32], matrices: Mapping[str, tuple[int, ...]]) -> dict[str, F32]:

@@ -1,21 +1,27 @@
 """Quantized files: what is in them, who reads them, and that methods beat rounding at equal bytes."""
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.gguf_writer import entry, read_entries
-from cpuspec.config import EngineConfig
+from cpuspec.config import EngineConfig, ModelConfig, Rope, RopeScaling
 from cpuspec.errors import CheckpointError, ConfigError, FormatError
 from cpuspec.evaluate.quality import Quality, compare
 from cpuspec.formats import FORMATS, get_format
+from cpuspec.model.rope import rope_table
 from cpuspec.quantize import gptq
+from cpuspec.quantize.gguf_output import write_model
 from cpuspec.quantize.imatrix import Importance, of_matrices, read_importance, write_importance
 from cpuspec.quantize.job import Job, measure_importance, quantize
 from cpuspec.quantize.mixes import TYPES, choose
@@ -103,6 +109,101 @@ def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Pa
     text = "the cat sat on 1234 mats; don't\n\n  return x"
     assert make_tokenizer(again).encode(text) == make_tokenizer(source).encode(text)
     assert make_tokenizer(again).chat_template == make_tokenizer(source).chat_template
+
+
+LLAMA3 = RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)
+# A value of each field of ModelConfig that a shape does not fix; several where kinds differ.
+FIELDS: dict[str, list[Any]] = {
+    "context_length": [777],
+    "norm_eps": [3e-5],
+    "rope_base": [54321.0],
+    "rope_scaling": [
+        RopeScaling("linear", 3.0),
+        LLAMA3,
+        RopeScaling("yarn", 4.0, original_context_length=128, beta_fast=16.0, beta_slow=2.0),
+        RopeScaling("yarn", 4.0, original_context_length=128, attention_factor=0.75),
+    ],
+    "activation": ["silu", "gelu_tanh"],
+    "embedding_scale": [7.0],
+    "query_scale": [0.3],
+    "attention_softcap": [20.0],
+    "logit_softcap": [25.0],
+    "layer_windows": [(9, 0, 9, 9)],
+    "layer_ropes": [("none", "global", "global", "none"), ("local", "global", "local", "global")],
+    "local_rope_base": [4321.0],
+}
+# By the tensors, or by the family and the tensors; `test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model` has them.
+OF_TENSORS = {
+    *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("qkv_bias", "o_bias", "qk_norm", "tied_embeddings", "norms", "head"),
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    root = tmp_path_factory.mktemp("directories")
+
+    @cache
+    def make(architecture: str) -> Checkpoint:
+        shape = {"num_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "head_dim": 16, "vocab_size": 300}
+        return open_checkpoint(make_tiny_hf(root / architecture, architecture, **{**shape, "num_kv_heads": 1}))
+
+    return make
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_no_field_of_a_configuration_is_lost_silently(
+    directories: Callable[[str], Checkpoint], tmp_path: Path, architecture: str
+) -> None:
+    source, path = directories(architecture), tmp_path / "out.gguf"
+    assert {field.name for field in fields(ModelConfig)} == {*FIELDS, *OF_TENSORS}
+    refused = set()
+    for name, value in [(name, value) for name, values in FIELDS.items() for value in values]:
+        config = replace(source.config, **{name: value})
+        if message := refusal(replace(source, config=config), path):
+            # Where layers with windows have rotary positions of their own, both change together.
+            assert f" {'layer_ropes' if name == 'layer_windows' else name} " in message
+            refused.add(name)
+        else:
+            assert not differing(config, open_checkpoint(path).config), (name, value)
+    # What llama.cpp's metadata has no place for in some family.
+    assert refused <= {"activation", "embedding_scale", "query_scale", "layer_ropes", "layer_windows", "local_rope_base"}
+
+
+def refusal(checkpoint: Checkpoint, path: Path) -> str:
+    """Why it has no file, "" if it got one."""
+    try:
+        write_model(path, checkpoint, checkpoint.tensors, 0, {})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """Fields that are not the same, or that compute something else."""
+    tables = [np.stack(rope_table(Rope(c.rope_base, c.rope_scaling), 16, np.arange(200))) for c in (one, other)]
+    found = [] if np.allclose(*tables, atol=1e-4) else ["rope_scaling"]
+    for name, value in vars(one).items():
+        got = getattr(other, name)
+        used = name != "rope_scaling" and (name != "local_rope_base" or "local" in one.layer_ropes)
+        if used and not (np.isclose(got, value, rtol=1e-6) if isinstance(value, float) and got is not None else got == value):
+            found.append(name)
+    return found
+
+
+def test_what_a_directory_says_beside_its_configuration_is_in_the_file(tmp_path: Path) -> None:
+    directory = make_tiny_hf(tmp_path / "hf", "qwen3")
+    (directory / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True})
+    )
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    source = open_checkpoint(directory)
+    quantize(source, tmp_path / "out.gguf", Job("q8_0"), threads=1)
+    again = open_checkpoint(tmp_path / "out.gguf")
+    assert (again.pooling, again.sampling.fields()) == ("last", source.sampling.fields())
+    with pytest.raises(ConfigError, match="drafts with a mask, which GGUF files cannot name"):
+        quantize(replace(source, mask_id=3), tmp_path / "other.gguf", Job("q8_0"), threads=1)
 
 
 def test_entries_of_metadata_come_back_as_they_were(source: Checkpoint) -> None:
@@ -254,6 +355,19 @@ def test_an_importance_matrix_of_another_model_is_refused(source: Checkpoint) ->
         of_matrices(Importance({"nothing": np.ones(4, np.float32)}), weights, str)
     with pytest.raises(ConfigError, match="inputs"):
         of_matrices(Importance({"layers.0.q": np.ones(4, np.float32)}), weights, str)
+
+
+def test_an_importance_matrix_that_lacks_matrices_of_few_bits_is_refused_unless_a_text_fills_it(
+    small: Checkpoint, chunks: np.ndarray, tmp_path: Path
+) -> None:
+    found = measure_importance(Weights(small), chunks[:2, :32] % 260, lambda what, done, total: None)
+    lacks = replace(found, means={name: means for name, means in found.means.items() if "attn_k" not in name})
+    for type_name in ("iq2_xs", "q2_k_s"):
+        with pytest.raises(ConfigError, match=r"has no entry for 2 matrices, as blk\.0\.attn_k\.weight, which would become"):
+            quantize(small, tmp_path / "out.gguf", Job(type_name, pure=True), threads=1, importance=lacks)
+    assert not list(tmp_path.iterdir())
+    quantize(small, tmp_path / "q2_k.gguf", Job("q2_k", pure=True), threads=1, importance=lacks)
+    quantize(small, tmp_path / "filled.gguf", Job("q2_k_s", pure=True), threads=1, chunks=chunks[:2, :32] % 260, importance=lacks)
 
 
 @pytest.mark.parametrize(
