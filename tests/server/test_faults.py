@@ -423,7 +423,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: Path, mo
         ):
             for stream in (False, True):
                 told = refusal(client, route, body | ({} if route == "/tokenize" else {"stream": stream}))
-                assert re.search(r"31[34] tokens", told)
+                assert re.search(r"3[12]\d tokens", told)
                 assert "it has 50" in told
 
 
