@@ -419,6 +419,9 @@ class SamplingParams:
     max_tokens: int = _setting(256, _POSITIVE_COUNT, "Tokens that an answer may have at most.", "N")
     min_tokens: int = _setting(0, _COUNT, "Tokens that an answer has at least: before, no end token is taken, and no --stop.", "N")
     n: int = _setting(1, _POSITIVE_COUNT, "Answers to the prompt.", "N")
+    parse_special: bool = _setting(
+        True, _BOOLEAN, "Take a text like <|im_end|> in a raw prompt for that token; in a message it is always text."
+    )
     logprobs: int | None = _setting(
         None, _optional(_COUNT), "With --json: log-probabilities of each token and of the N likeliest ones in its place.", "N"
     )

@@ -129,6 +129,17 @@ class Tokenizer:
         ids = self._encode_parsed(text, self._find_control(text) if parse_special else [])
         return [*self._parts.prefix, *ids, *self._parts.suffix] if add_special else ids
 
+    def encode_prompt(self, text: str, parse_special: bool = True, add_special: bool = True) -> list[int]:
+        """Token ids of a raw prompt; of an empty one its beginning alone, as far as the vocabulary has one.
+
+        parse_special, add_special: as in `encode`. A text that has the beginning which the file asks for gets no second one.
+        """
+        ids, prefix = self.encode(text, False, parse_special), [*self._parts.prefix]
+        if add_special:
+            begun = parse_special and ids[: len(prefix)] == prefix
+            ids = [*([] if begun else prefix), *ids, *self._parts.suffix]
+        return ids if ids or self.bos_id is None else [self.bos_id]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`. Bytes that are no UTF-8 become U+FFFD. Raises TokenizerError for an id outside of the vocabulary."""
         decoder = self.stream(skip_special)

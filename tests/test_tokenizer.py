@@ -246,6 +246,18 @@ def test_no_merge_can_lead_to_a_control_token() -> None:
         assert tokenizer.eos_ids == {tokens.index("<|end|>")}
 
 
+def test_a_raw_prompt_has_the_control_tokens_that_are_written_and_one_beginning() -> None:
+    tokenizer = make(make_vocabulary(add_bos=True))
+    (bos,) = tokenizer.prefix
+    written = f"{tokenizer.decode([bos], skip_special=False)}the cat"
+    for text in ("the cat", written):
+        assert tokenizer.encode_prompt(text) == [bos, *tokenizer.encode("the cat", add_special=False)]
+    assert tokenizer.encode_prompt(written, parse_special=False) == tokenizer.encode(written)
+    assert tokenizer.encode_prompt(written, add_special=False) == tokenizer.encode_prompt("the cat")
+    assert tokenizer.encode_prompt("the cat", add_special=False) == tokenizer.encode("the cat", add_special=False)
+    assert tokenizer.encode_prompt("") == [bos]
+
+
 def test_tokens_around_a_text_are_those_of_the_file() -> None:
     bos, eos = IDS["<|endoftext|>"], IDS["<|im_end|>"]
     tokenizer = make(make_vocabulary(add_bos=True, add_eos=True))

@@ -101,7 +101,7 @@ class _Job:
             if self._prompt:
                 wanted = self._prompt.wanted(params, prediction=_prediction(llm, body))
             else:
-                prompt = _prompt_ids(llm, body)
+                prompt = _prompt_ids(llm, body, params.parse_special)
                 wanted = [Wanted(prompt, one) for one in answer_params(params)]
             llm.check(wanted[0].prompt, wanted[0].params)
         except CpuspecError as error:
@@ -158,12 +158,11 @@ class _Job:
         return {"index": index, "message": message_of(found), "logprobs": logprobs, "finish_reason": reason}
 
 
-def _prompt_ids(llm: LLM, body: Mapping[str, Any]) -> list[int]:
+def _prompt_ids(llm: LLM, body: Mapping[str, Any], parse_special: bool) -> list[int]:
     """Token ids of a body's prompt. Raises ConfigError or TokenizerError."""
     tokenizer, prompt = llm.tokenizer, body.get("prompt")
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
-        return ids if ids or tokenizer.bos_id is None else [tokenizer.bos_id]
+        return tokenizer.encode_prompt(prompt, parse_special)
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     raise ConfigError("prompt must be a text or a list of token ids; a batch has a line for each prompt")

@@ -222,7 +222,7 @@ def generate(
 @app.command()
 @exit_codes()
 @options.takes_running("context_length", "mmap", "head_format", *options.HOW)
-@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs"))
+@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs", "parse_special"))
 def chat(
     *,
     model: options.ModelOption = DEFAULT_RECIPE,

@@ -197,7 +197,9 @@ class LLM:
         as in `generate("a", max_tokens=8)`. Raises ConfigError for prompts that cannot be run, before running any.
         """
         listed = _listed(prompts)
-        return self._complete([self._prompt_ids(prompt) for prompt in listed], _read_params(params, settings, len(listed)))
+        each = _read_params(params, settings, len(listed))
+        ids = [self._prompt_ids(prompt, one.parse_special) for prompt, one in zip(listed, each, strict=True)]
+        return self._complete(ids, each)
 
     @overload
     def chat(self, messages: Conversation, params: SamplingParams | None = None, **settings: Any) -> Completion: ...
@@ -237,7 +239,7 @@ class LLM:
         if one.n != 1:
             raise ConfigError(f"a stream gives one answer, and n is {one.n}; begin a stream for each, or call generate")
         self._shared.aborted_stats = None
-        return self._stream(self._prompt_ids(prompt), one)
+        return self._stream(self._prompt_ids(prompt, one.parse_special), one)
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: str | None = None, dimensions: int | None = None) -> F32:
         """Embeddings of texts or token ids, [n, dimensions], each of length one; `embedding_job` says how."""
@@ -264,7 +266,7 @@ class LLM:
                 f"{self.name} was trained to write, and its files name no pooling for embeddings; use a model that makes "
                 f"embeddings, such as Qwen3-Embedding, or choose a pooling: {', '.join(POOLINGS)}"
             )
-        ids = [self._prompt_ids(prompt) for prompt in _listed(prompts)]
+        ids = [self._prompt_ids(prompt, parse_special=False) for prompt in _listed(prompts)]
         for tokens in ids:
             self._engine.check(tokens, SamplingParams())
         return EmbeddingJob(self._backend, self._final_norm, ids, pooling, dimensions, self.max_sequences)
@@ -430,11 +432,11 @@ class LLM:
         finally:
             self._shared.drop(request_id)
 
-    def _prompt_ids(self, prompt: Any) -> list[int]:
+    def _prompt_ids(self, prompt: Any, parse_special: bool = True) -> list[int]:
         """Token ids of a text, of ids, or of a conversation."""
         self._shared.check_open()
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
+            ids = self.tokenizer.encode_prompt(prompt, parse_special)
         elif _is_conversation(prompt):
             ids = self.tokenizer.encode_chat([dict(message) for message in prompt])
         elif _is_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):

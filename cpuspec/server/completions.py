@@ -209,7 +209,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         params = fill_params(model, params)
     else:
         check_number(model, params.n * len(_each_prompt(body.prompt)))
-        prompts = await model.in_worker(partial(_prompts, model, body.prompt))
+        prompts = await model.in_worker(partial(_prompts, model, body))
     wanted = [Wanted(prompt, one) for prompt in prompts for one in answer_params(params)]
     echoes = [_echo(model, one) for one in _each_prompt(body.prompt)] if body.echo else [""] * len(prompts)
     answers = await model.answers(context.client, context.id, wanted, context.rng)
@@ -268,15 +268,16 @@ def _each_prompt(given: str | list[str] | list[int] | list[list[int]]) -> list[s
     return [ids] if ids else [one for one in given if not isinstance(one, int)]
 
 
-def _prompts(model: ServedModel, given: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
-    """Token ids of every prompt."""
+def _prompts(model: ServedModel, body: CompletionBody) -> list[list[int]]:
+    """Token ids of every prompt. Clients write the control tokens of templates of their own into its text."""
+    given = body.prompt
     if not given and not isinstance(given, str):
         raise RequestError("prompt is an empty list; wanted a text, token ids, or a list of them", "prompt")
     tokenizer, prompts = model.llm.tokenizer, []
+    special = body.parse_special is not False, body.add_special is not False
     for one in _each_prompt(given):
         model.check_text(len(one) if isinstance(one, str) else 0)
-        ids = tokenizer.encode(one) if isinstance(one, str) else one
-        prompts.append(ids if ids or tokenizer.bos_id is None else [tokenizer.bos_id])
+        prompts.append(tokenizer.encode_prompt(one, *special) if isinstance(one, str) else one or tokenizer.encode_prompt(""))
     return prompts
 
 

@@ -34,7 +34,7 @@ class CpuspecOptions(Body):
 
 # The scalar fields, under their own names; the others are spelled differently in requests.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
-_OWN_SPELLING = ("logprobs", "max_draft_tokens", "free_reasoning", "max_tokens", "n")
+_OWN_SPELLING = ("logprobs", "max_draft_tokens", "free_reasoning", "max_tokens", "n", "parse_special")
 _FIELDS: dict[str, Any] = {
     name: (Optional[one.type], Field(None, description=one.metadata["help"]))  # noqa: UP045 - the type is a value here
     for name, one in _SCALARS.items()
@@ -98,6 +98,8 @@ class SamplingBody(SamplingFields):
 class CompletionBody(SamplingBody):
     prompt: str | list[str] | list[int] | list[list[int]]
     suffix: str | None = None
+    parse_special: bool | None = None
+    add_special: bool | None = None
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None

@@ -106,6 +106,26 @@ def test_plain_completions_take_texts_ids_and_lists(client: openai.OpenAI, llm: 
     assert "".join(chunk.choices[0].text for chunk in stream) == "the dog" + wanted[0]
 
 
+WRITTEN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_control_tokens_that_a_client_writes_count_in_raw_prompts_and_never_in_messages(client: openai.OpenAI, llm: LLM) -> None:
+    ids = llm.tokenizer.encode(WRITTEN, parse_special=True)
+    plain = llm.tokenizer.encode(WRITTEN)
+    assert len(ids) < len(plain)
+    for extra, wanted in (({}, ids), ({"parse_special": False}, plain)):
+        body = {**IGNORE["extra_body"], **extra}
+        answer = client.completions.create(prompt=WRITTEN, max_tokens=4, **GREEDY, extra_body=body)  # type: ignore[call-overload]
+        (offline,) = llm.generate(WRITTEN, SamplingParams(max_tokens=4, ignore_eos=True), **extra)
+        streamed = [*llm.stream(WRITTEN, SamplingParams(max_tokens=4, ignore_eos=True), **extra)]
+        (exact,) = llm.generate([wanted], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert answer.choices[0].text == offline.text == exact.text == "".join(output.text for output in streamed)
+        assert answer.usage.prompt_tokens == offline.stats.num_prompt_tokens == len(wanted)
+    message = [{"role": "user", "content": WRITTEN}]
+    answer = client.chat.completions.create(messages=message, max_tokens=1, **GREEDY, extra_body={"parse_special": True})  # type: ignore[call-overload]
+    assert answer.usage.prompt_tokens == len(llm.tokenizer.encode_chat(message)) > len(plain)
+
+
 def test_logprobs_of_plain_completions_have_offsets(client: openai.OpenAI, llm: LLM) -> None:
     (wanted,) = llm.generate("the dog", SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
     answer = client.completions.create(prompt="the dog", max_tokens=6, logprobs=1, **GREEDY, **IGNORE)  # type: ignore[call-overload]
