@@ -348,7 +348,7 @@ def _biases(value: object) -> _FrozenDict:
         raise ValueError("not a mapping")
     return _FrozenDict(
         {
-            whole(token, 0): -math.inf if isinstance(bias, Real) and bias == -math.inf else number(bias)
+            whole(token, 0): -math.inf if isinstance(bias, Real) and bias == -math.inf else number(bias, -1e6, 1e6)
             for token, bias in (value or {}).items()
         }
     )
@@ -370,17 +370,20 @@ def _optional(kind: _Kind) -> _Kind:
     return _Kind(_or_none(kind.read), f"None or {kind.wanted}")
 
 
-_NUMBER, _NOT_NEGATIVE = _Kind(number, "a finite number"), _Kind(partial(number, low=0), "a number >= 0")
+_NOT_NEGATIVE = _Kind(partial(number, low=0), "a number >= 0")
 _SHARE, _SHARE_OR_0 = (
     _Kind(partial(number, above=0, high=1), "a number in (0, 1]"),
     _Kind(partial(number, low=0, high=1), "a number in [0, 1]"),
 )
+# Bounds that leave every sum and quotient of logits finite.
+_SHIFT = _Kind(partial(number, low=-1e6, high=1e6), "a number from -1e6 to 1e6")
+_PENALTY = _Kind(partial(number, low=1e-3, high=1e3), "a number from 0.001 to 1000")
 _FACTOR = _Kind(partial(number, above=0), "a number > 0")
 _COUNT, _POSITIVE_COUNT = (_Kind(partial(whole, low=low), f"an integer >= {low}") for low in (0, 1))
 _BOOLEAN, _TEXT = _Kind(_flag, "True or False"), _Kind(_text, "a text")
 _TEXTS, _IDS = _Kind(_texts, "a text or several, none of them empty, or None"), _Kind(_ids, "token ids, or None")
 _SCHEMA = _Kind(_or_none(_schema), "a JSON schema, as a dict or as JSON text, or None")
-_BIASES = _Kind(_biases, "a mapping from token id to a number (-inf forbids), or None")
+_BIASES = _Kind(_biases, "a mapping from token id to a number from -1e6 to 1e6 (-inf forbids), or None")
 
 
 @dataclass(frozen=True)
@@ -406,9 +409,9 @@ class SamplingParams:
     top_k: int = _setting(0, _COUNT, "Sample among the K likeliest tokens; 0 is off.", "K")
     top_p: float = _setting(1.0, _SHARE, "Sample among the likeliest tokens that together have P; 1 is off.", "P")
     min_p: float = _setting(0.0, _SHARE_OR_0, "Drop tokens less likely than P times the likeliest; 0 is off.", "P")
-    repetition_penalty: float = _setting(1.0, _FACTOR, "Above 1, tokens of prompt and answer become less likely; 1 is off.", "X")
-    presence_penalty: float = _setting(0.0, _NUMBER, "Taken from the logits of tokens of the answer.", "X")
-    frequency_penalty: float = _setting(0.0, _NUMBER, "Likewise, once for each time the token was generated.", "X")
+    repetition_penalty: float = _setting(1.0, _PENALTY, "Above 1, tokens of prompt and answer become less likely; 1 is off.", "X")
+    presence_penalty: float = _setting(0.0, _SHIFT, "Taken from the logits of tokens of the answer.", "X")
+    frequency_penalty: float = _setting(0.0, _SHIFT, "Likewise, once for each time the token was generated.", "X")
     logit_bias: Mapping[int, float] = _setting(
         _FrozenDict(), _BIASES, "Added to a token's logit; -inf forbids it. Repeatable.", "ID=BIAS"
     )

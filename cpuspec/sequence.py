@@ -49,7 +49,8 @@ class Sequence:
     draws: Draws
     constraint: Constraint | None = None
     prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
-    finish_reason: str | None = None  # "stop", "length", "aborted"
+    finish_reason: str | None = None  # "stop", "length", "error", "aborted"
+    error: str | None = None  # why it cannot go on
     rewinds: list[int] = field(default_factory=list)  # the lengths that were rewound to
     _history: TokenHistory | None = None
     _num_counted: int = 0  # of the tokens, in the history

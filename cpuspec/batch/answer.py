@@ -134,6 +134,8 @@ class _Job:
         lasts = [answer.last for answer in self._answers if answer.last is not None]
         if any(last.finish_reason == "aborted" for last in lasts):
             raise CpuspecError("an answer was broken off, because another caller of this LLM was interrupted; ask again")
+        if error := next((last.error for last in lasts if last.error), None):
+            return error_line(self._line, CpuspecError(error))
         stats = [last.stats for last in lasts if last.stats is not None]
         is_chat, number = self._prompt is not None, self._line.number
         body = {

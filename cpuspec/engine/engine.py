@@ -31,14 +31,15 @@ class Output:
     token_texts: what each token added to the text. Text that may begin a stop string, and half a character, come with a later
     token. token_sources: the level that drafted each token, "" for the target's own. cycles: of each round the verifications that
     it took, the target's last. num_read_tokens: where `Request.shows_progress`, in outputs without tokens: those of the prompt that
-    have been read, the cached ones included. error: why a request was aborted, where its own settings are the reason.
+    have been read, the cached ones included. error: why a request ended with "error": a fault of
+    its settings, its rows or its drafts, while others go on.
     """
 
     request_id: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]  # one for each token if asked for
-    finish_reason: str | None = None  # "stop", "length", "aborted"
+    finish_reason: str | None = None  # "stop", "length", "error", "aborted"
     stats: RequestStats | None = None
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were there already; the same in each output of a request
     token_texts: list[str] = field(default_factory=list)
@@ -191,7 +192,8 @@ class Engine:
         rounds = speculate(self._context, self._proposer, seqs, limits, chunks)
         num_forwards = self._num_forwards()
         for request, done in zip(requests, rounds, strict=True):
-            self._ready.append(self._commit(request, done, num_forwards))
+            error = request.seq.error or done.error
+            self._ready.append(self._failed(request, error) if error else self._commit(request, done, num_forwards))
         for chunk in chunks:
             request = self._requests[chunk.seq.id]
             if request.shows_progress:
@@ -234,7 +236,7 @@ class Engine:
             if seq.constraint:
                 path = seq.tokens[seq.num_prompt_tokens : before + num_taken]
                 if seq.constraint.legal(path) is None:
-                    reason = "stop" if seq.constraint.accepts(path) else "aborted"
+                    reason = "stop" if seq.constraint.accepts(path) else "error"
                     error = None if reason == "stop" else "the grammar leads nowhere here, or is too complex; simplify it"
                     break
             if before + num_taken == request.max_length:
@@ -254,6 +256,15 @@ class Engine:
         return Output(
             seq.id, "".join(texts[:num_taken]), new[:num_taken], chosen, reason, request.meter.stats(), num_cached,
             texts[:num_taken], sources, cycles, error=error,
+        )  # fmt: skip
+
+    def _failed(self, request: Request, error: str) -> Output:
+        """End a request that cannot go on."""
+        request.seq.finish_reason = "error"
+        self._remove(request)
+        meter = request.meter
+        return Output(
+            request.seq.id, request.text.finish(), [], [], "error", meter.stats(), meter.num_cached_tokens, error=error
         )  # fmt: skip
 
     def _remove(self, request: Request) -> None:

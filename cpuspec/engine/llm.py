@@ -57,7 +57,8 @@ _Settings = TypeVar("_Settings", EngineConfig, SamplingParams)
 class Completion:
     """The answer to one prompt.
 
-    finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens or the context's end).
+    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end), or "error": then `error` says
+    why the answer ends here, while others went on.
     token_ids include the token that ended it, text does not. logprobs: one for each token if asked for, else empty.
     index: its number among the `n` answers to the prompt.
     """
@@ -68,12 +69,13 @@ class Completion:
     logprobs: list[TokenLogprobs]
     stats: RequestStats
     index: int = 0
+    error: str | None = None
 
 
 class LLM:
     """A loaded model that answers. Several threads may call it at once: their requests run together, in one batch.
 
-    A thread's answers are the same as if it were alone. An interrupt or an error in one thread's step ends the requests of all
+    A thread's answers are the same as if it were alone. An interrupt in a step, or a forward that fails, ends the requests of all
     threads: their streams end as "aborted", and `generate` and `chat` raise CpuspecError. A forked child has the model, too, and
     none of the parent's requests; with another backend than numba, any use of it there raises BackendError.
     """
@@ -174,8 +176,8 @@ class LLM:
         _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
         self._choose = partial(build_chosen, usual=proposer, opened=opened, vocab_size=self._context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)
-        self._guard = GuardedProposer(chosen, self._context) if settings.plain_on_draft_error else None
-        self._engine = Engine(self._context, self._guard or chosen, tokenizer)
+        self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
+        self._engine = Engine(self._context, self._guard, tokenizer)
         backends = [*(draft.context.backend for draft in self._drafts), backend]
         self._shared = SharedEngine(self._engine, all(one.survives_fork for one in backends))
         # Dropped without `close`, or still running as the process exits: no step may outlive what it computes with.
@@ -418,6 +420,9 @@ class LLM:
         finally:
             for request_id in request_ids:
                 self._shared.drop(request_id)
+        errors = [parts[-1].error for parts in outputs]
+        if errors and errors[0] is not None and None not in errors:
+            raise CpuspecError(errors[0])
         indices = [index for one in params for index in range(one.n)]
         return [_completion(parts, index) for parts, index in zip(outputs, indices, strict=True)]
 
@@ -491,9 +496,7 @@ def _completion(parts: list[Output], index: int) -> Completion:
     last = parts[-1]
     assert last.finish_reason is not None, "the last output of a request has a finish reason"
     if last.finish_reason == "aborted":
-        raise CpuspecError(
-            last.error or "this answer was broken off when a call of another thread was interrupted or failed; ask again"
-        )
+        raise CpuspecError("this answer was broken off when a call of another thread was interrupted or failed; ask again")
     assert last.stats is not None, "the last output of a request has stats"
     return Completion(
         text="".join(part.text for part in parts),
@@ -502,6 +505,7 @@ def _completion(parts: list[Output], index: int) -> Completion:
         logprobs=[one for part in parts for one in part.logprobs],
         stats=last.stats,
         index=index,
+        error=last.error,
     )
 
 

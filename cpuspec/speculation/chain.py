@@ -69,7 +69,10 @@ class ChainProposer:
             for path, done in zip(drafting, rounds, strict=True):
                 path.cycles += done.cycles
                 path.sources += [source or self.name for source in done.token_sources]
-                path.cut(done)
+                if done.error is None:
+                    path.cut(done)
+                else:  # the model gives no token here: its draft ends, and the answer goes on
+                    path.stop()
             drafting, chunks = [path for path in drafting if path.num_missing > 0], []
         return [path.retracted(self.name) for path in paths]
 
@@ -102,6 +105,10 @@ class _Path:
     def give_up(self) -> None:
         """Draft nothing."""
         self._end = self._start
+
+    def stop(self) -> None:
+        """Draft what is there, and no more."""
+        self._end = len(self.seq.tokens)
 
     def cut(self, done: Round) -> None:
         """End the draft with the first new token whose row is unsure, to which the path is unlikely, or that ends the answer."""

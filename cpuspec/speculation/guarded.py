@@ -1,8 +1,9 @@
-"""Drafts that may fail: a request whose drafter raises goes on without drafts, and its answer stays the same."""
+"""Drafts that may fail: a request whose drafter raises ends with its error, or goes on without drafts as if there were none."""
 
 import logging
 from collections.abc import Callable
 
+from cpuspec.errors import CpuspecError
 from cpuspec.model.batch import F32
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
@@ -20,16 +21,17 @@ class GuardedProposer:
     Where a call for several sequences fails, each is asked for alone: one request costs no other its drafts. A sequence whose own
     call fails is as it was before that call, and is decoded plainly to its end.
 
-    num_failures: sequences that went on without drafts.
+    goes_on: whether it ends like that, or at once with an error. num_failures: sequences that went on without drafts.
     """
 
-    def __init__(self, inner: Proposer, context: Context) -> None:
+    def __init__(self, inner: Proposer, context: Context, goes_on: bool = True) -> None:
         """context: of the verifying model."""
         self.name = inner.name
         self.hidden_layers = inner.hidden_layers
         self.levels = inner.levels
         self.num_failures = 0
         self._inner = inner
+        self._goes_on = goes_on
         self._context = context
         self._plain: set[int] = set()  # ids of sequences that go on without drafts
 
@@ -88,12 +90,18 @@ class GuardedProposer:
         return True
 
     def _fall_back(self, seq: Sequence, error: Exception) -> None:
-        self.num_failures += 1
+        if not self._goes_on:
+            seq.error = str(error) if isinstance(error, CpuspecError) else f"drafting with {self.name} failed: {error!r}"
+        else:
+            self.num_failures += 1
+            self._warn(error)
+        self._plain.add(seq.id)
+        self._end(seq)
+
+    def _warn(self, error: Exception) -> None:
         _log.warning(
             "drafting with %s failed, and a request goes on without drafts: %s: %s", self.name, type(error).__name__, error
         )
-        self._plain.add(seq.id)
-        self._end(seq)
 
     def _end(self, seq: Sequence) -> None:
         try:

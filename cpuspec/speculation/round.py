@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpuspec.errors import ConfigError
+from cpuspec.errors import ConfigError, CpuspecError
 from cpuspec.model.batch import F32, ForwardOutput
 from cpuspec.sampling import argmax, distribution, processed
 from cpuspec.sequence import Sequence
@@ -15,21 +15,24 @@ from cpuspec.speculation.draft import Cycle, Draft
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.verify import Verdict, verify_tokens
 
+_NONE = -1  # the token of a row that gives none
+
 
 @dataclass(slots=True)
 class Round:
-    """The outcome of a round for one sequence."""
+    """The outcome of a round for one sequence. error: why it gained no token, where its rows or its settings give none."""
 
     draft: Draft
     verdict: Verdict
     output: ForwardOutput
     cycles: tuple[Cycle, ...]  # the verifications that it took, those of lower levels first
+    error: str | None = None
 
     @property
     def token_sources(self) -> list[str]:
         """For each token of the verdict the level that drafted it; "" for the last, which is the verifying model's own."""
         sources = self.draft.token_sources
-        return [*(sources[node] for node in self.verdict.path), ""]
+        return [*(sources[node] for node in self.verdict.path), ""] if self.verdict.tokens else []
 
     def logits(self, number: int) -> F32:
         """The row [V] that chose token `number` of the verdict."""
@@ -48,7 +51,8 @@ def speculate(
 
     Each sequence gains one to limit + 1 tokens, those that the context's model alone would draw. `chunks` are parts of
     other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before the
-    proposer's and behind them: to the proposer they are committed tokens.
+    proposer's and behind them: to the proposer they are committed tokens. A sequence whose rows give no token, as where they are
+    not finite, gains none, and its round says why; the others go on.
     """
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
@@ -63,7 +67,14 @@ def speculate(
     rounds = []
     outputs = context.score(seqs, drafts, proposer.hidden_layers, chunks)
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
-        hidden, verdict = scored.hidden, verify(seq, draft, scored.logits, scored.best)
+        hidden = scored.hidden
+        try:
+            verdict = verify(seq, draft, scored.logits, scored.best)
+        except CpuspecError as error:
+            if not draft.is_chain:
+                context.keep_path(seq, draft, [])
+            rounds.append(Round(draft, Verdict([], []), scored, (), str(error)))
+            continue
         if not draft.is_chain:
             context.keep_path(seq, draft, verdict.path)
         if len(verdict.path) < len(draft) or not draft.is_chain:
@@ -82,20 +93,31 @@ def speculate(
 def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None) -> Verdict:
     """Verify a draft against the target's rows [n+1, V], processed as the request asks with the path's own history and grammar.
 
-    best: the rows' argmax, as `ForwardOutput` has it.
+    best: the rows' argmax, as `ForwardOutput` has it. Where a row gives no token, as its logits are not finite, the verdict ends
+    before it; raises CpuspecError where that is the first row.
     """
-    if seq.is_plain_greedy:
-        return verify_tokens(draft, argmax(logits, best).__getitem__)
-    params, history = seq.params, seq.history
+    params, history = seq.params, seq.history if not seq.is_plain_greedy else None
 
     def target_token(row: int) -> int:
+        if history is None:
+            # One by one: a row that the path does not lead to may be anything.
+            return int(argmax(logits[row : row + 1], best and best[row : row + 1])[0])
         ahead = draft.tokens_to(row - 1)
         legal = seq.legal(ahead)
         if params.greedy:
             return int(argmax(processed(logits[row], params, history, ahead, legal)))
         return seq.draw(distribution(logits[row], params, history, ahead, legal), len(ahead))
 
-    return verify_tokens(draft, target_token)
+    def token_or_none(row: int) -> int:
+        try:
+            return target_token(row)
+        except CpuspecError:
+            if row == 0:
+                raise
+            return _NONE
+
+    verdict = verify_tokens(draft, token_or_none)
+    return verdict if verdict.tokens[-1] != _NONE else Verdict(verdict.tokens[:-1], verdict.path[:-1])
 
 
 def _with_forced(seq: Sequence, forced: list[int], own: Draft, limit: int) -> Draft:

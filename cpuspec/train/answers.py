@@ -444,6 +444,8 @@ class _Run:
         self.summary.num_new_tokens += sum(len(one.ids) for one in job.texts)
         if any(one.reason == "aborted" for one in job.texts):
             raise CpuspecError("an answer was broken off, because another caller of this LLM was interrupted; run it again")
+        if any(one.reason == "error" for one in job.texts):
+            return []
         prompt, ids = job.prompt, list(job.prompt.ids or ())
         if job.turn and job.answers and not self._known_turns.is_new(self._turn_text(ids)):
             self.summary.num_duplicate_prompts += 1

@@ -1,0 +1,166 @@
+"""A fault of one sequence ends that sequence with its error; the others' answers are what they are without it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpuspec.config import EngineConfig, SamplingParams
+from cpuspec.engine.engine import Engine, Output
+from cpuspec.engine.llm import LLM
+from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.model.batch import ForwardBatch, ForwardOutput
+from cpuspec.model.cache import KVCache
+from cpuspec.speculation.chain import ChainProposer
+from cpuspec.speculation.context import Context
+from cpuspec.speculation.draft import Draft
+from cpuspec.speculation.guarded import GuardedProposer
+from cpuspec.speculation.proposer import NullProposer, Proposer
+from tests.engine.test_engine import PROPOSER_FACTORIES, every_proposer
+from tests.oracles import ToyBackend, ToyTokenizer
+
+VOCAB = 8
+POISON = 7  # a token behind which a broken model has no finite logits
+PROMPTS = [[0, 4, 5, 4], [0, 6, 6], [0, 4, 4, 5, 5]]
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=15, ignore_eos=True),
+    "penalised": SamplingParams(max_tokens=15, ignore_eos=True, frequency_penalty=0.3),
+    "sampled": SamplingParams(max_tokens=15, ignore_eos=True, temperature=1.0, seed=3),
+}
+
+
+class Broken(ToyBackend):
+    """A model whose logits are not finite behind one token."""
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
+        output = super().forward(batch, cache)
+        rows = np.arange(len(batch.tokens)) if batch.logit_rows is None else np.asarray(batch.logit_rows)
+        output.logits[np.asarray(batch.tokens)[rows] == POISON] = np.nan
+        return output
+
+
+def run(model: ToyBackend, proposer: Proposer, params: list[SamplingParams], prompts: list[list[int]]) -> list[list[Output]]:
+    engine = Engine(Context(model, 3, 64), proposer, ToyTokenizer(VOCAB))  # type: ignore[arg-type]
+    outputs: dict[int, list[Output]] = {engine.add_request(*one): [] for one in zip(prompts, params, strict=True)}
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    assert engine._context.num_free_slots == 3
+    return list(outputs.values())
+
+
+def ids(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+@every_proposer
+@pytest.mark.parametrize("how", PARAMS)
+def test_rows_that_are_not_finite_end_their_sequence_alone_where_plain_decoding_meets_them(proposer: str, how: str) -> None:
+    ends = set()
+    for seed in range(3):
+        one, prompts = PARAMS[how], [*PROMPTS[:2], [0, POISON]]
+        params = [replace(one, logit_bias={POISON: -np.inf}), one, one]  # the first never meets the fault, the last at once
+        plain, got = (
+            run(Broken(seed, memory=0.2), made, params, prompts) for made in (NullProposer(), PROPOSER_FACTORIES[proposer]())
+        )
+        assert [ids(one) for one in got] == [ids(one) for one in plain]
+        assert [one[-1].finish_reason for one in got] == [one[-1].finish_reason for one in plain]
+        assert ids(got[0]) == ids(run(ToyBackend(seed, memory=0.2), NullProposer(), params[:1], prompts[:1])[0])
+        assert got[0][-1].finish_reason == "length"
+        assert (got[2][-1].finish_reason, ids(got[2])) == ("error", [])
+        assert "NaN or infinite" in str(got[2][-1].error)
+        ends.add(got[1][-1].finish_reason)
+    assert "error" in ends or how != "sampled"
+
+
+@pytest.mark.parametrize("how", PARAMS)
+def test_a_draft_model_whose_rows_are_not_finite_changes_no_answer(how: str) -> None:
+    model, params = ToyBackend(1, memory=0.2), [PARAMS[how]] * 3
+    drafted = ChainProposer(NullProposer(), Context(Broken(1, memory=0.2), 3, 64), "broken")
+    plain, got = (run(model, one, params, [*PROMPTS[:2], [0, POISON]]) for one in (NullProposer(), drafted))
+    assert [ids(one) for one in got] == [ids(one) for one in plain]
+    assert {one[-1].finish_reason for one in got} == {"length"}
+
+
+class FailsForOne(NullProposer):
+    """Raises where the prompt of a sequence begins with 4, in the call that is named."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _call(self, where: str, seq: Any) -> None:
+        if where == self.where and seq.tokens[0] == 4 and (where == "begin" or seq.num_output_tokens > 3):
+            raise ZeroDivisionError("of one")
+
+    def begin(self, seq: Any, num_cached: int) -> None:
+        self._call("begin", seq)
+
+    def propose(self, seqs: list[Any], limits: list[int]) -> list[Draft]:
+        for seq in seqs:
+            self._call("propose", seq)
+        return [Draft.chain([4] * min(limit, 2), "mine") for limit in limits]
+
+    def accept(self, seq: Any, verdict: Any, hidden: Any) -> None:
+        self._call("accept", seq)
+
+
+@pytest.mark.parametrize("where", ["begin", "propose", "accept"])
+def test_a_drafter_that_fails_for_one_sequence_ends_that_one(where: str) -> None:
+    model, prompts, params = ToyBackend(1, memory=0.2), [[4, 5], *PROMPTS[:2]], [PARAMS["sampled"]] * 3
+    guarded = GuardedProposer(FailsForOne(where), Context(model, 3, 64), goes_on=False)
+    plain, got = (run(model, one, params, prompts) for one in (NullProposer(), guarded))
+    assert [ids(one) for one in got[1:]] == [ids(one) for one in plain[1:]]
+    assert got[0][-1].finish_reason == "error"
+    assert "ZeroDivisionError('of one')" in str(got[0][-1].error)
+    assert ids(got[0]) == ids(plain[0])[: len(ids(got[0]))]
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    settings = EngineConfig(max_sequences=3)
+    with LLM.from_backend(Broken(1, memory=0.2), ToyTokenizer(VOCAB), "ngram", settings) as made:  # type: ignore[arg-type]
+        yield made
+
+
+def test_generate_tells_of_the_answer_that_failed_beside_those_that_did_not(llm: LLM) -> None:
+    safe = replace(PARAMS["sampled"], logit_bias={POISON: -np.inf})
+    good, bad = llm.generate([PROMPTS[0], [0, POISON]], safe)
+    assert (good.finish_reason, good.error, len(good.token_ids)) == ("length", None, 15)
+    assert (bad.finish_reason, bad.token_ids) == ("error", [])
+    assert "NaN or infinite" in str(bad.error)
+    for call in (lambda: llm.generate([0, POISON], safe), lambda: list(llm.stream([0, POISON], safe))):
+        with pytest.raises(CpuspecError, match="NaN or infinite"):
+            call()
+
+
+def test_a_batch_goes_on_behind_a_line_that_fails(llm: LLM) -> None:
+    from cpuspec.batch.answer import answer_lines
+    from tests.batch.test_batch import line
+
+    prompts = [PROMPTS[0], [0, POISON], PROMPTS[1]]
+    asked = [line(i, {"prompt": prompt, "max_tokens": 5, "logit_bias": {POISON: -100}}) for i, prompt in enumerate(prompts)]
+    found = list(answer_lines(llm, iter(asked), {}))
+    assert [one["response"]["status_code"] for one in found] == [200, 400, 200]
+
+
+@pytest.mark.parametrize("number", [1e9, 1e300, -1e300])
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"])
+def test_settings_that_overflow_are_refused(name: str, number: float) -> None:
+    with pytest.raises(ConfigError, match=r"a (mapping from token id to a )?number from"):
+        SamplingParams(**{name: {3: number} if name == "logit_bias" else number})  # type: ignore[arg-type]
+
+
+def test_the_largest_settings_overflow_nothing() -> None:
+    for sign in (1, -1):
+        for factor in (1e-3, 1e3):
+            shifts = {"presence_penalty": sign * 1e6, "frequency_penalty": sign * 1e6, "logit_bias": {3: sign * 1e6}}
+            params = SamplingParams(1.0, repetition_penalty=factor, seed=1, max_tokens=40, **shifts)  # type: ignore[arg-type]
+            (outputs,) = run(ToyBackend(1), NullProposer(), [params], PROMPTS[:1])
+            assert outputs[-1].finish_reason in ("length", "stop")
+
+
+def test_a_penalty_that_divides_by_next_to_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a number from 0\.001 to 1000"):
+        SamplingParams(repetition_penalty=1e-308)
