@@ -606,7 +606,7 @@ class EngineConfig:
     )
     keep_packed: bool = _setting(True, _BOOLEAN, "Keep weights in the order of the kernels on the disk, for a quick next start.")
     numa_interleave: bool = _setting(
-        True, _BOOLEAN, "Spread weights over the memory nodes of the cores in use, page by page, where a machine has several."
+        True, _BOOLEAN, "Spread weights over the memory nodes of the cores in use, where a machine has several."
     )
     mmap: bool = _setting(
         True,

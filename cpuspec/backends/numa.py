@@ -1,22 +1,35 @@
 """Weights spread over the memory nodes of a machine with several: Linux's system calls, without a library.
 
-Pages lie on the nodes in turns, so that all nodes' memory is read at once whatever thread takes which tiles, and no copy is made.
-A copy for each node would read nearby memory only, and takes the model's size once more for each node.
-Not measured: the machines at hand have one node.
+Runs of 2 MB lie on the nodes in turns, so that all nodes' memory is read at once whatever thread takes which tiles, and no copy is
+made. A copy for each node would read nearby memory only, and takes the model's size once more for each node.
+
+Memory that is new follows the thread's policy (`spread_new_pages`). Pages that are there already, as those that an earlier start
+left in the page cache, are moved (`interleave_pages`): a policy for the range moves none of a shared mapping. A page that another
+process has mapped, too, stays. Speed is not measured: the machines at hand have one node.
 """
 
 import ctypes
 import mmap
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cpuspec.formats.tensor import U8
 from cpuspec.topology import Topology
 
-_MBIND, _GET_MEMPOLICY = 237, 239  # on x86-64
+_SET_MEMPOLICY, _GET_MEMPOLICY, _MOVE_PAGES = 238, 239, 279  # on x86-64
 _DEFAULT, _INTERLEAVE = 0, 3
-_MOVE = 2  # pages that are there already, too: those that an earlier start left in the page cache
+_MOVE = 2  # pages that only this process has mapped
+_RUN_BYTES = 2 << 20  # a huge page
+_AT_ONCE = 1 << 18  # pages that one call asks for
+_UNEVEN = 0.1  # a node may have so much less or more than its share before pages are moved
+
+Pages = NDArray[np.uint64]
 
 
 def nodes_to_use(topology: Topology) -> tuple[int, ...]:
@@ -25,28 +38,77 @@ def nodes_to_use(topology: Topology) -> tuple[int, ...]:
     return nodes if len(nodes) > 1 else ()
 
 
-def interleave_pages(arrays: Iterable[U8], nodes: Sequence[int]) -> bool:
-    """Place the whole pages of these bytes on the nodes in turns. False where the system does not, and everything stays.
-
-    A memory policy that the user gave the process, as with numactl, stands.
-    """
-    if not nodes or sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
-        return False
-    system_call = ctypes.CDLL(None).syscall
-    system_call.restype = ctypes.c_long
-    mode = ctypes.c_int()
-    if system_call(_GET_MEMPOLICY, ctypes.byref(mode), None, ctypes.c_long(0), None, ctypes.c_long(0)) or mode.value != _DEFAULT:
-        return False
-    words = max(nodes) // 64 + 1
-    mask = (ctypes.c_uint64 * words)()
+@contextmanager
+def spread_new_pages(nodes: Sequence[int]) -> Iterator[None]:
+    """Take memory from the nodes in turns, in this thread and those that it starts, where the user gave no policy of their own."""
+    mask = (ctypes.c_uint64 * (max(nodes, default=0) // 64 + 1))()
     for node in nodes:
         mask[node // 64] |= 1 << node % 64
-    placed = True
+    # The number of bits is one more than those that count (mbind(2), notes).
+    changed = _may_place(nodes) and not _call(_SET_MEMPOLICY, _INTERLEAVE, mask, 64 * len(mask) + 1)
+    try:
+        yield
+    finally:
+        if changed:
+            _call(_SET_MEMPOLICY, _DEFAULT, None, 0)
+
+
+def interleave_pages(arrays: Iterable[U8], nodes: Sequence[int]) -> Mapping[int, int]:
+    """Move the whole pages of these bytes to the nodes in turns, unless each node has about its share of them.
+
+    Returns how many pages lie on each node afterwards, as the system tells; nothing where it does not, or where the user gave the
+    process a memory policy, as with numactl, which stands.
+    """
+    if not _may_place(nodes):
+        return {}
+    pages = _pages_of(arrays)
+    before = _places(pages)
+    there = np.isin(before, nodes)
+    if not there.any():
+        return {}
+    share = there.sum() / len(nodes)
+    if any(abs((before == node).sum() - share) > _UNEVEN * share for node in nodes):
+        wanted = np.array(nodes, np.int32)[pages // np.uint64(_RUN_BYTES) % np.uint64(len(nodes))]
+        moved = before != wanted
+        _move(pages[moved], wanted[moved])
+    return dict(sorted(Counter(place for place in _places(pages).tolist() if place >= 0).items()))
+
+
+def _may_place(nodes: Sequence[int]) -> bool:
+    """Whether there are nodes, system calls that this file knows, and no policy of the user's."""
+    if not nodes or sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
+        return False
+    mode = ctypes.c_int()
+    return not _call(_GET_MEMPOLICY, ctypes.byref(mode), None, 0, None, 0) and mode.value == _DEFAULT
+
+
+def _pages_of(arrays: Iterable[U8]) -> Pages:
+    """The addresses of the whole pages of arrays; a page that two arrays share once."""
+    size, found = mmap.PAGESIZE, []
     for array in arrays:
-        start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if size > 0:
-            # The number of bits is one more than those that count (mbind(2), notes).
-            arguments = (ctypes.c_long(start), ctypes.c_long(size), _INTERLEAVE, mask, ctypes.c_long(64 * words + 1), _MOVE)
-            placed &= system_call(_MBIND, *arguments) == 0
-    return placed
+        first, end = -(-array.ctypes.data // size), (array.ctypes.data + array.nbytes) // size
+        found.append(np.arange(first, max(first, end), dtype=np.uint64) * np.uint64(size))
+    return np.concatenate(found) if found else np.empty(0, np.uint64)
+
+
+def _places(pages: Pages) -> NDArray[np.int32]:
+    """The node of each page; a negative number for a page that is not there, or of which the system does not tell."""
+    return _move(pages, None)
+
+
+def _move(pages: Pages, wanted: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    """Move each page to a node, or with None only look where it is. Returns its node, or minus an error."""
+    status = np.full(len(pages), -1, np.int32)
+    for start in range(0, len(pages), _AT_ONCE):
+        some, told = np.ascontiguousarray(pages[start : start + _AT_ONCE]), status[start : start + _AT_ONCE]
+        to = None if wanted is None else ctypes.c_void_p(wanted[start:].ctypes.data)
+        _call(_MOVE_PAGES, 0, len(some), ctypes.c_void_p(some.ctypes.data), to, ctypes.c_void_p(told.ctypes.data), _MOVE)
+    return status
+
+
+def _call(number: int, *arguments: object) -> int:
+    """A system call: 0 where it succeeds, -1 where it fails, other numbers where it says how many pages it left."""
+    system_call = ctypes.CDLL(None).syscall
+    system_call.restype = ctypes.c_long
+    result: int = system_call(ctypes.c_long(number), *(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
+    return result

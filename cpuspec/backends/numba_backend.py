@@ -5,6 +5,7 @@ or by `ForwardBatch.check`; the kernels themselves check nothing.
 """
 
 import hashlib
+import logging
 import sys
 from collections.abc import Mapping
 from ctypes import addressof, c_int32
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec import model
-from cpuspec.backends.numa import interleave_pages, nodes_to_use
+from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.backends.packed import content_hash, packed_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
@@ -54,6 +55,8 @@ from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import Layer, decode, inject, query_scale
 from cpuspec.topology import read_topology
+
+_log = logging.getLogger(__name__)
 
 _SMALL = 768  # hidden size under which a model is small
 
@@ -102,9 +105,12 @@ class NumbaBackend:
         matrices = {name: t for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
 
         def load(matrices: Mapping[str, WeightTensor]) -> dict[str, PackedTensor]:
-            packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
-            if engine.numa_interleave:
-                interleave_pages((matrix.data for matrix in packed.values()), nodes_to_use(read_topology()))
+            nodes = nodes_to_use(read_topology()) if engine.numa_interleave else ()
+            with spread_new_pages(nodes):
+                packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
+            if nodes:
+                pages = interleave_pages((matrix.data for matrix in packed.values()), nodes)
+                _log.info("pages of weights on memory nodes: %s", dict(pages) or "unknown; none was moved")
             return packed
 
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)

@@ -176,7 +176,7 @@ def _nodes(report: Report) -> str:
     """Where weights lie."""
     nodes = report["interleaved_nodes"]
     if nodes:
-        return f"weights are spread over {len(nodes)} memory nodes, page by page"
+        return f"weights are to be spread over {len(nodes)} memory nodes; a start logs where their pages lie"
     return "weights lie in one piece: the usable cores are near one memory node"
 
 

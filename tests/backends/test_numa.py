@@ -1,16 +1,21 @@
 """Weights on memory nodes: spread where there are several, left alone where there is one or the system has no nodes."""
 
+import ctypes
+import errno
+import logging
+import mmap
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import make_backend
-from cpuspec.backends.numa import interleave_pages, nodes_to_use
+from cpuspec.backends import make_backend, numa
+from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.config import EngineConfig
-from cpuspec.formats.packing import aligned_bytes
+from cpuspec.formats.packing import aligned_bytes, paged_bytes
 from cpuspec.topology import Node, Topology, read_topology
 from tests.backends.models import forward, tiny
 
@@ -34,29 +39,99 @@ def test_nodes_near_usable_processors_are_used_where_there_are_several(topology:
 
 
 @pytest.mark.skipif(not LINUX, reason="memory policies are Linux's")
-def test_the_system_takes_the_call_or_declines_and_bytes_stay() -> None:
-    data = aligned_bytes((3, 100_000))
+def test_the_pages_that_the_system_tells_of_are_told_and_bytes_stay() -> None:
+    data = aligned_bytes((3, 1_000_000))
     data[:] = np.random.default_rng(0).integers(0, 256, data.shape, np.uint8)
     before = data.copy()
     here = tuple(node.number for node in read_topology().nodes)
-    for nodes in (here, (0,), (900,), (0, 900)):
-        assert interleave_pages([data], nodes) in (True, False)
+    for nodes in (here, (0,), (0, 900)):
+        pages = interleave_pages([data], nodes)
+        assert not pages or sum(pages.values()) == data.nbytes // mmap.PAGESIZE - (data.ctypes.data % mmap.PAGESIZE > 0)
+        assert set(pages) <= set(here)
         assert np.array_equal(data, before)
     assert not interleave_pages([data], (900,))  # there is no such node
 
 
+class _TwoNodes:
+    """A system with two nodes and all pages on the first; some are mapped by another process, too, and others not there."""
+
+    def __init__(self, pages: np.ndarray) -> None:
+        self.node = dict.fromkeys(pages.tolist(), 0)
+        self.shared: set[int] = set()
+        self.moves = 0
+
+    def __call__(self, number: int, *arguments: object) -> int:
+        if number == numa._GET_MEMPOLICY:
+            return 0
+        assert number == numa._MOVE_PAGES
+        _, count, *addresses, flags = arguments
+        pages, wanted, told = (None if one is None else int(one.value) for one in addresses)  # type: ignore[attr-defined]
+        assert flags == numa._MOVE
+        status = np.frombuffer((ctypes.c_int32 * count).from_address(told), np.int32)  # type: ignore[operator, arg-type]
+        for n, page in enumerate((ctypes.c_uint64 * count).from_address(pages)):  # type: ignore[operator, arg-type]
+            if wanted is not None and page not in self.shared and self.node[page] >= 0:
+                self.node[page] = (ctypes.c_int32 * count).from_address(wanted)[n]  # type: ignore[operator]
+                self.moves += 1
+            status[n] = -errno.EACCES if wanted is not None and page in self.shared else self.node[page]
+        return 0
+
+
+def test_pages_that_are_there_move_in_runs_once_and_what_cannot_move_is_told(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    data = paged_bytes((64 << 20,))
+    pages = np.arange(data.ctypes.data, data.ctypes.data + data.nbytes, mmap.PAGESIZE)
+    system = _TwoNodes(pages)
+    monkeypatch.setattr(numa, "_call", system)
+    halves = [data[: 32 << 20], data[32 << 20 :]]
+    assert interleave_pages(halves, (0, 1)) == {0: len(pages) // 2, 1: len(pages) // 2}
+    runs = pages // (2 << 20)
+    assert all(len({system.node[page] for page in pages[runs == run].tolist()}) == 1 for run in np.unique(runs))
+    moved = system.moves
+    assert interleave_pages(halves, (0, 1)) == {0: len(pages) // 2, 1: len(pages) // 2}
+    assert system.moves == moved
+    system = _TwoNodes(pages)
+    monkeypatch.setattr(numa, "_call", system)
+    system.shared.update(pages.tolist())
+    system.node[int(pages[7])] = -errno.ENOENT
+    assert interleave_pages(halves, (0, 1)) == {0: len(pages) - 1}
+
+
+@pytest.mark.skipif(not LINUX, reason="memory policies are Linux's")
+def test_new_memory_follows_a_policy_only_while_weights_are_made() -> None:
+    def policy() -> int:
+        mode = ctypes.c_int(-1)
+        numa._call(numa._GET_MEMPOLICY, ctypes.byref(mode), None, 0, None, 0)
+        return mode.value
+
+    before = policy()
+    with spread_new_pages((0,)):
+        inside = policy()
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(policy).result() == inside
+    assert inside in ((numa._INTERLEAVE, before) if before == numa._DEFAULT else (before,))  # a container may forbid it
+    assert policy() == before
+    with pytest.raises(ZeroDivisionError), spread_new_pages((0, 1)):
+        raise ZeroDivisionError
+    with spread_new_pages(()):
+        assert policy() == before
+
+
 def test_nothing_is_done_without_nodes() -> None:
-    assert not interleave_pages([aligned_bytes((10,))], ())
+    assert interleave_pages([aligned_bytes((10,))], ()) == {}
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_backend_spreads_its_weights_unless_told_not_to(tmp_path_factory, monkeypatch, wanted: bool) -> None:  # type: ignore[no-untyped-def]
+def test_a_backend_spreads_its_weights_and_tells_where_they_lie_unless_told_not_to(
+    tmp_path_factory, monkeypatch, caplog, wanted: bool
+) -> None:  # type: ignore[no-untyped-def]
     given = []
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr("cpuspec.backends.numba_backend.read_topology", lambda: TWO)
     monkeypatch.setattr(
-        "cpuspec.backends.numba_backend.interleave_pages", lambda arrays, nodes: given.extend((one.nbytes, nodes) for one in arrays)
+        "cpuspec.backends.numba_backend.interleave_pages",
+        lambda arrays, nodes: given.extend((one.nbytes, nodes) for one in arrays) or {0: 5, 1: 7},
     )
     backend = make_backend("numba", tiny(tmp_path_factory), EngineConfig(threads=1, max_rows=8, numa_interleave=wanted))
     assert forward(backend, backend.new_cache(1, 8), {0: [1, 2]}).logits.shape[0] == 2
     assert bool(given) == wanted
+    assert ("pages of weights on memory nodes: {0: 5, 1: 7}" in caplog.text) == wanted
     assert all(num_bytes and nodes == (0, 1) for num_bytes, nodes in given)
