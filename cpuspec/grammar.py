@@ -62,6 +62,10 @@ class Grammars:
         self._vocabulary: _Vocabulary | None = None
         self._compiled: dict[_Key, LLMatcher] = {}  # the latest last
 
+    def has_compiled(self, params: SamplingParams) -> bool:
+        """Whether `constraint` has the grammar of params at hand."""
+        return _key(params) in self._compiled
+
     def constraint(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Constraint | None:
         """What a request's grammar and `min_tokens` allow; None where all is. prompt: token ids, whose end may open reasoning.
 

@@ -137,6 +137,10 @@ class Engine:
             raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
         self._grammars.constraint(params, prompt)
 
+    def has_compiled(self, params: SamplingParams) -> bool:
+        """Whether the grammar of params is compiled. Any thread may call this at any time."""
+        return self._grammars.has_compiled(params)
+
     def add(self, request: Request) -> None:
         """Queue a prepared request."""
         self._requests[request.seq.id] = request

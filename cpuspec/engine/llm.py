@@ -250,6 +250,8 @@ class LLM:
             self._shared.check_open()
             with self._shared.turn():
                 self.embed_step(job)
+            if self._engine.has_work:  # of other threads, which would wait for their turn until all is read
+                self._shared.step()
         return job.embeddings()
 
     def embedding_job(
@@ -317,6 +319,10 @@ class LLM:
         if params.draft is not None:
             self._choose(params.draft)
         self._engine.check(prompt, params)
+
+    def has_compiled(self, params: SamplingParams) -> bool:
+        """Whether `check` need not compile the grammar of params. Any thread may call this at any time."""
+        return self._engine.has_compiled(params)
 
     @property
     def levels(self) -> dict[str, LevelCounters]:

@@ -44,6 +44,7 @@ class SharedEngine:
         self._inboxes: dict[int, _Inbox] = {}  # by request, while a thread will ask for its outputs
         self._receivers: dict[int, Receiver] = {}  # by request
         self._waiting: dict[object, _Inbox] = {}  # the inboxes of the threads that wait
+        self._asking: dict[_Inbox, None] = {}  # of these, those that ask for the turn itself, before one that asks for an output
 
     def submit(
         self,
@@ -106,8 +107,14 @@ class SharedEngine:
     def turn(self) -> Iterator[None]:
         """Hold the engine still: no step runs within the `with` block."""
         inbox: _Inbox = SimpleQueue()
-        while not self._take_turn():
-            self._wait(inbox, inbox)
+        self._asking[inbox] = None
+        try:
+            while not self._take_turn():
+                self._wait(inbox, inbox)
+        finally:
+            self._asking.pop(inbox, None)  # a forked child has others
+            if not self._turn:  # this thread was interrupted
+                self._wake()
         try:
             yield
         finally:
@@ -149,7 +156,7 @@ class SharedEngine:
             if not inbox.empty():
                 if output := inbox.get():
                     return output
-            elif self._take_turn():
+            elif not self._asking and self._take_turn():
                 try:
                     self._run()
                     idle = inbox.empty() and not (self._commands or self._engine.has_work)
@@ -186,6 +193,9 @@ class SharedEngine:
 
     def _leave(self) -> None:
         self._turn.clear()
+        self._wake()
+
+    def _wake(self) -> None:
         for inbox in self._waiting.copy().values():
             if inbox.empty():
                 inbox.put(None)
@@ -195,7 +205,9 @@ class SharedEngine:
         self._waiting[key] = inbox
         try:
             # A turn that ended before this thread was listed as waiting has not woken it.
-            return inbox.get() if self._turn else None
+            # And one that asks for an output leaves the turn to those that ask for the turn.
+            blocked = bool(self._turn) or bool(self._asking and key not in self._asking)
+            return inbox.get() if blocked else None
         finally:
             del self._waiting[key]
 

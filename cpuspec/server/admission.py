@@ -22,9 +22,11 @@ class Ticket:
 class Admission:
     """Hands out places. Among those who wait, each client gets one in turn, and a client's own answers keep their order."""
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
+    def __init__(self, max_running: int, max_waiting: int, name: str = "answers") -> None:
+        """name: of what is computed, for messages."""
         self.max_running = max_running
         self.max_waiting = max_waiting
+        self._name = name
         self.num_running = 0
         self._waiting: dict[str, deque[Ticket]] = {}  # the client whose turn is next comes first
 
@@ -38,7 +40,7 @@ class Admission:
         free = self.max_running - self.num_running
         if self.num_waiting + number - free > self.max_waiting:
             raise BusyError(
-                f"{self.num_running} answers are computed and {self.num_waiting} wait, and at most {self.max_waiting} may; "
+                f"{self.num_running} {self._name} are computed and {self.num_waiting} wait, and at most {self.max_waiting} may; "
                 "try again later"
             )
 

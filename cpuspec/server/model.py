@@ -96,7 +96,7 @@ class ServedModel:
         # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.
         self._workers = ThreadPoolExecutor(2, "cpuspec-tokenizer")
         self._compiler = ThreadPoolExecutor(1, "cpuspec-grammar")  # of its own: a grammar may take seconds to be refused
-        self._num_compiling = 0
+        self._compiling = Admission(1, self.admission.max_running + self.admission.max_waiting, "grammars")
         self.embeds = asyncio.Lock()  # one request's embeddings are computed at a time, beside the engine's steps
         self.num_embedding = 0  # requests for embeddings that run or wait
         tokenizer = llm.tokenizer
@@ -133,7 +133,7 @@ class ServedModel:
         for one in each:
             check = partial(self.llm.check, one.prompt, one.params)
             if one.params.has_grammar:
-                await self._compile(check)
+                await self._compile(client, one.params, check)
             else:
                 check()
         salted = [replace(one, params=replace(one.params, cache_salt=self.salt(client, one.params.cache_salt))) for one in wanted]
@@ -143,15 +143,18 @@ class ServedModel:
         """The engine's salt of a client's requests. given: their `cache_salt`."""
         return f"{client}:{given}" if self.has_keys else given
 
-    async def _compile(self, check: Callable[[], None]) -> None:
-        """Check a request with a grammar beside the event loop. As many may wait for that as for their answers."""
-        if self._num_compiling >= self.admission.max_running + self.admission.max_waiting:
-            raise BusyError(f"{self._num_compiling} requests wait for their grammars to be compiled; try again later")
-        self._num_compiling += 1
+    async def _compile(self, client: str, params: SamplingParams, check: Callable[[], None]) -> None:
+        """Check a request with a grammar beside the event loop. Clients take turns; a compiled grammar waits for none."""
+        if self.llm.has_compiled(params):
+            check()
+            return
+        turn = asyncio.Event()
+        (ticket,) = self._compiling.enter(client, [turn.set])
         try:
+            await turn.wait()
             await asyncio.get_running_loop().run_in_executor(self._compiler, partial(contained, check))
         finally:
-            self._num_compiling -= 1
+            self._compiling.leave(ticket)
 
     def embedded(self) -> None:
         """Note that a request for embeddings has ended."""

@@ -394,3 +394,26 @@ def test_a_daemon_thread_that_generates_as_the_process_exits_does_not_crash_it(b
         backend,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_thread_that_generates_leaves_its_turn_to_one_that_asks_for_it() -> None:
+    llm, begun, asked, outputs = toy_llm(backend=ToyBackend(2, context_length=50_000)), threading.Event(), threading.Event(), [0]
+
+    def generate() -> None:
+        for _ in llm.stream(PROMPTS[0], SamplingParams(max_tokens=40_000, ignore_eos=True)):
+            outputs[0] += 1
+            begun.set()
+            if asked.is_set():
+                return
+
+    def ask() -> None:
+        assert begun.wait(300)
+        try:
+            for _ in range(20):
+                before = outputs[0]
+                llm.prefix_stats()
+                assert outputs[0] - before <= 3
+        finally:
+            asked.set()
+
+    in_threads(generate, ask)

@@ -1,8 +1,10 @@
 """Structured outputs through the official clients: every spelling, streams, tools, reasoning, and grammars that are refused."""
 
+import asyncio
 import json
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +15,8 @@ from pydantic import BaseModel
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.grammar import GrammarConstraint
+from cpuspec.server.model import ServedModel, Wanted
+from tests.server.asgi import application
 from tests.server.running import PATIENCE_S, Running, load, serving
 from tests.server.test_tools import TEMPLATE
 from tools.make_tiny_model import CONTROL_TOKENS, make_tiny_hf
@@ -331,3 +335,31 @@ def test_a_grammar_that_leads_nowhere_is_the_clients_error(stream: bool, running
         reply = http.post("/v1/chat/completions", json=body)
     assert "the grammar leads nowhere here" in reply.text
     assert reply.status_code == (200 if stream else 400)
+
+
+def test_clients_take_turns_at_the_compiler_and_a_compiled_grammar_waits_for_none(path: Path) -> None:
+    async def ask(served: ServedModel) -> list[str]:
+        compiled, go_on = list[str](), threading.Event()
+        check = served.llm.check
+
+        def slow(prompt: Sequence[int], params: SamplingParams) -> None:
+            if not served.llm.has_compiled(params):
+                compiled.append(str(params.regex))
+                assert go_on.wait(PATIENCE_S)
+            check(prompt, params)
+
+        async def answer(client: str, regex: str) -> None:
+            params = SamplingParams(regex=regex, max_tokens=1)
+            (await served.answers(client, regex, [Wanted([5], params)], None)).close()
+
+        await answer("a", "known")
+        served.llm.check = slow  # type: ignore[method-assign]
+        waiting = [asyncio.create_task(answer(regex[0], regex)) for regex in ("a0", "a1", "a2", "a3", "b0")]
+        await asyncio.sleep(0)
+        await answer("b", "known")
+        go_on.set()
+        await asyncio.gather(*waiting)
+        return compiled
+
+    with asyncio.Runner() as loop, application(path, loop) as app:
+        assert loop.run(ask(app.served)) == ["a0", "a1", "b0", "a2", "a3"]
