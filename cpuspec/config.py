@@ -655,6 +655,9 @@ class EngineConfig:
         _read_settings(self)
 
 
+ANY_NAME = "*"  # among the names of a model: requests may call it anything
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """Where `cpuspec serve` listens, whom it answers, and the limits of what it takes on. Secrets are no settings."""
@@ -662,7 +665,11 @@ class ServerConfig:
     host: str = _setting("127.0.0.1", _TEXT, "The address to listen on; 0.0.0.0 is every one that this machine has.", "ADDRESS")
     port: int = _setting(8000, _whole(0, 65535), "The port to listen on; 0 takes a free one.", "N")
     aliases: tuple[str, ...] = _setting(
-        (), _TEXTS, "A name that requests may call the model by; by default MODEL. Repeatable.", "NAME", option="alias"
+        (),
+        _TEXTS,
+        "A name that requests may call the model by; by default MODEL. Repeatable. * forgives every other name, too.",
+        "NAME",
+        option="alias",
     )
     cors: tuple[str, ...] = _setting(
         (),

@@ -63,7 +63,7 @@ from cpuspec.cli.reports import (
     verify_model,
 )
 from cpuspec.cli.train import extract, train_app
-from cpuspec.config import AUTO, EngineConfig, ServerConfig, SpecConfig
+from cpuspec.config import ANY_NAME, AUTO, EngineConfig, ServerConfig, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 from cpuspec.environment import default_prefix_cache_bytes, usable_cores
 from cpuspec.errors import ConfigError
@@ -283,7 +283,7 @@ def serve(
     directory = prefix_directory(running.settings.prefix_cache_dir)
     settings = replace(running.settings, prefix_cache_dir=directory, plain_on_draft_error=True)
     if len(models) > 1:
-        if serving.aliases:
+        if set(serving.aliases) - {ANY_NAME}:
             raise typer.BadParameter("--alias goes with one model; with several, requests use their names")
         if BACKENDS[0] == running.backend:  # the others keep no prefixes by default
             gb = default_prefix_cache_bytes() / 1e9 if settings.prefix_cache_gb is None else settings.prefix_cache_gb

@@ -29,6 +29,7 @@ OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
 NONCE = "cpuspec.nonce"
 # Headers that tell how a request was changed: what comes before their names, and these.
 NOTE, NOTES = "x-cpuspec-", ("ignored-fields", "left-out", "loosened")
+_OF_V1 = ("/chat/completions", "/completions", "/embeddings", "/messages", "/messages/count_tokens", "/models", "/responses")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 
@@ -76,6 +77,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = _usual(scope["path"])
         start_s, headers = now_s(), Headers(scope=scope)
         given = headers.get("x-request-id", "")
         context = RequestContext(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
@@ -170,6 +172,13 @@ class _Limited:
             if self._num_bytes > self._most:
                 raise HTTPException(413, _too_large(self._most))
         return message
+
+
+def _usual(path: str) -> str:
+    """The path as it is served: clients leave out /v1, or write it once more behind an address that has it."""
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    return f"/v1{path}" if path in _OF_V1 or path.startswith("/models/") else path
 
 
 def _may_be_json(scope: Scope, headers: Headers) -> bool:

@@ -92,13 +92,12 @@ async def model(name: str, request: Request) -> Response:
     """One model."""
     server = server_of(request)
     server.check_ready()
-    server.check_name(name)
     return json_response(_model_row(server, name))
 
 
 def _model_row(server: Server, name: str) -> dict[str, Any]:
     """A model in a list; its figures once it is loaded."""
-    found = server.models.get(server.name if server.config.aliases else name)
+    found = server.models.get(server.own_name(name))
     row = {"id": name, "object": "model", "created": server.created, "owned_by": "cpuspec"}
     if found is None:
         return row | {"status": {"value": "unloaded"}}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from cpuspec.config import ServerConfig
+from cpuspec.config import ANY_NAME, ServerConfig
 from cpuspec.engine.llm import LLM
 from cpuspec.environment import default_models_bytes
 from cpuspec.errors import CpuspecError
@@ -43,6 +43,8 @@ class Server:
         self.created = epoch_s()
         self.models: dict[str, ServedModel] = {}  # that are loaded, the one first that was asked for longest ago
         self.stop: Callable[[], object] = lambda: None  # ends the server as a signal does; any thread may call it
+        self._forgives = ANY_NAME in config.aliases
+        self._aliases = tuple(name for name in config.aliases if name != ANY_NAME)
         self.ignored_fields: set[str] = set()  # of requests, that the log has told of
         self._loaders = dict(loaders or {})
         self._loading = asyncio.Lock()
@@ -51,11 +53,23 @@ class Server:
     @property
     def names(self) -> tuple[str, ...]:
         """The names that requests may use; of a single model, the first is the one that answers carry."""
-        return self.config.aliases or tuple(self._loaders) or (self.name,)
+        return self._aliases or tuple(self._loaders) or (self.name,)
 
     def shown_name(self, model: ServedModel) -> str:
         """The name that answers of a model carry."""
-        return self.config.aliases[0] if self.config.aliases else model.name
+        return self._aliases[0] if self._aliases else model.name
+
+    def own_name(self, name: str | None) -> str:
+        """The model of that name, or of no name or a forgiven one the loaded one that was asked for last, else the first.
+
+        Raises UnknownModelError.
+        """
+        if name and name not in self.names and not self._forgives:
+            known = ", ".join(map(repr, self.names))
+            raise UnknownModelError(f"the model {name[:200]!r} does not exist here; there is {known}", "model", "model_not_found")
+        if self._aliases:
+            return self.name
+        return name if name in self.names else self.loaded.name if self.loaded else self.name
 
     @property
     def loaded(self) -> ServedModel | None:
@@ -69,14 +83,9 @@ class Server:
             self.state = "ready"
 
     async def model(self, name: str | None) -> ServedModel:
-        """The model of that name, loaded if need be; without a name, the loaded one that was asked for last, else the first.
-
-        Raises UnavailableError, UnknownModelError, EngineFailedError.
-        """
+        """The model that `own_name` finds, loaded if need be. Raises UnavailableError, UnknownModelError, EngineFailedError."""
         self.check_ready()
-        if name:
-            self.check_name(name)
-        found = self.name if self.config.aliases else name or (self.loaded.name if self.loaded else self.name)
+        found = self.own_name(name)
         if found not in self.models:
             async with self._loading:  # one after the other: their memory adds up
                 if found not in self.models:
@@ -92,12 +101,6 @@ class Server:
             raise UnavailableError("the model is being loaded; try again later")
         if self.has_failed:
             raise UnavailableError("the engine has died, and the server is about to end; its log says why")
-
-    def check_name(self, name: str) -> None:
-        """Raise UnknownModelError for a name that no model has."""
-        if name not in self.names:
-            known = ", ".join(map(repr, self.names))
-            raise UnknownModelError(f"the model {name[:200]!r} does not exist here; there is {known}", "model", "model_not_found")
 
     async def _load(self, name: str) -> None:
         loader = self._loaders[name]

@@ -130,6 +130,16 @@ def test_what_other_servers_clients_send_is_answered(running: Running, endpoint:
         assert {"keep_alive", "mirostat", "num_ctx"} <= set(reply.headers["x-cpuspec-ignored-fields"].split(", "))
 
 
+@pytest.mark.parametrize("endpoint", [path for path in BODIES if path.startswith("/v1/")])
+def test_a_path_without_v1_or_with_two_is_the_same(running: Running, endpoint: str) -> None:
+    with running.client() as client:
+        for path in (endpoint.removeprefix("/v1"), f"/v1{endpoint}"):
+            assert client.post(path, json=BODIES[endpoint]).status_code == 200
+            wrong = client.post(path, json={}).json()  # in the shape of its protocol
+            assert (wrong.get("type") == "error") == ("messages" in endpoint)
+        assert client.get("/models").json() == client.get("/v1/models").json()
+
+
 def _bodies() -> list[type[Body]]:
     modules = (completions, embeddings, infill, messages, native, responses, schema)
     found = {one for module in modules for one in vars(module).values() if inspect.isclass(one) and issubclass(one, Body)}

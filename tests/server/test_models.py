@@ -129,3 +129,17 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_and_no_other(paths: di
         reply = ask(running, "second")
         assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
         assert text(running, "tiny") == expected["tiny"]
+
+
+def test_a_star_among_the_aliases_forgives_every_name(paths: dict[str, Path], expected: dict[str, str]) -> None:
+    loads = Loads(paths)
+    with serving(lambda: loads.load("tiny"), aliases=("*",), loaders=loads.loaders) as running, running.client() as client:
+        for name, wanted in ((None, "tiny"), ("gpt-4o", "tiny"), ("second", "second"), ("claude", "second"), ("tiny", "tiny")):
+            assert ask(running, name).json()["choices"][0]["text"] == expected[wanted], name
+        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == list(NAMES)
+        assert client.get("/v1/models/gpt-4o").json()["status"]["value"] == "loaded"
+    with serving(lambda: load(paths["tiny"]), aliases=("small", "*")) as running, running.client() as client:
+        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["small"]
+        assert ask(running, "gpt-4o").json()["model"] == "small"
+    with serving(lambda: load(paths["tiny"]), aliases=("small",)) as running:
+        assert ask(running, "gpt-4o").status_code == 404
