@@ -570,12 +570,11 @@ def _identity(config: ModelConfig, kv_format: str, prompt_arithmetic: str, tenso
 
 
 def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
-    """Of a vector, and of a matrix in memory, a hash; of a matrix in a file its place: vectors tell files of one size apart."""
+    """The place of a tensor in a file with such contents, or a hash of its bytes."""
     source = tensor.source if isinstance(tensor, Cast) else tensor
     data = source.data.reshape(-1)
-    place = place_in_file(data) if len(tensor.shape) == 2 else None
     order = () if source.order is None else (content_hash(source.order.view(np.uint8)),)
-    return source.format.name, *(place or (content_hash(data),)), *order
+    return source.format.name, *(place_in_file(data) or (content_hash(data),)), *order
 
 
 def _is_precise(config: ModelConfig, name: str) -> bool:

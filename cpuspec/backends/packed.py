@@ -45,7 +45,6 @@ _BLOCK_BYTES = 4 << 20  # a checksum covers one block
 _CHECKSUM_BYTES = 8
 _VERIFIED_S = 86400.0  # a verification counts for this long where the system has no boot id
 _MAX_HEAD_BYTES = 1 << 24
-_SAMPLE_BYTES = 256
 _ABANDONED_S = 3600.0  # an unfinished file that nobody has written to for this long has no writer any more
 
 # Odd numbers have inverses modulo 2^64, so that no change of one word leaves a sum of products as it was.
@@ -320,21 +319,14 @@ def _pack(tensor: WeightTensor) -> PackedTensor:
 
 
 def _identity(tensor: WeightTensor) -> tuple[object, ...]:
-    """Facts that change whenever the bytes of a tensor do.
+    """Facts that change whenever the bytes of a tensor do: a hash of its file and its place there, or a hash of its own.
 
-    Of bytes in a file: its size, its time of change, their place in it, and samples of them. Of other bytes: a hash. Of a cast:
-    those of its source.
+    Of a cast: those of its source.
     """
     if isinstance(tensor, Cast):
         return ("cast", tensor.source.format.name, *_identity(tensor.source))
     data = tensor.data.reshape(-1)
-    place = place_in_file(data)
-    if place is None:
-        return (hashlib.blake2b(data.data, digest_size=16).hexdigest(),)
-    middle = len(data) // 2
-    samples = b"".join(data[at : at + _SAMPLE_BYTES].tobytes() for at in (0, middle, max(0, len(data) - _SAMPLE_BYTES)))
-    give_back_pages(data)
-    return (*place, hashlib.blake2b(samples, digest_size=16).hexdigest())
+    return place_in_file(data) or (content_hash(data),)
 
 
 def _make_room(directory: Path, num_bytes: int) -> None:

@@ -1,29 +1,42 @@
 """Model files as read-only bytes that the operating system pages in on first use, or as copies of them in memory."""
 
+import hashlib
 import mmap
 import os
+import re
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from cpuspec.environment import cache_dir, usable_cores
 from cpuspec.errors import CheckpointError
+from cpuspec.files import write_file
 from cpuspec.formats.tensor import U8
 
 _READ = mmap.ACCESS_READ
 _ALL_PAGES_NOW = getattr(mmap, "MAP_POPULATE", 0)  # a mapping that waits for no page later, where the system has it
 
+_PART_BYTES = 1 << 25  # that are hashed at once
+_DIGEST = re.compile("[0-9a-f]{32}")
+_TICK_NS = 2_000_000_000  # more than any file system rounds times to
+
 
 class _MappedFile(mmap.mmap):
-    """A mapping that knows the size and the time of the last change of its file, but not its name."""
+    """A mapping that knows which file it is of, as `_stamp` tells, and what is in it once that was asked for."""
 
-    stamp: tuple[int, int]
+    stamp: str
+    digest = ""
 
 
 class _ReadFile(bytearray):
     """The bytes of a file in memory, with the same knowledge of it."""
 
-    stamp: tuple[int, int]
+    stamp: str
+    digest = ""
 
 
 def map_file(path: Path, mmap: bool = True) -> U8:
@@ -53,7 +66,7 @@ def map_file(path: Path, mmap: bool = True) -> U8:
     except ValueError:
         # mmap of nothing; also a path with a null byte in it.
         raise CheckpointError(f"{path} is empty, not a path, or became shorter while it was read") from None
-    contents.stamp = status.st_size, status.st_mtime_ns
+    contents.stamp = _stamp(status)
     data = np.frombuffer(contents, np.uint8)
     data.flags.writeable = False
     return data
@@ -70,10 +83,18 @@ def map_all_pages(file_number: int, num_bytes: int) -> U8:
     return np.frombuffer(mapping, np.uint8)
 
 
-def place_in_file(data: U8) -> tuple[int, int, int] | None:
-    """Which bytes of which file these are: its size, its time of change in ns, and their offset; None for bytes of no file."""
+def place_in_file(data: U8) -> tuple[str, int] | None:
+    """Which bytes of which file these are: a hash of the file's contents, and their offset; None for bytes of no file.
+
+    The hash of a file is kept on disk: two files differ where their bytes do, whatever their size, date and name, and a file that
+    was not changed is read once.
+    """
     file = _file_of(data)
-    return None if file is None else (*file.stamp, _offset(data, file))
+    if file is None:
+        return None
+    if not file.digest:
+        file.digest = _kept_digest(file)
+    return file.digest, _offset(data, file)
 
 
 def give_back_pages(data: U8) -> None:
@@ -97,3 +118,41 @@ def _file_of(data: U8) -> _MappedFile | _ReadFile | None:
 
 def _offset(data: U8, file: _MappedFile | _ReadFile) -> int:
     return data.ctypes.data - np.frombuffer(file, np.uint8).ctypes.data
+
+
+def _stamp(status: os.stat_result) -> str:
+    """Changes whenever a file does: who writes it can set back neither the time of the last change of its inode nor the clock.
+
+    Empty for a file that was changed just now, which may change again within the same tick.
+    """
+    changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
+    if time.time_ns() - changed_ns < _TICK_NS:
+        return ""
+    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
+
+
+def _kept_digest(file: _MappedFile | _ReadFile) -> str:
+    """The hash of a file's contents, which is computed once for each stamp."""
+    path = cache_dir() / "contents" / hashlib.blake2b(file.stamp.encode(), digest_size=16).hexdigest()
+    with suppress(OSError, ValueError):
+        if file.stamp and _DIGEST.fullmatch(kept := path.read_text(encoding="ascii")):
+            return kept
+    digest = _digest(np.frombuffer(file, np.uint8))
+    with suppress(OSError):  # a cache that cannot be written
+        if file.stamp:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, digest)
+    return digest
+
+
+def _digest(data: U8) -> str:
+    """A hash of bytes, by several threads."""
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        parts = list(pool.map(lambda at: _digest_of_part(data[at : at + _PART_BYTES]), range(0, len(data), _PART_BYTES)))
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+def _digest_of_part(data: U8) -> bytes:
+    digest = hashlib.blake2b(data.data, digest_size=16).digest()
+    give_back_pages(data)
+    return digest

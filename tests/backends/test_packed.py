@@ -130,7 +130,7 @@ def flip(at: int) -> Callable[[bytearray], None]:
     return change
 
 
-@pytest.mark.parametrize("at", [0, 100, -1])
+@pytest.mark.parametrize("at", [0, 1000, -1])
 def test_changed_weights_are_packed_again_though_their_file_has_kept_its_time(model: Path, packs: list[str], at: int) -> None:
     check(tensors_of(model))
     packs.clear()
@@ -139,12 +139,12 @@ def test_changed_weights_are_packed_again_though_their_file_has_kept_its_time(mo
     assert packs
 
 
-def test_a_file_with_another_time_is_another_model(model: Path, packs: list[str]) -> None:
+def test_a_file_with_another_time_and_the_same_bytes_is_the_same_model(model: Path, packs: list[str]) -> None:
     check(tensors_of(model))
     packs.clear()
     os.utime(model, ns=(1, 1))
     check(tensors_of(model))
-    assert packs
+    assert not packs
 
 
 def test_of_tensors_in_memory_every_byte_counts(packs: list[str]) -> None:
@@ -367,14 +367,40 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def test_a_view_knows_its_place_in_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1000))
+def test_a_view_knows_its_place_in_its_file_by_what_is_in_it(tmp_path: Path) -> None:
+    path, same, other = tmp_path / "file", tmp_path / "same", tmp_path / "other"
+    for one, content in ((path, bytes(1000)), (same, bytes(1000)), (other, bytes(999) + b"1")):
+        one.write_bytes(content)
+        os.utime(one, ns=(1, 1))
     data = map_file(path)
-    size, changed, offset = place_in_file(data[100:200].reshape(10, 10)[3:])
-    assert (size, changed, offset) == (1000, path.stat().st_mtime_ns, 130)
+    place = place_in_file(data[100:200].reshape(10, 10)[3:])
+    assert place is not None
+    assert place[1] == 130
+    assert place_in_file(map_file(same)[130:140]) == place_in_file(map_file(path, mmap=False)[130:140]) == place
+    found = place_in_file(map_file(other)[130:140])
+    assert found is not None
+    assert (found[0] != place[0], found[1]) == (True, 130), "of one size and date, with the same bytes in this place"
     assert place_in_file(data[100:200].copy()) is None
     assert place_in_file(np.zeros(5, np.uint8)) is None
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_file_is_read_for_its_contents_once_unless_it_was_changed_just_now(
+    tmp_path: Path, settled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    now = time.time_ns() + (10_000_000_000 if settled else 0)
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    first = place_in_file(map_file(path))
+    kept = list((Path(os.environ["CPUSPEC_CACHE"]) / "contents").glob("*"))
+    path.write_bytes(bytes(999) + b"1")
+    os.utime(path, ns=(5, 5))  # the clock of files may stand still for some milliseconds
+    second = place_in_file(map_file(path))
+    assert first is not None
+    assert second is not None
+    assert first[0] != second[0]
+    assert any(one.read_text() == first[0] for one in kept) == settled
 
 
 # ------------------------------------------------------------------------------------------------------------------- checksums
@@ -616,5 +642,7 @@ def test_without_mmap_no_file_is_mapped(model: Path, packs: list[str], monkeypat
 
 def _view_like(view: np.ndarray, whole: np.ndarray, other: np.ndarray) -> np.ndarray:
     """The same place of another copy of a file."""
-    start = place_in_file(view)[2]
+    place = place_in_file(view)
+    assert place is not None
+    start = place[1]
     return other[start : start + view.nbytes].reshape(view.shape)

@@ -1,14 +1,17 @@
 """A slot's prefix in another slot: the same bits, on every backend and in every KV format that it may have."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 
 from cpuspec.backends import BACKENDS, make_backend
-from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.mapped import place_in_file
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.errors import CacheError
 from cpuspec.formats import Format, get_format
@@ -18,6 +21,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Draft
 from tests.backends.models import every_backend, forward, tiny
 from tests.oracles import ToyBackend
+from tools.make_tiny_model import make_tiny_gguf
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 40).tolist()
 
@@ -101,6 +105,29 @@ def test_blocks_of_another_model_format_or_weights_have_another_identity(checkpo
     ]
     assert len(set(found)) == len(found)
     assert identity(checkpoint) == found[0]
+
+
+def test_fine_tunes_of_one_size_and_date_with_the_same_vectors_have_identities_of_their_own(tmp_path: Path) -> None:
+    """One value of one matrix differs, in a place that no sample of it would show."""
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        path = make_tiny_gguf(tmp_path / name / "tiny.gguf", context_length=520)
+        if name == "two":
+            tensor = open_checkpoint(path).tensors["layers.1.down"].data.reshape(-1)
+            offset = place_in_file(tensor)[1] + len(tensor) // 3  # type: ignore[index]
+            with path.open("r+b") as file:
+                file.seek(offset)
+                old = file.read(1)
+                file.seek(offset)
+                file.write(bytes([old[0] ^ 1]))
+        os.utime(path, ns=(1, 1))
+        backend = make_backend("numba", open_checkpoint(path), EngineConfig(threads=1))
+        blocks = backend.new_cache(1, 64).blocks
+        assert blocks is not None
+        found.append(blocks.identity)
+        backend.close()
+    assert found[0] != found[1]
 
 
 # Rows of the other backends depend on their batches, and here both are fed in batches of different sizes.
