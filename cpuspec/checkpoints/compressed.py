@@ -49,6 +49,8 @@ class CompressedTensors:
         format = config.text("format", "dense")
         if format not in _FORMATS:
             config.fail("format", f"one of {', '.join(_FORMATS)}; use a GGUF file of the model, or its plain weights")
+        if config.object("transform_config").names():
+            config.fail("transform_config", "it absent: rotated inputs are not supported; use a GGUF file of the model")
         groups = config.object("config_groups")
         weights = [groups.object(name).object("weights") for name in groups.names()]
         self._bits = {one.integer("num_bits", 8) for one in weights if one.names()}

@@ -47,6 +47,8 @@ class Gptq:
         version = version or config.text("checkpoint_format", config.text("format", "gptq"))
         if version not in ("gptq", "gptq_v2"):
             config.fail("checkpoint_format", "gptq or gptq_v2; save the model again with GPTQModel in one of these")
+        if config.value("rotation"):
+            config.fail("rotation", "it absent: rotated inputs are not supported; use a GGUF file of the model")
         if config.text("pack_dtype", "int32") != "int32":
             config.fail("pack_dtype", "int32; save the model again with GPTQModel in that")
         self._less_one = version == "gptq"

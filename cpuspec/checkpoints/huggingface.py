@@ -135,6 +135,24 @@ def read_fields(directory: Path) -> Fields:
     return Fields(str(path), read_json_object(path, _MAX_CONFIG_BYTES))
 
 
+def config_to_write(checkpoint: Checkpoint) -> dict[str, object]:
+    """config.json for a directory of the model's own tensors: that of the language model alone, which ties what they tie.
+
+    Raises CheckpointError if the model's file is missing or damaged by now.
+    """
+    values = read_json_object(checkpoint.path / "config.json", _MAX_CONFIG_BYTES)
+    family = FAMILIES[checkpoint.config.architecture]
+    if (
+        family.hf_wrapper
+        and values.get("architectures") != [family.hf_class]
+        and isinstance(inside := values.get("text_config"), dict)
+    ):
+        kept = {key: value for key, value in values.items() if key.endswith(("_token_id", "dtype"))}
+        values = {**kept, **inside, "architectures": [family.hf_class]}
+    tied = {} if checkpoint.pooling else {"tie_word_embeddings": checkpoint.config.tied_embeddings}
+    return {key: value for key, value in values.items() if key != "quantization_config"} | tied
+
+
 def read_config(fields: Fields) -> ModelConfig:
     """Shapes and flags of a config.json. Raises CheckpointError on anything not supported."""
     return _read_config(*_settings(fields))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
-from cpuspec.checkpoints.fields import read_json_object
+from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import Format, QuantTensor, float_codes, get_format, int8
@@ -31,7 +31,6 @@ from cpuspec.quantize.weights import layer_parts
 # What --type takes for directories: llm-compressor's names.
 SCHEMES = ("w4a16", "w4a16_asym", "w8a8", "w8a16", "fp8_dynamic")
 _WITH_INPUTS = ("w8a8", "fp8_dynamic")  # whose inputs are rounded, too
-_MOST_CONFIG_BYTES = 1 << 20
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 _NOT_KEPT = ("model.safetensors.index.json", "config.json")
 
@@ -100,10 +99,8 @@ def write_model(out: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTe
             for path in checkpoint.path.glob(pattern):
                 if path.name not in _NOT_KEPT:
                     shutil.copyfile(path, unfinished / path.name)
-        config = read_json_object(checkpoint.path / "config.json", _MOST_CONFIG_BYTES)
-        write_file(
-            unfinished / "config.json", json.dumps(config | {"quantization_config": _settings(scheme, group_size)}, indent=2)
-        )
+        config = config_to_write(checkpoint) | {"quantization_config": _settings(scheme, group_size)}
+        write_file(unfinished / "config.json", json.dumps(config, indent=2))
         _write_safetensors(unfinished / "model.safetensors", checkpoint, tensors, scheme)
         os.replace(unfinished, out)
     except BaseException:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -12,7 +11,7 @@ from torch import Tensor
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
-from cpuspec.checkpoints.fields import read_json_object
+from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import QuantTensor, get_format
@@ -23,7 +22,6 @@ GGUF_NAME = "model.gguf"
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 _MADE = ("config.json", "model.safetensors.index.json")
-_MAX_CONFIG_BYTES = 1 << 20
 _FORMATS = {torch.float32: ("f32", 0), torch.float16: ("f16", 1), torch.bfloat16: ("bf16", 32)}  # and llama.cpp's file types
 
 
@@ -64,8 +62,7 @@ class ModelWeights:
         for path in {path for pattern in _COPIED for path in model.path.glob(pattern)}:
             if path.name not in _MADE:
                 shutil.copyfile(path, directory / path.name)
-        config: dict[str, Any] = read_json_object(model.path / "config.json", _MAX_CONFIG_BYTES)
-        config.pop("quantization_config", None)
+        config = config_to_write(model)
         if self.mask_id is not None:
             config["pard_token"] = self.mask_id
         family, written = FAMILIES[model.config.architecture], {}

@@ -456,6 +456,8 @@ def test_tensors_that_do_not_belong_together_are_a_clear_error(
         ("auto-round", {"data_type": "mx_fp"}, r"data_type is 'mx_fp', wanted int"),
         ("modelopt fp8", {"quant_algo": "W4A8_AWQ"}, r"quant_algo is 'W4A8_AWQ', wanted FP8 or"),
         ("modelopt fp8", {"quant_algo": None}, r"quant_algo is absent"),
+        ("gptq", {"rotation": "hadamard"}, r"rotation is 'hadamard', wanted it absent: rotated inputs"),
+        ("compressed-tensors int4", {"transform_config": {"config_groups": {}}}, r"transform_config is .*rotated inputs are not"),
         ("awq", {"bits": 8}, r"bits is 8, wanted 4"),
         ("awq", {"version": "gemv"}, r"'gemv', wanted gemm; quantize the model again"),
         ("awq", {"group_size": 64}, r"scales are \[4, 256\], wanted \[8, 256\]"),

@@ -1,5 +1,6 @@
 """Compressed-tensors directories as transformers reads them, and factors that leave the model as it is."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +162,26 @@ def test_methods_write_directories_too(tmp_path: Path) -> None:
         names = {path.name for path in (tmp_path / str(number)).iterdir()}
         assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_directory_is_of_the_language_model_that_was_read(tmp_path: Path) -> None:
+    """Out of a model that sees, and whose output matrix is not the embedding, though it is said to be tied."""
+    directory = make_tiny_hf(tmp_path / "hf", "gemma3", dtype="f16", tied=False)
+    text = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": True}
+    wrapper = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {},
+        "eos_token_id": [1, 106],
+    }
+    (directory / "config.json").write_text(json.dumps(wrapper))
+    source = open_checkpoint(directory)
+    quantize(source, tmp_path / "out", Job("w8a16"), threads=1)
+    again = open_checkpoint(tmp_path / "out")
+    assert again.config == source.config
+    assert not again.remarks
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["architectures"], "vision_config" in written) == (["Gemma3ForCausalLM"], False)
 
 
 @pytest.mark.parametrize(
