@@ -25,7 +25,7 @@ from cpuspec.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_MOST_BYTES = 1 << 16  # of a grammar's text
+MOST_BYTES = 1 << 16  # of a grammar's text
 _MOST_GBNF_BYTES, _MOST_GBNF_RULES = 1 << 14, 256  # llguidance translates GBNF in Python, in a time of their product
 _MOST_TRIAL_S, _MOST_TRIAL_BYTES = 2, 1 << 30  # seconds of a processor, bytes of memory
 _MOST_WAIT_S = 60  # for these on a loaded machine
@@ -324,8 +324,8 @@ def _literal(text: str) -> str:
 def _compile(key: _Key, vocabulary: _Vocabulary) -> "LLMatcher":
     llguidance, name = _library(), _NAMES[key.kind]
     num_bytes = len(key.text.encode(errors="surrogatepass"))
-    if num_bytes > _MOST_BYTES:
-        raise ConfigError(f"{name} has {num_bytes} bytes; at most {_MOST_BYTES} are compiled")
+    if num_bytes > MOST_BYTES:
+        raise ConfigError(f"{name} has {num_bytes} bytes; at most {MOST_BYTES} are compiled")
     try:
         key.text.encode()
         text = _as_lark(key.text) if key.kind == "grammar" else key.text

@@ -16,7 +16,7 @@ from cpuspec.server.content import content_text
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, timings, usage
 from cpuspec.server.model import ServedModel, Wanted, shown_tokens
 from cpuspec.server.parsing import ToolFormat, tool_format
-from cpuspec.server.structured import answer_format
+from cpuspec.server.structured import answer_format, check_strict
 
 _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
 _MOST_LOGPROBS = 20
@@ -226,6 +226,8 @@ def _answer_format(body: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"an answer keeps to one of response_format, {', '.join(_GRAMMARS)}")
     if isinstance(own.get("choices"), list):
         own["choices"] = tuple(own["choices"])
+    if "json_schema" in found | own:
+        check_strict((found | own)["json_schema"], "the JSON schema of a line", "response_format")  # no header could say otherwise
     return found | own
 
 

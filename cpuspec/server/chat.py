@@ -20,7 +20,7 @@ from cpuspec.server.errors import RequestError
 from cpuspec.server.model import ServedModel, Wanted
 from cpuspec.server.parsing import Parser, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
-from cpuspec.server.structured import call_grammar
+from cpuspec.server.structured import call_grammar, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
 from cpuspec.tokenizer import Tokenizer
 
@@ -129,26 +129,29 @@ def chat_prompt(
     marks = reasoning_marks(template)
     reasons, closing = any(mark in template for mark in marks), marks[1]
     closed = f"\n{closing}\n\n" if thinking else ""
-    form, prefix, keeps_to = model.tool_format, "", dict(answer_format or {})
+    form, prefix, lost = model.tool_format, "", set[str]()
+    keeps_to, unkept = loose_format(answer_format or {})
     if tools and (named or tool_choice == "required"):
         prefix = closed + form.begins + (named + form.arguments if named else "")
-        keeps_to = {"grammar": call_grammar(form, tools, strict, None if named else "", demanded=True)}
+        grammar, lost = call_grammar(form, tools, strict, None if named else "", demanded=True)
+        keeps_to = {"grammar": grammar}
     elif tools and keeps_to:
         if "json_schema" not in keeps_to:
             raise RequestError("an answer that may call tools keeps to a JSON schema only; leave out tools or the grammar", "tools")
-        content = keeps_to["json_schema"]
-        keeps_to = {"grammar": call_grammar(form, tools, strict, form.begins, content), "free_reasoning": reasons}
+        grammar, lost = call_grammar(form, tools, strict, form.begins, keeps_to["json_schema"])
+        keeps_to, lost = {"grammar": grammar, "free_reasoning": reasons}, lost | unkept
     elif tools and strict and tokenizer.token_id(form.mark) is not None:
-        keeps_to = {"grammar": call_grammar(form, tools, strict, form.opens), "grammar_trigger": form.mark}
+        grammar, lost = call_grammar(form, tools, strict, form.opens)
+        keeps_to = {"grammar": grammar, "grammar_trigger": form.mark}
     elif keeps_to:
-        keeps_to["free_reasoning"] = reasons
+        keeps_to["free_reasoning"], lost = reasons, unkept
     if "free_reasoning" in keeps_to and (closing != "</think>" or tokenizer.token_id(closing) is None):
         # Nothing could tell where the grammar begins.
         prefix, keeps_to = "<|channel|>final<|message|>" if form.channels else closed, keeps_to | {"free_reasoning": False}
     functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     if prefix:
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
-    notes = {"left-out": ", ".join(sorted(left_out))} if left_out else {}
+    notes = loosened_note(lost) | ({"left-out": ", ".join(sorted(left_out))} if left_out else {})
     return ChatPrompt(model, ids, thinking, functions, prefix, keeps_to, notes, begun)
 
 

@@ -31,6 +31,7 @@ from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
 from cpuspec.server.schema import ChatBody, CompletionBody, Prediction, SamplingBody, grammar_of, sampling_params
 from cpuspec.server.server import server_of
+from cpuspec.server.structured import loose_format, loosened_note
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -201,7 +202,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         raise RequestError("suffix goes with one prompt, a text, and without echo", "suffix")
     limit = 16 if body.max_tokens is None else body.max_tokens  # OpenAI's default
     num_top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
-    params = sampling_params(model, body, n=body.n, stop=body.stop, max_tokens=limit, logprobs=num_top, **grammar_of(body))
+    keeps_to, lost = loose_format(grammar_of(body))
+    context.notes |= loosened_note(lost)
+    params = sampling_params(model, body, n=body.n, stop=body.stop, max_tokens=limit, logprobs=num_top, **keeps_to)
     if body.suffix:
         assert isinstance(body.prompt, str), "checked above"
         check_number(model, params.n)

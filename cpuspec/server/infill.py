@@ -21,6 +21,7 @@ from cpuspec.server.model import Answers, Wanted
 from cpuspec.server.replies import EventStream, event, json_response, unless_gone
 from cpuspec.server.schema import SamplingFields, sampling_params
 from cpuspec.server.server import server_of
+from cpuspec.server.structured import loose_format, loosened_note
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -49,13 +50,15 @@ async def infill(body: InfillBody, request: Request) -> Response:
     """Fill the gap. n_predict 0 reads the prompt only, so that the next request finds it in the cache."""
     context = context_of(request)
     model = await model_of(request, body.model)
+    keeps_to, lost = loose_format({} if body.json_schema is None else {"json_schema": body.json_schema})
+    context.notes |= loosened_note(lost)
     params = sampling_params(
         model,
         body,
         stop=body.stop,
         max_tokens=max(body.n_predict, 1),
         grammar=body.grammar or None,
-        json_schema=body.json_schema,
+        **keeps_to,
     )
     params = fill_params(model, params)
     others = [(one.filename, one.text) for one in body.input_extra]

@@ -6,9 +6,12 @@ and docs/json_schema.md.
 
 import json
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
+from cpuspec.grammar import MOST_BYTES
 from cpuspec.server.errors import RequestError
+from cpuspec.server.loosening import loosened
 from cpuspec.server.parsing import ToolFormat
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -19,6 +22,8 @@ _REMARKS = ("$comment", "$schema", "default", "description", "examples", "title"
 _VALUES = ("const", "enum")  # what stands there is no schema
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # what stands there maps names to schemas
 _DEEPEST = 64
+# Branches that could both hold are `anyOf` by now; llguidance cannot tell that the others exclude each other.
+_APART = {"coerce_one_of": True}
 
 
 def answer_format(given: Any, where: str) -> dict[str, Any]:
@@ -37,7 +42,35 @@ def answer_format(given: Any, where: str) -> dict[str, Any]:
         schema = ANY_OBJECT
     if not isinstance(schema, Mapping):
         raise RequestError(f"{where} has no schema; wanted a JSON schema as an object", where)
+    if isinstance(holder, Mapping) and holder.get("strict") is True:
+        check_strict(schema, where, where)
     return {"json_schema": schema}
+
+
+def loose_format(keeps_to: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Fields of SamplingParams that restrict an answer, with the part of a JSON schema that can be kept; and what is lost of it."""
+    schema = keeps_to.get("json_schema")
+    with suppress(ValueError, RecursionError):  # what is no JSON is told of where it is compiled
+        found, lost = loosened(json.loads(schema) if isinstance(schema, str) else schema)
+        if isinstance(found, Mapping):
+            guidance = found.get("x-guidance")
+            own = {**_APART, **(guidance if isinstance(guidance, Mapping) else {})}
+            return {**keeps_to, "json_schema": {**found, "x-guidance": own}}, lost
+    return dict(keeps_to), set()
+
+
+def loosened_note(lost: Set[str]) -> dict[str, str]:
+    """The note of a request, for its response's headers, on what is lost of its schemas."""
+    return {"loosened": ", ".join(sorted(lost))} if lost else {}
+
+
+def check_strict(schema: Any, name: str, where: str) -> None:
+    """Raise RequestError for a schema that must be kept as a whole and cannot."""
+    if lost := loosened(schema)[1]:
+        raise RequestError(
+            f"{name} is strict, and {' and '.join(sorted(lost))} cannot be kept to; leave that out, or strict",
+            where,
+        )
 
 
 def call_grammar(
@@ -47,27 +80,41 @@ def call_grammar(
     before: str | None,
     content: str | Mapping[str, Any] | None = None,
     demanded: bool = False,
-) -> str:
-    """Lark text of one call of one of the tools.
+) -> tuple[str, set[str]]:
+    """Lark text of one call of one of the tools, and what is lost of the schemas.
 
     strict: names of the tools whose arguments keep to their whole schema; those of others keep to what llguidance knows of it if
     the call is demanded, else they are any object. before: the call's text before the function's name; None where the name has been
-    written, too. content: a JSON schema that the answer may keep to instead. Raises RequestError for what is no schema.
+    written, too. content: a JSON schema that the answer may keep to instead. Where the text would be too long to be compiled, the
+    longest schemas that are not strict give way. Raises RequestError for what is no schema.
     """
-    names, lines = [], []
+    names, lines, texts, lost = [], [], {}, set()
     for number, tool in enumerate(tools):
         function = tool["function"]
         name, schema = function["name"], function["parameters"] if function["name"] in strict or demanded else ANY_OBJECT
-        options = {} if name in strict else {"lenient": True, "coerce_one_of": True}
+        if name in strict:
+            check_strict(schema, f"tool {name!r}", "tools")
+        kept, less = loosened(schema)
+        lost |= less
+        options = _APART if name in strict else {"lenient": True, **_APART}
         head = "" if before is None else json.dumps(before + name + form.arguments)
         names.append(f"call{number}")
         lines.append(f"call{number}: {head} arguments{number} {json.dumps(form.closes) if form.closes else ''}")
-        arguments = _schema_text(schema, options, f"the schema of tool {name!r}", type="object")
-        lines.append(f"arguments{number}: %json {arguments}")
+        texts[number] = _schema_text(kept, options, f"the schema of tool {name!r}", type="object")
+    loose = {number: text for number, text in texts.items() if tools[number]["function"]["name"] not in strict}
+    room = MOST_BYTES - sum(len(line) + 32 for line in (*lines, *texts.values(), str(content or "")))
+    for number in sorted(loose, key=lambda number: -len(loose[number])):
+        if room < 0:
+            room += len(texts[number])
+            texts[number] = _schema_text(ANY_OBJECT, {}, "an object")
+            lost.add("parameters")
+    if room < 0:
+        raise RequestError(f"the schemas of the strict tools take more than {MOST_BYTES} bytes; leave out strict for some", "tools")
+    lines += [f"arguments{number}: %json {text}" for number, text in texts.items()]
     if content is not None:
         names.append("content")
-        lines.append(f"content: %json {_schema_text(content, {}, 'the JSON schema')}")
-    return "\n".join([f"start: {' | '.join(names)}", *lines])
+        lines.append(f"content: %json {_schema_text(content, _APART, 'the JSON schema')}")
+    return "\n".join([f"start: {' | '.join(names)}", *lines]), lost
 
 
 def _schema_text(schema: Any, options: Mapping[str, Any], name: str, **implied: Any) -> str:

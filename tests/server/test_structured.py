@@ -14,8 +14,12 @@ import pytest
 from pydantic import BaseModel
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.grammar import GrammarConstraint
+from cpuspec.grammar import MOST_BYTES, GrammarConstraint
+from cpuspec.server.errors import RequestError
+from cpuspec.server.loosening import plain_pattern
 from cpuspec.server.model import ServedModel, Wanted
+from cpuspec.server.parsing import tool_format
+from cpuspec.server.structured import call_grammar
 from tests.server.asgi import application
 from tests.server.running import PATIENCE_S, Running, load, serving
 from tests.server.test_tools import TEMPLATE
@@ -324,6 +328,124 @@ def test_grammars_that_cannot_be_used_are_refused_and_stop_no_stream(client: ope
     assert sum(bool(part.choices[0].delta.content) for part in parts) > 10
     assert running.server.loaded is not None
     assert not running.server.num_unfinished
+
+
+def of(**keywords: Any) -> Any:
+    """A schema of one property, which keeps to the keywords."""
+    return {"type": "object", "properties": {"a": keywords}, "required": ["a"], "additionalProperties": False}
+
+
+WORDS = {"enum": ["red", "green"]}
+# Schemas with keywords that llguidance cannot keep: their names, and what of the rest is kept all the same.
+LOOSE: dict[str, tuple[Any, str, Any]] = {
+    "uniqueItems": (
+        of(type="array", items=WORDS, maxItems=2, uniqueItems=True),
+        "uniqueItems",
+        lambda a: set(a) <= {"red", "green"},
+    ),
+    "propertyNames": (
+        of(type="object", propertyNames={"pattern": "^x"}, additionalProperties=WORDS, maxProperties=1),
+        "propertyNames",
+        lambda a: set(a.values()) <= {"red", "green"},
+    ),
+    "a format": (of(type="string", format="iri", maxLength=3), "format", lambda a: len(a) <= 3),
+    "look-around": (of(type="string", pattern="^(?!green)(red|green)$"), "pattern", lambda a: a in ("red", "green")),
+    "a reference": (of(type="string", pattern="^(a)\\1$", maxLength=3), "pattern", lambda a: len(a) <= 3),
+    "names by look-around": (
+        {"type": "object", "patternProperties": {"^(?!x)": WORDS}, "additionalProperties": False, "maxProperties": 1},
+        "additionalProperties, patternProperties",
+        lambda a: True,
+    ),
+    "not": (of(**WORDS, **{"not": {"const": "red"}}), "not", lambda a: a in ("red", "green")),
+    "a condition": (of(**WORDS, **{"if": {"const": "a"}, "then": False}), "if", lambda a: a in ("red", "green")),
+    "overlapping branches": (of(oneOf=[{"enum": ["red"]}, {"enum": ["red", "green"]}]), "oneOf", lambda a: a in ("red", "green")),
+    "several": (
+        of(type="array", items=WORDS, maxItems=1, uniqueItems=True, contains=WORDS),
+        "contains, uniqueItems",
+        lambda a: True,
+    ),
+}
+KEPT = {
+    "uniqueItems: false": of(type="array", items=WORDS, maxItems=2, uniqueItems=False),
+    "a number's format": of(type="integer", format="int32", minimum=1, maximum=5),
+    "branches by a constant": {
+        "$defs": {name: {**of(const=name), "title": name} for name in ("red", "green")},
+        "oneOf": [{"$ref": "#/$defs/red"}, {"$ref": "#/$defs/green"}],
+    },
+    "a property called not": {"type": "object", "properties": {"not": WORDS}, "required": ["not"], "additionalProperties": False},
+}
+
+
+@pytest.mark.parametrize(("schema", "lost", "holds"), LOOSE.values(), ids=LOOSE)
+def test_the_rest_of_a_schema_is_kept_and_a_header_names_what_is_not(running: Running, schema: Any, lost: str, holds: Any) -> None:
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    ask = {**ASK, "max_tokens": 60, "logit_bias": {"92": 20, "93": 10}}
+    with running.client() as http:
+        chat = http.post("/v1/chat/completions", json=ask | {"response_format": form})
+        plain = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 60, "guided_json": json.dumps(schema)})
+        call = http.post("/v1/chat/completions", json=ask | {"tools": [tool], "tool_choice": "required"})
+        theirs = http.post(
+            "/v1/messages",
+            json={"messages": MESSAGES, "max_tokens": 3, "output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        )
+        form["json_schema"]["strict"] = True
+        refused = http.post("/v1/chat/completions", json=ask | {"response_format": form})
+        tool["function"]["strict"] = True
+        no_tool = http.post("/v1/chat/completions", json=ask | {"tools": [tool]})
+    for reply in (chat, plain, call, theirs):
+        assert (reply.status_code, reply.headers.get("x-cpuspec-loosened")) == (200, lost), reply.text
+    choice = chat.json()["choices"][0]
+    assert choice["finish_reason"] == "length" or holds(next(iter(json.loads(choice["message"]["content"]).values()), {}))
+    for reply in (refused, no_tool):
+        assert reply.status_code == 400
+        assert f"is strict, and {lost.replace(', ', ' and ')} cannot be kept" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("schema", KEPT.values(), ids=KEPT)
+def test_a_schema_that_can_be_kept_is_kept_strictly(running: Running, schema: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    with running.client() as http:
+        reply = http.post("/v1/chat/completions", json=ASK | {"max_tokens": 60, "response_format": form})
+    assert reply.status_code == 200, reply.text
+    assert "x-cpuspec-loosened" not in reply.headers
+
+
+def test_a_catalogue_of_tools_that_is_too_long_loses_its_longest_schemas() -> None:
+    long = {"type": "object", "properties": {f"p{number}": {"enum": ["x" * 200, "y"]} for number in range(200)}}
+    tools: Any = [{"type": "function", "function": {"name": f"f{number}", "parameters": long}} for number in range(3)]
+    form = tool_format(TEMPLATE)
+    text, lost = call_grammar(form, [*tools, TOOL], set(), "", demanded=True)
+    assert len(text) < MOST_BYTES
+    assert lost == {"parameters"}
+    assert text.count("x" * 200) == 200, "one of three has room"
+    assert '"CET"' in text
+    text, lost = call_grammar(form, [*tools, TOOL], {"f1"}, "", demanded=True)
+    assert 'arguments1: %json {"type": "object", "properties": {"p0"' in text
+    with pytest.raises(RequestError, match="strict tools take more than"):
+        call_grammar(form, tools, {"f0", "f1", "f2"}, "", demanded=True)
+
+
+PATTERNS = {
+    "^a$": "^a$",
+    "^a|^b$": "^a|^b$",
+    r"\bfoo\b": "foo",
+    "^(?!x)(?=.*[)a])[a-z]+(?<!y)$": "^[a-z]+$",
+    "a^b$c": "abc",
+    "(?:^a$)": "(?:^a$)",
+    "x(^a)": "x(a)",
+    "[^^$(?=]": "[^^$(?=]",
+    r"(a)\1": None,
+    r"a\0": None,
+    "(?=a)*b": None,
+    r"\^\$a": r"\^\$a",
+    "(?!a": "",
+}
+
+
+@pytest.mark.parametrize(("pattern", "wanted"), PATTERNS.items())
+def test_a_pattern_loses_its_assertions(pattern: str, wanted: str | None) -> None:
+    assert plain_pattern(pattern) == wanted
 
 
 @pytest.mark.parametrize("stream", [False, True])
