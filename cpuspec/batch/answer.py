@@ -13,6 +13,7 @@ from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.metrics import epoch_s
 from cpuspec.server.chat import ChatPrompt, chat_prompt, message_of, reason_of, said
 from cpuspec.server.content import content_text
+from cpuspec.server.fields import plain_number, read
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, timings, usage
 from cpuspec.server.model import ServedModel, Wanted, shown_tokens
 from cpuspec.server.parsing import ToolFormat, tool_format
@@ -22,6 +23,7 @@ _MOST_ANSWERS = 128  # to one line, as OpenAI's API allows
 _MOST_LOGPROBS = 20
 _LINES_AHEAD = 16  # for each sequence that runs: answers that may wait for one before them
 _SAMPLING = {one.name for one in fields(SamplingParams)} - {"logprobs", "max_draft_tokens"}
+_NUMBERS = {one.name for one in fields(SamplingParams) if one.type in (int, float, int | None)} | {"max_completion_tokens"}
 _GRAMMARS = ("json_schema", "regex", "choices", "grammar")
 # Fields that change no answer here. One model answers the whole batch, whatever a line calls it.
 _IGNORED = {
@@ -96,6 +98,7 @@ class _Job:
         self._requests: list[int] = []
         try:
             self._url, body = line.request()
+            body = _read(self._url, body)
             params = _params(llm, self._url, body, given)
             self._prompt = _chat_prompt(llm, body) if self._url == CHAT else None
             if self._prompt:
@@ -231,6 +234,18 @@ def _answer_format(body: Mapping[str, Any]) -> dict[str, Any]:
     return found | own
 
 
+def _read(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with fields and numbers as `SamplingParams` has them, whatever other servers call them.
+
+    Raises ConfigError for a field that would be ignored: a line has no header that could tell.
+    """
+    declared = {*_SAMPLING, *_IGNORED, *_OF_PROMPTS[url], *_REFUSED, "max_completion_tokens", "logprobs", "speculation"}
+    found, unknown = read(dict.fromkeys(declared | ({"top_logprobs"} if url == CHAT else set())), body)
+    if unknown:
+        raise ConfigError(f"there is no field {in_one_line(unknown[0])!r}; wanted some of {', '.join(sorted(_SAMPLING))}")
+    return {name: plain_number(value) if name in _NUMBERS else value for name, value in found.items()}
+
+
 def _params(llm: LLM, url: str, body: Mapping[str, Any], given: Mapping[str, Any]) -> SamplingParams:
     """The params that a body asks for. Raises ConfigError, also for fields that would change the answer and cannot be honoured."""
     asked = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
@@ -244,10 +259,6 @@ def _params(llm: LLM, url: str, body: Mapping[str, Any], given: Mapping[str, Any
     if "max_completion_tokens" in asked:
         asked["max_tokens"] = asked.pop("max_completion_tokens")
     changes = dict(given) | _logprobs(url, asked) | _drafts(asked)
-    if unknown := sorted(asked.keys() - _SAMPLING):
-        raise ConfigError(f"there is no field {in_one_line(unknown[0])!r}; wanted some of {', '.join(sorted(_SAMPLING))}")
-    if asked.get("top_k") == -1:
-        asked["top_k"] = 0  # vLLM's spelling of "off"
     for name in ("stop", "stop_token_ids", "choices"):
         if isinstance(asked.get(name), list):
             asked[name] = tuple(asked[name])

@@ -167,6 +167,14 @@ def read(declared: Declared, given: Mapping[str, Any], strict: bool = False, whe
     return {name: value for name, value in found.items() if value is not None}, left
 
 
+def plain_number(value: Any) -> Any:
+    """A number that was written as a text or, a whole one, with a fraction of zero; other values as they are."""
+    if not _is_number(value):
+        return value
+    number = float(value)
+    return value if isinstance(value, int) else int(number) if number.is_integer() else number
+
+
 def _is_number(value: Any) -> bool:
     try:
         return isinstance(value, int | float | str) and not isinstance(value, bool) and math.isfinite(float(value))
