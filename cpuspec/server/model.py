@@ -239,7 +239,7 @@ class Answers:
         self.meters = [AnswerMeter(len(one.prompt)) for one in wanted]
         self._model = model
         self._client, self._request_id = client, request_id
-        self._deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
+        self.deadline_s = asyncio.get_running_loop().time() + model.config.max_request_s
         self._outputs: list[list[Output]] = [[] for _ in wanted]  # that nobody has taken yet
         self._ready = asyncio.Event()
         self._engine_ids: dict[int, int] = {}  # the engine's ids of those that run, by number
@@ -266,7 +266,7 @@ class Answers:
         num_left = len(self.wanted)
         while num_left:
             try:
-                async with asyncio.timeout_at(self._deadline_s):
+                async with asyncio.timeout_at(self.deadline_s):
                     await self._ready.wait()
             except TimeoutError:
                 raise TimeUpError(f"the request took longer than {self._model.config.max_request_s:g} seconds") from None

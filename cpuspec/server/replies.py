@@ -16,6 +16,7 @@ from cpuspec.server.errors import ContextExceededError, EngineFailedError, Reque
 from cpuspec.server.model import Answers
 
 KEEP_ALIVE_S = 10.0  # of silence, as while a long prompt is read, until a stream shows that it lives
+_LAST_S = 10.0  # behind the time that a request may take, for its last event
 # In the messages of a stream that another server may have to repeat: `Answers.stamp`. What has none is no part of the answer.
 STAMP = "cpuspec.stamp"
 _LOG = logging.getLogger("cpuspec.server")
@@ -85,7 +86,7 @@ class EventStream(StreamingResponse):
         super().__init__(_with_errors(events, request.url.path, request_id), media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # a proxy must not hold events back
-        self._answers = answers
+        self._answers, self._request_id = answers, request_id
         self._sign_of_life = sign_of_life
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +98,10 @@ class EventStream(StreamingResponse):
             await sender.send(message)
 
         try:
-            await super().__call__(scope, receive, send_stamped)
+            async with asyncio.timeout_at(self._answers.deadline_s + _LAST_S):
+                await super().__call__(scope, receive, send_stamped)
+        except TimeoutError:  # the client reads so slowly that it has not got the error of the same name, either
+            _LOG.warning("request %s ends: its client reads too slowly", self._request_id)
         finally:
             sender.close()
             self._answers.close()

@@ -20,7 +20,7 @@ import pytest
 from cpuspec import LLM, SamplingParams
 from cpuspec.config import ServerConfig
 from cpuspec.errors import BackendError, ConfigError
-from cpuspec.server import connections, gate
+from cpuspec.server import connections, gate, replies
 from cpuspec.server.app import listen, serve
 from cpuspec.server.errors import EngineFailedError
 from cpuspec.server.server import Server
@@ -186,6 +186,41 @@ def test_a_connection_without_a_request_is_closed_and_an_answer_is_not(path: Pat
                     connection.sendall(sent)
                     assert _all_of(connection) == b""
             assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
+
+
+def stuck_reader(running: Running, **changes: Any) -> socket.socket:
+    """A client that asks for megabytes and reads none of them."""
+    address, content = httpx.URL(running.url), json.dumps(ENDLESS | {"stream": True, "logprobs": 20} | changes).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((address.host, address.port))
+    connection.sendall(f"{head}\r\n\r\n".encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_reads_nothing_is_gone(path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(connections, "READ_S", 0.2)
+    # An answer that is not streamed is complete before anything is sent, and the connection is what its client holds.
+    change = {} if stream else {"stream": False, "max_tokens": 12_000}
+    with serving(lambda: load(path), max_connections=2) as running, stuck_reader(running, **change) as connection:
+        running.eventually(lambda: running.server.num_unfinished == 1)
+        running.eventually(lambda: answers(running))  # until then, there is no connection free
+        assert running.server.num_unfinished == 0
+        assert ended(running, "aborted") == stream
+        head, _, body = _all_of(connection).partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    assert b"[DONE]" not in body
+    assert stream or (length and len(body) < int(length[1]))
+
+
+def test_a_client_that_reads_too_slowly_is_gone_when_its_time_is_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "_LAST_S", 0.1)
+    with serving(lambda: load(path), max_request_s=1.0) as running, stuck_reader(running):
+        running.eventually(lambda: running.server.num_unfinished == 1)
+        running.eventually(lambda: is_idle(running))
+        assert ended(running, "aborted") == 1
 
 
 def test_a_flood_is_refused_with_the_time_to_come_back(running: Running) -> None:
