@@ -8,85 +8,23 @@ nothing of models, only of ids.
 import codecs
 import contextlib
 import itertools
-import json
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuspec.byte_pairs import BytePairs, merge_order
-from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, HfTokenizerFiles
-from cpuspec.errors import TokenizerError, in_one_line
-from cpuspec.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text, read_tokenizer_json
+from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
+from cpuspec.errors import TokenizerError
+from cpuspec.tokenizer_gguf import gguf_parts
+from cpuspec.tokenizer_hf import hf_parts
+from cpuspec.tokenizer_json import quoted
+from cpuspec.tokenizer_parts import SURROGATE, Finder, Parts, library_errors
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from cpuspec.chat_template import ChatTemplate
 
-# Token types of a GGUF vocabulary.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-
-# What splits text into words before merging, as the models' own tokenizer.json files have it; llama.cpp's llama-vocab.cpp says
-# which name stands for which rules. Rules apply one after the other, each to the pieces that the one before left.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = _LLAMA3.replace("{1,3}", "")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SEED_CODER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-@dataclass(frozen=True)
-class _Pre:
-    """How one kind of pre-tokenizer prepares text for merging."""
-
-    patterns: tuple[str, ...]
-    nfc: bool = False
-    ignore_merges: bool = False  # a word that is a token stays whole, whatever the merges say
-
-
-_PRE = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), _Pre((_GPT2,))),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _Pre((r"\p{N}", _GPT2))),
-    "qwen2": _Pre((_QWEN2,), nfc=True),
-    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), _Pre((_QWEN2,))),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _Pre((_LLAMA3,), ignore_merges=True)
-    ),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _Pre((_LLAMA3,))),
-    "tekken": _Pre((_TEKKEN,), ignore_merges=True),
-    "seed-coder": _Pre((_SEED_CODER,)),
-    "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "falcon": _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-}
-
-# A name for each kind of pre-tokenizer that a GGUF file may name.
-PRE_TOKENIZERS = tuple({pre: name for name, pre in reversed(_PRE.items())}.values())
-
-# Control tokens that end a turn or a text, under the names that model families gave them (llama.cpp collects the same).
-_END_NAMES = frozenset(
-    (
-        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"),
-        *("<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<EOT>", "_<EOT>", "[EOT]", "</s>"),
-    )
-)
-_LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")  # what "surrogateescape" makes of bytes that are no UTF-8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_LONGEST_PIECE = 1024
-_MOST_TOKENS = 1 << 24
-_ORDINARY_GROWTH = 4  # bytes of a character; where steps of a file make more of it, a text may become _MOST_GROWN characters
-_MOST_GROWN = 1 << 22
 _SPACE = "▁"
 _DEEPEST = 50  # levels of lists and dicts in messages and variables of a chat template
 
@@ -100,25 +38,39 @@ class Tokenizer:
     text becomes one only where the caller asks for it.
     """
 
-    def __init__(self, parts: "_Parts", vocab_size: int) -> None:
+    def __init__(self, parts: Parts, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.bos_id = parts.bos_id
         self.eos_ids = parts.eos_ids
         self._parts = parts
         self._special_ids = frozenset(parts.special)
         self._control = {token.text: token for token in parts.control if token.text}
-        self._control_finder = _Finder(self._control)
+        self._control_finder = Finder(self._control)
         self._control_marks = {char for char in "".join(self._control) if not char.isalnum() and not char.isspace()}
+        self._templates: dict[str, ChatTemplate] = {}  # those used so far, by their source
         self._whole: dict[int, str] = {}  # text of the tokens met so far that are text and whole characters
 
     @property
     def has_chat_template(self) -> bool:
-        return self._parts.chat_template is not None
+        return bool(self._parts.chat_templates)
 
     @property
     def chat_template(self) -> str | None:
         """The source of the chat template; None without one."""
-        return self._parts.chat_template
+        return self.chat_template_for({})
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The sources of all chat templates, by name."""
+        return self._parts.chat_templates
+
+    def chat_template_for(self, variables: Mapping[str, Any]) -> str | None:
+        """The source of the template for a conversation with these variables: a model may have others for tools and documents."""
+        templates = self._parts.chat_templates
+        names = ["default", "tool_use", *templates]
+        names = ["rag"] * bool(variables.get("documents")) + names
+        names = ["tool_use"] * bool(variables.get("tools")) + names
+        return next((templates[name] for name in names if name in templates), None)
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -145,9 +97,14 @@ class Tokenizer:
         decoder = self.stream(skip_special)
         return "".join(map(decoder.push, ids)) + decoder.finish()
 
-    def stream(self, skip_special: bool = True, shown: Set[int] = frozenset()) -> "StreamDecoder":
-        """A decoder for ids that arrive one by one. shown: special tokens that it shows all the same."""
-        return StreamDecoder(self, skip_special, self._parts.strips_first_space, shown)
+    def stream(self, skip_special: bool = True, shown: Set[int] = frozenset(), after: int | None = None) -> "StreamDecoder":
+        """A decoder for ids that arrive one by one.
+
+        shown: special tokens that it shows all the same. after: the token that they go on from. Text that goes on from text keeps
+        its first space, which a new text of SentencePiece does not have.
+        """
+        strips = self._parts.strips_first_space and (after is None or self.is_special(after))
+        return StreamDecoder(self, skip_special, strips, shown | self._parts.shown)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token adds to a text; b"" for special tokens. Raises TokenizerError for an id out of range."""
@@ -216,7 +173,7 @@ class Tokenizer:
                 if number % 2:
                     ids += [self._byte_ids[byte] for byte in span.encode(errors="surrogateescape") if byte in self._byte_ids]
                 elif span:
-                    with _library_errors("this text cannot be encoded"):
+                    with library_errors("this text cannot be encoded"):
                         ids += core(span)
                 core = self._parts.middle_core
         return ids
@@ -240,7 +197,7 @@ class Tokenizer:
         messages: dicts with `role`, `content`, and what else the template knows, as `tool_calls`. variables: of the template, as
         `tools`. Raises TokenizerError without a template, or if it refuses the messages.
         """
-        return self._template.render(_checked(messages), add_generation_prompt, variables)
+        return self._template(variables or {}).render(_checked(messages), add_generation_prompt, variables)
 
     def encode_chat(
         self,
@@ -256,7 +213,7 @@ class Tokenizer:
         model goes on with it; white space behind it stays if the template keeps it.
         """
         messages, given = _checked(messages), dict(variables or {})
-        template = self._template
+        template = self._template(given)
         end = _unused_character([template.source, *(text for text, _ in _texts_in([messages, given]))])
         if continues:
             messages[-1]["content"] = f"{messages[-1]['content']}{end} "
@@ -285,13 +242,14 @@ class Tokenizer:
         healed = [(start - marks_before[start], end - marks_before[end], token) for start, end, token in found]
         return self._encode_parsed(text.replace(mark, ""), healed)
 
-    @cached_property
-    def _template(self) -> "ChatTemplate":
+    def _template(self, variables: Mapping[str, Any]) -> "ChatTemplate":
         from cpuspec.chat_template import ChatTemplate
 
-        if self._parts.chat_template is None:
+        if (source := self.chat_template_for(variables)) is None:
             raise TokenizerError("this model has no chat template; give it a raw prompt (--raw), or use an instruct model")
-        return ChatTemplate(self._parts.chat_template, self._parts.template_variables)
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self._parts.template_variables)
+        return self._templates[source]
 
     def _text(self, token_id: int) -> str | None:
         if not 0 <= token_id < self.vocab_size:
@@ -303,16 +261,16 @@ class Tokenizer:
     def _bytes_of(self, token_id: int, text: str) -> bytes:
         """The bytes that a token of this spelling adds to a text."""
         if token_id in self._parts.literal:
-            return text.encode()
+            return text.encode(errors="surrogateescape")
         if self._parts.byte_level:
             # A piece with a character outside of the alphabet stands for itself, as in the tokenizers library.
             try:
                 return text.translate(_LATIN1_OF).encode("latin-1")
             except UnicodeEncodeError:
-                return text.encode()
+                return text.encode(errors="surrogateescape")
         if match := _BYTE_TOKEN.fullmatch(text):
             return bytes([int(match[1], 16)])
-        return text.replace(_SPACE, " ").encode()
+        return text.replace(_SPACE, " ").encode(errors="surrogateescape")
 
     def _find_control(self, text: str) -> list[tuple[int, int, int]]:
         """Control tokens in `text`: (start, end, id) with the white space that the token swallows."""
@@ -343,9 +301,9 @@ class Tokenizer:
         if not text:
             return []
         core = self._parts.core if first else self._parts.later_core
-        if surrogate := _SURROGATE.search(text):
+        if surrogate := SURROGATE.search(text):
             raise TokenizerError(f"the text is not Unicode: lone surrogate {surrogate[0]!r}; decode its bytes as UTF-8 first")
-        with _library_errors("this text cannot be encoded"):
+        with library_errors("this text cannot be encoded"):
             return core(text)
 
     def _break_control(self, content: str, mark: str) -> str:
@@ -380,7 +338,7 @@ class StreamDecoder:
         if tokenizer.is_special(token_id):
             text = tokenizer._text(token_id)
             hidden = text is None or (self._skip_special and token_id not in self._shown)
-            data = b"" if hidden or text is None else text.encode()
+            data = b"" if hidden or text is None else text.encode(errors="surrogateescape")
         else:
             data = tokenizer.token_bytes(token_id)
             with contextlib.suppress(UnicodeDecodeError):
@@ -401,378 +359,11 @@ class StreamDecoder:
 def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer of a model. Raises TokenizerError if its vocabulary cannot be used."""
     vocabulary = checkpoint.vocabulary
-    parts = _from_gguf(vocabulary) if isinstance(vocabulary, GgufVocabulary) else _from_hf(vocabulary)
     vocab_size = checkpoint.config.vocab_size
+    parts = gguf_parts(vocabulary) if isinstance(vocabulary, GgufVocabulary) else hf_parts(vocabulary, vocab_size)
     if len(parts.tokens) > vocab_size:
         raise TokenizerError(f"{checkpoint.path}: the vocabulary has {len(parts.tokens)} tokens, the model rows for {vocab_size}")
     return Tokenizer(parts, vocab_size)
-
-
-Core = Callable[[str], list[int]]  # text that is not empty to ids
-
-
-@dataclass(frozen=True)
-class _ControlToken:
-    id: int
-    text: str
-    swallows_left: bool = False
-    swallows_right: bool = False
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """A vocabulary, read and checked: what `Tokenizer` is made of."""
-
-    core: Core  # knows no control tokens
-    later_core: Core  # the same for text behind a control token
-    middle_core: Core  # the same for text that goes on from other text
-    tokens: tuple[str | None, ...]  # by id
-    special: frozenset[int]
-    control: tuple[_ControlToken, ...]  # those that `parse_special` recognises
-    literal: frozenset[int]  # user defined: their text stands for itself
-    byte_level: bool  # pieces spell bytes in GPT-2's alphabet; else words with ▁ for a space
-    strips_first_space: bool
-    bos_id: int | None
-    eos_ids: frozenset[int]
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...]
-    chat_template: str | None
-    template_variables: dict[str, str]
-
-
-def _from_gguf(vocabulary: GgufVocabulary) -> _Parts:
-    tokens = vocabulary.tokens
-    if not 0 < len(tokens) <= _MOST_TOKENS:
-        raise TokenizerError(f"the vocabulary has {len(tokens)} tokens; wanted 1 to {_MOST_TOKENS}")
-    if len(vocabulary.token_types) != len(tokens):
-        raise TokenizerError(f"the vocabulary has {len(vocabulary.token_types)} token types; wanted {len(tokens)}, one per token")
-    if len(set(tokens)) != len(tokens):
-        raise TokenizerError(f"the vocabulary has {quoted(Counter(tokens).most_common(1)[0][0])} more than once")
-    types = list(vocabulary.token_types)
-    for i, token in enumerate(tokens):
-        if token[:1] == "<" and _is_control_by_name(token, types[i]):
-            types[i] = _CONTROL
-    vocabulary = replace(vocabulary, token_types=tuple(types))
-    for name in ("bos_id", "eos_id", "unk_id", "pad_id", "eot_id"):
-        value = getattr(vocabulary, name)
-        if value is not None and not 0 <= value < len(tokens):
-            raise TokenizerError(f"{name} is {value}; wanted an id from 0 to {len(tokens) - 1}")
-    for name, wanted, value in (("BOS", vocabulary.add_bos, vocabulary.bos_id), ("EOS", vocabulary.add_eos, vocabulary.eos_id)):
-        if wanted and value is None:
-            raise TokenizerError(f"the file asks for {name} around every text and does not say which token that is")
-    if vocabulary.model == "gpt2":
-        core = middle_core = _byte_level_core(vocabulary)
-    elif vocabulary.model == "llama":
-        core, middle_core = _sentencepiece_cores(vocabulary)
-    else:
-        raise TokenizerError(f"the vocabulary's model is {quoted(vocabulary.model)}; known: gpt2, llama")
-    control = tuple(_ControlToken(i, tokens[i]) for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN))
-    ends = {token.id for token in control if token.text in _END_NAMES} | {vocabulary.eos_id, vocabulary.eot_id}
-    named = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unk_id, "pad": vocabulary.pad_id}
-    return _Parts(
-        core=core,
-        later_core=core,
-        middle_core=middle_core,
-        tokens=tokens,
-        special=frozenset(i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _UNUSED)),
-        control=control,
-        literal=frozenset(i for i, kind in enumerate(types) if kind == _USER_DEFINED),
-        byte_level=vocabulary.model == "gpt2",
-        strips_first_space=vocabulary.model == "llama" and vocabulary.add_space_prefix,
-        bos_id=vocabulary.bos_id,
-        eos_ids=frozenset(end for end in ends if end is not None),
-        prefix=(vocabulary.bos_id,) if vocabulary.add_bos and vocabulary.bos_id is not None else (),
-        suffix=(vocabulary.eos_id,) if vocabulary.add_eos and vocabulary.eos_id is not None else (),
-        chat_template=vocabulary.chat_template,
-        template_variables={f"{name}_token": "" if value is None else tokens[value] for name, value in named.items()},
-    )
-
-
-class _Finder:
-    """Finds any of some texts, the longest where several begin. A place costs no more for thousands of texts than for one."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = frozenset(filter(None, texts))
-        lengths: dict[str, set[int]] = {}
-        for text in self._texts:
-            if len(text) > _LONGEST_PIECE:
-                raise TokenizerError(
-                    f"the token {quoted(text)} has {len(text)} characters; at most {_LONGEST_PIECE} are searched for"
-                )
-            lengths.setdefault(text[:2], set()).add(len(text))
-        self._lengths = {head: sorted(found, reverse=True) for head, found in lengths.items()}
-        firsts = re.escape("".join({text[0] for text in self._texts}))
-        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
-
-    def search(self, text: str, at: int) -> tuple[int, int] | None:
-        """(start, end) of the first one from `at` on."""
-        while first := self._first.search(text, at):
-            start = first.start()
-            for head in (text[start : start + 2], text[start]):
-                for length in self._lengths.get(head, ()):
-                    if start + length <= len(text) and text[start : start + length] in self._texts:
-                        return start, start + length
-            at = start + 1
-        return None
-
-    def split(self, text: str) -> Iterator[tuple[str, str]]:
-        """(text before it, the one found), in order; at last the rest and ""."""
-        at = 0
-        while span := self.search(text, at):
-            yield text[at : span[0]], text[span[0] : span[1]]
-            at = span[1]
-        yield text[at:], ""
-
-
-def _is_control_by_name(token: str, kind: int) -> bool:
-    """Some files call the tokens that end a turn normal ones."""
-    if not _LOOKS_LIKE_CONTROL.fullmatch(token):
-        return False
-    return kind == _USER_DEFINED or (kind == _NORMAL and token in _END_NAMES)
-
-
-def _byte_level_core(vocabulary: GgufVocabulary) -> Core:
-    from tokenizers import Regex, normalizers, pre_tokenizers
-
-    pre = _PRE.get(vocabulary.pre)
-    if pre is None:
-        named = (
-            f"names the pre-tokenizer {quoted(vocabulary.pre)}" if vocabulary.pre else "names no pre-tokenizer; convert it again"
-        )
-        raise TokenizerError(f"the file {named}; known: {', '.join(sorted(_PRE))}")
-    ids = dict(zip(vocabulary.tokens, itertools.count()))
-    for number, merge in enumerate(vocabulary.merges):
-        left, _, right = merge.partition(" ")
-        if not left or not right or " " in right:
-            raise TokenizerError(f"merge {number} is {quoted(merge)}; wanted two pieces with a space between them")
-        if left + right not in ids:
-            raise TokenizerError(f"merge {number} is {quoted(merge)}, but the vocabulary has no token {quoted(left + right)}")
-    # Without control tokens, so that no merge can lead to one.
-    for token, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True):
-        if kind not in (_NORMAL, _USER_DEFINED) or not token:
-            del ids[token]
-    pairs = BytePairs(ids, merge_order(vocabulary.merges, ids), pre.ignore_merges)
-    normalizer = normalizers.NFC() if pre.nfc else None
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-    words = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    whole = _Finder(vocabulary.tokens[i] for i, kind in enumerate(vocabulary.token_types) if kind == _USER_DEFINED)
-
-    def encode(text: str) -> list[int]:
-        found: list[int] = []
-        for between, token in whole.split(text):
-            if between:
-                for word, _ in words.pre_tokenize_str(normalizer.normalize_str(between) if normalizer else between):
-                    found += pairs.encode(word)
-            if token:
-                found.append(ids[token])
-        return found
-
-    return encode
-
-
-def _sentencepiece_cores(vocabulary: GgufVocabulary) -> tuple[Core, Core]:
-    """For a text, and for one that goes on from another.
-
-    SentencePiece's BPE keeps scores instead of merges: of all neighbours that join to a piece, those of the best piece go first
-    (its bpe_model.cc).
-    """
-    tokens, types, scores = vocabulary.tokens, vocabulary.token_types, vocabulary.scores
-    if len(scores) != len(tokens) or not all(map(math.isfinite, scores)):
-        raise TokenizerError(f"the vocabulary has {len(tokens)} tokens and {len(scores)} scores; wanted as many, all finite")
-    if longest := next((t for t in tokens if len(t) > _LONGEST_PIECE), None):
-        raise TokenizerError(f"the vocabulary has a piece of {len(longest)} characters; at most {_LONGEST_PIECE} are read")
-    normal = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL and token}
-    ranks = {token: -scores[i] for token, i in normal.items()}
-    pairs = BytePairs(normal, lambda left, right: ranks.get(left + right), whole_words=False)
-    # Where no piece goes on behind a word's end, words are merged one by one, and those met before are remembered.
-    across = any(re.search(f"[^{_SPACE}]{_SPACE}", token) for token in normal)
-    words = re.compile(".+" if across else f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+", re.DOTALL)
-    others = {token: i for i, token in enumerate(tokens) if token and types[i] in (_USER_DEFINED, _BYTE)}
-    byte_ids: dict[int, int] = {}
-    for byte in range(256):
-        token_id = others.get(name := f"<0x{byte:02X}>", normal.get(name))
-        if token_id is not None:
-            byte_ids[byte] = token_id
-    # Stands for characters that even bytes cannot spell; a control token must not come out of text this way.
-    unknown = vocabulary.unk_id
-    if unknown is not None and (types[unknown] not in (_NORMAL, _UNKNOWN) or not tokens[unknown]):
-        unknown = None
-    whole = _Finder(token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED)
-
-    def spell(characters: Iterable[str]) -> list[int]:
-        """Ids of characters that are no pieces."""
-        found: list[int] = []
-        for char in characters:
-            data = char.encode()
-            if char in others:
-                found.append(others[char])
-            elif all(byte in byte_ids for byte in data):
-                found += [byte_ids[byte] for byte in data]
-            elif unknown is not None and found[-1:] != [unknown]:
-                found.append(unknown)
-        return found
-
-    def encode(text: str, before: str) -> list[int]:
-        found: list[int] = []
-        for between, token in whole.split(text):
-            if between:
-                for known, run in itertools.groupby(before + between.replace(" ", _SPACE), normal.__contains__):
-                    if known:
-                        for word in words.findall("".join(run)):
-                            found += pairs.encode(word)
-                    else:
-                        found += spell(run)
-            if token:
-                found.append(others[token])
-        return found
-
-    before = _SPACE if vocabulary.add_space_prefix else ""
-    return lambda text: encode(text, before), lambda text: encode(text, "")
-
-
-def _from_hf(files: HfTokenizerFiles) -> _Parts:
-    read = read_tokenizer_json(files.tokenizer_json)
-    config = read_json(files.directory / "tokenizer_config.json")
-    generation = read_json(files.directory / "generation_config.json")
-    control, literal = [], []
-    for token in read.added:
-        if token.special or _LOOKS_LIKE_CONTROL.fullmatch(token.content):
-            control.append(_ControlToken(token.id, token.content, token.lstrip, token.rstrip))
-        else:
-            literal.append(token)
-
-    variables = _special_texts(files, config)
-    ids = {text: token_id for token_id, text in enumerate(read.tokens) if text}
-    bos_id = ids.get(variables["bos_token"])
-    eos_id = ids.get(variables["eos_token"])
-    prefix, suffix = read.prefix, read.suffix
-    generic = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
-    # Classes of their own rebuild the post-processor from these flags; the generic one takes the file's.
-    if not generic and isinstance(config.get("add_bos_token"), bool):
-        prefix = (bos_id,) if config["add_bos_token"] and bos_id is not None else ()
-    if not generic and isinstance(config.get("add_eos_token"), bool):
-        suffix = (eos_id,) if config["add_eos_token"] and eos_id is not None else ()
-    listed = generation.get("eos_token_id")
-    ends = [eos_id, *(listed if isinstance(listed, list) else [listed]), *(t.id for t in control if t.text in _END_NAMES)]
-    eos_ids = frozenset(end for end in ends if type(end) is int and 0 <= end < len(read.tokens))
-    core, later_core, middle_core = _library_cores(read, {token.text for token in control}, eos_ids, files.tokenizer_json)
-    return _Parts(
-        core=core,
-        later_core=later_core,
-        middle_core=middle_core,
-        tokens=read.tokens,
-        special=frozenset(token.id for token in control),
-        control=tuple(control),
-        literal=frozenset(token.id for token in literal),
-        byte_level=read.byte_level,
-        strips_first_space=read.strips_first_space,
-        bos_id=bos_id,
-        eos_ids=eos_ids,
-        prefix=prefix,
-        suffix=suffix,
-        chat_template=_read_template(files.directory, config),
-        template_variables=variables,
-    )
-
-
-def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[int], path: Path) -> tuple[Core, Core, Core]:
-    """For a text, for text behind a control token, and for text that goes on from other text.
-
-    The library never sees control tokens, apart from the one for unknown characters, which text cannot spell. Other tokens keep
-    their ids by being in the model's vocabulary.
-    """
-    from tokenizers import AddedToken, models
-    from tokenizers import Tokenizer as LibraryTokenizer
-
-    vocab = {text: token_id for text, token_id in read.vocab.items() if text not in control}
-    unknown = read.unk_token
-    if unknown in control and unknown in read.vocab:
-        token_id = read.vocab[unknown]
-        # A character that the vocabulary lacks must not end the text.
-        unknown = None if token_id in eos_ids else f"\uffff{unknown}"
-        if unknown:
-            vocab[unknown] = token_id
-    merges = [pair for pair in read.merges if "".join(pair) not in control]
-    literal = [token for token in read.added if token.content not in control]
-    first = read.pre_tokenizer
-    # "first" means the beginning of the whole input, which the library gets to see in pieces.
-    later = [step | {"prepend_scheme": "never"} if step.get("prepend_scheme") == "first" else step for step in first]
-    no_space: dict[str, dict[str, Any]] = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
-    middle = [step | no_space.get(step["type"], {}) for step in first]
-    no_prefix = [step for step in read.normalizer if step["type"] != "Prepend"]
-
-    with _library_errors(f"{path} cannot be used"):
-        model = models.BPE(
-            vocab=vocab,
-            merges=merges,
-            unk_token=unknown,
-            fuse_unk=read.fuse_unk,
-            byte_fallback=read.byte_fallback,
-            ignore_merges=read.ignore_merges,
-        )
-        whole = [
-            AddedToken(
-                token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized,
-                special=False,
-            )
-            for token in literal
-        ]
-        cores: dict[str, Core] = {}  # by their steps, which most files have the same for all three
-        steps = []
-        for normalizer, pre_tokenizer in ((read.normalizer, first), (read.normalizer, later), (no_prefix, middle)):
-            parts = {
-                "normalizer": {"type": "Sequence", "normalizers": normalizer},
-                "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizer},
-                "model": {"type": "BPE", "vocab": {}, "merges": []},
-            }
-            steps.append(json.dumps(parts))
-            if steps[-1] not in cores:
-                library = LibraryTokenizer.from_str(steps[-1])
-                library.model = model
-                library.add_tokens(whole)
-                cores[steps[-1]] = _library_core(library, read.growth)
-    return cores[steps[0]], cores[steps[1]], cores[steps[2]]
-
-
-def _library_core(library: "tokenizers.Tokenizer", growth: float) -> Core:
-    def encode(text: str) -> list[int]:
-        if growth > _ORDINARY_GROWTH and len(text) * growth > _MOST_GROWN:
-            raise TokenizerError(
-                f"it has {len(text)} characters, and the tokenizer's file may make {growth:.0f} of each; shorten it"
-            )
-        return library.encode(text, add_special_tokens=False).ids
-
-    return encode
-
-
-def _special_texts(files: HfTokenizerFiles, config: dict[str, Any]) -> dict[str, str]:
-    special = read_json(files.directory / "special_tokens_map.json")
-    texts = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = config.get(name) or special.get(name) or ""
-        value = value.get("content", "") if isinstance(value, dict) else value
-        texts[name] = _unicode(value, name) if isinstance(value, str) else ""
-    return texts
-
-
-def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
-    file = directory / "chat_template.jinja"
-    if exists(file):
-        return read_text(file)
-    template = config.get("chat_template") or read_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
-    return _unicode(template, "chat_template") if isinstance(template, str) else None
-
-
-def _unicode(text: str, name: str) -> str:
-    if surrogate := _SURROGATE.search(text):
-        raise TokenizerError(f"{name} is not Unicode: lone surrogate {surrogate[0]!r}")
-    return text
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -835,19 +426,6 @@ def _texts_in(value: Any, depth: int = 0) -> Iterator[tuple[str, bool]]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts_in(item, depth + 1)
-
-
-@contextlib.contextmanager
-def _library_errors(what: str) -> Iterator[None]:
-    """The library's own errors, and panics of the Rust code in it, as TokenizerError."""
-    try:
-        yield
-    except Exception as error:
-        raise TokenizerError(f"{what}: {in_one_line(str(error))}") from error
-    except BaseException as error:
-        if type(error).__name__ == "PanicException":
-            raise TokenizerError(f"{what}: {in_one_line(str(error))}") from error
-        raise
 
 
 def _byte_alphabet() -> dict[str, int]:

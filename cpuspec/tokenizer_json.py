@@ -10,8 +10,8 @@ import binascii
 import json
 import re
 import reprlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,15 @@ class AddedToken:
 class TokenizerJson:
     """A tokenizer.json, checked. normalizer and pre_tokenizer: steps in the library's notation, sequences in them unfolded."""
 
+    kind: str  # of the model: "BPE", "Unigram" or "WordPiece"
     tokens: tuple[str | None, ...]  # by id, added ones included
     vocab: dict[str, int]  # the same by text
     added: tuple[AddedToken, ...]
     merges: list[tuple[str, str]]
+    scores: tuple[float, ...]  # of Unigram's pieces
+    unk_id: int | None  # of Unigram
+    continuing_prefix: str  # of WordPiece's pieces inside of words
+    longest_word: int  # characters of a word that WordPiece splits
     unk_token: str | None
     fuse_unk: bool
     byte_fallback: bool
@@ -123,28 +128,43 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return value
 
 
-def read_tokenizer_json(path: Path) -> TokenizerJson:
-    """A tokenizer.json with a BPE model. Raises TokenizerError for one that is damaged, hostile or of another kind."""
+def read_tokenizer_json(path: Path, more: Iterable[Mapping[str, Any]] = (), vocab_size: int = _MOST_TOKENS) -> TokenizerJson:
+    """A tokenizer.json. Raises TokenizerError for one that is damaged, hostile or of another kind.
+
+    more: tokens that other files add, as `added_tokens` has them; one whose id is None or taken gets the next free one. vocab_size:
+    of the model, which has no rows for tokens of `more` beyond.
+    """
     data = read_json(path, required=True)
     try:
-        return _read(data)
+        return _read(data, more, vocab_size)
     except TokenizerError as error:
         raise TokenizerError(f"{path} cannot be used: {error}") from error
 
 
-def _read(data: dict[str, Any]) -> TokenizerJson:
+def _read(data: dict[str, Any], more: Iterable[Mapping[str, Any]], vocab_size: int) -> TokenizerJson:
     model = data.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        kind = model.get("type") if isinstance(model, dict) else model
-        raise TokenizerError(f"the model is {quoted(kind)}; wanted BPE with a vocabulary")
+    kind = model.get("type", "BPE") if isinstance(model, dict) else None
+    wanted = {"BPE": dict, "WordPiece": dict, "Unigram": list}.get(kind) if isinstance(kind, str) else None
+    if wanted is None or not isinstance(model, dict) or not isinstance(model.get("vocab"), wanted):
+        raise TokenizerError(f"the model is {quoted(kind)}; wanted BPE, Unigram or WordPiece with a vocabulary")
+    prefix_of_pieces = model.get("continuing_subword_prefix")
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(name) not in (None, ""):
+        if model.get(name) not in (None, "") and (kind, name) != ("WordPiece", "continuing_subword_prefix"):
             raise TokenizerError(f"{name} is {quoted(model[name])}; wanted none: pieces are byte-level, or have ▁ for a space")
-    added = tuple(_read_added(data.get("added_tokens")))
-    vocab = dict(model["vocab"])
+    if kind == "WordPiece" and not (isinstance(prefix_of_pieces, str) and prefix_of_pieces):
+        raise TokenizerError(
+            f"continuing_subword_prefix is {quoted(prefix_of_pieces)}; wanted what pieces inside of a word begin with"
+        )
+    longest_word = model.get("max_input_chars_per_word", 100)
+    if type(longest_word) is not int or not 0 < longest_word <= 1 << 16:
+        raise TokenizerError(f"max_input_chars_per_word is {quoted(longest_word)}; wanted a number of characters")
+    vocab, scores = (dict(model["vocab"]), ()) if kind != "Unigram" else _read_pieces(model["vocab"])
+    added = list(_read_added(data.get("added_tokens")))
     for token in added:
         if vocab.setdefault(token.content, token.id) != token.id:
             raise TokenizerError(f"{quoted(token.content)} has the ids {quoted(vocab[token.content])} and {token.id}")
+    _by_id(vocab)
+    added = _with_more(added, vocab, more, vocab_size)
     tokens = _by_id(vocab)
     unk_token = model.get("unk_token")
     if not isinstance(unk_token, str | None):
@@ -154,10 +174,18 @@ def _read(data: dict[str, Any]) -> TokenizerJson:
     growth = _growth(normalizer, pre_tokenizer)
     byte_level, strips = _read_decoder(data)
     prefix, suffix = _read_around(data, len(tokens))
+    unk_id = model.get("unk_id")
+    if kind == "Unigram" and unk_id is not None and not (type(unk_id) is int and 0 <= unk_id < len(scores)):
+        raise TokenizerError(f"unk_id is {quoted(unk_id)}; wanted an id below {len(scores)}")
     return TokenizerJson(
+        kind=str(kind),
+        scores=scores,
+        unk_id=unk_id if kind == "Unigram" else None,
+        continuing_prefix=str(prefix_of_pieces or ""),
+        longest_word=longest_word,
         tokens=tokens,
         vocab=vocab,
-        added=added,
+        added=tuple(added),
         merges=list(_read_merges(model.get("merges"))),
         unk_token=unk_token,
         fuse_unk=_flag(model, "fuse_unk"),
@@ -171,6 +199,38 @@ def _read(data: dict[str, Any]) -> TokenizerJson:
         prefix=prefix,
         suffix=suffix,
     )
+
+
+def _read_pieces(pieces: list[Any]) -> tuple[dict[str, Any], tuple[float, ...]]:
+    """The ids and the scores of Unigram's pieces, which are listed by id."""
+    vocab: dict[str, Any] = {}
+    for number, piece in enumerate(pieces):
+        match piece:
+            case [str(text), int() | float() as score] if abs(score) < 1e30 and text not in vocab:
+                vocab[text] = number
+            case _:
+                raise TokenizerError(f"piece {number} is {quoted(piece)}; wanted a text that no other piece has, and its score")
+    return vocab, tuple(float(score) for _, score in pieces)
+
+
+def _with_more(added: list[AddedToken], vocab: dict[str, Any], more: Iterable[Mapping[str, Any]], size: int) -> list[AddedToken]:
+    """The added tokens with those of `more`, which `vocab` gets, too. A token that is there becomes special if `more` says so."""
+    by_text = {token.content: token for token in added}
+    taken = set(vocab.values())
+    for token in _read_added([dict(one, id=0 if one.get("id") is None else one["id"]) for one in more]):
+        known = by_text.get(token.content)
+        if known:
+            by_text[token.content] = replace(known, special=known.special or token.special)
+            continue
+        token_id = vocab.get(token.content)
+        if token_id is None:
+            token_id = token.id if token.id not in taken else max(taken, default=-1) + 1
+            if not 0 <= token_id < size:
+                continue
+            vocab[token.content] = token_id
+            taken.add(token_id)
+        by_text[token.content] = replace(token, id=token_id)
+    return list(by_text.values())
 
 
 def _flag(fields: dict[str, Any], name: str, default: bool = False) -> bool:
@@ -286,7 +346,7 @@ def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]
                     raise TokenizerError(f"a Replace step has the content {quoted(content)}; wanted a text")
                 growth *= max(1, len(content) / min_length) if min_length else 1 + len(content)
             elif step["type"] == "Precompiled":
-                growth *= _longest_replacement(step.get("precompiled_charsmap"))
+                growth *= longest_replacement(_charsmap(step.get("precompiled_charsmap")))
             elif step["type"] == "Prepend" and len(str(step.get("prepend"))) > _MOST_GROWTH:
                 raise TokenizerError(f"a Prepend step puts {quoted(step.get('prepend'))} before a text")
             elif step["type"] == "FixedLength" and not (type(step.get("length")) is int and step["length"] > 0):
@@ -310,12 +370,24 @@ def _min_match(step: dict[str, Any], name: str) -> int:
             raise TokenizerError(f"a {step['type']} step has the pattern {quoted(other)}; wanted a String or a Regex")
 
 
-def _longest_replacement(charsmap: Any) -> int:
-    """Characters of the longest text in a table of SentencePiece (its normalizer.cc): a trie, then texts that end with a NUL."""
+def _charsmap(text: Any) -> bytes:
     try:
-        table = base64.b64decode(charsmap, validate=True)
-        texts = table[4 + int.from_bytes(table[:4], "little") :].decode().split("\0")
+        return base64.b64decode(text, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
+        raise TokenizerError("the precompiled_charsmap is damaged") from error
+
+
+def longest_replacement(charsmap: bytes) -> int:
+    """Characters of the longest text in a table of SentencePiece (its normalizer.cc): a trie, then texts that end with a NUL.
+
+    Raises TokenizerError for a damaged one.
+    """
+    end = 4 + int.from_bytes(charsmap[:4], "little")  # of the trie; the library asks for the memory of any size that is named here
+    if end > len(charsmap):
+        raise TokenizerError(f"the precompiled_charsmap has {len(charsmap)} bytes and a trie that ends at {end}; it is damaged")
+    try:
+        texts = charsmap[end:].decode().split("\0")
+    except ValueError as error:
         raise TokenizerError("the precompiled_charsmap is damaged") from error
     return max(map(len, texts), default=0) or 1
 
@@ -333,6 +405,8 @@ def _read_decoder(data: dict[str, Any]) -> tuple[bool, bool]:
                 pass
             case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
                 strips = strips or bool(start)
+            case {"type": "WordPiece"}:
+                strips = True
             case {"type": "Metaspace", "replacement": "▁"}:
                 strips = strips or _without_legacy(step)["prepend_scheme"] != "never"
             case _:

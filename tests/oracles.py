@@ -184,7 +184,7 @@ class ToyTokenizer:
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return b"".join(self._bytes[i] for i in ids).decode(errors="replace")
 
-    def stream(self, skip_special: bool = True, shown: Set[int] = frozenset()) -> "ToyDecoder":
+    def stream(self, skip_special: bool = True, shown: Set[int] = frozenset(), after: int | None = None) -> "ToyDecoder":
         return ToyDecoder(self._bytes)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:

@@ -72,11 +72,10 @@ def make(template: str | None) -> Tokenizer:
         eos_id=TOKENS.index("<|eot_id|>"),
         unk_id=None,
         pad_id=None,
-        eot_id=None,
         add_bos=True,
         add_eos=False,
         add_space_prefix=False,
-        chat_template=template,
+        chat_templates={"default": template} if template else {},
     )
     checkpoint: Any = SimpleNamespace(vocabulary=vocabulary, config=SimpleNamespace(vocab_size=len(TOKENS)), path=Path("m.gguf"))
     return make_tokenizer(checkpoint)

@@ -29,11 +29,9 @@ def make(model: str, normal: list[str]) -> Tokenizer:
         eos_id=257,
         unk_id=None,
         pad_id=None,
-        eot_id=None,
         add_bos=False,
         add_eos=False,
         add_space_prefix=model == "llama",
-        chat_template=None,
     )
     config = SimpleNamespace(vocab_size=len(tokens) + 1)
     checkpoint: Any = SimpleNamespace(vocabulary=vocabulary, config=config, path=Path("m.gguf"))

@@ -14,10 +14,10 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec import byte_pairs
-from cpuspec import tokenizer as tokenizer_module
+from cpuspec import byte_pairs, tokenizer_hf
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
+from cpuspec.pre_tokenizers import PRE_TOKENIZERS
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
 
 CORPUS = (
@@ -117,11 +117,9 @@ def make_vocabulary(pre: str = "qwen2", **changes: Any) -> GgufVocabulary:
         eos_id=IDS["<|im_end|>"],
         unk_id=None,
         pad_id=None,
-        eot_id=None,
         add_bos=False,
         add_eos=False,
         add_space_prefix=False,
-        chat_template=None,
     )
     return replace(vocabulary, **changes)
 
@@ -196,15 +194,25 @@ def known_pre() -> list[str]:
 
 def test_an_unknown_pre_tokenizer_is_an_error_that_names_the_known_ones() -> None:
     assert {"smollm", "qwen2", "llama-bpe", "gpt-2", "default"} <= set(known_pre())
-    with pytest.raises(TokenizerError, match="names no pre-tokenizer"):
-        make(make_vocabulary(""))
+
+
+def test_a_file_without_a_pre_tokenizer_is_read_with_a_warning_as_by_llama_cpp(caplog: pytest.LogCaptureFixture) -> None:
+    ids = make(make_vocabulary("default")).encode(CORPUS)
+    assert "names no pre-tokenizer" not in caplog.text
+    assert make(make_vocabulary("")).encode(CORPUS) == ids
+    assert "names no pre-tokenizer" in caplog.text
 
 
 @pytest.mark.parametrize("pre", known_pre())
 def test_no_pre_tokenizer_loses_text(pre: str) -> None:
     import unicodedata
 
-    tokenizer = make(make_vocabulary(pre))
+    vocabulary = make_vocabulary(pre)
+    if PRE_TOKENIZERS[pre].spaced:
+        bytes_of_text = tuple(f"<0x{byte:02X}>" for byte in range(256))
+        tokens, types = (*bytes_of_text, *vocabulary.tokens[256:], "▁"), (*vocabulary.token_types, 1)
+        vocabulary = replace(vocabulary, tokens=tokens, token_types=types, merges=())
+    tokenizer = make(vocabulary)
     for text in [*TRICKY, CORPUS]:
         assert tokenizer.decode(tokenizer.encode(text)) in (text, unicodedata.normalize("NFC", text))
 
@@ -277,7 +285,7 @@ def test_every_token_that_ends_a_turn_is_known_whatever_its_type() -> None:
     assert IDS["<|eot_id|>"] in tokenizer.eos_ids
     assert tokenizer.is_special(IDS["<|eot_id|>"])
     assert tokenizer.is_special(IDS["<|im_start|>"])
-    assert make(make_vocabulary(eot_id=IDS["<tool>"])).eos_ids > {IDS["<tool>"]}
+    assert make(make_vocabulary(end_ids=(IDS["<tool>"],))).eos_ids > {IDS["<tool>"]}
 
 
 def test_rows_beyond_the_vocabulary_decode_to_nothing_and_ids_beyond_the_rows_are_errors() -> None:
@@ -322,12 +330,11 @@ GOOD_TYPES = make_vocabulary().token_types
         ({"merges": ("a b c",)}, "merge 0 is 'a b c'"),
         ({"merges": ("a zzz",)}, "no token 'azzz'"),
         ({"merges": ("q x",)}, "no token 'qx'"),
-        ({"eos_id": len(TOKENS)}, "eos_id is"),
-        ({"bos_id": -1}, "bos_id is -1"),
-        ({"unk_id": 1 << 40}, "unk_id is"),
         ({"add_bos": True, "bos_id": None}, "asks for BOS"),
         ({"add_eos": True, "eos_id": None}, "asks for EOS"),
-        ({"model": "bert"}, "model is 'bert'; known: gpt2, llama"),
+        ({"model": "rwkv"}, "model is 'rwkv'; known: gpt2, llama"),
+        ({"model": "bert"}, "does not say which token stands for unknown"),
+        ({"model": "t5"}, "scores"),
         ({"model": "llama"}, "scores"),
         ({"model": "llama", "scores": (float("nan"),) * len(TOKENS)}, "all finite"),
     ],
@@ -354,11 +361,9 @@ def test_any_vocabulary_either_works_or_is_a_tokenizer_error(data: st.DataObject
         eos_id=data.draw(an_id),
         unk_id=data.draw(an_id),
         pad_id=None,
-        eot_id=None,
         add_bos=data.draw(st.booleans()),
         add_eos=data.draw(st.booleans()),
         add_space_prefix=data.draw(st.booleans()),
-        chat_template=None,
     )
     try:
         tokenizer = make(vocabulary, vocab_size=8)
@@ -395,11 +400,9 @@ SENTENCEPIECE = GgufVocabulary(
     eos_id=2,
     unk_id=0,
     pad_id=None,
-    eot_id=None,
     add_bos=True,
     add_eos=False,
     add_space_prefix=True,
-    chat_template=None,
 )
 
 
@@ -625,7 +628,12 @@ def test_only_the_beginning_of_a_text_gets_the_first_space(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"type": "Unigram", "vocab": []}}, "wanted BPE"),
+        ({"model": {"type": "WordLevel", "vocab": {}}}, "wanted BPE"),
+        ({"model": {"type": "Unigram", "vocab": {}}}, "wanted BPE"),
+        ({"model": {"type": "Unigram", "vocab": [["a", "b"]]}}, "piece 0 is"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 0.0]]}}, "piece 1 is"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 1}, "added_tokens": []}, "unk_id is 1"),
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "wanted what pieces inside"),
         ({"model": None}, "wanted BPE"),
         ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "wanted a number"),
         ({"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}}, "wanted a number"),
@@ -636,7 +644,7 @@ def test_only_the_beginning_of_a_text_gets_the_first_space(tmp_path: Path) -> No
         ({"added_tokens": [{"id": 5}]}, "no list of tokens"),
         ({"added_tokens": [{"id": 5, "content": "a"}]}, "has the ids"),
         ({"added_tokens": "x"}, "no list of tokens"),
-        ({"decoder": {"type": "WordPiece"}}, "wanted ByteLevel"),
+        ({"decoder": {"type": "CTC"}}, "wanted ByteLevel"),
         ({"decoder": 3}, "wanted an object"),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}, "cannot be used"),
         ({"pre_tokenizer": {"type": "Nonsense"}}, "cannot be used"),
@@ -651,12 +659,13 @@ def test_a_damaged_tokenizer_json_is_a_clear_error(tmp_path: Path, changes: dict
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_a_file_that_is_no_json_object_is_a_clear_error(tmp_path: Path, content: bytes) -> None:
     files = make_hf(tmp_path)
-    for path in (tmp_path / "tokenizer_config.json", files.tokenizer_json):
+    for path in (files.tokenizer_json, tmp_path / "tokenizer_config.json"):
         path.write_bytes(content)
         with pytest.raises(TokenizerError, match=path.name):
             make(files)
+    (tmp_path / "tokenizer_config.json").unlink()
     files.tokenizer_json.unlink()
-    with pytest.raises(TokenizerError, match="does not exist"):
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is missing, and so are tokenizer.model, and vocab.json"):
         make(files)
 
 
@@ -773,6 +782,7 @@ EVIL = "(?:a+)+[bc](?!x)"
         ({"normalizer": {"type": "Prepend", "prepend": "a" * 1_000_000}}, "before a text"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA" + "YWFh" * 100}}, "of one; at most"),
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "?"}}, "damaged"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}, "trie that ends at 4294967299"),
         ({"normalizer": {"type": ["NFC"]}}, "wanted an object with a type"),
         ({"normalizer": DOUBLE | {"content": 3}}, "wanted a text"),
         ({"normalizer": DOUBLE | {"pattern": "a"}}, "wanted a String or a Regex"),
@@ -811,7 +821,7 @@ def test_a_hostile_tokenizer_json_is_refused_before_it_meets_a_text(tmp_path: Pa
 
 def test_a_text_grows_into_so_many_characters_at_most(tmp_path: Path, monkeypatch) -> None:
     """And an ordinary file's text may have any length."""
-    monkeypatch.setattr(tokenizer_module, "_MOST_GROWN", 10_000)
+    monkeypatch.setattr(tokenizer_hf, "_MOST_GROWN", 10_000)
     grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 15}
     tokenizer = make(make_hf(tmp_path, normalizer=grow))
     assert tokenizer.encode("a" * 100) == slow_encode("b" * 1500, "qwen2")

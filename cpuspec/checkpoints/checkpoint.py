@@ -15,24 +15,30 @@ from cpuspec.formats import QuantTensor
 class GgufVocabulary:
     """The tokenizer as a GGUF file stores it. Token types: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte.
 
-    merges is empty for model "llama", scores is empty where the file has none; ids are None where the file names none.
+    merges and scores are empty where the file has none. Ids and flags are None where the file names none; the tokenizer has the
+    defaults of each model.
     """
 
-    model: str  # "gpt2" (byte-level BPE) or "llama" (SentencePiece)
+    model: str  # "gpt2" (byte-level BPE), "llama" (SentencePiece), "gemma4" (BPE), "t5" (Unigram) or "bert" (WordPiece)
     pre: str  # name of the pre-tokenizer's rules, "" where the file has none
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...]  # bytes that are no UTF-8 are lone surrogates ("surrogateescape")
     token_types: tuple[int, ...]
-    merges: tuple[str, ...]
-    scores: tuple[float, ...]
-    bos_id: int | None
-    eos_id: int | None
-    unk_id: int | None
-    pad_id: int | None
-    eot_id: int | None
-    add_bos: bool
-    add_eos: bool
-    add_space_prefix: bool
-    chat_template: str | None
+    merges: tuple[str, ...] = ()
+    scores: tuple[float, ...] = ()
+    bos_id: int | None = None
+    eos_id: int | None = None
+    unk_id: int | None = None
+    pad_id: int | None = None
+    sep_id: int | None = None
+    end_ids: tuple[int, ...] = ()  # more tokens that end an answer
+    add_bos: bool | None = None
+    add_eos: bool | None = None
+    add_space_prefix: bool | None = None
+    merges_spaces: bool = False  # several spaces count as one, and those around a text as none
+    charsmap: bytes = b""  # SentencePiece's table of characters to replace
+    lowercase: bool | None = None
+    strip_accents: bool | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name, "default" for the nameless one
 
 
 @dataclass(frozen=True)

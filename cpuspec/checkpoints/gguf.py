@@ -91,7 +91,7 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
         config = _read_config(settings, family, tensors, file.tensors.get(_ROPE_FACTORS))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    vocabulary = _read_vocabulary(Fields(str(path), file.metadata, "tokenizer."), config.vocab_size)
+    vocabulary = read_vocabulary(file, config.vocab_size)
     name = fields.text("general.name", "")
     # A name is for people: one that would scribble over a terminal, or fill it, is not used.
     name = name if name.isprintable() and 0 < len(name) <= 200 else path.stem
@@ -353,38 +353,52 @@ def _read_sampling(file: GgufFile) -> SamplingDefaults:
     return replace(found, ignored=found.ignored + told)
 
 
-def _read_vocabulary(fields: Fields, vocab_size: int) -> GgufVocabulary:
-    """The tokenizer's tables, consistent with each other and with `vocab_size` embeddings."""
-    model = fields.text("ggml.model")
-    if model not in ("gpt2", "llama"):
-        fields.fail("ggml.model", "gpt2 or llama")
+def read_vocabulary(file: GgufFile, vocab_size: int | None = None) -> GgufVocabulary:
+    """The tokenizer's tables, consistent with each other and with `vocab_size` embeddings if that is given."""
+    fields = Fields(str(file.path), file.metadata, "tokenizer.")
     tokens = fields.strings("ggml.tokens")
-    if len(tokens) != vocab_size:
-        fields.fail("ggml.tokens", f"{vocab_size} tokens, one for each row of token_embd.weight")
+    size = len(tokens) if vocab_size is None else vocab_size
+    if len(tokens) != size:
+        fields.fail("ggml.tokens", f"{size} tokens, one for each row of token_embd.weight")
 
-    def token_id(key: str) -> int | None:
-        if f"ggml.{key}_token_id" not in fields:
-            return None
-        value = fields.integer(f"ggml.{key}_token_id")
-        if not 0 <= value < vocab_size:
-            fields.fail(f"ggml.{key}_token_id", f"an id from 0 to {vocab_size - 1}")
-        return value
+    def token_id(*keys: str) -> int | None:
+        return next((fields.integer(f"ggml.{key}_token_id") for key in keys if f"ggml.{key}_token_id" in fields), None)
 
-    sentencepiece = model == "llama"
+    def flag(key: str) -> bool | None:
+        return fields.boolean(key) if key in fields else None
+
+    def bytes_of(key: str) -> bytes:
+        table = fields.value(key)
+        if table is not None and not (isinstance(table, np.ndarray) and table.dtype.itemsize == 1):
+            fields.fail(key, "an array of bytes")
+        return b"" if table is None else table.tobytes()
+
+    ends = fields.value("ggml.eos_token_ids")  # Ollama's
+    if ends is not None and not (isinstance(ends, np.ndarray) and np.issubdtype(ends.dtype, np.integer)):
+        fields.fail("ggml.eos_token_ids", "an array of integers")
+    named = (token_id("eot"), token_id("eom"), token_id("fim_pad"), token_id("fim_rep"), token_id("fim_sep"))
+    template = "tokenizer.chat_template"
+    keys = (key.removeprefix("tokenizer.") for key in file.metadata if key == template or key.startswith(f"{template}."))
+    templates = {key.partition(".")[2] or "default": fields.text(key) for key in keys}
     return GgufVocabulary(
-        model=model,
+        model=fields.text("ggml.model"),
         pre=fields.text("ggml.pre", ""),
         tokens=tuple(tokens),
-        token_types=tuple(fields.numbers("ggml.token_type", np.integer, vocab_size)) or (1,) * vocab_size,
+        token_types=tuple(fields.numbers("ggml.token_type", np.integer, size)) or (1,) * size,
         merges=tuple(fields.strings("ggml.merges")),
-        scores=tuple(fields.numbers("ggml.scores", np.floating, vocab_size)),
-        bos_id=token_id("bos"),
+        scores=tuple(map(float, fields.numbers("ggml.scores", np.number, size))),
+        bos_id=token_id("bos", "cls"),
         eos_id=token_id("eos"),
         unk_id=token_id("unknown"),
         pad_id=token_id("padding"),
-        eot_id=token_id("eot"),
-        add_bos=fields.boolean("ggml.add_bos_token", sentencepiece),
-        add_eos=fields.boolean("ggml.add_eos_token", False),
-        add_space_prefix=fields.boolean("ggml.add_space_prefix", sentencepiece),
-        chat_template=fields.text("chat_template") if "chat_template" in fields else None,
+        sep_id=token_id("seperator", "separator"),  # the first is how files spell it
+        end_ids=tuple(dict.fromkeys((*(one for one in named if one is not None), *(() if ends is None else ends.tolist())))),
+        add_bos=flag("ggml.add_bos_token"),
+        add_eos=flag("ggml.add_eos_token"),
+        add_space_prefix=flag("ggml.add_space_prefix"),
+        merges_spaces=fields.boolean("ggml.remove_extra_whitespaces", False),
+        charsmap=bytes_of("ggml.precompiled_charsmap"),
+        lowercase=flag("ggml.normalizer.lowercase"),
+        strip_accents=flag("ggml.normalizer.strip_accents"),
+        chat_templates={name: text for name, text in templates.items() if text},
     )

@@ -70,6 +70,7 @@ _COMPLETE = "a complete file: download it again"
 class GgufFile:
     """Metadata (key -> int, float, bool, str, list of str, or a numeric array) and tensors over the mapped bytes.
 
+    Bytes of a tokenizer's lists that are no UTF-8 are lone surrogates ("surrogateescape"); those of other strings are U+FFFD.
     arrays: its vectors of integers. senses: names of tensors of a part that sees or hears, which are not read.
     remarks: a sentence for each thing that is read in another way than the file says.
     """
@@ -219,38 +220,34 @@ class _Cursor:
             self.fail(f"{what} is {count} at byte {self.position - 8} of a file of {self._size}", f"at most {possible}")
         return count
 
-    def string(self, what: str, max_bytes: int | None = None, errors: str = "strict") -> str:
+    def string(self, what: str, max_bytes: int | None = None, replaces: bool = False) -> str:
+        """A string; replaces: bytes that are no UTF-8 become U+FFFD, and a remark says so."""
         length = self.u64(f"length of the {what}")
         if max_bytes is not None and length > max_bytes:
             self.fail(f"{what} is {length} bytes long", f"at most {max_bytes}")
         start = self.take(length, what)
         try:
-            return str(self._view[start : self.position], "utf-8", errors)
+            return str(self._view[start : self.position], "utf-8")
         except UnicodeDecodeError as error:
-            self.fail(f"{what} is not UTF-8 ({error.reason} at byte {start + error.start})", "UTF-8 text")
+            if not replaces:
+                self.fail(f"{what} is not UTF-8 ({error.reason} at byte {start + error.start})", "UTF-8 text")
+            self.remarks.append(f"{self.path}: {what[:80]} is not UTF-8; bytes that are no text are replaced")
+            return str(self._view[start : self.position], "utf-8", "replace")
 
     def value(self, key: str) -> Value:
         value_type = self.u32(f"type of {key}")
-        # Text for people may be damaged; a tokenizer's may not.
-        errors = "strict" if key.startswith("tokenizer.") else "replace"
         if value_type == _STRING:
-            return self._told(key, [self.string(key, errors=errors)])[0]
+            return self.string(key, replaces=True)
         if value_type == _ARRAY:
-            return self._array(key, errors)
+            return self._array(key)
         return self._numbers(key, value_type, 1)[0].item() if value_type != _BOOL else bool(self._numbers(key, value_type, 1)[0])
 
-    def _told(self, key: str, strings: list[str]) -> list[str]:
-        """The strings, after a remark if bytes of theirs were no text."""
-        if not key.startswith("tokenizer.") and any("\ufffd" in string for string in strings):
-            self.remarks.append(f"{self.path}: {key[:80]} is not UTF-8; bytes that are no text are replaced")
-        return strings
-
-    def _array(self, key: str, errors: str) -> list[str] | NDArray:
+    def _array(self, key: str) -> list[str] | NDArray:
         item_type = self.u32(f"item type of {key}")
         if item_type == _ARRAY:
             self.fail(f"{key} is an array of arrays", "an array of numbers or strings")
         if item_type == _STRING:
-            return self._told(key, self._strings(key, self.count(f"length of {key}", 8, _MAX_STRINGS), errors))
+            return self._strings(key, self.count(f"length of {key}", 8, _MAX_STRINGS))
         dtype = self._scalar_type(key, item_type)
         return self._numbers(key, item_type, self.count(f"length of {key}", dtype.itemsize, self._size))
 
@@ -270,21 +267,28 @@ class _Cursor:
             return numbers.astype(bool)
         return numbers
 
-    def _strings(self, key: str, count: int, errors: str) -> list[str]:
+    def _strings(self, key: str, count: int) -> list[str]:
         # The vocabulary: hundreds of thousands of short strings, so this one loop spells out what `string` does.
         view, size, position = self._view, self._size, self.position
         length_at = _U64.unpack_from
         strings: list[str] = []
+        stray = 0
         try:
             for _ in range(count):
                 start = position + 8
                 position = start + length_at(view, position)[0]
                 if position > size:
                     self.fail(f"string {len(strings)} of {key} ends at byte {position} of a file of {size}", _COMPLETE)
-                strings.append(str(view[start:position], "utf-8", errors))
+                try:
+                    strings.append(str(view[start:position], "utf-8"))
+                except UnicodeDecodeError:
+                    # The bytes of tokens count.
+                    errors = "surrogateescape" if key.startswith("tokenizer.") else "replace"
+                    strings.append(str(view[start:position], "utf-8", errors))
+                    stray += 1
         except struct.error:
             self.fail(f"string {len(strings)} of {key} begins at byte {position} of a file of {size}", _COMPLETE)
-        except UnicodeDecodeError as error:
-            self.fail(f"string {len(strings)} of {key} is not UTF-8 ({error.reason})", "UTF-8 text")
+        if stray:
+            self.remarks.append(f"{self.path}: {stray} strings of {key[:80]} are not UTF-8")
         self.position = position
         return strings

@@ -108,7 +108,7 @@ class Engine:
         """
         seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params, prompt), prediction)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
-        text = StopText(self._tokenizer.stream(shown=shown), params.stop, params.min_tokens)
+        text = StopText(self._tokenizer.stream(shown=shown, after=prompt[-1]), params.stop, params.min_tokens)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens

@@ -24,9 +24,11 @@ from cpuspec.files import replacing
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import U8
 from cpuspec.model.rope import attention_factor, inverse_frequencies
+from cpuspec.pre_tokenizers import PRE_TOKENIZERS
 from cpuspec.quantize.weights import layer_parts
-from cpuspec.tokenizer import PRE_TOKENIZERS, make_tokenizer
-from cpuspec.tokenizer_json import read_json, read_tokenizer_json
+from cpuspec.tokenizer import make_tokenizer
+from cpuspec.tokenizer_hf import read_hf_vocabulary
+from cpuspec.tokenizer_json import read_json
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _REMEDY = "write compressed-tensors (OUT without .gguf)"
@@ -198,9 +200,11 @@ def tokenizer_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 def _tokenizer(checkpoint: Checkpoint, files: HfTokenizerFiles) -> dict[str, Value]:
     tokenizer = make_tokenizer(checkpoint)
-    read = read_tokenizer_json(files.tokenizer_json)
-    settings = read_json(files.directory / "tokenizer_config.json")
     size = checkpoint.config.vocab_size
+    read = read_hf_vocabulary(files, size)
+    settings = read_json(files.directory / "tokenizer_config.json")
+    if isinstance(read, GgufVocabulary):
+        raise ConfigError(f"{files.tokenizer_json} is missing, which a GGUF file is made of; save the tokenizer with it")
     tokens = [text if text is not None else f"[PAD{i}]" for i, text in enumerate(read.tokens)]
     types = [_NORMAL if text is not None else _UNUSED for text in read.tokens]
     if not read.byte_level:
@@ -237,14 +241,15 @@ def _tokenizer(checkpoint: Checkpoint, files: HfTokenizerFiles) -> dict[str, Val
         eos_id=token_id("eos") if token_id("eos") is not None else ends[0] if ends else None,
         unk_id=token_id("unk"),
         pad_id=token_id("pad"),
-        eot_id=None,
+        end_ids=tuple(end for end in ends if end != token_id("eos")),
         add_bos=tokenizer.bos_id is not None and tokenizer.bos_id in around[:1],
         add_eos=bool(around) and around[-1] in tokenizer.eos_ids and len(around) > int(around[0] == tokenizer.bos_id),
         add_space_prefix=prepends and not read.byte_level,
-        chat_template=tokenizer.chat_template,
+        chat_templates=tokenizer.chat_templates,
     )
     wanted = tokenizer.encode(_PROBE)
-    for pre in PRE_TOKENIZERS if read.byte_level else ("default",):
+    first_names = {rules: name for name, rules in reversed(list(PRE_TOKENIZERS.items())) if not rules.spaced}.values()
+    for pre in reversed(first_names) if read.byte_level else ("default",):
         vocabulary = replace(vocabulary, pre=pre)
         if make_tokenizer(replace(checkpoint, vocabulary=vocabulary)).encode(_PROBE) == wanted:
             return _entries(vocabulary)
@@ -260,9 +265,9 @@ def _entries(vocabulary: GgufVocabulary) -> dict[str, Value]:
         "tokenizer.ggml.pre": vocabulary.pre,
         "tokenizer.ggml.tokens": list(vocabulary.tokens),
         "tokenizer.ggml.token_type": np.array(vocabulary.token_types, np.int32),
-        "tokenizer.ggml.add_bos_token": vocabulary.add_bos,
-        "tokenizer.ggml.add_eos_token": vocabulary.add_eos,
-        "tokenizer.ggml.add_space_prefix": vocabulary.add_space_prefix,
+        "tokenizer.ggml.add_bos_token": bool(vocabulary.add_bos),
+        "tokenizer.ggml.add_eos_token": bool(vocabulary.add_eos),
+        "tokenizer.ggml.add_space_prefix": bool(vocabulary.add_space_prefix),
     }
     if vocabulary.scores:
         found["tokenizer.ggml.scores"] = np.array(vocabulary.scores, np.float32)
@@ -270,6 +275,11 @@ def _entries(vocabulary: GgufVocabulary) -> dict[str, Value]:
         found["tokenizer.ggml.merges"] = list(vocabulary.merges)
     ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unknown": vocabulary.unk_id, "padding": vocabulary.pad_id}
     found |= {f"tokenizer.ggml.{name}_token_id": value for name, value in ids.items() if value is not None}
-    if vocabulary.chat_template is not None:
-        found["tokenizer.chat_template"] = vocabulary.chat_template
+    # llama.cpp reads the first two, and others the list.
+    found |= {f"tokenizer.ggml.{name}_token_id": end for name, end in zip(("eot", "eom"), vocabulary.end_ids, strict=False)}
+    if vocabulary.end_ids:
+        ends = vocabulary.end_ids if vocabulary.eos_id is None else (vocabulary.eos_id, *vocabulary.end_ids)
+        found["tokenizer.ggml.eos_token_ids"] = np.array(ends, np.int32)
+    for name, template in vocabulary.chat_templates.items():
+        found["tokenizer.chat_template" if name == "default" else f"tokenizer.chat_template.{name}"] = template
     return found

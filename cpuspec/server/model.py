@@ -100,8 +100,8 @@ class ServedModel:
         self.embeds = asyncio.Lock()  # one request's embeddings are computed at a time, beside the engine's steps
         self.num_embedding = 0  # requests for embeddings that run or wait
         tokenizer = llm.tokenizer
-        self.tool_format: ToolFormat = tool_format(tokenizer.chat_template)
-        self.template_takes_tools = "tools" in (tokenizer.chat_template or "")
+        self.tool_format: ToolFormat = tool_format(tokenizer.chat_template_for({"tools": True}))
+        self.template_takes_tools = "tools" in (tokenizer.chat_template_for({"tools": True}) or "")
         self.shown = shown_tokens(tokenizer)
         self.fill = _fill_tokens(llm)
 

@@ -171,9 +171,9 @@ def test_the_vocabulary_is_read_whole(tmp_path):
     assert vocabulary.scores == ()
     assert vocabulary.eos_id == wanted.token_id("<|im_end|>")
     assert vocabulary.bos_id == vocabulary.pad_id == wanted.token_id("<|endoftext|>")
-    assert (vocabulary.unk_id, vocabulary.eot_id) == (None, None)
-    assert (vocabulary.add_bos, vocabulary.add_eos, vocabulary.add_space_prefix) == (False, False, False)
-    assert vocabulary.chat_template == CHAT_TEMPLATE
+    assert (vocabulary.unk_id, vocabulary.end_ids) == (None, ())
+    assert (vocabulary.add_bos, vocabulary.add_eos) == (False, None)
+    assert vocabulary.chat_templates == {"default": CHAT_TEMPLATE}
 
 
 def test_a_sentencepiece_vocabulary_has_scores_and_its_own_defaults(small_gguf, edited_gguf):
@@ -193,10 +193,10 @@ def test_a_sentencepiece_vocabulary_has_scores_and_its_own_defaults(small_gguf, 
         )
     ).vocabulary
     assert vocabulary.scores == tuple(scores)
-    assert (vocabulary.add_bos, vocabulary.add_eos, vocabulary.add_space_prefix) == (True, False, True)
+    assert (vocabulary.add_bos, vocabulary.add_space_prefix) == (None, None)  # the tokenizer has the defaults
     assert vocabulary.merges == ()
     assert vocabulary.pre == ""
-    assert vocabulary.chat_template is None
+    assert not vocabulary.chat_templates
     assert vocabulary.token_types == (1,) * 260
 
 
@@ -298,12 +298,13 @@ WINDOW = {"qwen2.attention.sliding_window": (4, T.UINT32)}
         ({"general.architecture": ("qwen3", T.STRING)}, "qwen3"),
         ({"general.type": ("adapter", T.STRING)}, "adapter"),
         ({"split.count": (3, T.UINT16)}, "give the first part under its own name"),
-        ({"tokenizer.ggml.model": ("bert", T.STRING)}, "gpt2 or llama"),
         ({"tokenizer.ggml.tokens": (["a", "b"], T.ARRAY)}, "260 tokens"),
         ({"tokenizer.ggml.token_type": ([1, 2], T.ARRAY)}, "260 numbers"),
         ({"tokenizer.ggml.scores": ([1, 2], T.ARRAY)}, "260 numbers"),
         ({"tokenizer.ggml.merges": ([1, 2], T.ARRAY)}, "strings"),
-        ({"tokenizer.ggml.eos_token_id": (260, T.UINT32)}, "from 0 to 259"),
+        ({"tokenizer.ggml.eos_token_id": ("2", T.STRING)}, "an integer"),
+        ({"tokenizer.ggml.eos_token_ids": ("2", T.STRING)}, "an array of integers"),
+        ({"tokenizer.ggml.precompiled_charsmap": ("2", T.STRING)}, "an array of bytes"),
         ({"tokenizer.ggml.add_bos_token": (1, T.UINT8)}, "true or false"),
         ({"tokenizer.chat_template": (1, T.UINT8)}, "text"),
     ],

@@ -275,15 +275,20 @@ def gguf_vocabulary(rng: random.Random, directory: Path) -> None:
             merges[rng.randrange(len(merges))] = rng.choice((f"{left} {right}", left, "", " ", f"{left}  {right}", merges[0]))
     if rng.random() < 0.9:
         tokens = [token if token not in tokens[:i] else f"{token}{i}" for i, token in enumerate(tokens)]
-    ids = {name: rng.choice((None, 0, 1, 260, len(tokens) - 1)) for name in ("bos_id", "eos_id", "unk_id", "eot_id")}
+    names = ("bos_id", "eos_id", "unk_id", "sep_id")
+    ids: dict[str, Any] = {name: rng.choice((None, 0, 1, 260, len(tokens) - 1)) for name in names}
     if rng.random() < 0.2:
         ids[rng.choice(list(ids))] = rng.choice((-1, len(tokens), 1 << 62))
     sets = {name: rng.random() < 0.5 for name in ("add_bos", "add_eos", "add_space_prefix")}
-    changes = ids | sets if rng.random() < 0.5 else {}
+    changes = ids | sets | {"end_ids": tuple(rng.choices((-1, 0, 5, 1 << 40), k=2))} if rng.random() < 0.5 else {}
+    if rng.random() < 0.3:
+        tables = (b"", b"\x04\0\0\0" + rng.randbytes(4) + b"ab\0c\0", rng.randbytes(9))
+        changes |= {"model": rng.choice(("t5", "bert", "gemma4", "llama")), "charsmap": rng.choice(tables)}
+        changes |= {"scores": tuple(-float(i % 9) for i in range(len(tokens))), "merges_spaces": rng.random() < 0.5}
     if rng.random() < 0.1:
-        changes["chat_template"] = mutate_text(CHAT_TEMPLATE, rng).decode(errors="replace")
-    tables = {"tokens": tuple(tokens), "token_types": tuple(types), "scores": tuple(scores), "merges": tuple(merges)}
-    use(made(replace(vocabulary, **tables, **changes)))
+        changes["chat_templates"] = {"default": mutate_text(CHAT_TEMPLATE, rng).decode(errors="replace")}
+    lists = {"tokens": tuple(tokens), "token_types": tuple(types), "scores": tuple(scores), "merges": tuple(merges)}
+    use(made(replace(vocabulary, **(lists | changes))))
 
 
 @cache
