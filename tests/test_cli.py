@@ -573,6 +573,17 @@ def test_a_broken_file_is_an_error_without_a_traceback(model: str, tmp_path: Pat
         assert re.fullmatch(r"error: .*cut\.gguf.*\n", result.stderr)
 
 
+def test_what_a_file_says_that_this_version_does_not_know_is_a_warning(tmp_path: Path) -> None:
+    directory = make_tiny_hf(tmp_path / "hf", num_layers=1)
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_sharpness": 2}))
+    for command in (("generate", "hi", "-m", str(directory), "--max-tokens", "1", *NUMPY), ("inspect", str(directory))):
+        result = run(*command)
+        assert result.exit_code == 0
+        assert "warning: " in result.stderr
+        assert "this version does not know attention_sharpness = 2; ignored" in result.stderr
+
+
 def test_a_prompt_that_does_not_fit_is_an_error(model: str) -> None:
     result = run("generate", "hello " * 50, "-m", model, *NUMPY, "--context-length", "20")
     assert result.exit_code == 1

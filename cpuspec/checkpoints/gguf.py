@@ -284,7 +284,11 @@ def _slides(fields: Fields, num_layers: int, context_length: int) -> tuple[bool,
     window, key = fields.integer("attention.sliding_window", 0), "attention.sliding_window_pattern"
     pattern = fields.value(key)
     if window and isinstance(pattern, np.ndarray):
-        return tuple(fields.numbers(key, np.bool_, num_layers))
+        num_blocks = fields.integer("block_count")  # those for multi-token prediction, too
+        flags = fields.numbers(key, np.bool_ if pattern.dtype == bool else np.integer, num_blocks)
+        if set(flags) - {0, 1}:
+            fields.fail(key, f"true or false for each of {num_blocks} layers")
+        return tuple(flag == 1 for flag in flags[:num_layers])
     period = fields.integer(key, 0)
     if 0 < window < context_length and pattern is None:
         fields.fail("attention.sliding_window", f"none below the context of {context_length}; this architecture has no windows")

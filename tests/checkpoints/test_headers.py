@@ -151,6 +151,15 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**TODAY, "attention.sliding_window": 8, "rope.freq_base_swa": 2e4, "attention.key_length_swa": 16},
         {"rope_base": 1e6, "layer_windows": WINDOWS, "layer_ropes": LOCAL, "local_rope_base": 2e4},
     ),
+    "gemma3 with windows as numbers": (
+        "gemma3",
+        {**TODAY, "attention.sliding_window": 8, "attention.sliding_window_pattern": [1, 1, 0, 1, 1, 0, 1]},
+        {
+            "rope_base": 1e6,
+            "layer_windows": (8, 8, 0, 8, 8, 0, 8),
+            "layer_ropes": ("local", "local", "global", "local", "local", "global", "local"),
+        },
+    ),
     "gemma3 1B by Ollama": (
         "gemma3",
         {
