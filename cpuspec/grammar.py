@@ -18,6 +18,7 @@ import numpy as np
 
 from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
+from cpuspec.formats.tensor import U8
 from cpuspec.sampling import Legal
 from cpuspec.sequence import Constraint, shared_prefix
 from cpuspec.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ _MOST_TRIAL_S, _MOST_TRIAL_BYTES = 2, 1 << 30  # seconds of a processor, bytes o
 _MOST_WAIT_S = 60  # for these on a loaded machine
 _MOST_TRIED = 256  # grammars whose trial is remembered
 _MOST_COMPILED = 32  # grammars that are kept for further requests
-_MOST_LEGAL = 64  # masks of a request that are kept: those of a round's draft
+_MOST_LEGAL = 512  # masks of a request that are kept, as bits: those of a round's draft, and more
 _REASONING = ("<think>", "</think>")
 _LOOKED_BACK = 8  # tokens of a prompt's end in which the template opens reasoning
 _MOST_ENCODED = 1 << 10  # bytes of a forced text that are encoded; it may have 250,000, at each step anew
@@ -124,16 +125,18 @@ class GrammarConstraint:
         self._vocabulary = vocabulary
         self._matcher = compiled.deep_copy()
         self._path: list[int] = []  # the tokens that the matcher has consumed
-        self._legal: dict[tuple[int, ...], Legal | None] = {}  # by path
+        self._legal: dict[tuple[int, ...], U8 | None] = {}  # by path, as bits
 
     def legal(self, path: Sequence[int]) -> Legal | None:
         """Which tokens may follow the path, [V]; None where nothing may, or the end alone: `accepts` tells which."""
         key = tuple(path)
         if key not in self._legal:
             if len(self._legal) >= _MOST_LEGAL:
-                self._legal.clear()
-            self._legal[key] = self._find_legal(path)
-        return self._legal[key]
+                del self._legal[next(iter(self._legal))]
+            legal = self._find_legal(path)
+            self._legal[key] = None if legal is None else np.packbits(legal)
+        bits = self._legal[key]
+        return None if bits is None else np.unpackbits(bits, count=self._vocabulary.size).view(np.bool_)
 
     def accepts(self, path: Sequence[int]) -> bool:
         """Whether the path is a whole text of the grammar."""

@@ -39,6 +39,8 @@ class Sequence:
     """Prompt and output tokens of one request, with its own random numbers, so that no draw depends on the batch or on drafts.
 
     `seed` is the request's, or the fresh entropy that stands in for it. Tokens change through the methods alone.
+    constraint: asked for drafts, too. answer_constraint: the same, asked along the answer alone, step by step: a grammar has limits,
+    and questions about paths that the answer does not take must not bring them nearer.
     """
 
     id: int
@@ -48,6 +50,7 @@ class Sequence:
     seed: int
     draws: Draws
     constraint: Constraint | None = None
+    answer_constraint: Constraint | None = None
     prediction: Seq[int] = ()  # tokens that the answer may repeat, which lookups draft from
     finish_reason: str | None = None  # "stop", "length", "error", "aborted"
     error: str | None = None  # why it cannot go on
@@ -62,11 +65,12 @@ class Sequence:
         params: SamplingParams,
         constraint: Constraint | None = None,
         prediction: Seq[int] = (),
+        answer_constraint: Constraint | None = None,
     ) -> "Sequence":
-        """A sequence that holds the prompt and has generated nothing."""
+        """A sequence that holds the prompt and has generated nothing. answer_constraint: by default `constraint`."""
         tokens = [int(t) for t in prompt]
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        return Sequence(id, tokens, len(tokens), params, seed, Noise(seed), constraint, prediction)
+        return Sequence(id, tokens, len(tokens), params, seed, Noise(seed), constraint, answer_constraint or constraint, prediction)
 
     @property
     def salt(self) -> str:
@@ -105,9 +109,13 @@ class Sequence:
         """
         return self.draws.draw(row, self.num_output_tokens + num_ahead)
 
-    def legal(self, ahead: Seq[int] = ()) -> Legal | None:
-        """Which tokens may follow the output and the drafted tokens `ahead`, [V]; None for any, and behind the answer's end."""
-        return self.constraint.legal([*self.output, *ahead]) if self.constraint else None
+    def legal(self, ahead: Seq[int] = (), is_answer: bool = False) -> Legal | None:
+        """Which tokens may follow the output and the drafted tokens `ahead`, [V]; None for any, and behind the answer's end.
+
+        is_answer: whether they are the answer's next tokens for sure.
+        """
+        constraint = self.answer_constraint if is_answer else self.constraint
+        return constraint.legal([*self.output, *ahead]) if constraint else None
 
     @property
     def num_wanted(self) -> int:

@@ -106,7 +106,8 @@ class Engine:
         that read on in the prompt return outputs with `num_read_tokens`. prediction: token ids that the answer may repeat; lookups
         draft from them.
         """
-        seq = Sequence.new(next(self._ids), prompt, params, self._grammars.constraint(params, prompt), prediction)
+        of_drafts, of_answer = (self._grammars.constraint(params, prompt) for _ in range(2))
+        seq = Sequence.new(next(self._ids), prompt, params, of_drafts, prediction, of_answer)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(shown=shown, after=prompt[-1]), params.stop, params.min_tokens)
         meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
@@ -193,7 +194,7 @@ class Engine:
             waits = len(self._contexts) > 1 and not seq.num_output_tokens
             # Drafted tokens and the bonus token together must not exceed the tokens that the request may have.
             limits.append(0 if waits else min(request.max_length - len(seq.tokens) - 1, request.max_draft_tokens))
-        rounds = speculate(self._context, self._proposer, seqs, limits, chunks)
+        rounds = speculate(self._context, self._proposer, seqs, limits, chunks, is_answer=True)
         num_forwards = self._num_forwards()
         for request, done in zip(requests, rounds, strict=True):
             error = request.seq.error or done.error
@@ -237,10 +238,10 @@ class Engine:
             if request.text.stopped:
                 reason = "stop"
                 break
-            if seq.constraint:
+            if seq.answer_constraint:
                 path = seq.tokens[seq.num_prompt_tokens : before + num_taken]
-                if seq.constraint.legal(path) is None:
-                    reason = "stop" if seq.constraint.accepts(path) else "error"
+                if seq.answer_constraint.legal(path) is None:
+                    reason = "stop" if seq.answer_constraint.accepts(path) else "error"
                     error = None if reason == "stop" else "the grammar leads nowhere here, or is too complex; simplify it"
                     break
             if before + num_taken == request.max_length:

@@ -46,13 +46,14 @@ def speculate(
     seqs: list[Sequence],
     limits: list[int],
     chunks: list[PromptChunk] | None = None,
+    is_answer: bool = False,
 ) -> list[Round]:
     """Draft up to `limits[i]` tokens for each sequence, verify them in one score, and commit each verdict to its sequence.
 
     Each sequence gains one to limit + 1 tokens, those that the context's model alone would draw. `chunks` are parts of
     other sequences' prompts that the same forward reads. Tokens that a sequence's grammar forces are drafted here, before the
     proposer's and behind them: to the proposer they are committed tokens. A sequence whose rows give no token, as where they are
-    not finite, gains none, and its round says why; the others go on.
+    not finite, gains none, and its round says why; the others go on. is_answer: whether what it gains is never taken back.
     """
     most = context.backend.max_rows - 1  # a draft that takes two forwards gains nothing
     limits = [min(limit, most) for limit in limits]
@@ -69,7 +70,7 @@ def speculate(
     for seq, draft, scored, before, part in zip(seqs, drafts, outputs, forced, parts, strict=True):
         hidden = scored.hidden
         try:
-            verdict = verify(seq, draft, scored.logits, scored.best)
+            verdict = verify(seq, draft, scored.logits, scored.best, is_answer)
         except CpuspecError as error:
             if not draft.is_chain:
                 context.keep_path(seq, draft, [])
@@ -90,11 +91,11 @@ def speculate(
     return rounds
 
 
-def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None) -> Verdict:
+def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = None, is_answer: bool = False) -> Verdict:
     """Verify a draft against the target's rows [n+1, V], processed as the request asks with the path's own history and grammar.
 
     best: the rows' argmax, as `ForwardOutput` has it. Where a row gives no token, as its logits are not finite, the verdict ends
-    before it; raises CpuspecError where that is the first row.
+    before it; raises CpuspecError where that is the first row. is_answer: as in `speculate`.
     """
     params, history = seq.params, seq.history if not seq.is_plain_greedy else None
 
@@ -103,7 +104,7 @@ def verify(seq: Sequence, draft: Draft, logits: F32, best: list[int] | None = No
             # One by one: a row that the path does not lead to may be anything.
             return int(argmax(logits[row : row + 1], best and best[row : row + 1])[0])
         ahead = draft.tokens_to(row - 1)
-        legal = seq.legal(ahead)
+        legal = seq.legal(ahead, is_answer)
         if params.greedy:
             return int(argmax(processed(logits[row], params, history, ahead, legal)))
         return seq.draw(distribution(logits[row], params, history, ahead, legal), len(ahead))

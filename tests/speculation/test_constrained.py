@@ -186,13 +186,60 @@ def test_answers_are_distributed_exactly_as_the_constrained_targets(proposer: st
     assert distance(GRAMMARS[grammar], make(), limit) == 0
 
 
+@pytest.mark.usefixtures("exact_legal_rows")
+@pytest.mark.parametrize("grammar", GRAMMARS)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_the_answers_own_constraint_is_asked_along_the_answer_alone_and_once_for_each_place(proposer: str, grammar: str) -> None:
+    """Whatever is drafted, so that a grammar's limits are reached where they are without drafts."""
+    make, limit = PROPOSERS[proposer]
+    for number in range(8):
+        asked = Asked(GRAMMARS[grammar]())
+        seq = Sequence.new(0, [0], SamplingParams(temperature=1.0), GRAMMARS[grammar](), answer_constraint=asked)
+        seq.draws = Fixed(number)
+        drafter = make()
+        drafter.begin(seq, 0)
+        while (answer := cut(seq.output, GRAMMARS[grammar]())) is None:
+            speculate(model(TARGET), drafter, [seq], [limit], is_answer=True)
+        assert [path for path in asked.paths if len(path) < len(answer)] == [answer[:i] for i in range(len(answer))]
+
+
+class Asked:
+    """A constraint that notes the paths whose legal tokens are wanted."""
+
+    def __init__(self, inner: Constraint) -> None:
+        self.paths: list[tuple[int, ...]] = []
+        self._inner = inner
+
+    def legal(self, path: Any) -> Legal | None:
+        self.paths.append(tuple(path))
+        return self._inner.legal(path)
+
+    def accepts(self, path: Any) -> bool:
+        return self._inner.accepts(path)
+
+    def forced(self, path: Any) -> list[int]:
+        raise AssertionError("forced tokens are drafted")
+
+
+class Fixed:
+    """Random numbers of one run, whose rows are fractions."""
+
+    def __init__(self, seed: int) -> None:
+        self._numbers = np.random.default_rng(seed).random(50)
+
+    def draw(self, row: Any, position: int) -> int:
+        return int(np.searchsorted(np.cumsum(row.astype(float)), self._numbers[position], side="right"))
+
+
 def wrong_legal(change: Callable[[Sequence, list[int]], Legal | None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Give verifiers other masks, and drafters the right ones."""
     right_verify, right_legal = round_module.verify, Sequence.legal
 
     def verify(*arguments: Any) -> Verdict:
         with monkeypatch.context() as inside:
-            inside.setattr(Sequence, "legal", lambda seq, ahead=(): change(seq, list(ahead)) if ahead else right_legal(seq))
+            inside.setattr(
+                Sequence, "legal", lambda seq, ahead=(), is_answer=False: change(seq, list(ahead)) if ahead else right_legal(seq)
+            )
             return right_verify(*arguments)
 
     monkeypatch.setattr(round_module, "verify", verify)
