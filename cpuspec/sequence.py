@@ -39,8 +39,8 @@ class Sequence:
     """Prompt and output tokens of one request, with its own random numbers, so that no draw depends on the batch or on drafts.
 
     `seed` is the request's, or the fresh entropy that stands in for it. Tokens change through the methods alone.
-    constraint: asked for drafts, too. answer_constraint: the same, asked along the answer alone, step by step: a grammar has limits,
-    and questions about paths that the answer does not take must not bring them nearer.
+    constraint: asked for drafts, too. answer_constraint: the same, asked along the answer alone, step by step: a grammar has
+    limits, and questions about paths that the answer does not take must not bring them nearer.
     """
 
     id: int

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,23 @@ def plain(files: dict[str, str]) -> Iterator[LLM]:
 SPECS = ("suffix", "ngram:tree", "suffix:tree@20", "self:mxfp4@4", "ngram,skip:1@2,self:mxfp4@4", "ngram@2+self:mxfp4@3", "auto")
 
 
-@pytest.mark.parametrize("spec", [*SPECS, "{other}@3:0.2", "text:{other}@6"])
-def test_greedy_answers_are_the_same_with_and_without_drafts(spec: str, files: dict[str, str], plain: LLM) -> None:
-    requests = [SamplingParams(max_tokens=90, **settings) for settings, _ in SETTINGS.values()] + [SamplingParams(max_tokens=20)]
+MORE_SPECS = (
+    "{other}@3:0.2", "text:{other}@6", "{hf}@4", "suffix,self:mxfp4@4:0.3", "suffix@3+self:mxfp4@2", "auto,{other},self:mxfp4",
+    "suffix:tree,{other}@3,self:mxfp4@4",
+)  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 4},
+    "penalised": {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.2, "seed": 5},
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("spec", [*SPECS, *MORE_SPECS])
+def test_answers_are_the_same_with_and_without_drafts(spec: str, how: str, files: dict[str, str], plain: LLM) -> None:
+    """Greedy or of a seed, with and without a grammar, all in one batch."""
+    free = SamplingParams(max_tokens=20, **WAYS[how])
+    requests = [replace(free, max_tokens=90, **settings) for settings, _ in SETTINGS.values()] + [free]
     expected = [plain.generate(PROMPT, one, max_draft_tokens=0)[0] for one in requests]
     with LLM(files["gguf"], spec.format(**files), settings=EngineConfig(keep_packed=False)) as llm:
         answers = llm.generate([PROMPT] * len(requests), requests)  # in one batch
