@@ -230,11 +230,8 @@ def _pass(
                 sums = _quantized_pass(o, name, order_name, count, tile, in_features, acts, block_rows, streams, between)
             with o.loop(streams) as stream:
                 to = stream * (distance * 64)
-                values = [sums(stream, row) for row in range(count)]
-                values = _plus(o, values, bias, lambda row: bias + to)
-                values = _plus(o, values, residual, lambda row: residual + (to + stride * row))
-                for row, value in enumerate(values):
-                    (out + (to + stride * row)).store(value)
+                values = [(to + stride * row, sums(stream, row)) for row in range(count)]
+                _finish(o, values, to, bias, residual, out)
 
         counts = {*range(1, min(most.literal_value, 8) + 1), most.literal_value}
         o.switch(rows, {count: partial(of, count) for count in sorted(counts)})
@@ -257,10 +254,7 @@ def _many_rows(
 
         def finish(stream: Value, row: Value, values: Value) -> None:
             to = stream * (distance * 64)
-            place = to + stride * row
-            [values] = _plus(o, [values], bias, lambda _: bias + to)
-            [values] = _plus(o, [values], residual, lambda _: residual + place)
-            (out + place).store(values)
+            _finish(o, [(to + stride * row, values)], to, bias, residual, out)
 
         some_pass = ymm.rows_pass if isa.has_sixteen_registers() else tiles.many_rows_pass
         some_pass(
@@ -280,9 +274,7 @@ def _bf16_rows(typingctx, width, blocks, rows, tile, tile_bytes, in_features, ac
         width, blocks, rows, tile, tile_bytes, in_features, acts, row_bytes, bias, residual, out, stride = map(o.value, args)
 
         def finish(number: int, row: Value, values: Value) -> None:
-            [values] = _plus(o, [values], bias, lambda _: bias + 64 * number)
-            [values] = _plus(o, [values], residual, lambda _: residual + stride * row + 64 * number)
-            (out + stride * row + 64 * number).store(values)
+            _finish(o, [(stride * row + 64 * number, values)], o.number(64 * number), bias, residual, out)
 
         def of(width: int, blocks: int) -> None:
             tiles.bf16_pass(o, width, blocks, rows, tile, tile_bytes, in_features, acts, row_bytes, finish)
@@ -308,9 +300,7 @@ def _dequantized_rows(
 
         def finish(number: Value, row: Value, values: Value) -> None:
             to = number * 64
-            [values] = _plus(o, [values], bias, lambda _: bias + to)
-            [values] = _plus(o, [values], residual, lambda _: residual + (to + stride * row))
-            (out + (to + stride * row)).store(values)
+            _finish(o, [(to + stride * row, values)], to, bias, residual, out)
 
         tiles.dequantized_pass(o, name, num_tiles, rows, tile, tile_bytes, in_features, acts, row_bytes, finish)
         return context.get_dummy_value()
@@ -323,13 +313,20 @@ def _num_streams(distance: Value) -> Value:
     return distance.equals(0).select(distance.like(1), distance.like(_STREAMS))
 
 
-def _plus(o: Ops, values: list[Value], given: Value, address_of_row: Callable[[int], Value]) -> list[Value]:
-    """Each value plus the vector at its row's address, where the base address `given` is not 0."""
-    totals = [o.variable(value) for value in values]
-    with o.when(given.differs(0)):
-        for row, total in enumerate(totals):
-            total.set(total.get() + address_of_row(row).f32())
-    return [total.get() for total in totals]
+def _finish(o: Ops, rows: list[tuple[Value, Value]], tile: Value, bias: Value, residual: Value, out: Value) -> None:
+    """Store 16 outputs of each row: products + bias + residual, the last two where their addresses are not 0.
+
+    rows: the offset of a row's outputs from `out` and `residual`, and the products. tile: the offset of the tile in every row.
+    """
+    totals = [(place, o.variable(value)) for place, value in rows]
+    with o.when(bias.differs(0)):
+        for _, total in totals:
+            total.set(total.get() + (bias + tile).f32())
+    with o.when(residual.differs(0)):
+        for place, total in totals:
+            total.set(total.get() + (residual + place).f32())
+    for place, total in totals:
+        (out + place).store(total.get())
 
 
 @cache
