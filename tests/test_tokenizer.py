@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import struct
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -1009,3 +1010,252 @@ ACROSS = make(
         scores=tuple(score for _, _, score in ACROSS_PIECES),
     )
 )
+
+
+# Files of a Hugging Face directory beside tokenizer.json, and older ones instead of it
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    "place", ["added_tokens_decoder", "added_tokens.json", "extra_special_tokens", "additional_special_tokens"]
+)
+def test_tokens_that_only_another_file_names_are_known(tmp_path: Path, place: str, special: bool) -> None:
+    """Where the ids do not say so they come behind the others; a token beyond the model's rows is left out."""
+    end, config = len(TOKENS), {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    if place == "added_tokens_decoder":
+        config |= {place: {str(end): {"content": "[new]", "special": special}, "5000": {"content": "[far]", "special": special}}}
+    elif place == "added_tokens.json":
+        (tmp_path / place).write_text(json.dumps({"[new]": end, "[far]": 5000}))
+        special = False
+    else:
+        config |= {place: ["[new]"] if special else {"name": "[new]"}}
+        special = True
+    tokenizer = make(make_hf(tmp_path, config))
+    assert tokenizer.encode("a[new]b", parse_special=True) == [IDS["a"], end, IDS["b"]]
+    assert (tokenizer.encode("a[new]b") == [IDS["a"], end, IDS["b"]]) == (not special)
+    assert tokenizer.is_special(end) == special
+    assert tokenizer.decode([end]) == ("" if special else "[new]")
+    with pytest.raises(TokenizerError, match="outside of the vocabulary"):
+        tokenizer.decode([5000])
+
+
+def test_a_token_that_another_file_calls_special_becomes_so(tmp_path: Path) -> None:
+    tokenizer = make(make_hf(tmp_path, {"eos_token": "<|im_end|>", "extra_special_tokens": ["<tool>"]}))
+    assert tokenizer.is_special(IDS["<tool>"])
+    assert IDS["<tool>"] not in tokenizer.encode("<tool>")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "text_config"])
+def test_ends_are_listed_by_the_model_s_files(tmp_path: Path, name: str) -> None:
+    listed: dict[str, Any] = {"eos_token_id": [IDS["a"], IDS["b"], 1 << 40]}
+    files = make_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": listed} if name == "text_config" else listed))
+    if name == "generation_config.json":
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": IDS["c"]}))
+        (tmp_path / name).write_text(json.dumps(listed))
+    tokenizer = make(files)
+    assert {IDS["a"], IDS["b"]} < tokenizer.eos_ids
+    assert IDS["c"] not in tokenizer.eos_ids
+
+
+def test_an_end_in_the_plain_vocabulary_ends_an_answer_and_is_no_text(tmp_path: Path) -> None:
+    files = make_hf(tmp_path)
+    data = json.loads(files.tokenizer_json.read_text())
+    data["model"]["vocab"]["<end_of_turn>"] = len(TOKENS)
+    files.tokenizer_json.write_text(json.dumps(data))
+    tokenizer = make(files)
+    assert len(TOKENS) in tokenizer.eos_ids
+    assert tokenizer.decode(tokenizer.encode("<end_of_turn>")) == "<end_of_turn>"
+    assert tokenizer.encode("<end_of_turn>", parse_special=True) == [len(TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("files_of_templates", "config", "plain", "with_tools"),
+    [
+        ({}, "", None, None),
+        ({}, [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}], "a", "b"),
+        ({}, [{"name": "tool_use", "template": "b"}, {"name": "rag", "template": "c"}], "b", "b"),
+        ({}, {"rag": "c"}, "c", "c"),
+        ({"chat_template.jinja": "d"}, "a", "d", "d"),
+        ({"chat_template.jinja": "d", "additional_chat_templates/tool_use.jinja": "e"}, "a", "d", "e"),
+        ({"chat_template.jinja": ""}, "a", None, None),
+    ],
+)
+def test_chat_templates_come_from_files_or_settings_by_name(
+    tmp_path: Path, files_of_templates: dict[str, str], config: Any, plain: str | None, with_tools: str | None
+) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, text in files_of_templates.items():
+        (tmp_path / name).write_text(text)
+    tokenizer = make(make_hf(tmp_path, {"eos_token": "<|im_end|>", "chat_template": config}))
+    assert (tokenizer.chat_template, tokenizer.chat_template_for({"tools": [1]})) == (plain, with_tools)
+
+
+def test_vocab_json_and_merges_txt_are_read_where_other_files_say_how_text_is_split(tmp_path: Path) -> None:
+    files = make_hf(tmp_path, {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "chat_template": "a"})
+    data = json.loads(files.tokenizer_json.read_text())
+    tokenizer, plain = make(files), data["model"]["vocab"]
+    files.tokenizer_json.unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(plain))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in MERGES))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({token: IDS[token] for token in (*SPECIAL, "<tool>")}))
+    again = make(files)
+    for text in [*TRICKY, CORPUS]:
+        assert again.encode(text, parse_special=True) == tokenizer.encode(text, parse_special=True)
+        assert again.encode(text) == tokenizer.encode(text)
+    assert (again.eos_ids, again.chat_template) == (tokenizer.eos_ids, "a")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OtherTokenizer"}))
+    with pytest.raises(TokenizerError, match="of 'OtherTokenizer', which do not say how text is split"):
+        make(files)
+
+
+def sentencepiece_model(pieces: list[tuple[str, int, float]], kind: int, merges_spaces: bool = False) -> bytes:
+    """A tokenizer.model with the fields of sentencepiece_model.proto."""
+
+    def number(value: int) -> bytes:
+        return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + number(value >> 7)
+
+    def text(field: int, value: bytes) -> bytes:
+        return number(field << 3 | 2) + number(len(value)) + value
+
+    listed = b"".join(
+        text(1, text(1, piece.encode()) + b"\x15" + struct.pack("<f", score) + b"\x18" + number(of)) for piece, of, score in pieces
+    )
+    return listed + text(2, b"\x18" + number(kind)) + text(3, b"\x20" + number(merges_spaces))
+
+
+def test_a_directory_with_only_a_sentencepiece_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(PIECES, kind=2))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": "a"}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": len(PIECES)}))
+    files = HfTokenizerFiles(tmp_path, tmp_path / "tokenizer.json")
+    tokenizer = make(files)
+    for text in ("the ring", " there  is", "é中", "<tool> a"):
+        assert tokenizer.encode(text) == SPM.encode(text)
+    assert tokenizer.eos_ids == {2, len(PIECES)}
+    assert tokenizer.chat_template == "a"
+    for damaged in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"", b"\x0a\x02\x0a\x40", sentencepiece_model(PIECES, kind=3)):
+        (tmp_path / "tokenizer.model").write_bytes(damaged)
+        with pytest.raises(TokenizerError, match="is no SentencePiece model"):
+            make(files)
+
+
+# Unigram and WordPiece
+
+UNIGRAM = [
+    ("<pad>", 3, 0.0), ("</s>", 3, 0.0), ("<unk>", 2, 0.0), ("▁", 1, -2.0), ("▁the", 1, -3.0), ("th", 1, -4.0), ("e", 1, -4.5),
+    ("▁th", 1, -4.2), ("re", 1, -4.1), ("r", 1, -5.0), ("▁there", 1, -9.5), ("in", 1, -3.5), ("g", 1, -5.5), ("<tool>", 4, 0.0),
+]  # fmt: skip
+
+
+def slow_unigram(text: str) -> list[str]:
+    """The pieces with the best sum of scores, of all ways to split the text (Kudo 2018, arXiv:1804.10959, section 3.2)."""
+    words = "".join("▁" + word for word in text.split(" ") if word)
+    scores = {piece: score for piece, kind, score in UNIGRAM if kind == 1}
+    best: list[tuple[float, list[str]]] = [(0.0, [])]
+    for end in range(1, len(words) + 1):
+        ways = [
+            (best[at][0] + scores[words[at:end]], [*best[at][1], words[at:end]]) for at in range(end) if words[at:end] in scores
+        ]
+        best.append(max(ways, default=(float("-inf"), [])))
+    return best[-1][1]
+
+
+@pytest.mark.parametrize("source", ["GGUF", "tokenizer.json", "tokenizer.model"])
+def test_unigram_finds_the_most_likely_pieces(tmp_path: Path, source: str) -> None:
+    tokens = tuple(piece for piece, _, _ in UNIGRAM)
+    if source == "GGUF":
+        vocabulary: Any = GgufVocabulary(
+            model="t5", pre="", tokens=tokens, token_types=tuple(kind for _, kind, _ in UNIGRAM),
+            scores=tuple(score for _, _, score in UNIGRAM), add_space_prefix=True, merges_spaces=True,
+        )  # fmt: skip
+    elif source == "tokenizer.model":
+        (tmp_path / source).write_bytes(sentencepiece_model(UNIGRAM, kind=1, merges_spaces=True))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
+        vocabulary = HfTokenizerFiles(tmp_path, tmp_path / "tokenizer.json")
+    else:
+        metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+        vocabulary = make_hf(
+            tmp_path,
+            {"eos_token": "</s>"},
+            added_tokens=[
+                {"id": i, "content": piece, "special": kind != 4} for i, (piece, kind, _) in enumerate(UNIGRAM) if kind != 1
+            ],
+            normalizer={"type": "Sequence", "normalizers": [
+                {"type": "Strip", "strip_left": True, "strip_right": True},
+                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+            ]},
+            pre_tokenizer=metaspace,
+            post_processor={"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}},
+                {"SpecialToken": {"id": "</s>", "type_id": 0}}], "special_tokens": {"</s>": {"id": "</s>", "ids": [1]}}},
+            decoder=metaspace,
+            model={"type": "Unigram", "unk_id": 2, "vocab": [[piece, score] for piece, _, score in UNIGRAM]},
+        )  # fmt: skip
+    tokenizer = make(vocabulary)
+    for text in ("there", "the  there ring", "in the thing", "er e g"):
+        ids = tokenizer.encode(text, add_special=False)
+        assert [tokens[i] for i in ids] == slow_unigram(text)
+        assert tokenizer.decode(ids) == " ".join(text.split())
+    assert [tokens[i] for i in tokenizer.encode("the中中<tool>")] == ["▁the", "<unk>", "<tool>", "</s>"]
+    assert not {0, 1} & set(tokenizer.encode("<pad></s>", add_special=False))
+    assert tokenizer.eos_ids == {1}
+
+
+@pytest.mark.parametrize("source", ["GGUF", "tokenizer.json"])
+def test_word_piece_takes_the_longest_piece_from_the_left(tmp_path: Path, source: str) -> None:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    pieces = ["un", "##aff", "##able", "##a", "cafe", ",", "the", "##s", "中"]
+    if source == "GGUF":
+        spaced = [piece[2:] if piece.startswith("##") else f"▁{piece}" for piece in pieces]
+        tokens, types = (*special, *spaced), (*[3] * len(special), *[1] * len(pieces))
+        vocabulary: Any = GgufVocabulary(model="bert", pre="", tokens=tokens, token_types=types, bos_id=2, sep_id=3, unk_id=1)
+    else:
+        cls, sep = [{"SpecialToken": {"id": token, "type_id": 0}} for token in ("[CLS]", "[SEP]")]
+        vocabulary = make_hf(
+            tmp_path,
+            {},
+            added_tokens=[{"id": i, "content": token, "special": True} for i, token in enumerate(special)],
+            normalizer={"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "lowercase": True},
+            pre_tokenizer={"type": "BertPreTokenizer"},
+            post_processor={"type": "TemplateProcessing", "single": [cls, {"Sequence": {"id": "A", "type_id": 0}}, sep],
+                "special_tokens": {"[CLS]": {"id": "[CLS]", "ids": [2]}, "[SEP]": {"id": "[SEP]", "ids": [3]}}},
+            decoder={"type": "WordPiece", "prefix": "##", "cleanup": True},
+            model={"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+                "vocab": {piece: i for i, piece in enumerate([*special, *pieces])}},
+        )  # fmt: skip
+    tokenizer = make(vocabulary)
+    names = [*special, *pieces]
+    assert [names[i] for i in tokenizer.encode("Unaffable Café, thes 中中x")] == [
+        *("[CLS]", "un", "##aff", "##able", "cafe", ",", "the", "##s", "中", "中", "[UNK]", "[SEP]"),
+    ]
+    assert tokenizer.decode(tokenizer.encode("unaffable the")) == "unaffable the"
+    assert not {0, 2, 3} & set(tokenizer.encode("[CLS] [SEP] [PAD]", add_special=False))
+
+
+# Text that goes on
+
+
+def test_an_answer_that_goes_on_from_text_keeps_its_first_space_and_a_new_text_does_not() -> None:
+    prompt, answer = SPM.encode("a the"), [PIECE_IDS["▁the"], PIECE_IDS["re"]]
+    for after, text in ((None, "there"), (prompt[-1], " there"), (SPM.bos_id, "there"), (2, "there")):
+        decoder = SPM.stream(after=after)
+        assert "".join(map(decoder.push, answer)) + decoder.finish() == text
+    assert "a the" + "".join(map(SPM.stream(after=prompt[-1]).push, answer)) == SPM.decode([*prompt, *answer])
+
+
+def test_digits_in_threes_from_the_right_take_time_by_their_number() -> None:
+    for pre, text, parts in (
+        ("superbpe", "x1234567y", ["1", "234", "567"]),
+        ("afmoe", "12345", ["12", "345"]),
+        ("tiny_aya", "1234567 x", ["1", "234", "567"]),
+        ("tiny_aya", "1234567x", ["123", "456", "7"]),
+    ):
+        groups = sorted({part for part in parts if len(part) == 3})
+        pairs = [merge for group in groups for merge in (f"{group[0]} {group[1]}", f"{group[:2]} {group[2]}")]
+        more = tuple(dict.fromkeys(token for group in groups for token in (group[:2], group) if token not in TOKENS))
+        pairs += ["1 2"] * ("12" in parts and "1 2" not in pairs)
+        more += ("12",) * ("12" in parts and "12" not in (*TOKENS, *more))
+        types = (*make_vocabulary().token_types, *[1] * len(more))
+        tokenizer = make(make_vocabulary(pre, tokens=(*TOKENS, *more), token_types=types, merges=tuple(pairs)))
+        assert [part for part in visible(tokenizer, tokenizer.encode(text)) if part.isdigit()] == parts
+        assert len(tokenizer.encode("1" * 200_000)) > 1000
