@@ -1,8 +1,8 @@
 """Tokenizers as published files have them: headers of converters other than ours, and whole vocabularies where they are at hand.
 
 Each row of FILES is what a published GGUF file says of its special tokens, without the rest of its vocabulary. What is expected is
-what llama.cpp b11434 makes of the file, with three differences: `</s>` where a file calls it text, Ollama's list of ends, and token 11
-where a file names no BOS or EOS, which is an ordinary word in most of them.
+what llama.cpp b11434 makes of the file, with three differences: `</s>` where a file calls it text, Ollama's list of ends, and token
+11 where a file names no BOS or EOS, which is an ordinary word in most of them.
 """
 
 import struct
