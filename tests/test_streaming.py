@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from tests.oracles import ToyBackend
 
 
 def make(model: str, normal: list[str]) -> Tokenizer:
@@ -100,3 +102,14 @@ def test_only_the_first_space_of_a_sentencepiece_text_is_dropped() -> None:
     assert SENTENCEPIECE.decode([spaces, the]) == "  the"
     assert SENTENCEPIECE.decode([space, space]) == " "
     assert BYTE_LEVEL.decode([258, 258]) == " the the"
+
+
+@pytest.mark.parametrize("prompt", [[97], [257], [97, 256, 98], [97, 257]])
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_answer_behind_text_keeps_its_first_space(prompt: list[int], streams: bool) -> None:
+    """A raw completion of "All about" goes on with " the", and not with "the"; behind a control token a new text begins."""
+    the, params = 258, SamplingParams(max_tokens=3, logit_bias={258: 1000.0})
+    with LLM.from_backend(ToyBackend(1, vocab_size=SENTENCEPIECE.vocab_size), SENTENCEPIECE) as llm:  # type: ignore[arg-type]
+        parts = [one.text for one in llm.stream(prompt, params)] if streams else [llm.generate([prompt], params)[0].text]
+    assert SENTENCEPIECE.token_bytes(the) == b" the"
+    assert "".join(parts) == ("the the the" if prompt[-1] in (256, 257) else " the the the")
