@@ -26,6 +26,7 @@ _MOST_TOKENS = 1 << 24
 _MOST_GROWTH = 64  # characters that a table may make of one
 _LONGEST_BERT_WORD = 100  # characters; a longer word is unknown, as in BERT's own tokenizer
 _SPACE = "▁"
+_NEVER_SWALLOW = ("<unk>", "<s>", "<|endoftext|>")  # white space, in any vocabulary
 _HIDDEN = "\uffff"  # begins texts that no text contains, as the library takes it
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,11 @@ def gguf_parts(vocabulary: GgufVocabulary) -> Parts:
         core = middle_core = _word_piece_core(vocabulary)
     else:
         core, middle_core = _spaced_cores(vocabulary, pre)
-    control = tuple(ControlToken(i, tokens[i]) for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN))
+    control = tuple(
+        ControlToken(i, tokens[i], swallows_right=vocabulary.control_swallows and tokens[i] not in _NEVER_SWALLOW)
+        for i, kind in enumerate(types)
+        if kind in (_CONTROL, _UNKNOWN)
+    )
     by_text = {token.text: token.id for token in control}
     named = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unk_id, "pad": vocabulary.pad_id}
     suffix = (vocabulary.sep_id if vocabulary.model == "bert" else None, vocabulary.eos_id if vocabulary.add_eos else None)

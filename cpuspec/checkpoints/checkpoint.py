@@ -38,6 +38,7 @@ class GgufVocabulary:
     charsmap: bytes = b""  # SentencePiece's table of characters to replace
     lowercase: bool | None = None
     strip_accents: bool | None = None
+    control_swallows: bool = False  # control tokens swallow the white space behind them
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name, "default" for the nameless one
 
 

@@ -404,5 +404,7 @@ def read_vocabulary(file: GgufFile, vocab_size: int | None = None) -> GgufVocabu
         charsmap=bytes_of("ggml.precompiled_charsmap"),
         lowercase=flag("ggml.normalizer.lowercase"),
         strip_accents=flag("ggml.normalizer.strip_accents"),
+        # No key says so; llama.cpp goes by the name, too, of which it lacks the spelling with a space.
+        control_swallows=bool(re.search("phi[- ]?3", str(file.metadata.get("general.name")), re.IGNORECASE)),
         chat_templates={name: text for name, text in templates.items() if text},
     )

@@ -206,6 +206,15 @@ def test_chat_templates_have_names_and_an_empty_one_is_none(
         assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], variables={"tools": [{}]}) == with_tools
 
 
+@pytest.mark.parametrize("name", ["Phi3", "Phi 3.5", "phi-3-mini", "Llama 2"])
+def test_control_tokens_of_phi_3_swallow_white_space_behind_them(name: str, tmp_path: Path) -> None:
+    """As its tokenizer.json says, which a GGUF file has no key for."""
+    tokenizer = read(write(tmp_path / "m.gguf", FILES["Phi-3.5"], **{"general.name": name}))
+    ids = tokenizer.encode("<|end|> \n hi<|endoftext|> hi", add_special=False, parse_special=True)
+    alone = tokenizer.encode("<|end|>hi<|endoftext|> hi", add_special=False, parse_special=True)
+    assert (ids == alone) == (name != "Llama 2")
+
+
 def test_bytes_of_a_file_that_are_no_utf8_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", FILES["Llama 2"])
     path.write_bytes(path.read_bytes().replace("▁hi".encode(), "▁".encode() + b"\xffi"))
