@@ -138,7 +138,7 @@ def claude_body(history: list[dict[str, Any]], turn: int) -> dict[str, Any]:
             {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
             {"type": "advisor_20260301", "name": "advisor", "model": "another"},
         ],
-        "thinking": {"type": "enabled", "budget_tokens": 31999},
+        "thinking": {"type": "adaptive"} if turn else {"type": "enabled", "budget_tokens": 31999},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "output_config": {"effort": "high"},
         "metadata": {"user_id": '{"device_id":"d1","account_uuid":"","session_id":"s1"}'},
