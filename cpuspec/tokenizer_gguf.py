@@ -316,8 +316,9 @@ def _unigram_cores(vocabulary: GgufVocabulary) -> tuple[Core, Core]:
     from tokenizers import models, normalizers
 
     tokens, types, scores = vocabulary.tokens, vocabulary.token_types, _scores(vocabulary)
-    if vocabulary.unk_id is None:
-        raise TokenizerError("the file does not say which token stands for unknown characters")
+    # An unknown character must not end the text.
+    if vocabulary.unk_id is None or vocabulary.unk_id in (vocabulary.eos_id, *vocabulary.end_ids):
+        raise TokenizerError("the file does not say which token stands for unknown characters, or names one that ends a text")
     pieces = [
         (token if kind in (_NORMAL, _USER_DEFINED, _UNUSED) and token else f"{_HIDDEN}{i}", score)
         for i, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True))

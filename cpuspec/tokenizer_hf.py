@@ -234,10 +234,10 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
     with library_errors(f"{path} cannot be used"):
         if read.kind == "Unigram":
             # Pieces by id: control tokens under names that no text has, and added tokens behind the model's.
-            least = min(read.scores)
+            least, unk_id = min(read.scores), None if read.unk_id in eos_ids else read.unk_id
             texts = [text if text in vocab else f"{_HIDDEN}{i}" for i, text in enumerate(read.tokens)]
             scores = [*read.scores, *[least] * (len(texts) - len(read.scores))]
-            model: Any = models.Unigram(list(zip(texts, scores, strict=True)), read.unk_id, read.byte_fallback)
+            model: Any = models.Unigram(list(zip(texts, scores, strict=True)), unk_id, read.byte_fallback)
         elif read.kind == "WordPiece":
             if unknown is None:
                 raise TokenizerError("unk_token is missing; wanted the token of unknown words")

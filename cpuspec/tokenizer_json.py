@@ -8,6 +8,7 @@ module knows files and their fields; it makes no tokenizer.
 import base64
 import binascii
 import json
+import logging
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,8 +26,11 @@ _MOST_STEPS = 64  # of a normalizer, a pre-tokenizer, a decoder or a post-proces
 _MOST_AROUND = 1024  # tokens before and behind a text
 _MOST_GROWTH = 64  # characters that all normalizers may make of one
 _LONGEST_ADDED = 1024  # characters of an added token
+_LONGEST_WORD = 256  # characters of a word that WordPiece splits, which takes time by their cube
+_FEW_BEYOND = 4096  # ids of added tokens above the model's rows that are no sign of damage
 _MOST_ADDED = 1 << 21  # characters of all of them
-_SPACE = "▁"
+
+_log = logging.getLogger(__name__)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 # The characters that each step may make of one, besides those of Unicode's own forms. Replace and Precompiled state theirs.
@@ -156,10 +160,13 @@ def _read(data: dict[str, Any], more: Iterable[Mapping[str, Any]], vocab_size: i
             f"continuing_subword_prefix is {quoted(prefix_of_pieces)}; wanted what pieces inside of a word begin with"
         )
     longest_word = model.get("max_input_chars_per_word", 100)
-    if type(longest_word) is not int or not 0 < longest_word <= 1 << 16:
-        raise TokenizerError(f"max_input_chars_per_word is {quoted(longest_word)}; wanted a number of characters")
+    if type(longest_word) is not int or not 0 < longest_word <= _LONGEST_WORD:
+        raise TokenizerError(f"max_input_chars_per_word is {quoted(longest_word)}; wanted a number up to {_LONGEST_WORD}")
     vocab, scores = (dict(model["vocab"]), ()) if kind != "Unigram" else _read_pieces(model["vocab"])
-    added = list(_read_added(data.get("added_tokens")))
+    listed = list(_read_added(data.get("added_tokens")))
+    added = [token for token in listed if not vocab_size <= token.id < vocab_size + _FEW_BEYOND]
+    if len(added) < len(listed):
+        _log.warning("%d added tokens are beyond the model's %d rows; they are ignored", len(listed) - len(added), vocab_size)
     for token in added:
         if vocab.setdefault(token.content, token.id) != token.id:
             raise TokenizerError(f"{quoted(token.content)} has the ids {quoted(vocab[token.content])} and {token.id}")
@@ -206,10 +213,13 @@ def _read_pieces(pieces: list[Any]) -> tuple[dict[str, Any], tuple[float, ...]]:
     vocab: dict[str, Any] = {}
     for number, piece in enumerate(pieces):
         match piece:
-            case [str(text), int() | float() as score] if abs(score) < 1e30 and text not in vocab:
+            case [str(text), int() | float() as score] if abs(score) < 1e30 and text not in vocab and len(text) <= _LONGEST_ADDED:
                 vocab[text] = number
             case _:
-                raise TokenizerError(f"piece {number} is {quoted(piece)}; wanted a text that no other piece has, and its score")
+                raise TokenizerError(
+                    f"piece {number} is {quoted(piece)}; wanted a text that no other piece has, of at most {_LONGEST_ADDED} "
+                    "characters, and its score"
+                )
     return vocab, tuple(float(score) for _, score in pieces)
 
 

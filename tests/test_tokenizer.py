@@ -635,6 +635,11 @@ def test_only_the_beginning_of_a_text_gets_the_first_space(tmp_path: Path) -> No
         ({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 0.0]]}}, "piece 1 is"),
         ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 1}, "added_tokens": []}, "unk_id is 1"),
         ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "wanted what pieces inside"),
+        (
+            {"model": {"type": "WordPiece", "vocab": {}, "continuing_subword_prefix": "#", "max_input_chars_per_word": 1e9}},
+            "up to 256",
+        ),
+        ({"model": {"type": "Unigram", "vocab": [["a" * 2000, 0.0]]}}, "at most 1024"),
         ({"model": None}, "wanted BPE"),
         ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "wanted a number"),
         ({"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}}, "wanted a number"),
@@ -1037,6 +1042,15 @@ def test_tokens_that_only_another_file_names_are_known(tmp_path: Path, place: st
     assert tokenizer.decode([end]) == ("" if special else "[new]")
     with pytest.raises(TokenizerError, match="outside of the vocabulary"):
         tokenizer.decode([5000])
+
+
+def test_added_tokens_beyond_the_model_s_rows_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = make_hf(tmp_path)
+    tokenizer = make(files, vocab_size=IDS["<tool>"])
+    assert "1 added tokens are beyond the model's" in caplog.text
+    assert tokenizer.decode(tokenizer.encode("a<tool>")) == "a<tool>"
+    with pytest.raises(TokenizerError, match="the model rows for 300"):
+        make(files, vocab_size=300)
 
 
 def test_a_token_that_another_file_calls_special_becomes_so(tmp_path: Path) -> None:
