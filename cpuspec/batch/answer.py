@@ -11,7 +11,7 @@ from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM, answer_params
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.metrics import epoch_s
-from cpuspec.server.chat import ChatPrompt, chat_prompt, message_of, reason_of, said
+from cpuspec.server.chat import ChatPrompt, Ending, chat_prompt, message_of, reason_of, said
 from cpuspec.server.content import content_text
 from cpuspec.server.fields import plain_number, read
 from cpuspec.server.figures import chat_logprobs, completion_logprobs, timings, usage
@@ -31,9 +31,10 @@ _IGNORED = {
     *("safety_identifier", "parallel_tool_calls", "modalities", "verbosity"),
 }
 # Fields that make the prompt.
+_ENDINGS = ("continue_final_message", "add_generation_prompt")
 _OF_PROMPTS = {
     COMPLETIONS: ("prompt",),
-    CHAT: ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "prediction"),
+    CHAT: ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "prediction", *_ENDINGS),
 }
 # Fields that are refused unless they have the value that changes nothing.
 _REFUSED: Mapping[str, Any] = {
@@ -199,7 +200,11 @@ def _chat_prompt(llm: LLM, body: Mapping[str, Any]) -> ChatPrompt:
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
     template = llm.tokenizer.chat_template
     model = _ChatModel(llm, llm.name, tool_format(template), "tools" in (template or ""))
-    return chat_prompt(cast(ServedModel, model), messages, tools, body.get("tool_choice"), variables, _answer_format(body))
+    asked = [body.get(name) for name in _ENDINGS]
+    if not all(isinstance(one, bool | None) for one in asked):
+        raise ConfigError(f"{' and '.join(_ENDINGS)} must be true or false")
+    ending, choice = Ending(*asked), body.get("tool_choice")
+    return chat_prompt(cast(ServedModel, model), messages, tools, choice, variables, _answer_format(body), ending)
 
 
 def _objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -95,6 +95,22 @@ def test_a_line_may_be_written_for_another_server(llm: LLM) -> None:
     assert "mirostat" in refused["response"]["body"]["error"]["message"], "a line has no header that could tell"
 
 
+def test_an_assistants_last_message_is_continued_as_the_server_does(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "On the"}]
+    asked = {"messages": talk, "max_tokens": 8}
+    begun, turn, strict = answers(
+        llm, asked, asked | {"add_generation_prompt": True}, asked | {"response_format": schema_of(uniqueItems=True)}
+    )
+    prompt = llm.tokenizer.encode_chat(talk, continues=True)
+    assert body(begun)["choices"][0]["message"]["content"] == llm.generate(prompt, max_tokens=8)[0].text
+    assert body(turn)["choices"][0]["message"]["content"] == llm.chat(talk, max_tokens=8).text
+    assert "uniqueItems cannot be kept" in json.dumps(strict), "a line has no header that could say what was left out"
+
+
+def schema_of(**keywords: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array", **keywords}}}
+
+
 def test_several_answers_and_logprobs(llm: LLM) -> None:
     asked = {"prompt": "a", "n": 3, "seed": 5, "temperature": 1.0, "logprobs": 2, "ignore_eos": True}
     (found,) = answers(llm, asked)
