@@ -198,7 +198,7 @@ def _chat_prompt(llm: LLM, body: Mapping[str, Any]) -> ChatPrompt:
         raise ConfigError("chat_template_kwargs must be an object")
     if effort is not None:
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
-    template = llm.tokenizer.chat_template
+    template = llm.tokenizer.chat_template_for({"tools": tools})
     model = _ChatModel(llm, llm.name, tool_format(template), "tools" in (template or ""))
     asked = [body.get(name) for name in _ENDINGS]
     if not all(isinstance(one, bool | None) for one in asked):

@@ -42,7 +42,7 @@ class FormLine:
         messages = [dict(message) for message in self.messages]
         if not self.tools:
             return tokenizer.encode_chat(messages)
-        if "tools" in (tokenizer.chat_template or ""):
+        if "tools" in (tokenizer.chat_template_for({"tools": True}) or ""):
             return tokenizer.encode_chat(messages, variables={"tools": list(self.tools)})
         role = "system" if "system" in (tokenizer.chat_template or "") else "user"
         return tokenizer.encode_chat([{"role": role, "content": tool_instructions(self.tools)}, *messages])

@@ -124,7 +124,7 @@ def chat_prompt(
     else:
         listed = _without_tools(listed, tools, model.llm.tokenizer.chat_template or "")
     tokenizer = model.llm.tokenizer
-    template = tokenizer.chat_template or ""
+    template = tokenizer.chat_template_for(given) or ""
     ids, begun, thinking = _encoded(tokenizer, listed, given, ending.adds_prompt, continues)
     marks = reasoning_marks(template)
     reasons, closing = any(mark in template for mark in marks), marks[1]
