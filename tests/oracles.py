@@ -181,6 +181,9 @@ class ToyTokenizer:
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return [0] * add_special + [self._bytes.index(bytes([b])) for b in text.encode()]
 
+    def encode_prompt(self, text: str, parse_special: bool = True, add_special: bool = True) -> list[int]:
+        return self.encode(text, add_special)
+
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return b"".join(self._bytes[i] for i in ids).decode(errors="replace")
 
