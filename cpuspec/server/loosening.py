@@ -5,8 +5,7 @@ Whatever the whole schema allows, the rest of it allows, too. Source: llguidance
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"))
@@ -20,17 +19,24 @@ _LOST: Mapping[str, tuple[Any, ...]] = {
 _PARTS_OF_LOST = ("then", "else", "minContains", "maxContains", "$dynamicAnchor", "$recursiveAnchor")
 _VALUES = ("const", "enum", "default", "examples", "required", "type")  # what stands there is no schema
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # what stands there maps names to schemas
-_DEEPEST = 64
+_DEEPEST, _MOST_BRANCHES = 64, 64
+_MOST_CHARS = 1 << 20  # of a schema; with so many, no grammar is compiled
 _ASSERTION = re.compile(r"\(\?<?[=!]")
 _LOST_ESCAPES = re.compile(r"\\[0-9kcGAzZ]")
-_BEFORE_START = re.compile(r"(?:\((?:\?:)?|\^)*")
-_BEHIND_END = re.compile(r"[$)]*(?:\|.*)?", re.DOTALL)
 _QUANTIFIER = re.compile(r"[*+?]|\{\d")
 
 
 def loosened(schema: Any) -> tuple[Any, set[str]]:
-    """The part of a schema that can be kept, and the keywords that are kept in part or not at all."""
+    """The part of a schema that can be kept, and the keywords that are kept in part or not at all.
+
+    One that is far too long to be compiled comes back as it is, and so does what is no JSON.
+    """
     lost: set[str] = set()
+    try:
+        if len(json.dumps(schema)) > _MOST_CHARS:
+            return schema, lost
+    except (ValueError, RecursionError):  # its compiler tells of it
+        return schema, lost
     return _loosened(schema, schema, lost, _DEEPEST), lost
 
 
@@ -43,7 +49,7 @@ def _loosened(schema: Any, root: Any, lost: set[str], depth: int) -> Any:
     for key, value in schema.items():
         if key in _LOST:
             lost |= set() if value in _LOST[key] else {key}
-        elif key == "format" and _says_strings(schema) and value not in _FORMATS:
+        elif key == "format" and isinstance(value, str) and _says_strings(schema) and value not in _FORMATS:
             lost.add(key)
         elif key == "pattern" and isinstance(value, str):
             plain = plain_pattern(value)
@@ -61,35 +67,45 @@ def _loosened(schema: Any, root: Any, lost: set[str], depth: int) -> Any:
     branches = found.get("oneOf")
     if isinstance(branches, Sequence) and not isinstance(branches, str) and not _exclude_each_other(branches, root):
         lost.add("oneOf")
-        found["allOf"] = [*found.get("allOf", ()), {"anyOf": found.pop("oneOf")}]
+        others = found.get("allOf")
+        found["allOf"] = [*(others if isinstance(others, list) else ()), {"anyOf": found.pop("oneOf")}]
     return found
 
 
 def plain_pattern(pattern: str) -> str | None:
     """The pattern without its assertions (look-around, word boundaries, anchors within); None where that is not enough."""
-    found, at, depth = "", 0, 0
+    found: list[str] = []
+    closes = _closes(pattern)
+    at, depth, begins = 0, 0, True  # begins: nothing that takes a character stands before this in its branch
     while at < len(pattern):
-        end = at + 1
-        keeps = True
-        if pattern[at] == "\\":
+        char, end, keeps = pattern[at], at + 1, True
+        if char == "\\":
             if _LOST_ESCAPES.match(pattern, at):
                 return None
             end, keeps = at + 2, pattern[at + 1 : at + 2] not in ("b", "B")
-        elif pattern[at] == "[":
+        elif char == "[":
             end = _class_end(pattern, at)
         elif _ASSERTION.match(pattern, at):
             end, keeps = _group_end(pattern, at), False
-        elif pattern[at] in "^$":
-            branch = found.rpartition("|")[2] if not depth else found
-            keeps = bool(
-                _BEFORE_START.fullmatch(branch) if pattern[at] == "^" else _BEHIND_END.fullmatch(pattern[end:].rstrip("$"))
-            )
-        depth += {"(": keeps, ")": -1}.get(pattern[at], 0)
+        elif pattern.startswith("(?:", at):
+            end = at + 3
+        elif char in "^$":
+            keeps = begins if char == "^" else closes[end]
         if keeps:
-            found += pattern[at:end]
+            found.append(pattern[at:end])
+            depth += {"(": 1, ")": -1}.get(char, 0)
+            begins = not depth if char == "|" else begins and char in "(^"
         elif _QUANTIFIER.match(pattern, end):
             return None
         at = end
+    return "".join(found)
+
+
+def _closes(pattern: str) -> list[bool]:
+    """For each place whether no more than ends of groups stand between it and the end of a branch."""
+    found = [True] * (len(pattern) + 1)
+    for at in range(len(pattern) - 1, -1, -1):
+        found[at] = pattern[at] == "|" or (pattern[at] in "$)" and found[at + 1])
     return found
 
 
@@ -120,18 +136,20 @@ def _says_strings(schema: Mapping[str, Any]) -> bool:
     return "string" in kind if isinstance(kind, list) else kind == "string"
 
 
-def _exclude_each_other(branches: Iterable[Any], root: Any) -> bool:
+def _exclude_each_other(branches: Sequence[Any], root: Any) -> bool:
     """Whether no value can satisfy two of the schemas, as far as their types and constants tell."""
+    if len(branches) > _MOST_BRANCHES:
+        return False
     found = [_referred(one, root) for one in branches]
     if not all(isinstance(one, Mapping) for one in found):
         return False
-    names = set.intersection(*(_required(one) for one in found)) if found else set()
+    names = sorted(set.intersection(*(_required(one) for one in found)) if found else ())[:_MOST_BRANCHES]
     tagged = [[_values(one["properties"][name]) for one in found] for name in names]
     return any(map(_are_apart, [[_types(one) for one in found], [_values(one) for one in found], *tagged]))
 
 
 def _are_apart(sets: Sequence[set[str]]) -> bool:
-    return all(sets) and not any(one & other for one, other in combinations(sets, 2))
+    return all(sets) and sum(map(len, sets)) == len(set[str]().union(*sets))
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
