@@ -132,6 +132,9 @@ class _Writer:
         self._multiply(name)
         return x
 
+    def experts(self, layer: object, x: int, norm: str | None, shared: object) -> int:
+        raise SystemExit("mixtures of experts are not predicted")
+
     def keep(self, layer: object, x: int) -> None:
         pass
 

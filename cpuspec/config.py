@@ -105,10 +105,51 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """One set of rotary positions: the base of their frequencies, and how these are scaled."""
+    """One set of rotary positions: the base of their frequencies, how these are scaled, and how many dimensions of a head turn, the
+    first ones; 0 for all.
+    """
 
     base: float = 10000.0
     scaling: RopeScaling | None = None
+    dims: int = 0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture's experts, and how its router chooses among them. Each is a gated feed-forward part of `size`.
+
+    count, used: how many there are, and how many a row goes through.
+    score: what the router's logits become before the best are chosen: "softmax" over all experts, "sigmoid", or "chosen", a softmax
+    over the logits of those that were chosen. normalised: whether the chosen weights are divided by their sum.
+    scale: of the weights. shifted: whether the choice, and only it, adds a number of each expert to the scores (`router_shift`).
+    groups, groups_used: experts in a row form groups; those of the groups whose two best scores have the largest sums are chosen
+    from. least_sum: what the sum is at least where weights are normalised. bias: whether router and experts have biases.
+    """
+
+    count: int
+    used: int
+    size: int
+    score: str = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    shifted: bool = False
+    groups: int = 1
+    groups_used: int = 1
+    least_sum: float = 0.0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name, limit in (("count", 1 << 12), ("used", self.count), ("size", 1 << 20), ("groups", self.count)):
+            if not _fits(partial(whole, low=1, high=limit), getattr(self, name)):
+                raise ConfigError(f"experts: {name} must be an integer from 1 to {limit}, got {_shown(getattr(self, name))}")
+        if self.score not in ("softmax", "sigmoid", "chosen"):
+            raise ConfigError(f"experts: score {self.score!r} is not supported; wanted softmax, sigmoid or chosen")
+        if not _fits(partial(number, low=1e-6, high=1e6), self.scale) or not 0 <= self.least_sum < 1:
+            raise ConfigError(f"experts: scale is {_shown(self.scale)}, wanted a number from 1e-6 to 1e6")
+        if not _fits(partial(whole, low=1, high=self.groups), self.groups_used) or self.count % self.groups:
+            raise ConfigError(f"experts: {self.groups_used} of {self.groups} groups of {self.count}; wanted groups of one size")
+        if self.groups > 1 and (self.count // self.groups < 2 or self.count // self.groups * self.groups_used < self.used):
+            raise ConfigError(f"experts: {self.groups_used} groups of {self.count // self.groups} have no {self.used} to choose")
 
 
 @dataclass(frozen=True)
@@ -161,7 +202,12 @@ class ModelConfig:
     head: how it begins and ends if it is a head, a draft model that takes its target's hidden states; None for other models.
     layer_windows: for each layer how many last positions a row sees, its own included, 0 for all; empty for all in every layer.
     layer_ropes: for each layer "global" (`rope_base`, `rope_scaling`), "local" (`local_rope_base`) or "none", which rotates
-    nothing; empty for "global" in every layer.
+    nothing; empty for "global" in every layer. rope_dims: how many dimensions of a head are rotated, 0 for all.
+    norm_spans: what the norms of queries and keys (`qk_norm`) are over, each "head" or the "row" of all heads.
+    experts: of layers with a mixture; None for no such layer. layer_experts: for each layer whether it has them instead of a dense
+    part of `intermediate_size`; empty for all layers. shared_size: of a dense part that rows go through beside their experts, 0 for
+    none; shared_gate: whether the sigmoid of a row's product with a vector weighs it.
+    residual_scale: factor of every branch. logit_scale: of logits.
     """
 
     architecture: str
@@ -190,9 +236,21 @@ class ModelConfig:
     layer_windows: tuple[int, ...] = ()
     layer_ropes: tuple[str, ...] = ()
     local_rope_base: float = 10000.0
+    rope_dims: int = 0
+    norm_spans: str = "head"
+    experts: Experts | None = None
+    layer_experts: tuple[bool, ...] = ()
+    shared_size: int = 0
+    shared_gate: bool = False
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        choices = {"norms": ("before", "after", "both"), "activation": ("silu", "gelu_tanh")}
+        choices = {
+            "norms": ("before", "after", "both"),
+            "activation": ("silu", "gelu_tanh"),
+            "norm_spans": ("head", "row"),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not supported; wanted one of {', '.join(known)}")
@@ -219,14 +277,22 @@ class ModelConfig:
         for name in ("rope_base", "local_rope_base"):
             if not _fits(partial(number, above=1, high=1e15), getattr(self, name)):
                 raise ConfigError(f"{name} is {_shown(getattr(self, name))}, wanted a number above 1, at most 1e15")
-        for name, lowest in (("embedding_scale", 1e-6), ("query_scale", 1e-6), ("attention_softcap", 0), ("logit_softcap", 0)):
+        for name, limit in (("rope_dims", self.head_dim), ("shared_size", 1 << 20)):
+            if not _fits(partial(whole, low=0, high=limit), getattr(self, name)) or (name == "rope_dims" and self.rope_dims % 2):
+                raise ConfigError(f"{name} must be an integer from 0 to {limit}, got {_shown(getattr(self, name))}")
+        for name, lowest in (
+            ("embedding_scale", 1e-6), ("query_scale", 1e-6), ("attention_softcap", 0), ("logit_softcap", 0),
+            ("residual_scale", 1e-6), ("logit_scale", 1e-6),
+        ):  # fmt: skip
             value = getattr(self, name)
             if not (value is None and name == "query_scale") and not _fits(partial(number, low=lowest, high=1e6), value):
                 raise ConfigError(f"{name} is {_shown(value)}, wanted a number from {lowest} to 1e6")
         scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
-            raise ConfigError(f"rope factors must be head_dim / 2 = {self.head_dim // 2} numbers, got {len(scaling.factors)}")
-        for name, per_layer in (("layer_windows", self.layer_windows), ("layer_ropes", self.layer_ropes)):
+        turned = self.rope_dims or self.head_dim
+        if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != turned // 2:
+            raise ConfigError(f"rope factors must be half of {turned} dimensions, got {len(scaling.factors)} numbers")
+        for name in ("layer_windows", "layer_ropes", "layer_experts"):
+            per_layer = getattr(self, name)
             if len(per_layer) not in (0, self.num_layers):
                 raise ConfigError(f"{name} must have an entry for each of the {self.num_layers} layers, got {len(per_layer)}")
         for window in self.layer_windows:
@@ -247,9 +313,12 @@ class ModelConfig:
 
     def with_layers(self, kept: Sequence[int]) -> "ModelConfig":
         """The model that has some of these layers, in this order."""
-        windows = tuple(self.layer_windows[i] for i in kept) if self.layer_windows else ()
-        ropes = tuple(self.layer_ropes[i] for i in kept) if self.layer_ropes else ()
-        return replace(self, num_layers=len(kept), layer_windows=windows, layer_ropes=ropes)
+        per_layer: dict[str, Any] = {
+            name: tuple(given[i] for i in kept)
+            for name in ("layer_windows", "layer_ropes", "layer_experts")
+            if (given := getattr(self, name))
+        }
+        return replace(self, num_layers=len(kept), **per_layer)
 
 
 _T = TypeVar("_T")

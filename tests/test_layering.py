@@ -16,6 +16,7 @@ ROOT = Path(cpuspec.__file__).parent
 LAYERS = (
     ("errors", "topology"),
     ("config", "environment", "files"),
+    ("layers",),
     ("formats",),
     ("checkpoints",),
     ("kernels",),

@@ -25,7 +25,7 @@ import numpy as np
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, layer_flags
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
-from cpuspec.config import ModelConfig, RopeScaling
+from cpuspec.config import Experts, ModelConfig, RopeScaling
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32, U8
 
@@ -145,15 +145,27 @@ def tiny_config(
     o_bias: bool = False,
     window: int | None = None,
     query_scale: float | None = None,
+    num_experts: int = 8,
+    num_used: int = 3,
+    expert_size: int = 128,
+    dense_layers: tuple[int, ...] = (),
 ) -> ModelConfig:
     """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
 
+    num_experts to dense_layers: of families with experts; layers that have none.
     window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
     softcaps are small enough to matter.
     """
     family = FAMILIES[architecture]
     gemma = architecture.startswith("gemma")
     every = family.unrotated_every or num_layers + 1
+    mixture: dict[str, Any] = {}
+    if family.experts is not None:
+        layers = tuple(i not in dense_layers for i in range(num_layers))
+        mixture = {
+            "experts": Experts(**{"count": num_experts, "used": num_used, "size": expert_size, **family.experts}),
+            "layer_experts": layers if dense_layers else (),
+        }
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -180,6 +192,7 @@ def tiny_config(
             [(i + 1) % every != 0 for i in range(num_layers)],
             has_local_rope=architecture == "gemma3",
         ),
+        **mixture,
         **family.flags,
     )
 
@@ -309,10 +322,11 @@ def write_huggingface(
     """Write weights under canonical names as a Hugging Face directory with configuration and tokenizer. Returns the directory."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    family, stored = FAMILIES[config.architecture], {}
+    family = FAMILIES[config.architecture]
+    stored: dict[str, QuantTensor] = {}
     for name, values in weights.items():
         offset = np.float32(family.norm_offset if name.endswith("norm") else 0)
-        stored[_hf_name(name, config)] = QuantTensor.encode(get_format(dtype), values - offset)
+        stored |= _hf_tensors(_hf_name(name, config), QuantTensor.encode(get_format(dtype), values - offset))
     if num_shards == 1:
         write_safetensors(directory / "model.safetensors", stored)
     else:
@@ -327,6 +341,13 @@ def write_huggingface(
     (directory / "config.json").write_text(json.dumps(_hf_config(config, dtype), indent=2), "utf-8")
     _write_hf_tokenizer(directory, config)
     return directory
+
+
+def _hf_tensors(name: str, tensor: QuantTensor) -> dict[str, QuantTensor]:
+    """The tensor by its name, or, where that has a star, the matrix of each expert by its own."""
+    if "*" not in name:
+        return {name: tensor}
+    return {name.replace("*", str(expert)): matrix for expert, matrix in enumerate(tensor.matrices)}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
@@ -368,7 +389,8 @@ def _gguf_name(name: str, config: ModelConfig) -> str:
     """The name that the gguf package's own table gives to a Hugging Face tensor of the architecture."""
     if name == "output":
         return "output.weight"
-    found = _gguf_names(_gguf_architecture(config), config.num_layers).get_name(_hf_name(name, config), (".weight", ".bias"))
+    theirs = _hf_name(name, config).replace(".*.", ".")  # the converter joins experts, and looks their names up without a number
+    found = _gguf_names(_gguf_architecture(config), config.num_layers).get_name(theirs, (".weight", ".bias"))
     assert found, f"gguf has no name for {name} of {config.architecture}"
     return found
 
@@ -407,6 +429,10 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_base)
     writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.experts:
+        writer.add_expert_count(config.experts.count)
+        writer.add_expert_used_count(config.experts.used)
+        writer.add_expert_feed_forward_length(config.experts.size)
     _add_gguf_rope_scaling(writer, config)
     if config.layer_windows:
         writer.add_sliding_window(max(config.layer_windows))
@@ -470,12 +496,15 @@ def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
     return tuple(factors)
 
 
+_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}  # where it is not the name of the architecture
+
+
 def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     """config.json in the spelling that every version of transformers reads."""
     vocabulary = make_vocabulary(config.vocab_size)
     fields: dict[str, object] = {
         "architectures": [FAMILIES[config.architecture].hf_class],
-        "model_type": "gemma3_text" if config.architecture == "gemma3" else config.architecture,
+        "model_type": _MODEL_TYPES.get(config.architecture, config.architecture),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -493,6 +522,14 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         "pad_token_id": vocabulary.token_id("<|endoftext|>"),
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
     }
+    if config.experts:
+        fields |= {
+            "num_experts": config.experts.count,
+            "num_experts_per_tok": config.experts.used,
+            "moe_intermediate_size": config.experts.size,
+            "norm_topk_prob": config.experts.normalised,
+            "mlp_only_layers": [i for i, has in enumerate(config.layer_experts) if not has],
+        }
     if config.architecture.startswith("gemma"):
         fields["hidden_activation"] = "gelu_pytorch_tanh"
         fields["query_pre_attn_scalar"] = config.head_dim if config.query_scale is None else round(config.query_scale**-2)

@@ -24,8 +24,9 @@ from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pag
 from cpuspec.backends.packed import content_hash, packed_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
-from cpuspec.config import EngineConfig, ModelConfig, Rope
+from cpuspec.config import EngineConfig, Experts, ModelConfig, Rope
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
@@ -50,10 +51,11 @@ from cpuspec.kernels import (
 )  # fmt: skip
 from cpuspec.kernels.layout import MAX_QUERIES
 from cpuspec.kernels.team import Team
+from cpuspec.layers import Layer
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, inject, query_scale
+from cpuspec.model.transformer import decode, inject
 from cpuspec.topology import read_topology
 
 _log = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ class NumbaBackend:
         self._embed = checkpoint.tensors["embed"]
         self._num_logits = _round_up(c.num_logits, TILE)  # of a row, padded
         tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode))
-        matrices = {name: t for name, t in tensors.items() if len(t.shape) == 2 and name != "embed"}
+        matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name != "embed"}
 
         def load(matrices: Mapping[str, WeightTensor]) -> dict[str, PackedTensor]:
             nodes = nodes_to_use(read_topology()) if engine.numa_interleave else ()
@@ -116,7 +118,10 @@ class NumbaBackend:
         self._matrices = LoadedWeights(matrices, load, share._matrices if share else None)
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
         self._identity = _identity(c, engine.kv_format, self.prompt_arithmetic, tensors)
-        self._vectors = {name: _padded(t) for name, t in tensors.items() if len(t.shape) == 1}
+        self._vectors = {name: _padded(t) for name, t in tensors.items() if not is_matrix(name, t.shape)}
+        of_experts = sum(matrix.nbytes for matrix in self._matrices.values() if len(matrix.shape) == 3)
+        self._dense_bytes = self.weight_bytes - of_experts
+        self.token_bytes = self._dense_bytes + (of_experts * c.experts.used // c.experts.count if c.experts else 0)
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
         group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
         self._kv_format = kv_format
@@ -134,8 +139,11 @@ class NumbaBackend:
         self._max_partials, self._partials = most, paged_bytes((most * self._partial_bytes,))
         self._tasks = np.empty(self.max_rows, layout.TASK)
         self._walked = np.zeros((self.max_rows, c.num_kv_heads), np.int64)
+        self._routing = _Routing(c.experts, self.max_rows) if c.experts else None
         centres = key_centres(c, kv_format, tensors)
-        self._writer = _Writer(c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres)
+        self._writer = _Writer(
+            c, self.max_rows, self._matrices, self._vectors, orders, self._embed, kv_format, centres, self._routing
+        )
         decode(c, self._writer)
         self._first = dict(self._writer.first)  # rooms that are written before a forward
         self._num_positions = 0  # whose cosines and sines are known
@@ -159,8 +167,10 @@ class NumbaBackend:
 
     def _new_program(self, operations: list[tuple[str, dict[str, Any]]]) -> program.Program:
         """A program in this backend's memory."""
-        new, c = program.Program(layout.program(operations), self.threads), self.config
+        records, lists = layout.program(operations)
+        new, c = program.Program(records, self.threads, lists), self.config
         for field, value in {
+            **(self._routing.addresses() if self._routing else {}),
             "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
             "tasks": _at(self._tasks), "walked": _at(self._walked), "scratch": _at(self._scratch),
             "partials": _at(self._partials), "max_partials": self._max_partials,
@@ -239,6 +249,7 @@ class NumbaBackend:
         )
         self._team.run(entered)
         cache.advance(batch)
+        output.weight_bytes = self._dense_bytes + int(entered.state["expert_bytes"])
         if num_logits <= products.BLOCK_ROWS:
             output.best = self._picked[:num_logits]
         return output
@@ -357,6 +368,26 @@ def _places(slots: list[int], cache: KVCache) -> tuple[list[int], list[int], int
     return [cache.lengths[slot] for slot in slots], [storage.address for storage in storages], storages[0].head_bytes
 
 
+class _Routing:
+    """What a router's choice is noted in: of one layer at a time."""
+
+    def __init__(self, experts: Experts, max_rows: int) -> None:
+        self.pairs = max_rows * experts.used
+        self.factors = aligned_bytes((max_rows, 4 * _round_up(experts.used, TILE)))
+        self.routed = np.zeros(1, np.int64)
+        self._arrays = {
+            "chosen": np.zeros(self.pairs, np.int64),
+            "pair_of": np.zeros(self.pairs, np.int64),
+            "pairs": np.zeros(self.pairs, layout.PAIR),
+            "segments": np.zeros(experts.count, layout.SEGMENT),
+            "of_expert": np.zeros(experts.count, np.int64),
+        }
+
+    def addresses(self) -> dict[str, int]:
+        """Of the arrays, by their fields in a program's state."""
+        return {field: _at(array) for field, array in self._arrays.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Room for rows of numbers, f32 [max_rows, features padded to whole groups]; with `up`, activation(numbers) * up."""
@@ -374,6 +405,7 @@ class _Writer:
     def __init__(
         self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor], vectors: Mapping[str, F32],
         orders: Mapping[str, I32], embedding: QuantTensor, kv_format: Format, centres: Mapping[int, F32],
+        routing: "_Routing | None" = None,
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
@@ -390,10 +422,11 @@ class _Writer:
         self._orders = {name: np.concatenate([order, _rest(len(order))]) for name, order in orders.items()}
         self.rooms: dict[str, F32] = {}  # by the part of a layer whose result it holds
         self.first: dict[str, tuple[str | None, ...]] = {}  # rooms that are written before a forward, with the norms of their parts
-        widest = max(m.shape[1] for m in matrices.values())
-        # Whole blocks of rows, and whole vectors of the last block.
-        groups = _round_up(max_rows, products.BLOCK_ROWS) * _round_up(widest, GROUP) // GROUP + 1
-        self._inputs = {order: aligned_bytes((groups * size,)) for order, size in products.ORDERS.items()}
+        self._routing = routing
+        self._inputs = _room_for_inputs(max_rows, max(m.shape[-1] for m in matrices.values()))
+        if routing:  # of experts, whose segments may begin at any row
+            widest = max(m.shape[-1] for m in matrices.values() if len(m.shape) == 3)
+            self._inputs_of_pairs = _room_for_inputs(routing.pairs + products.BLOCK_ROWS, widest)
 
     def embed(self) -> _Rows:
         out = self._rows("embed", self._config.hidden_size)
@@ -428,6 +461,12 @@ class _Writer:
         return tuple(map(_Rows, outputs.values()))
 
     def rotate(self, layer: Layer, q: _Rows, k: _Rows) -> tuple[_Rows, _Rows]:
+        for rows, part in ((q, "q_norm"), (k, "k_norm")):
+            if layer.mixer.norm == "row":
+                weight = self._vectors[layer.weight(part)]
+                operands = {"rows": _at(rows.numbers), "stride": rows.numbers.strides[0], "weight": _at(weight)}
+                features = (layer.mixer.heads if rows is q else layer.mixer.kv_heads) * layer.mixer.dims
+                self.operations.append(("norm", operands | {"features": features, "eps": self._config.norm_eps}))
         return q, k
 
     def append(self, layer: Layer, k: _Rows, v: _Rows) -> None:
@@ -435,14 +474,14 @@ class _Writer:
 
     def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows, v: _Rows) -> None:
         """Rotate queries, if there are any, and keys, and append keys and values."""
-        c = self._config
-        if layer.rope is not None and layer.rope not in self.ropes:
-            self.ropes.append(layer.rope)
+        mixer = layer.mixer
+        if mixer.rope is not None and mixer.rope not in self.ropes:
+            self.ropes.append(mixer.rope)
         operands = {
-            "heads": c.num_heads if q else 0, "kv_heads": c.num_kv_heads, "dims": c.head_dim, "layer": layer.index,
+            "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.index,
             "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(self._vectors.get(layer.weight("k_norm"))),
-            "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": c.norm_eps, "scale": query_scale(c),
-            "rotation": layout.NO_ROTATION if layer.rope is None else self.ropes.index(layer.rope),
+            "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": self._config.norm_eps, "scale": mixer.scale,
+            "rotation": layout.NO_ROTATION if mixer.rope is None else self.ropes.index(mixer.rope),
             "append": kv_rows.append_kernel(self._kv_format), "hadamard": self._hadamard,
             "centres": _at(self._centres.get(layer.index)),
         }  # fmt: skip
@@ -452,19 +491,19 @@ class _Writer:
         self.operations.append(("rotate", operands))
 
     def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows) -> _Rows:
-        c = self._config
+        mixer = layer.mixer
         self._rotate(layer, q, k, v)
-        out = self._rows("attention", c.num_heads * c.head_dim)
+        out = self._rows("attention", mixer.heads * mixer.dims)
         kernel, together = attention.attend_kernel, attention.QUERIES
-        if self.of_prompts and c.head_dim % 2 == 0:
+        if self.of_prompts and mixer.dims % 2 == 0:
             kernel, together = attention_tiles.attend_kernel, MAX_QUERIES
         attend = {
-            "heads": c.num_heads, "kv_heads": c.num_kv_heads, "dims": c.head_dim, "layer": layer.index,
+            "heads": mixer.heads, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.index,
             "queries": _at(q.numbers), "stride": q.numbers.strides[0], "out": _at(out), "out_stride": out.strides[0],
-            "kernel": kernel(self._kv_format, layer.window is not None, c.attention_softcap > 0), "together": together,
-            "partials_at": attention.partials_offset(self._kv_format, c.head_dim),
-            "partial_bytes": attention.partial_bytes(self._kv_format, c.head_dim),
-            "window": layer.window or 0, "cap": c.attention_softcap, "hadamard": self._hadamard,
+            "kernel": kernel(self._kv_format, mixer.window is not None, mixer.softcap > 0), "together": together,
+            "partials_at": attention.partials_offset(self._kv_format, mixer.dims),
+            "partial_bytes": attention.partial_bytes(self._kv_format, mixer.dims),
+            "window": mixer.window or 0, "cap": mixer.softcap, "hadamard": self._hadamard,
         }  # fmt: skip
         self.operations.append(("attend", attend))
         return _Rows(out)
@@ -473,16 +512,72 @@ class _Writer:
         return _Rows(gate.numbers, up.numbers)
 
     def add(self, x: _Rows, branch: _Rows, name: str, norm: str | None) -> _Rows:
-        if norm is None:
+        scale = self._config.residual_scale
+        if norm is None and scale == 1:
             self._write_linears(branch, {name: x.numbers}, residual=True)
             return x
         out = self._rows("branch", self._config.hidden_size)
         self._write_linears(branch, {name: out})
         operands = {
-            "rows": _at(x.numbers), "branch": _at(out), "stride": out.strides[0], "weight": _at(self._vectors[norm]),
+            "rows": _at(x.numbers), "branch": _at(out), "stride": out.strides[0], "scale": scale,
+            "weight": 0 if norm is None else _at(self._vectors[norm]),
             "features": self._config.hidden_size, "eps": self._config.norm_eps,
         }  # fmt: skip
         self.operations.append(("add", operands))
+        return x
+
+    def experts(self, layer: Layer, x: _Rows, norm: str | None, shared: tuple[_Rows, _Rows | None] | None) -> _Rows:
+        c, experts, weight, routing = self._config, layer.feed.experts, layer.weight, self._routing
+        assert experts, "the layer has them"
+        assert routing, "and the model"
+        used, hidden, pairs = experts.used, c.hidden_size, routing.pairs
+        router, names, down = weight("router"), (weight("expert_gate"), weight("expert_up")), weight("expert_down")
+        orders = {name: self._order(name) for name in (*names, down)}
+        # Of each row the scores of experts, as much room for their ranks, and some for those of groups.
+        scores = self._rows("router", 4 * _round_up(experts.count, GROUP))
+        of_rows = dict.fromkeys(("f32", *(orders[name] for name in names)))
+        self.operations.append(("prepare", self._prepare(x, norm, hidden, {order: self._inputs[order] for order in of_rows})))
+        product = {"num_tensors": 1, "features": hidden}
+        tensor = self._tensor(router, "f32", self._inputs["f32"], scores)
+        self.operations.append(("linear", product | {"tensors": [tensor]}))
+        num_bytes = sum(self._matrices[name].nbytes for name in orders) // experts.count
+        shift = self._vectors.get(weight("router_shift"))
+        route = {
+            "logits": _at(scores), "stride": scores.strides[0], "factors": _at(routing.factors), "shift": _at(shift),
+            "count": experts.count, "used": used, "score": ("softmax", "sigmoid", "chosen").index(experts.score),
+            "normalised": experts.normalised, "groups": experts.groups, "groups_used": experts.groups_used, "bytes": num_bytes,
+            "routed": _at(routing.routed), "scale": experts.scale, "least_sum": experts.least_sum,
+        }  # fmt: skip
+        copies = [
+            {
+                "source": _at(self._inputs[order]), "to": _at(self._inputs_of_pairs[order]), "bytes": products.ORDERS[order],
+                "apart": order in ("f32", "rounded"), "padded": order == "rounded",
+            }
+            for order in dict.fromkeys(orders[name] for name in names)
+        ]  # fmt: skip
+        gather = {"features": hidden, "used": used, "num_orders": len(copies), "orders": copies}
+        self.operations += [("route", route), ("gather", gather)]
+        outputs = {name: self._rows(name.rsplit(".", 1)[-1], experts.size, pairs) for name in names}
+        tensors = [self._tensor(name, orders[name], self._inputs_of_pairs[orders[name]], out) for name, out in outputs.items()]
+        for name, tensor in zip(names, tensors, strict=True):
+            tensor["one_row"] = _at(self._inputs[orders[name]])
+        self.operations.append(("linear", {"num_tensors": 2, "features": hidden, "used": used, "tensors": tensors}))
+        inside, of_down = self.gate(*map(_Rows, outputs.values())), self._inputs_of_pairs[orders[down]]
+        self.operations.append(("prepare", self._prepare(inside, None, experts.size, {orders[down]: of_down}) | {"used": used}))
+        out = self._rows("expert_down", hidden, pairs)
+        tensors = [self._tensor(down, orders[down], of_down, out)]
+        self.operations.append(("linear", {"num_tensors": 1, "features": experts.size, "used": used, "tensors": tensors}))
+        combine = {
+            "rows": _at(x.numbers), "stride": x.numbers.strides[0], "features": hidden, "factors": _at(routing.factors),
+            "used": used, "outputs": _at(out), "outputs_stride": out.strides[0], "scale": c.residual_scale,
+        }  # fmt: skip
+        if shared:
+            common = self._rows("shared_down", hidden)
+            self._write_linears(shared[0], {weight("shared_down"): common})
+            combine |= {"shared": _at(common), "shared_stride": common.strides[0]}
+            if shared[1]:
+                combine |= {"weights": _at(shared[1].numbers), "weights_stride": shared[1].numbers.strides[0]}
+        self.operations.append(("combine", combine))
         return x
 
     def keep(self, layer: Layer, x: _Rows) -> None:
@@ -511,40 +606,49 @@ class _Writer:
     def _write_linears_of_one_order(
         self, x: _Rows, outputs: Mapping[str, F32 | None], norm: str | None, residual: bool, cap: float
     ) -> None:
-        """Up to three matrices."""
-        c = self._config
-        matrices = {name: self._matrices[name] for name in outputs}
-        features, logits = next(iter(matrices.values())).shape[1], any(out is None for out in outputs.values())
-        order_of = linear.prompt_order if self.of_prompts and not logits else linear.activation_order
-        orders = {name: order_of(m.format.name, _is_precise(c, name)) for name, m in matrices.items()}
-        kind = pointwise.PLAIN if norm is None else pointwise.NORM
-        if x.up is not None:
-            kind = {"silu": pointwise.SILU, "gelu_tanh": pointwise.GELU}[c.activation]
-        prepare = {
-            "kind": kind, "rows": _at(x.numbers), "other": _at(x.up), "stride": x.numbers.strides[0], "eps": c.norm_eps,
-            "weight": 0 if norm is None else _at(self._vectors[norm]), "order": _at(self._orders.get(next(iter(outputs)))),
-            "features": features, "select": logits,
-            **{order: _at(self._inputs[order]) for order in orders.values()},
-        }  # fmt: skip
+        shape, logits = self._matrices[next(iter(outputs))].shape, any(out is None for out in outputs.values())
+        orders = {name: self._order(name, logits) for name in outputs}
+        prepare = self._prepare(x, norm, shape[1], {order: self._inputs[order] for order in orders.values()})
+        prepare |= {"order": _at(self._orders.get(next(iter(outputs)))), "select": logits}
         tensors = [
-            {
-                "kernel": linear.linear_kernel(matrix.format.name, orders[name]), "tiles": _at(matrix.data),
-                "tile_bytes": matrix.tile_bytes, "num_tiles": len(matrix.data), "inputs": _at(self._inputs[orders[name]]),
-                "row_bytes": products.row_bytes(orders[name], features), "bias": _at(self._vectors.get(name + "_bias")),
-                "residual": _at(out) if residual else 0, "out": _at(out),
-                "stride": 4 * TILE * len(matrix.data) if out is None else out.strides[0],
-            }
-            for (name, out), matrix in zip(outputs.items(), matrices.values(), strict=True)
-        ]  # fmt: skip
-        product = {"num_tensors": len(tensors), "features": features, "tensors": tensors}
+            self._tensor(name, orders[name], self._inputs[orders[name]], out) | {"residual": _at(out) if residual else 0}
+            for name, out in outputs.items()
+        ]
+        product = {"num_tensors": len(tensors), "features": shape[1], "tensors": tensors}
         if logits:
-            product |= {"vocab": next(iter(matrices.values())).shape[0], "cap": cap}
+            product |= {"vocab": shape[0], "cap": cap}
         self.operations += [("prepare", prepare), ("linear", product)]
 
-    def _rows(self, part: str, features: int) -> F32:
-        """Room for `max_rows` rows of a part of a layer, zeroed, each padded to whole groups. Layers share it."""
+    def _order(self, name: str, logits: bool = False) -> str:
+        """The order in which a matrix wants its activations."""
+        order_of = linear.prompt_order if self.of_prompts and not logits else linear.activation_order
+        return order_of(self._matrices[name].format.name, _is_precise(self._config, name))
+
+    def _prepare(self, x: _Rows, norm: str | None, features: int, to: Mapping[str, U8]) -> dict[str, Any]:
+        """Rows to activations. to: where they go, by their order."""
+        c, kind = self._config, pointwise.PLAIN if norm is None else pointwise.NORM
+        if x.up is not None:
+            kind = {"silu": pointwise.SILU, "gelu_tanh": pointwise.GELU}[c.activation]
+        return {
+            "kind": kind, "rows": _at(x.numbers), "other": _at(x.up), "stride": x.numbers.strides[0], "eps": c.norm_eps,
+            "weight": 0 if norm is None else _at(self._vectors[norm]), "features": features,
+            **{order: _at(room) for order, room in to.items()},
+        }  # fmt: skip
+
+    def _tensor(self, name: str, order: str, inputs: U8, out: F32 | None) -> dict[str, Any]:
+        """A matrix, or those of experts, of a "linear" operation. out: None for the logits."""
+        matrix, bias = self._matrices[name], self._vectors.get(name + "_bias")
+        return {
+            "kernel": linear.linear_kernel(matrix.format.name, order), "tiles": _at(matrix.data), "tile_bytes": matrix.tile_bytes,
+            "num_tiles": matrix.num_tiles, "inputs": _at(inputs), "row_bytes": products.row_bytes(order, matrix.shape[-1]),
+            "bias": _at(bias), "bias_bytes": 0 if bias is None else bias.strides[0], "out": _at(out),
+            "stride": 4 * TILE * matrix.num_tiles if out is None else out.strides[0],
+        }  # fmt: skip
+
+    def _rows(self, part: str, features: int, num_rows: int = 0) -> F32:
+        """Room for `max_rows` rows (or `num_rows`) of a part of a layer, zeroed, each padded to whole groups. Layers share it."""
         if part not in self.rooms:
-            room = aligned_bytes((self._max_rows, 4 * _round_up(features, GROUP))).view(np.float32)
+            room = aligned_bytes((num_rows or self._max_rows, 4 * _round_up(features, GROUP))).view(np.float32)
             room[:] = 0
             self.rooms[part] = room
         return self.rooms[part]
@@ -572,6 +676,8 @@ def _identity(config: ModelConfig, kv_format: str, prompt_arithmetic: str, tenso
 def _weights_of(tensor: WeightTensor) -> tuple[object, ...]:
     """The place of a tensor in a file with such contents, or a hash of its bytes."""
     source = tensor.source if isinstance(tensor, Cast) else tensor
+    if source.parts:
+        return tuple(fact for part in source.parts for fact in _weights_of(part))
     data = source.data.reshape(-1)
     order = () if source.order is None else (content_hash(source.order.view(np.uint8)),)
     return source.format.name, *(place_in_file(data) or (content_hash(data),)), *order
@@ -584,7 +690,13 @@ def _is_precise(config: ModelConfig, name: str) -> bool:
     """
     if config.head and config.head.fuses == "alone":
         return True
-    return name in ("output", "encode", "fuse") or (config.hidden_size < _SMALL and name.endswith((".v", ".down")))
+    return name in ("output", "encode", "fuse") or (config.hidden_size < _SMALL and name.endswith((".v", ".down", "_down")))
+
+
+def _room_for_inputs(rows: int, features: int) -> dict[str, U8]:
+    """Room for activations in each order: whole blocks of rows, and whole vectors of the last block."""
+    groups = _round_up(rows, products.BLOCK_ROWS) * _round_up(features, GROUP) // GROUP + 1
+    return {order: aligned_bytes((groups * size,)) for order, size in products.ORDERS.items()}
 
 
 def _at(array: NDArray[np.generic] | None) -> int:
@@ -601,6 +713,6 @@ def _rest(length: int) -> I32:
 
 
 def _padded(tensor: WeightTensor) -> F32:
-    """A vector in f32, padded with zeros to whole groups."""
+    """A vector in f32, or one of each expert, padded with zeros to whole groups."""
     values = tensor.dequantize()
-    return np.pad(values, (0, -len(values) % GROUP)).astype(np.float32)
+    return np.pad(values, (*[(0, 0)] * (values.ndim - 1), (0, -values.shape[-1] % GROUP))).astype(np.float32)

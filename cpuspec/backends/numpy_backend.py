@@ -5,7 +5,7 @@ products are the BLAS library's: exact meaning, but a row's last bits may depend
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,13 +14,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, ModelConfig, Rope
+from cpuspec.config import EngineConfig, Experts, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, remembered
+from cpuspec.layers import Layer
 from cpuspec.model.batch import I32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, inject, query_scale
+from cpuspec.model.transformer import decode, inject
 
 Array = NDArray[np.floating]
 
@@ -155,29 +156,32 @@ class Forward:
         return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
 
     def _rotated(self, layer: Layer, x: Array, norm: str) -> Array:
-        heads = x.reshape(len(x), -1, self._config.head_dim)
-        if self._config.qk_norm:
+        mixer = layer.mixer
+        if mixer.norm == "row":
+            x = self.norm(x, layer.weight(norm))
+        heads = x.reshape(len(x), -1, mixer.dims)
+        if mixer.norm == "head":
             heads = self.norm(heads, layer.weight(norm))
-        if layer.rope is None:
+        if mixer.rope is None:
             return heads
-        if layer.rope not in self._rotations:
-            cos, sin = rope_table(layer.rope, self._config.head_dim, self._batch.positions)
-            self._rotations[layer.rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
-        return _turned(heads, *self._rotations[layer.rope])
+        if mixer.rope not in self._rotations:
+            cos, sin = rope_table(mixer.rope, mixer.dims, self._batch.positions)
+            self._rotations[mixer.rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
+        return _turned(heads, *self._rotations[mixer.rope])
 
     def attention(self, layer: Layer, q: Array, k: Array, v: Array) -> Array:
         """Scores are q k^T times the query scale, under the softcap if the model has one."""
-        c, batch = self._config, self._batch
+        mixer, batch = layer.mixer, self._batch
         self._append(layer, k, v)
-        out = np.empty((len(q), c.num_heads * c.head_dim), self._model.dtype)
+        out = np.empty((len(q), mixer.heads * mixer.dims), self._model.dtype)
         for b, slot in enumerate(batch.slots):
             rows, prefix = slice(batch.q_start[b], batch.q_start[b + 1]), self._cache.lengths[slot]
             storage, end = self._cache.storage(slot), prefix + rows.stop - rows.start
-            keys = storage.keys[layer.index, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)  # [S, H, D]
-            values = storage.values[layer.index, :end].repeat(c.num_heads // c.num_kv_heads, axis=1)
-            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(query_scale(c))  # [H, T, S]
-            scores = self._softcapped(scores, c.attention_softcap)
-            scores[:, ~visible(batch, b, prefix, layer.window)] = -np.inf
+            keys = storage.keys[layer.index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)  # [S, H, D]
+            values = storage.values[layer.index, :end].repeat(mixer.heads // mixer.kv_heads, axis=1)
+            scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(mixer.scale)  # [H, T, S]
+            scores = self._softcapped(scores, mixer.softcap)
+            scores[:, ~visible(batch, b, prefix, mixer.window)] = -np.inf
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             out[rows] = np.matmul(weights, values.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(-1, out.shape[1])
@@ -187,7 +191,7 @@ class Forward:
         self._append(layer, self._rotated(layer, k, "k_norm"), v)
 
     def _append(self, layer: Layer, k: Array, v: Array) -> None:
-        v, batch = v.reshape(len(v), -1, self._config.head_dim), self._batch
+        v, batch = v.reshape(len(v), -1, layer.mixer.dims), self._batch
         if layer.index in self._model.centres:
             k = k - self._model.centres[layer.index]
         for slot, start, end in zip(batch.slots, batch.q_start, batch.q_start[1:], strict=False):
@@ -203,7 +207,38 @@ class Forward:
         return self._number(0.5) * gate * (1 + np.tanh(inner)) * up
 
     def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
-        return x + self.norm(self.linear(branch, name), norm)
+        return x + self._residual(self.norm(self.linear(branch, name), norm))
+
+    def experts(
+        self,
+        layer: Layer,
+        x: Array,
+        norm: str | None,
+        shared: tuple[Array, Array | None] | None,
+        on_inputs: Callable[..., None] = lambda x, names, expert: None,
+    ) -> Array:
+        """Expert by expert, each with the rows that go through it. on_inputs: told (rows, names of its matrices, the expert)."""
+        experts, weight, normed = layer.feed.experts, layer.weight, self.norm(x, norm)
+        assert experts, "the layer has them"
+        chosen, factors = choose(experts, self.linear(normed, weight("router")), self._model.weights.get(weight("router_shift")))
+        outputs = np.empty((*chosen.shape, x.shape[1]), self._model.dtype)  # [T, used, C]
+        for expert in np.unique(chosen):
+            rows, places = np.nonzero(chosen == expert)
+            given, names = normed[rows], (weight("expert_gate"), weight("expert_up"))
+            on_inputs(given, names, expert)
+            hidden = self.gate(*(self.linear(given, name, expert) for name in names))
+            on_inputs(hidden, (weight("expert_down"),), expert)
+            outputs[rows, places] = self.linear(hidden, weight("expert_down"), expert)
+        branch = (outputs * factors[:, :, None]).sum(axis=1)
+        if shared:
+            rows_of_all, factor = shared
+            common = self.linear(rows_of_all, weight("shared_down"))
+            branch += common if factor is None else common / (1 + np.exp(-factor))
+        return x + self._residual(branch)
+
+    def _residual(self, branch: Array) -> Array:
+        scale = self._config.residual_scale
+        return branch if scale == 1 else branch * self._number(scale)
 
     def keep(self, layer: Layer, x: Array) -> None:
         if layer.index in self._batch.hidden_layers:
@@ -223,13 +258,44 @@ class Forward:
         scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(self._config.norm_eps))
         return x * scale * self._model.weights[name]
 
-    def linear(self, x: Array, name: str) -> Array:
-        y = (_in_int8(x) if name in self._model.rounded_inputs else x) @ self._model.weights[name].T
+    def linear(self, x: Array, name: str, expert: int | None = None) -> Array:
+        """expert: whose matrix of those of all it is."""
+        one = ... if expert is None else expert
+        y = (_in_int8(x) if name in self._model.rounded_inputs else x) @ self._model.weights[name][one].T
         bias = self._model.weights.get(name + "_bias")
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias[one]
 
     def _softcapped(self, x: Array, cap: float) -> Array:
         return np.tanh(x / self._number(cap)) * self._number(cap) if cap else x
+
+
+def choose(experts: Experts, logits: Array, shift: Array | None) -> tuple[NDArray[np.intp], Array]:
+    """Of each row the experts that it goes through, the best first, [T, used], and their factors. Of equals, the first is best."""
+    scores = logits
+    if experts.score == "softmax":
+        scores = _softmax(logits)
+    elif experts.score == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    ranks = scores if shift is None else scores + shift
+    if experts.groups > 1:
+        grouped = ranks.reshape(len(ranks), experts.groups, -1)
+        best = np.sort(grouped, axis=-1)[:, :, -2:].sum(axis=-1)
+        kept = np.argsort(-best, axis=-1, kind="stable")[:, : experts.groups_used]
+        out = np.full_like(grouped, -np.inf)
+        np.put_along_axis(out, kept[:, :, None], np.take_along_axis(grouped, kept[:, :, None], axis=1), axis=1)
+        ranks = out.reshape(ranks.shape)
+    chosen = np.argsort(-ranks, axis=-1, kind="stable")[:, : experts.used]
+    factors = np.take_along_axis(scores, chosen, axis=-1)
+    if experts.score == "chosen":
+        factors = _softmax(factors)
+    if experts.normalised:
+        factors = factors / np.maximum(factors.sum(axis=-1, keepdims=True), factors.dtype.type(experts.least_sum))
+    return chosen, factors * factors.dtype.type(experts.scale)
+
+
+def _softmax(x: Array) -> Array:
+    powers: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def _copy_rows(storage: Storage, rows: I32, first: int) -> None:

@@ -28,8 +28,9 @@ from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, QuantTensor
 from cpuspec.formats.grouped import GroupedIntegers, group_integers
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.model.rope import attention_factor, inverse_frequencies
-from cpuspec.model.transformer import Layer, decode, query_scale
+from cpuspec.layers import Layer
+from cpuspec.model.rope import inverse_frequencies, rotary_factors
+from cpuspec.model.transformer import decode
 
 if TYPE_CHECKING:
     import onnx
@@ -171,18 +172,20 @@ class _Writer:
 
     def rotate(self, layer: Layer, q: str, k: str) -> tuple[str, str]:
         """Queries and keys, [rows, heads, D]; both are turned at once, for fewer nodes."""
-        c = self._config
+        mixer, norms = layer.mixer, (layer.weight("q_norm"), layer.weight("k_norm"))
+        if mixer.norm == "row":
+            q, k = (self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
         q, k = self._heads(q), self._heads(k)
-        if c.qk_norm:
-            q, k = self._norm(q, layer.weight("q_norm")), self._norm(k, layer.weight("k_norm"))
-        if layer.rope is None:
+        if mixer.norm == "head":
+            q, k = (self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
+        if mixer.rope is None:
             return q, k
-        cos, sin = self._rotations(layer.rope)
+        cos, sin = self._rotations(mixer.rope)
         x = self._node("Concat", q, k, axis=1)
-        first, second = self._split(x, self._integers(c.head_dim // 2, c.head_dim // 2), axis=2)
+        first, second = self._split(x, self._integers(mixer.dims // 2, mixer.dims // 2), axis=2)
         turned = self._node("Mul", self._node("Concat", second, first, axis=2), sin)
         return self._split(
-            self._node("Add", self._node("Mul", x, cos), turned), self._integers(c.num_heads, c.num_kv_heads), axis=1
+            self._node("Add", self._node("Mul", x, cos), turned), self._integers(mixer.heads, mixer.kv_heads), axis=1
         )
 
     def attention(self, layer: Layer, q: str, k: str, v: str) -> str:
@@ -193,12 +196,12 @@ class _Writer:
         keys, values = (self._cached(x, f"{kind}.{layer.index}") for x, kind in ((k, "keys"), (self._heads(v), "values")))
         past_keys, past_values = (f"past_{kind}.{layer.index}" for kind in ("keys", "values"))
         queries = c.num_heads // c.num_kv_heads
-        q = self._node("Mul", q, self._number(query_scale(c)))
+        q = self._node("Mul", q, self._number(layer.mixer.scale))
         q = self._node("Reshape", q, self._integers(0, c.num_kv_heads, queries, c.head_dim))
         q = self._node("Reshape", self._node("Transpose", q, perm=[1, 2, 0, 3]), self._integers(c.num_kv_heads, -1, c.head_dim))
         parts = [self._node("MatMul", q, self._node("Transpose", part, perm=[0, 2, 1])) for part in (past_keys, keys)]
         scores = self._softcapped(self._node("Concat", *parts, axis=2), c.attention_softcap)
-        weights = self._node("Softmax", self._node("Add", scores, self._mask(layer.window)), axis=2)
+        weights = self._node("Softmax", self._node("Add", scores, self._mask(layer.mixer.window)), axis=2)
         of_past, of_rows = self._split(weights, self._lengths(), axis=2)
         out = self._node("Add", self._node("MatMul", of_past, past_values), self._node("MatMul", of_rows, values))
         out = self._node("Reshape", out, self._integers(c.num_kv_heads, queries, -1, c.head_dim))
@@ -210,7 +213,12 @@ class _Writer:
         return self._node("Mul", self._node("Gelu", gate, approximate="tanh"), up)
 
     def add(self, x: str, branch: str, name: str, norm: str | None) -> str:
-        return self._node("Add", x, self._norm(self._linear(branch, name), norm))
+        return self._node("Add", x, self._scaled(self._norm(self._linear(branch, name), norm), self._config.residual_scale))
+
+    def experts(self, layer: Layer, x: str, norm: str | None, shared: tuple[str, str | None] | None) -> str:
+        raise BackendError(
+            f"layer {layer.index} is a mixture of experts, which this graph cannot route; use the numba, numpy or torch backend"
+        )
 
     def keep(self, layer: Layer, x: str) -> None:
         self._output(f"hidden.{layer.index}", x, ["rows", self._config.hidden_size])
@@ -299,7 +307,7 @@ class _Writer:
         x * cos + (second half, first half) * sin.
         """
         if rope not in self._tables:
-            inverse, factor = inverse_frequencies(rope, self._config.head_dim), attention_factor(rope.scaling)
+            inverse, factor = inverse_frequencies(rope, self._config.head_dim), rotary_factors(rope, self._config.head_dim)
             positions = self._node("Unsqueeze", self._node("Cast", "positions", to=self._types.DOUBLE), self._integers(1, 2))
             angles = self._node("Mul", positions, self._constant(inverse, np.float64))
             # Runtimes know the sine of doubles, and not their cosine.
@@ -307,8 +315,8 @@ class _Writer:
             tables = []
             for turned in (quarter, angles):
                 table = self._node("Sin", turned)
-                if factor != 1:
-                    table = self._node("Mul", table, self._number(factor, np.float64))
+                if (factor != 1).any():
+                    table = self._node("Mul", table, self._constant(factor, np.float64))
                 tables.append(self._node("Cast", table, to=self._types.FLOAT))
             cos, sin = tables
             halves = self._node("Concat", cos, cos, axis=2), self._node("Concat", self._node("Neg", sin), sin, axis=2)

@@ -33,7 +33,7 @@ from cpuspec.environment import boot_id, cache_dir, packed_limit_bytes, sources_
 from cpuspec.errors import CheckpointError
 from cpuspec.files import replacing, write_file
 from cpuspec.formats import Cast
-from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack, tile_bytes
+from cpuspec.formats.packing import PackedTensor, aligned_bytes, num_tiles, pack, tile_bytes
 from cpuspec.formats.tensor import U8
 
 # Packing fewer bytes takes no longer than looking for them on the disk.
@@ -122,7 +122,7 @@ class _PackedFile:
         index = []
         at = 0
         for tensor_name, tensor in tensors.items():
-            num_bytes = _tiles(tensor) * tile_bytes(tensor.format, tensor.shape[1])
+            num_bytes = num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1])
             self._offsets[tensor_name] = at
             index.append((tensor_name, tensor.format.name, tensor.shape, at, num_bytes))
             at += _round_up(num_bytes, 64)
@@ -210,11 +210,10 @@ class _PackedFile:
     def _matrices(self, data: U8) -> dict[str, PackedTensor]:
         matrices = {}
         for name, tensor in self._tensors.items():
-            rows, in_features = tensor.shape
-            shape = _tiles(tensor), tile_bytes(tensor.format, in_features)
+            shape = num_tiles(tensor.shape), tile_bytes(tensor.format, tensor.shape[-1])
             start = self._offsets[name]
             tiles = data[start : start + shape[0] * shape[1]].reshape(shape)
-            matrices[name] = PackedTensor(tensor.format, (rows, in_features), tiles)
+            matrices[name] = PackedTensor(tensor.format, tensor.shape, tiles)
         return matrices
 
 
@@ -304,17 +303,14 @@ def _note_verified(path: Path, status: os.stat_result) -> None:
         write_file(_marker(path), json.dumps(_verification(status)))
 
 
-def _tiles(tensor: WeightTensor) -> int:
-    return -(-tensor.shape[0] // TILE)
-
-
 def _pack(tensor: WeightTensor) -> PackedTensor:
     if isinstance(tensor, Cast):
         source, tensor = tensor.source, tensor.made()
     else:
         source = tensor
     packed = pack(tensor)
-    give_back_pages(source.data)
+    for matrix in source.parts or (source,):
+        give_back_pages(matrix.data)
     return packed
 
 
@@ -325,6 +321,8 @@ def _identity(tensor: WeightTensor) -> tuple[object, ...]:
     """
     if isinstance(tensor, Cast):
         return ("cast", tensor.source.format.name, *_identity(tensor.source))
+    if tensor.parts:
+        return ("stack", *map(_identity, tensor.parts))
     data = tensor.data.reshape(-1)
     return place_in_file(data) or (content_hash(data),)
 

@@ -21,19 +21,21 @@ from torch.nn import functional
 
 from cpuspec.backends.torch_cache import KV_LAYOUTS, Storage
 from cpuspec.backends.torch_graphs import Outputs, Recorder, record_cuda_graph
-from cpuspec.backends.torch_weights import Codes, Matrix, Values, few_rows_kernel
+from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few_rows_kernel
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.checkpoints.checkpoint import is_matrix
+from cpuspec.config import EngineConfig, Experts, ModelConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format
 from cpuspec.formats.kv import get_kv_format, hadamard, hadamard_size
 from cpuspec.kernels.encode import recode
+from cpuspec.layers import Layer, layers_of
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput, visible
 from cpuspec.model.cache import KVCache
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, decode, inject, layers_of, query_scale
+from cpuspec.model.transformer import decode, inject
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
@@ -120,13 +122,15 @@ class TorchBackend:
         self.threads: int = engine.threads or usable_cores()
         self.device = find_device(engine.device)
         self._kind = _WeightKind.chosen(engine, self.device)
-        self._recorder = Recorder(record_cuda_graph) if self.device.type == "cuda" else None
+        # Which experts run is known on the host alone: such a forward cannot be recorded.
+        recorded = self.device.type == "cuda" and not self.config.experts
+        self._recorder = Recorder(record_cuda_graph) if recorded else None
         kv_format = get_kv_format(engine.kv_format)
         self._kv_layout = KV_LAYOUTS[kv_format.name]
         self._embed = checkpoint.tensors["embed"]  # stays where the file is: a forward wants a few rows of it
         layers = layers_of(self.config)
-        self._ropes = {layer.rope for layer in layers if layer.rope is not None}
-        self._windows = {layer.window for layer in layers}
+        self._ropes = {layer.mixer.rope for layer in layers if layer.mixer.rope is not None}
+        self._windows = {layer.mixer.window for layer in layers}
         tensors = weight_tensors(checkpoint, casts, lambda tensor, format: Cast(tensor, format, recode))
         del tensors["embed"]
         size, dims = hadamard_size(kv_format, self.config.head_dim), self.config.head_dim
@@ -202,11 +206,18 @@ class TorchBackend:
         """Nothing to release: torch keeps memory that nobody holds for its own reuse."""
 
     def _load(self, tensors: Mapping[str, WeightTensor]) -> dict[str, Matrix | Tensor]:
-        return {name: self._loaded(tensor) for name, tensor in tensors.items()}
+        return {name: self._loaded(name, tensor) for name, tensor in tensors.items()}
 
-    def _loaded(self, tensor: WeightTensor) -> Matrix | Tensor:
-        if len(tensor.shape) == 1:
+    def _loaded(self, name: str, tensor: WeightTensor) -> Matrix | Tensor:
+        if not is_matrix(name, tensor.shape):
             return torch.from_numpy(tensor.dequantize()).to(self.device)
+        if name.endswith(".router"):
+            return Values(tensor, torch.float32, self.device)
+        if len(tensor.shape) == 3:
+            return OfExperts([self._matrix(matrix) for matrix in tensor.matrices])
+        return self._matrix(tensor)
+
+    def _matrix(self, tensor: WeightTensor) -> Matrix:
         if self._kind.as_codes and tensor.format.block_size > 1:
             return Codes(tensor.made() if isinstance(tensor, Cast) else tensor, self._kind.dtype, self.device)
         return Values(tensor, self._kind.dtype, self.device)
@@ -281,20 +292,23 @@ class _Forward:
         return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
 
     def _rotated(self, layer: Layer, x: Tensor, norm: str) -> Tensor:
-        heads = x.unflatten(1, (-1, self._config.head_dim))
-        if self._config.qk_norm:
+        mixer = layer.mixer
+        if mixer.norm == "row":
+            x = self._norm(x, layer.weight(norm))
+        heads = x.unflatten(1, (-1, mixer.dims))
+        if mixer.norm == "head":
             heads = self._norm(heads, layer.weight(norm))
-        if layer.rope is None:
+        if mixer.rope is None:
             return heads
-        return _rotate(heads, self._tensors["cos", layer.rope], self._tensors["sin", layer.rope])
+        return _rotate(heads, self._tensors["cos", mixer.rope], self._tensors["sin", mixer.rope])
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, v = self._heads.turned(q * query_scale(self._config)), v.unflatten(1, (-1, self._config.head_dim))
+        q, v = self._heads.turned(q * layer.mixer.scale), v.unflatten(1, (-1, layer.mixer.dims))
         k, v = self._heads.kept(layer, k, v)
         return torch.cat([self._attend(layer, b, q[p.rows], k[p.rows], v[p.rows]) for b, p in enumerate(self._step.parts)])
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        k, v = self._heads.kept(layer, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim)))
+        k, v = self._heads.kept(layer, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, layer.mixer.dims)))
         for b, part in enumerate(self._step.parts):
             part.storage.append(layer.index, self._tensors["at", b], k[part.rows], v[part.rows])
 
@@ -303,7 +317,24 @@ class _Forward:
         return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
-        return x + self._norm(self.linear(branch, name), norm)
+        return x + self._norm(self.linear(branch, name), norm) * self._config.residual_scale
+
+    def experts(self, layer: Layer, x: Tensor, norm: str | None, shared: tuple[Tensor, Tensor | None] | None) -> Tensor:
+        """Expert by expert, each with the rows that go through it."""
+        experts, weight, normed = layer.feed.experts, layer.weight, self._norm(x, norm)
+        assert experts, "the layer has them"
+        chosen, factors = _choose(experts, self.linear(normed, weight("router")), self._vectors.get(weight("router_shift")))
+        outputs = x.new_empty((*chosen.shape, x.shape[1]))  # [T, used, C]
+        for expert in chosen.unique().tolist():
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = (self.linear(normed[rows], weight(f"expert_{part}"), expert) for part in ("gate", "up"))
+            outputs[rows, places] = self.linear(self.gate(gate, up), weight("expert_down"), expert)
+        branch = (outputs * factors[:, :, None]).sum(1)
+        if shared:
+            rows_of_all, factor = shared
+            common = self.linear(rows_of_all, weight("shared_down"))
+            branch += common if factor is None else common * factor.sigmoid()
+        return x + branch * self._config.residual_scale
 
     def keep(self, layer: Layer, x: Tensor) -> None:
         if layer.index in self._step.hidden_layers:
@@ -319,13 +350,18 @@ class _Forward:
             return x
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.norm_eps) * self._vectors[name]
 
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        y, bias = self._matrices[name].times(x), self._vectors.get(name + "_bias")
+    def linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
+        """expert: whose matrix of those of all it is."""
+        matrix, bias = self._matrices[name], self._vectors.get(name + "_bias")
+        if expert is not None:
+            assert isinstance(matrix, OfExperts), "the layer has one for each"
+            matrix, bias = matrix.matrices[expert], None if bias is None else bias[expert]
+        y = matrix.times(x)
         return y if bias is None else y + bias
 
     def _attend(self, layer: Layer, b: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One sequence's attention, F32 [t, H * D]. q: scaled queries [t, H, D]."""
-        part, mask = self._step.parts[b], self._tensors["mask", b, layer.window]
+        part, mask = self._step.parts[b], self._tensors["mask", b, layer.mixer.window]
         part.storage.append(layer.index, self._tensors["at", b], k, v)
         keys, values = part.storage.read(layer.index, part.span)  # [G, span, D]
         if self._step.is_padded:  # with forgotten values, which may be infinite
@@ -338,7 +374,7 @@ class _Forward:
         for start in range(0, t, at_once):
             rows = slice(start, start + at_once)
             some = q[:, :, rows]
-            scores = _softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), self._config.attention_softcap)
+            scores = _softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), layer.mixer.softcap)
             weights = scores.masked_fill(~mask[rows], -torch.inf).softmax(-1)
             out[rows] = (weights.flatten(1, 2) @ values).view(some.shape).permute(2, 0, 1, 3)
         return self._heads.turned(out).flatten(1)
@@ -379,6 +415,28 @@ class _WeightKind:
         dtype = engine.dtype if engine.dtype != "auto" else "bf16" if device.type == "cuda" else "f32"
         as_codes = few_rows_kernel(device) is not None if engine.weights == "auto" else engine.weights == "codes"
         return _WeightKind(DTYPES[dtype], as_codes)
+
+
+def _choose(experts: Experts, logits: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `numpy_backend.choose`."""
+    scores = logits
+    if experts.score == "softmax":
+        scores = logits.softmax(-1)
+    elif experts.score == "sigmoid":
+        scores = logits.sigmoid()
+    ranks = scores if shift is None else scores + shift
+    if experts.groups > 1:
+        grouped = ranks.unflatten(1, (experts.groups, -1))
+        kept = grouped.topk(2).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, : experts.groups_used]
+        lost = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter(1, kept, False)
+        ranks = grouped.masked_fill(lost[:, :, None], -torch.inf).flatten(1)
+    chosen = ranks.sort(dim=-1, descending=True, stable=True).indices[:, : experts.used]
+    factors = scores.gather(1, chosen)
+    if experts.score == "chosen":
+        factors = factors.softmax(-1)
+    if experts.normalised:
+        factors = factors / factors.sum(-1, keepdim=True).clamp(min=experts.least_sum)
+    return chosen, factors * experts.scale
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Codes are unpacked by the formula of `formats.format`, so that in f32 a value is the file's, bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -42,6 +42,18 @@ class Values:
     def times(self, x: Tensor) -> Tensor:
         """F32 [T, K] -> F32 [T, N]."""
         return functional.linear(x.to(self._values.dtype), self._values).to(torch.float32)
+
+
+class OfExperts:
+    """The matrices of a layer's experts. They are multiplied one by one."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self.matrices = matrices
+        self.nbytes = sum(matrix.nbytes for matrix in matrices)
+
+    def times(self, x: Tensor) -> Tensor:
+        """Not for all at once."""
+        raise AssertionError("rows go through the experts that a router chooses")
 
 
 def _kept_bits(format: Format) -> int:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import ModelConfig
-from cpuspec.formats import Cast, Format, QuantTensor
+from cpuspec.formats import Cast, Format, QuantTensor, get_format
+from cpuspec.layers import layers_of
 from cpuspec.model.batch import F32
 from cpuspec.model.rope import mean_over_positions
-from cpuspec.model.transformer import layers_of
 
 WeightTensor = QuantTensor | Cast
 
@@ -37,13 +39,20 @@ W = TypeVar("W", bound=Weight)
 def weight_tensors(
     checkpoint: Checkpoint, casts: Mapping[str, Format], cast: Callable[[QuantTensor, Format], Cast] = Cast
 ) -> dict[str, WeightTensor]:
-    """The checkpoint's tensors by name, with an `output` matrix, and cast to another format where `casts` names one.
+    """The checkpoint's tensors by name, with an `output` matrix, routers in f32, the last norm times `logit_scale`, and cast to
+    another format where `casts` names one.
 
     A tied output is the very tensor object of `embed`. cast: makes a cast; a backend may have a faster way to the same bytes.
     """
-    tensors = dict(checkpoint.tensors)
-    if checkpoint.config.tied_embeddings:
+    tensors, config, f32 = dict(checkpoint.tensors), checkpoint.config, get_format("f32")
+    if config.tied_embeddings:
         tensors["output"] = tensors["embed"]
+    if config.logit_scale != 1:  # the norm before the logits is the one thing that nothing else reads
+        tensors["norm"] = QuantTensor.encode(f32, tensors["norm"].dequantize() * np.float32(config.logit_scale))
+    for name, tensor in tensors.items():
+        # A router chooses: a step of its inputs may change an expert, so it is multiplied with numbers as they are.
+        if name.endswith(".router") and tensor.format is not f32:
+            tensors[name] = QuantTensor.encode(f32, tensor.dequantize())
     return {name: cast(tensor, casts[name]) if name in casts else tensor for name, tensor in tensors.items()}
 
 
@@ -56,14 +65,12 @@ def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, We
     bf16, in which keys of prompts are multiplied. Nothing in f32, for soft-capped scores, which see it, and where a norm
     follows the bias.
     """
-    if kv_format.name == "f32" or config.attention_softcap or config.qk_norm:
+    if kv_format.name == "f32":
         return {}
-    biases = {layer: tensors.get(layer.weight("k_bias")) for layer in layers_of(config)}
-    shape = config.num_kv_heads, config.head_dim
     return {
-        layer.index: mean_over_positions(layer.rope, bias.dequantize().reshape(shape))
-        for layer, bias in biases.items()
-        if bias is not None
+        layer.index: mean_over_positions(layer.mixer.rope, bias.dequantize().reshape(layer.mixer.kv_heads, -1))
+        for layer in layers_of(config)
+        if (bias := tensors.get(layer.weight("k_bias"))) is not None and not layer.mixer.softcap and not layer.mixer.norm
     }
 
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from cpuspec.config import NO_DEFAULTS, HeadConfig, ModelConfig, SamplingDefaults
 from cpuspec.errors import CheckpointError
 from cpuspec.formats import QuantTensor
+from cpuspec.layers import layers_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Checkpoint:
 
     tensors: canonical name -> QuantTensor: embed, norm, output (absent when tied) and layers.{i}.{attn_norm, q, k, v, q_bias,
     k_bias, v_bias, o, o_bias, q_norm, k_norm, attn_post_norm, mlp_norm, gate, up, down, mlp_post_norm}; of heads also encode,
-    fuse, fuse_bias, embed_norm and hidden_norm, or those of `HeadConfig.tensors`. Weights are [out, in] with q and k rows in
-    rotate-half order; norms and biases are vectors of f32, f16 or bf16.
+    fuse, fuse_bias, embed_norm and hidden_norm, or those of `HeadConfig.tensors`; of mixtures those that `layers.Layer.tensors`
+    names. Weights are [out, in], those of experts [experts, out, in], with q and k rows in rotate-half order: the dimensions that
+    turn together are halves of a head apart (`layers.rotary_order`); norms and biases are f32, f16 or bf16.
     sampling: how its files say that it should be sampled. mask_id: a token that it was trained to fill rows of, for drafts in one
     pass; None for none.
     prediction_layers: tensors of layers for multi-token prediction by their names in the file; `checkpoints.heads.mtp` reads them.
@@ -87,7 +89,7 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path}: tensor {name} {list(shape)} is missing; this is not a whole model")
             if tensor.shape != shape:
                 raise CheckpointError(f"{self.path}: tensor {name} has the shape {list(tensor.shape)}, wanted {list(shape)}")
-            if len(shape) == 1 and tensor.format.block_size != 1:
+            if not is_matrix(name, shape) and tensor.format.block_size != 1:
                 raise CheckpointError(f"{self.path}: tensor {name} is {tensor.format.name}; norms and biases are f32, f16 or bf16")
         unexpected = self.tensors.keys() - wanted.keys()
         if unexpected:
@@ -98,6 +100,11 @@ class Checkpoint:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is one matrix, or one of each expert, and neither a norm nor biases."""
+    return len(shape) > 1 and not name.endswith("_bias")
+
+
 def norm_sha256(checkpoint: Checkpoint) -> str:
     """sha256 of the numbers of a model's last norm, as little-endian f32. All quantizations of a model have the same."""
     return hashlib.sha256(checkpoint.tensors["norm"].dequantize().astype("<f4").tobytes()).hexdigest()
@@ -105,30 +112,16 @@ def norm_sha256(checkpoint: Checkpoint) -> str:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every canonical tensor that a model of this configuration has, with its shape."""
-    hidden, ff = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     if config.head and config.head.fuses == "alone":
         return {"embed": (config.vocab_size, hidden), **dict(config.head.tensors)}
-    q, kv, head = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden)}
     if config.head is None or config.head.final_norm:
         shapes["norm"] = (hidden,)
     if not config.tied_embeddings:
         shapes["output"] = (config.num_logits, hidden)
-    layer: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
-    if config.qkv_bias:
-        layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    layer["o"] = (hidden, q)
-    if config.o_bias:
-        layer["o_bias"] = (hidden,)
-    if config.qk_norm:
-        layer |= {"q_norm": (head,), "k_norm": (head,)}
-    layer |= {"mlp_norm": (hidden,), "gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}
-    if config.norms != "before":
-        layer |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
-    if config.norms == "after":
-        del layer["attn_norm"], layer["mlp_norm"]
-    for i in range(config.num_layers):
-        shapes |= {f"layers.{i}.{part}": shape for part, shape in layer.items()}
+    for layer in layers_of(config):
+        shapes |= {layer.weight(part): shape for part, shape in layer.tensors(hidden).items()}
     return _of_head(config, config.head, shapes) if config.head else shapes
 
 

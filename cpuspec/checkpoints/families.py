@@ -34,6 +34,30 @@ _LAYER_NAMES = {
     "up": ("ffn_up.weight", "mlp.up_proj.weight"),
     "down": ("ffn_down.weight", "mlp.down_proj.weight"),
 }
+_EXPERT_NAMES = {
+    **_LAYER_NAMES,
+    "router": ("ffn_gate_inp.weight", "mlp.gate.weight"),
+    "router_shift": ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+    "expert_gate": ("ffn_gate_exps.weight", "mlp.experts.*.gate_proj.weight"),
+    "expert_up": ("ffn_up_exps.weight", "mlp.experts.*.up_proj.weight"),
+    "expert_down": ("ffn_down_exps.weight", "mlp.experts.*.down_proj.weight"),
+    "shared_gate": ("ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight"),
+    "shared_up": ("ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight"),
+    "shared_down": ("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
+    "shared_weight": ("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"),
+}
+# Tensors that hold several parts, one after another along the rows, of any family that has these parts.
+FUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_qkv.weight": "q+k+v",
+        "attn_qkv.bias": "q_bias+k_bias+v_bias",
+        "self_attn.qkv_proj.weight": "q+k+v",
+        "mlp.gate_up_proj.weight": "gate+up",
+        "ffn_gate_up_exps.weight": "expert_gate+expert_up",
+        "mlp.experts.gate_up_proj": "expert_gate+expert_up",
+        "mlp.experts.down_proj": "expert_down",
+    }
+)
 _GEMMA_NAMES = {
     **_LAYER_NAMES,
     "attn_post_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
@@ -49,8 +73,12 @@ class Family:
     hf_class: the class in config.json; hf_wrapper: one around it whose `text_config` describes this family, "" for none; hf_alike:
     classes that compute the same, and have layers for multi-token prediction behind those of the model.
     flags: arguments of ModelConfig that all models of the family share.
-    layer_names: as GLOBAL_NAMES, for the parts of a layer.
-    pairs_neighbours: GGUF files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head.
+    layer_names: as GLOBAL_NAMES, for the parts of a layer; "*" stands for the number of an expert, whose matrices are stacked.
+    other_names: further names in files, of any kind: several parts are joined by "+" (`canonical`). global_names: as GLOBAL_NAMES,
+    where they are others.
+    pairs_neighbours: GGUF files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head;
+    hf_pairs_neighbours: and so do Hugging Face files.
+    experts: arguments of `Experts` that all models of the family share; None for a family without.
     norm_offset: what a model adds to norm weights of Hugging Face files; GGUF files hold the sum.
     scales_embeddings: by the root of the hidden size. unrotated_every: each n-th layer has no rotary positions, 0 for none.
     """
@@ -64,12 +92,27 @@ class Family:
     hf_defaults: Mapping[str, object] = field(default_factory=dict)
     gguf_defaults: Mapping[str, Any] = field(default_factory=dict)
     layer_names: Mapping[str, tuple[str, str]] = field(default_factory=lambda: _LAYER_NAMES)
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    global_names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     pairs_neighbours: bool = False
+    hf_pairs_neighbours: bool = False
+    experts: Mapping[str, Any] | None = None
     norm_offset: float = 0.0
     scales_embeddings: bool = False
     unrotated_every: int = 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
+
+LEAST_SUM = 6.103515625e-5  # that llama.cpp divides weights of experts by, the least normal number in f16
+
+# transformers' Qwen3MoeConfig.
+_QWEN_MOE_DEFAULTS: dict[str, object] = {
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
 _GEMMA_FLAGS = {"norms": "both", "activation": "gelu_tanh"}
 # transformers' Gemma2Config and Gemma3TextConfig: files of large models name only what differs from these.
@@ -103,6 +146,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "Qwen3ForCausalLM",
                 flags={"qk_norm": True},
                 hf_defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+            ),
+            Family(
+                "qwen3moe",
+                "Qwen3MoeForCausalLM",
+                flags={"qk_norm": True},
+                experts={},
+                hf_defaults={"head_dim": 128, "num_experts": 128, "norm_topk_prob": False, **_QWEN_MOE_DEFAULTS},
+                layer_names=_EXPERT_NAMES,
             ),
             Family(
                 "mistral",

@@ -1,18 +1,20 @@
-"""GGUF files as checkpoints: the dense families of `families`, in one file or several. Weights keep their bytes."""
+"""GGUF files as checkpoints: the families of `families`, in one file or several. Weights keep their bytes."""
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
-from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, Family, each_layer, layer_flags
+from cpuspec.checkpoints.canonical import GGUF, Names, arranged
+from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, tensor_shapes
+from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
-from cpuspec.config import ModelConfig, RopeScaling, SamplingDefaults
+from cpuspec.config import Experts, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.nvfp import NVFP4, with_scale
@@ -34,8 +36,6 @@ GGUF_POOLINGS: Mapping[int, str] = MappingProxyType({0: "", 1: "mean", 2: "cls",
 
 # What a model of these architectures may ask for and this reader does not compute: key, values that ask for nothing, name.
 _UNSUPPORTED = (
-    ("expert_count", (0,), "a mixture of experts"),
-    ("expert_used_count", (0,), "a mixture of experts"),
     ("attention.clamp_kqv", (0.0,), "clamped q, k and v"),
     ("attention.max_alibi_bias", (0.0,), "ALiBi positions"),
     ("attention.scale", (0.0,), "an attention scale of its own"),
@@ -86,9 +86,10 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
         raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(known)}")
     family = known[architecture]
     settings = _of_ollama(Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults), family)
-    tensors, predicting = _canonical_names(file, family, _num_layers(settings))
+    named, predicting = _canonical_names(file, family, _num_layers(settings))
     try:
-        config = _read_config(settings, family, tensors, file.tensors.get(_ROPE_FACTORS))
+        config = _read_config(settings, family, named, file.tensors.get(_ROPE_FACTORS))
+        tensors = arranged(str(path), config, family, GGUF, named, tensor_shapes(config))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
     vocabulary = read_vocabulary(file, config.vocab_size)
@@ -101,8 +102,7 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
         of = f"{len(file.senses)} tensors, as {file.senses[0]!r}, are of a part that sees or hears"
         remarks += (f"{path}: {of}; only text is read",)
     sampling = _read_sampling(file)
-    checkpoint = Checkpoint(path, name, config, tensors, vocabulary, sampling, predicting, pooling=pooling, remarks=remarks)
-    return replace(checkpoint, tensors=unpermuted(config, checkpoint.tensors)) if family.pairs_neighbours else checkpoint
+    return Checkpoint(path, name, config, tensors, vocabulary, sampling, predicting, pooling=pooling, remarks=remarks)
 
 
 def _of_ollama(fields: Fields, family: Family) -> Fields:
@@ -174,26 +174,22 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
 
     Raises CheckpointError on a tensor that this reader would not use.
     """
-    canonical = {theirs: ours for ours, (theirs, _) in GLOBAL_NAMES.items()}
-    parts = {theirs: ours for ours, (theirs, _) in family.layer_names.items()}
-    tensors, predicting, has_predicting = {}, {}, file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers")
+    names, tensors, predicting = Names(family, GGUF), {}, {}
+    has_predicting = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers")
     if file.arrays:
         raise CheckpointError(f"{file.path}: tensor {min(file.arrays)!r} holds integers, which no model of these families has")
     for name, tensor in scaled(file).items():
-        layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
-        if name in canonical:
-            tensors[canonical[name]] = tensor
-        elif has_predicting and layer and int(layer[1]) >= num_layers:
+        if has_predicting and names.layer_of(name) >= num_layers:
             predicting[name] = tensor
-        elif layer and layer[2] in parts:
-            tensors[f"layers.{layer[1]}.{parts[layer[2]]}"] = tensor
+        elif ours := names.ours(name):
+            if ours in tensors:
+                raise CheckpointError(f"{file.path}: tensor {name!r} is there under another name, too; wanted it once")
+            tensors[ours] = tensor
         elif name != _ROPE_FACTORS:
-            feature = "a feature this version does not compute"
-            if "_exp" in name or "ffn_gate_inp" in name:
-                feature = "a mixture of experts, which is not supported"
-            elif "attn_qkv" in name:
-                feature = "fused q, k and v, which are not supported"
-            raise CheckpointError(f"{file.path}: tensor {name!r} belongs to {feature}; the model would be wrong without it")
+            raise CheckpointError(
+                f"{file.path}: tensor {name!r} belongs to a feature this version does not compute in {family.architecture} models; "
+                "the model would be wrong without it"
+            )
     return tensors, predicting
 
 
@@ -253,6 +249,7 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         vocab_size=embed.shape[0],
         hidden_size=hidden_size,
         intermediate_size=fields.of_layers("feed_forward_length", num_blocks),
+        **_read_experts(fields, family, num_layers, tensors),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.of_layers("attention.head_count_kv", num_blocks, num_heads),
@@ -261,7 +258,7 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_base=fields.number("rope.freq_base", 10000.0),
         rope_scaling=rope_scaling(fields, context_length, head_dim, factors),
-        qkv_bias="layers.0.q_bias" in tensors,
+        qkv_bias=bool({"layers.0.q_bias", "layers.0.q_bias+k_bias+v_bias"} & tensors.keys()),
         o_bias="layers.0.o_bias" in tensors,
         tied_embeddings="output" not in tensors,
         embedding_scale=math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0,
@@ -277,6 +274,49 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         ),
         **family.flags,
     )
+
+
+# llama.cpp's numbers of scores (`enum llama_expert_gating_func_type`).
+_SCORES = {1: "softmax", 2: "sigmoid", 3: "chosen"}
+
+
+def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
+    """What the fields say of a mixture of experts, as arguments of `ModelConfig`."""
+    if not fields.integer("expert_count", 0):
+        return {}
+    if family.experts is None:
+        fields.fail("expert_count", f"none; {family.architecture} models have no experts")
+    gating = fields.integer("expert_gating_func", 0)
+    if gating and gating not in _SCORES:
+        fields.fail("expert_gating_func", f"one of {', '.join(map(str, _SCORES))}")
+    first = fields.integer("leading_dense_block_count", 0)
+    every = fields.integer("interleave_moe_layer_step", 1)
+    layers = each_layer(num_layers, lambda i: i >= first and every > 0 and (i + 1) % every == 0)
+    some = next((f"layers.{i}." for i, has in enumerate(layers) if has), "layers.0.")
+    gate = tensors.get(some + "expert_down") or tensors.get(some + "expert_gate+expert_up")
+    shared = tensors.get(some + "shared_down")
+    facts: dict[str, Any] = {
+        "count": fields.integer("expert_count"),
+        "used": fields.integer("expert_used_count"),
+        # Some files have the size in this key, some in feed_forward_length: the tensors say it in all.
+        "size": gate.shape[-1] if gate else fields.integer("expert_feed_forward_length", 0),
+        "scale": fields.number("expert_weights_scale", 0.0) or 1.0,
+        "shifted": some + "router_shift" in tensors,
+        "groups": max(fields.integer("expert_group_count", 1), 1),
+        "groups_used": max(fields.integer("expert_group_used_count", 1), 1),
+        "bias": some + "router_bias" in tensors,
+    }
+    if gating:
+        facts["score"] = _SCORES[gating]
+    if "expert_weights_norm" in fields:
+        facts["normalised"] = fields.boolean("expert_weights_norm")
+    experts = Experts(**{**facts, **family.experts})
+    return {
+        "experts": replace(experts, least_sum=LEAST_SUM) if experts.score == "sigmoid" else experts,
+        "layer_experts": () if all(layers) else layers,
+        "shared_size": shared.shape[-1] if shared else 0,
+        "shared_gate": some + "shared_weight" in tensors,
+    }
 
 
 def _slides(fields: Fields, num_layers: int, context_length: int) -> tuple[bool, ...]:
@@ -330,18 +370,6 @@ def rope_scaling(fields: Fields, context_length: int, head_dim: int, factors: Qu
             attention_factor=None if attention_factor == 1.0 else attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0),
         )
     fields.fail("rope.scaling.type", "none, linear or yarn")
-
-
-def unpermuted(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
-    """q and k rows (and biases) of llama files, which pair neighbours for rotation, in rotate-half order."""
-    result = dict(tensors)
-    for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
-        order = np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-        for i in range(config.num_layers):
-            for name in (f"layers.{i}.{part}", f"layers.{i}.{part}_bias"):
-                if name in tensors:
-                    result[name] = tensors[name].permute_rows(order)
-    return result
 
 
 def _read_sampling(file: GgufFile) -> SamplingDefaults:

@@ -174,8 +174,8 @@ def _map_tensors(
                 f"tensor {name} ({type_name} {list(shape)}) needs bytes {start} to {start + num_bytes} of a file of {len(data)}",
                 _COMPLETE,
             )
-        if len(shape) > 2:
-            cursor.fail(f"tensor {name} has the shape {list(shape)}", "a matrix or a vector; experts are not supported")
+        if len(shape) > 3:
+            cursor.fail(f"tensor {name} has the shape {list(shape)}", "a vector, a matrix, or one of each expert")
         extents.append((start, start + num_bytes, name))
         tensors[name] = QuantTensor(format, shape, data[start : start + num_bytes].reshape(*shape[:-1], row_bytes))
     extents.sort()

@@ -8,18 +8,20 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cpuspec.checkpoints import openvino
+from cpuspec.checkpoints.canonical import HF, Names, arranged, with_offset
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, MODEL_TYPES, Family, each_layer, layer_flags
+from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
-from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, ModelConfig, RopeScaling, SamplingDefaults
+from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, Experts, ModelConfig, RopeScaling, SamplingDefaults
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.formats import QuantTensor, get_format
+from cpuspec.formats import QuantTensor
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Flags that a model may set and this reader does not compute.
@@ -54,10 +56,8 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
     config = _read_config(settings, family)
     remarks = [*_unknown_settings(settings)]
     method = read_method(directory, fields)
-    wanted = tensor_shapes(config)
-    canonical = {theirs: ours for ours, (_, theirs) in GLOBAL_NAMES.items()}
-    parts = {theirs: ours for ours, (_, theirs) in family.layer_names.items()}
-    tensors, predicting, found = {}, {}, _read_tensors(directory, method, mmap, remarks)
+    wanted, names = tensor_shapes(config), Names(family, HF)
+    named, predicting, found = {}, {}, _read_tensors(directory, method, mmap, remarks)
     prefix = "model." if "embed_tokens.weight" in found else ""  # models that make embeddings are saved without what writes
     for file_name, tensor in found.items():
         # In a model of several parts the language model has a prefix, at one of two places.
@@ -66,20 +66,20 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
             if family.hf_wrapper
             else file_name
         )
-        layer = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)", name, re.DOTALL)
-        if name.startswith(("model.mtp_layers.", "model.mtp.", "mtp.")) or (layer and int(layer[1]) >= config.num_layers):
-            predicting[name] = _with_offset(tensor, family.norm_offset) if len(tensor.shape) == 1 and "norm" in name else tensor
+        if name.startswith(("model.mtp_layers.", "model.mtp.", "mtp.")) or names.layer_of(name) >= config.num_layers:
+            predicting[name] = with_offset(tensor, family.norm_offset) if len(tensor.shape) == 1 and "norm" in name else tensor
             continue
-        ours = canonical.get(name, "")
-        if layer and layer[2] in parts:
-            ours = f"layers.{layer[1]}.{parts[layer[2]]}"
+        ours = names.ours(name)
         if name.endswith("rotary_emb.inv_freq"):  # derived from the configuration; old files store it
             continue
         if method and name.endswith(".bias") and ours not in wanted and not tensor.dequantize().any():
             continue  # AutoGPTQ gives zeros as a bias to layers that have none
         if not ours:
             raise CheckpointError(f"{directory}: tensor {file_name!r} belongs to a feature this version does not compute")
-        tensors[ours] = _with_offset(tensor, family.norm_offset) if ours.endswith("norm") else tensor
+        if ours in named:
+            raise CheckpointError(f"{directory}: tensor {file_name!r} is there under another name, too; wanted it once")
+        named[ours] = tensor
+    tensors = arranged(str(directory), config, family, HF, named, wanted)
     pooling = _read_pooling(directory)
     if pooling and "output" not in tensors:
         config = replace(config, tied_embeddings=True)  # nobody asks for what it would write
@@ -263,6 +263,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
+        **_read_experts(fields, family, num_layers),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
@@ -282,6 +283,35 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         **layer_flags(window, _slides(fields, family, window, rotated), rotated, has_local_rope),
         **{**family.flags, "activation": _ACTIVATIONS[activation]},
     )
+
+
+# Names that configurations have for the same facts of experts.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+_EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
+
+
+def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
+    """What the fields say of a mixture of experts, as arguments of `ModelConfig`."""
+    if family.experts is None:
+        return {}
+    names = (_EXPERT_COUNTS, _EXPERTS_USED, _EXPERT_SIZES)
+    count, used, size = (next((key for key in keys if key in fields), keys[0]) for keys in names)
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.items("mlp_only_layers")
+    if step < 1:
+        fields.fail("decoder_sparse_step", "at least 1")
+    first = fields.integer("first_k_dense_replace", 0)
+    layers = each_layer(num_layers, lambda i: i not in dense and (i + 1) % step == 0 and i >= first)
+    facts: dict[str, Any] = {
+        "count": fields.integer(count),
+        "used": fields.integer(used),
+        "size": fields.integer(size),
+        "normalised": fields.boolean("norm_topk_prob", True),
+        "scale": fields.number("routed_scaling_factor", 1.0),
+        "groups": fields.integer("n_group", 1),
+        "groups_used": fields.integer("topk_group", 1),
+    }
+    return {"experts": Experts(**{**facts, **family.experts}), "layer_experts": () if all(layers) else layers}
 
 
 def _rotated(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
@@ -316,11 +346,6 @@ def _slides(fields: Fields, family: Family, window: int, rotated: tuple[bool, ..
         return tuple(not turned for turned in rotated)
     first = fields.integer("max_window_layers")
     return each_layer(num_layers, lambda i: i >= first)
-
-
-def _with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
-    """The tensor plus `offset`, in f32, which has the sum of any f16 or bf16 weight near 1 and of 1."""
-    return QuantTensor.encode(get_format("f32"), tensor.dequantize() + np.float32(offset)) if offset else tensor
 
 
 def _rope_settings(fields: Fields, has_local_rope: bool) -> tuple[Fields, Fields]:

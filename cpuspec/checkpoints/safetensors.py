@@ -39,13 +39,15 @@ class StoredTensor:
     data: U8  # all of its bytes, flat
 
     def floats(self) -> QuantTensor:
-        """The matrix or vector. Raises CheckpointError if it is not f32, f16 or bf16 with one or two dimensions."""
+        """The vector, the matrix, or those of experts. Raises CheckpointError if it is not f32, f16 or bf16 of these dimensions."""
         if self.dtype not in _FORMATS:
             raise CheckpointError(
                 f"{self.what}: dtype is {self.dtype!r}, wanted F32, F16 or BF16: {self.dtype} weights are not supported"
             )
-        if len(self.shape) not in (1, 2) or 0 in self.shape:
-            raise CheckpointError(f"{self.what}: shape is {list(self.shape)}, wanted a matrix or a vector that is not empty")
+        if len(self.shape) not in (1, 2, 3) or 0 in self.shape:
+            raise CheckpointError(
+                f"{self.what}: shape is {list(self.shape)}, wanted a vector, a matrix, or one of each expert, that is not empty"
+            )
         format = _FORMATS[self.dtype]
         return QuantTensor(format, self.shape, self.data.reshape(*self.shape[:-1], self.shape[-1] * format.block_bytes))
 

@@ -86,11 +86,23 @@ def words(part: str, number: float, dtype: str) -> Plane:
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A matrix [N, K] as kernels read it: U8 [tiles, tile_bytes], starting at a multiple of 64 bytes."""
+    """A matrix [N, K], or one of each expert [E, N, K], as kernels read it: U8 [tiles, tile_bytes], starting at a multiple of 64
+    bytes. An expert is a range of tiles, of as many as any other.
+    """
 
     format: Format
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     data: U8
+
+    @property
+    def num_matrices(self) -> int:
+        """Experts; 1 of a matrix."""
+        return math.prod(self.shape[:-2])
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of one matrix."""
+        return len(self.data) // self.num_matrices
 
     @property
     def tile_bytes(self) -> int:
@@ -114,12 +126,25 @@ def tile_bytes(format: Format, in_features: int) -> int:
     return in_features // PANEL * panel_bytes(format) + panel_bytes(format, in_features % PANEL)
 
 
+def num_tiles(shape: tuple[int, ...]) -> int:
+    """Tiles of a matrix, or of those of all experts, each padded to whole tiles."""
+    return math.prod(shape[:-2]) * -(-shape[-2] // TILE)
+
+
 def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
-    """The matrix in kernel order. Raises nothing: a QuantTensor has whole blocks."""
+    """The matrix in kernel order, or those of all experts. Raises nothing: a QuantTensor has whole blocks."""
+    data = aligned_bytes((num_tiles(tensor.shape), tile_bytes(tensor.format, tensor.shape[-1])))
+    matrices = tensor.matrices
+    for matrix, tiles in zip(matrices, data.reshape(len(matrices), -1, data.shape[1]), strict=True):
+        _pack_matrix(matrix, tiles, rows_at_once)
+    return PackedTensor(tensor.format, tensor.shape, data)
+
+
+def _pack_matrix(tensor: QuantTensor, data: U8, rows_at_once: int) -> None:
+    """Write the tiles of a matrix."""
     rows, in_features = tensor.shape
     format = tensor.format
     laid_features = _padded(format, in_features)
-    data = aligned_bytes((-(-rows // TILE), tile_bytes(format, in_features)))
     for first in range(0, rows, rows_at_once):
         block = tensor.data[first : first + rows_at_once]
         missing = -len(block) % TILE, format.row_bytes(laid_features) - block.shape[1]
@@ -136,11 +161,13 @@ def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
             tiles[:, at : at + size] = laid[number][:, start : start + size]
             written = at + size
         tiles[:, written:] = 0
-    return PackedTensor(format, (rows, in_features), data)
 
 
 def unpack(packed: PackedTensor) -> QuantTensor:
     """The inverse of `pack`, to the byte."""
+    if len(packed.shape) == 3:
+        tiles = packed.data.reshape(packed.num_matrices, -1, packed.tile_bytes)
+        return QuantTensor.stack([unpack(PackedTensor(packed.format, packed.shape[1:], one)) for one in tiles])
     rows, in_features = packed.shape
     format = packed.format
     laid_features = _padded(format, in_features)

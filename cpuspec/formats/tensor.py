@@ -1,7 +1,7 @@
 """A tensor that stays in the bytes of its own file format. Kernels repack these bytes and never redefine them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,11 @@ from cpuspec.formats.format import CHUNK_VALUES, F32, I32, U8, Format
 
 @dataclass(frozen=True, eq=False)
 class QuantTensor:
-    """A weight matrix [N, K] or vector [K] in the bytes of its format, often a read-only view of a mapped file.
+    """A weight matrix [N, K], one of each expert [E, N, K], or a vector [K], in the bytes of its format, often a read-only view of
+    a mapped file.
 
-    data: U8 [N, row_bytes] or [row_bytes].
+    data: U8 [N, row_bytes], [E, N, row_bytes] or [row_bytes]; empty where the matrices of experts lie apart (`stack`).
+    parts: those matrices.
     order: I32 [K] where the bytes of a row hold its values in another order, as those of GPTQ with act-order do: the j-th of the
     bytes' values is that of input order[j]. `dequantize` and `rows` give values in the order of inputs; who multiplies with the
     bytes as they are takes the inputs in this order.
@@ -26,11 +28,12 @@ class QuantTensor:
     shape: tuple[int, ...]
     data: U8
     order: I32 | None = None
+    parts: tuple["QuantTensor", ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.shape) not in (1, 2) or any(n < 1 for n in self.shape):
-            raise FormatError(f"a tensor has the shape [N, K] or [K] with positive sizes, got {list(self.shape)}")
-        wanted = (*self.shape[:-1], self.format.row_bytes(self.shape[-1]))
+        if len(self.shape) not in (1, 2, 3) or any(n < 1 for n in self.shape):
+            raise FormatError(f"a tensor has the shape [E, N, K], [N, K] or [K] with positive sizes, got {list(self.shape)}")
+        wanted = (0,) if self.parts else (*self.shape[:-1], self.format.row_bytes(self.shape[-1]))
         if self.data.dtype != np.uint8 or self.data.shape != wanted:
             raise FormatError(
                 f"{self.format.name} {list(self.shape)} is uint8 {list(wanted)}, got {self.data.dtype} {list(self.data.shape)}"
@@ -46,6 +49,28 @@ class QuantTensor:
         source = np.asarray(values, dtype=np.float32)
         return QuantTensor(format, source.shape, format.encode(source))
 
+    @staticmethod
+    def stack(parts: Sequence["QuantTensor"]) -> "QuantTensor":
+        """Matrices of one shape and format as those of experts, [E, N, K]; their bytes stay where they are.
+
+        Raises FormatError where they differ, or have inputs in an order of their own.
+        """
+        first = parts[0]
+        for part in parts:
+            if part.format is not first.format or part.shape != first.shape or len(part.shape) != 2 or part.order is not None:
+                raise FormatError(
+                    f"the matrices of experts have one shape, one format and their inputs in order, got {first.format.name} "
+                    f"{list(first.shape)} and {part.format.name} {list(part.shape)}"
+                )
+        return QuantTensor(first.format, (len(parts), *first.shape), np.empty(0, np.uint8), None, tuple(parts))
+
+    @property
+    def matrices(self) -> tuple["QuantTensor", ...]:
+        """The matrix of each expert; a matrix or a vector alone."""
+        if self.parts or len(self.shape) < 3:
+            return self.parts or (self,)
+        return tuple(QuantTensor(self.format, self.shape[1:], data, self.order) for data in self.data)
+
     @property
     def num_values(self) -> int:
         """Weights, not bytes."""
@@ -54,10 +79,21 @@ class QuantTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes in the file's own format, scales included."""
-        return self.data.nbytes
+        return math.prod(self.shape[:-1]) * self.format.row_bytes(self.shape[-1])
+
+    def rows_from(self, first: int, last: int) -> "QuantTensor":
+        """Rows [first, last) of the matrix, or of each expert's, as views."""
+        if len(self.shape) == 3:
+            return QuantTensor.stack([matrix.rows_from(first, last) for matrix in self.matrices])
+        return QuantTensor(self.format, (last - first, *self.shape[1:]), self.data[first:last], self.order)
 
     def dequantize(self) -> F32:
         """A new array of `shape` with every value; nothing else of that size is allocated."""
+        if self.parts:
+            values = np.empty(self.shape, np.float32)
+            for part, out in zip(self.parts, values, strict=True):
+                out[:] = part.dequantize()
+            return values
         return self._in_order(self.format.decode(self.data))
 
     def rows(self, indices: ArrayLike) -> F32:
@@ -132,8 +168,15 @@ class Cast:
         """Bytes in the format, once it is made."""
         return math.prod(self.shape[:-1]) * self.format.row_bytes(self.shape[-1])
 
+    @property
+    def matrices(self) -> tuple["Cast", ...]:
+        """As of the source."""
+        return tuple(Cast(matrix, self.format, self.recode) for matrix in self.source.matrices)
+
     def made(self) -> QuantTensor:
         """The tensor, with nothing else of its size allocated. Raises FormatError as `Format.encode` does."""
+        if self.source.parts:
+            return QuantTensor.stack([matrix.made() for matrix in self.matrices])
         rows, columns = self.source.data.reshape(-1, self.source.data.shape[-1]), self.shape[-1]
         data = np.empty((len(rows), self.format.row_bytes(columns)), np.uint8)
         step = max(1, CHUNK_VALUES // columns)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.errors import BackendError
 from cpuspec.kernels import isa
 from cpuspec.kernels.pointers import pointer_to, to
 
@@ -51,6 +50,11 @@ TASK = _record(
 ROTATION = _words("cosines", "sines")  # f32 [positions, D/2] each
 NUM_ROTATIONS, NO_ROTATION = 2, -1
 
+# A pair of a row and one of its experts (`experts`), and where its activations lie: in the block that begins at a pair.
+PAIR = _words("row", "block", "block_rows")
+# The pairs of one expert, from the first on.
+SEGMENT = _words("expert", "first", "rows")
+
 # `forward.enter` writes the first part for each call; addresses are of arrays that stay.
 STATE = _record(
     num_rows=_I64,
@@ -79,14 +83,27 @@ STATE = _record(
     walked=to(_I64),  # [tasks, kv heads], zeros: how many spans of a task are done
     peaks=_I64,  # f32 [BLOCK_ROWS, threads * PIECES]: the largest logit of each piece of the tiles
     picked=to(_I32),  # [BLOCK_ROWS]: the lowest id of a row's largest logit; -1 where that is no finite number
+    chosen=to(_I64),  # [rows, used]: the experts of the router that ran last
+    pair_of=to(_I64),  # [rows, used]: and the pair of each
+    pairs=to(PAIR),  # [rows * used]
+    segments=to(SEGMENT),  # [experts]
+    num_segments=_I64,
+    of_expert=to(_I64),  # [experts]: to count with
+    expert_bytes=_I64,  # of weights of experts that the forward has read
 )
 
 # What `Program.enter` notes of a forward begins with this. `logits` and `kept` are addresses of the numpy objects, not of numbers.
 CALL = _words("num_rows", "num_logit_rows", "num_parents", "num_sequences", "both_ways", "head_bytes", "logits", "kept")
 
-# One matrix of a "linear" operation. bias and residual are added where they are not 0.
-TENSOR = _words("kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride")
-MAX_TENSORS = 3
+# One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.
+# bias_bytes: from one expert's to the next. one_row: where the activations lie of a forward over one row, 0 for where others do.
+TENSOR = _words(
+    "kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride", "bias_bytes",
+    "one_row",
+)  # fmt: skip
+# Activations in one order that "gather" copies. bytes: of a row's group. apart: not 0 where they are numbers [input][row]; padded:
+# and so are those that fill up the last group.
+COPY = _words("source", "to", "bytes", "apart", "padded")
 
 # Operands by operation, in the order of their numbers.
 OPERANDS: Mapping[str, _DType] = MappingProxyType(
@@ -104,6 +121,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             eps=_F32,
             features=_I64,
             select=_I64,  # not 0: only the rows to project to logits
+            used=_I64,  # not 0: rows are pairs, and this the experts of a row
             **dict.fromkeys(("int8", "int16", "f32", "bf16", "rounded"), _I64),  # where each order is written, 0 for nowhere
         ),
         "linear": _record(
@@ -111,7 +129,8 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             vocab=_I64,  # 0 unless these are the logits
             features=_I64,
             cap=_F32,  # of soft-capped logits, 0 for none
-            tensors=(TENSOR, MAX_TENSORS),
+            used=_I64,  # not 0: each segment of pairs is multiplied with its expert's matrices
+            tensors=to(TENSOR),
         ),
         "rotate": _record(
             **dict.fromkeys(("queries", "keys", "values", "q_stride", "k_stride", "v_stride", "q_norm", "k_norm"), _I64),
@@ -131,13 +150,35 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             cap=_F32,  # of soft-capped scores
             hadamard=_I64,  # of results
         ),
-        # rows += RMS norm of `branch`, times weight
-        "add": _record(**dict.fromkeys(("rows", "branch", "stride", "weight", "features"), _I64), eps=_F32),
+        # rows += scale * `branch`, after an RMS norm times weight where that is not 0
+        "add": _record(**dict.fromkeys(("rows", "branch", "stride", "weight", "features"), _I64), eps=_F32, scale=_F32),
         "keep": _words("rows", "stride", "layer", "row_bytes"),
         "pick": _words("tiles", "stride"),
+        # rows = RMS norm, times weight
+        "norm": _record(**dict.fromkeys(("rows", "stride", "weight", "features"), _I64), eps=_F32),
+        # logits: f32 [rows, stride / 2], with as much room behind each row; factors: f32 [rows, used padded to 16]
+        "route": _record(
+            **dict.fromkeys(
+                ("logits", "stride", "factors", "shift", "count", "used", "score", "normalised", "groups", "groups_used"), _I64
+            ),
+            bytes=_I64,  # of an expert's weights
+            routed=_I64,  # address of a number that is 0 between forwards
+            scale=_F32,
+            least_sum=_F32,
+        ),
+        "gather": _record(features=_I64, used=_I64, num_orders=_I64, orders=to(COPY)),
+        # rows += scale * (the sum over slots of factors * outputs of pairs, + sigmoid(weights) * shared)
+        "combine": _record(
+            **dict.fromkeys(
+                ("rows", "stride", "features", "factors", "used", "outputs", "outputs_stride", "shared", "shared_stride"), _I64
+            ),
+            weights=_I64,
+            weights_stride=_I64,
+            scale=_F32,
+        ),
     }
 )
-EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK = range(len(OPERANDS))
+EMBED, PREPARE, LINEAR, ROTATE, ATTEND, ADD, KEEP, PICK, NORM, ROUTE, GATHER, COMBINE = range(len(OPERANDS))
 OPERATION: _DType = np.dtype(
     {
         "names": ["number", *OPERANDS],
@@ -186,26 +227,24 @@ WALK = _record(
 call_at, job_at, team_at, walk_at, int64s_at = map(pointer_to, (CALL, JOB, TEAM, WALK, _I64))
 
 
-def program(operations: Sequence[tuple[str, Mapping[str, Any]]]) -> NDArray[Any]:
-    """Records of OPERATION: the operation's name and its operands by field; what is not named is 0.
+def program(operations: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+    """Records of OPERATION, and the arrays that they have the addresses of.
 
-    Raises BackendError for more matrices than an operation has room for.
+    operations: each one's name and its operands by field; what is not named is 0. An operand may be a list of records, to which the
+    field of its name points.
     """
-    records = np.zeros(len(operations), OPERATION)
+    records, lists = np.zeros(len(operations), OPERATION), []
     for record, (name, operands) in zip(records, operations, strict=True):
         record["number"] = list(OPERANDS).index(name)
-        _fill(record[name], operands)
-    return records
-
-
-def _fill(record: Any, fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if isinstance(value, list):
-            if len(value) > len(record[name]):
-                raise BackendError(
-                    f"an operation has room for {len(record[name])} {name}, got {len(value)}; write several operations"
-                )
-            for part, some in zip(record[name], value, strict=False):
-                _fill(part, some)
-        else:
-            record[name] = value
+        for field, value in operands.items():
+            if isinstance(value, list):
+                pointed: Any = OPERANDS[name][field].metadata
+                of_list = np.zeros(len(value), pointed["to"])
+                for part, some in zip(of_list, value, strict=True):
+                    for inner, number in some.items():
+                        part[inner] = number
+                lists.append(of_list)
+                record[name][field] = of_list.ctypes.data
+            else:
+                record[name][field] = value
+    return records, lists

@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 from cpuspec.kernels import layout, simd
 from cpuspec.kernels.argmax import peak, peaks_of_row, pick
 from cpuspec.kernels.attention import finish, first_chunk, merge, put_query, sees
+from cpuspec.kernels.experts import combine, gather, route
 from cpuspec.kernels.kv_rows import CHUNK
 from cpuspec.kernels.layout import DONE, team_at, walk_at
 from cpuspec.kernels.ops import Ops
@@ -19,6 +20,7 @@ from cpuspec.kernels.pointwise import (
     add_normed,
     cap_numbers,
     hadamard_head,
+    norm_row,
     prepare_row,
     rotate_head,
     rows_of_block,
@@ -30,7 +32,7 @@ from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, sh
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
-_EMBED, _PREPARE, _LINEAR, _ROTATE, _ATTEND, _ADD, _KEEP, _PICK = range(len(layout.OPERANDS))
+_EMBED, _PREPARE, _LINEAR, _ROTATE, _ATTEND, _ADD, _KEEP, _PICK, _NORM, _ROUTE, _GATHER, _COMBINE = range(len(layout.OPERANDS))
 
 
 @intrinsic
@@ -58,6 +60,8 @@ def _embed(op, state, row):
 
 @compiled
 def _rows_to_prepare(op, state):
+    if op.used != 0:
+        return state.num_rows * op.used
     return state.num_logit_rows if op.select != 0 else state.num_rows
 
 
@@ -70,7 +74,10 @@ def _prepare(op, state, threads, item):
     place, first = item // parts, item % parts * part
     row = state.logit_rows[place] if op.select != 0 else place
     source, other = op.rows + row * op.stride, op.other + row * op.stride
-    block = place // BLOCK_ROWS * BLOCK_ROWS
+    block, block_rows = place // BLOCK_ROWS * BLOCK_ROWS, rows_of_block(place, rows)
+    if op.used != 0:
+        pair = state.pairs[place]
+        block, block_rows = pair.block, pair.block_rows
     inputs = block * ((features + 31) // 32)
     int8 = op.int8 + inputs * _INT8_BYTES if op.int8 != 0 else 0
     int16 = op.int16 + inputs * _INT16_BYTES if op.int16 != 0 else 0
@@ -79,7 +86,7 @@ def _prepare(op, state, threads, item):
     rounded = op.rounded + inputs * _F32_BYTES if op.rounded != 0 else 0
     prepare_row(
         op.kind, source, other, op.weight, op.order, op.eps, features, first, min(features, first + part),
-        int8, int16, f32, bf16, rounded, place - block, rows_of_block(place, rows),
+        int8, int16, f32, bf16, rounded, place - block, block_rows,
     )  # fmt: skip
 
 
@@ -94,13 +101,14 @@ def _num_tiles(op):
 
 @compiled
 def _linear(op, state, counters, stride, threads, thread):
-    """Tiles of up to MAX_TENSORS matrices that read the same rows. counters: of the threads, `stride` bytes apart.
+    """Tiles of matrices that read the same rows, or of those of experts. counters: of the threads, `stride` bytes apart.
 
     A thread goes through its own share from the first tile to the last, and then helps the others with what is left of theirs.
     Returns how many tiles it multiplied.
     """
     rows = state.num_logit_rows if op.vocab else state.num_rows
-    items, completed = _num_tiles(op), 0
+    tiles_of_all = _num_tiles(op)
+    items, completed = tiles_of_all if op.used == 0 else tiles_of_all * state.num_segments, 0
     for turn in range(threads):
         owner = (thread + turn) % threads
         start, tiles = share(items, owner, threads)
@@ -110,7 +118,10 @@ def _linear(op, state, counters, stride, threads, thread):
             first, end = start + piece(tiles, number), start + piece(tiles, number + 1)
             if first == end:
                 break
-            _multiply(op, state, rows, first, end)
+            if op.used == 0:
+                _multiply(op, state, rows, first, end)
+            else:
+                _multiply_experts(op, state, tiles_of_all, first, end)
             completed += end - first
             if op.vocab:
                 if op.cap != 0:
@@ -137,6 +148,40 @@ def _multiply(op, state, rows, first, end):
             _call(tensor.kernel, operands)
         first -= tiles
         end -= tiles
+
+
+@compiled
+def _multiply_experts(op, state, tiles_of_all, first, end):
+    """Tiles first..end of a "linear" operation over segments, numbered through the matrices of each expert that has rows."""
+    while first < end:
+        segment, start = state.segments[first // tiles_of_all], first % tiles_of_all
+        stop = min(tiles_of_all, start + end - first)
+        first += stop - start
+        for t in range(op.num_tensors):
+            tensor = op.tensors[t]
+            tiles, pair = tensor.num_tiles, segment.first
+            if start < tiles and stop > 0:
+                inputs = tensor.inputs + pair * tensor.row_bytes
+                if tensor.one_row != 0 and state.num_rows == 1:
+                    inputs = tensor.one_row
+                bias = tensor.bias + segment.expert * tensor.bias_bytes if tensor.bias != 0 else 0
+                operands = (
+                    tensor.tiles + segment.expert * tiles * tensor.tile_bytes, tensor.tile_bytes, op.features, max(start, 0),
+                    min(stop, tiles), inputs, tensor.row_bytes, segment.rows, bias, 0, tensor.out + pair * tensor.stride,
+                    tensor.stride,
+                )  # fmt: skip
+                _call(tensor.kernel, operands)
+            start -= tiles
+            stop -= tiles
+
+
+@compiled
+def _combine(op, state, threads, item):
+    """A part of a row."""
+    parts = parts_of_row(op.features, state.num_rows, threads)
+    part = (op.features // parts + 31) // 32 * 32
+    first = item % parts * part
+    combine(op, state, item // parts, first, min(op.features, first + part))
 
 
 @compiled
@@ -269,7 +314,7 @@ def _sees_straight(place, start, window):
 @compiled
 def _add(op, row):
     """The norm of a branch's row added to the residual's."""
-    add_normed(op.rows + row * op.stride, op.branch + row * op.stride, op.weight, op.eps, op.features)
+    add_normed(op.rows + row * op.stride, op.branch + row * op.stride, op.weight, op.eps, op.features, op.scale)
 
 
 @compiled
@@ -287,6 +332,8 @@ def _num_items(op, state, threads):
         rows = _rows_to_prepare(op.prepare, state)
         return rows * parts_of_row(op.prepare.features, rows, threads)
     if op.number == _LINEAR:
+        if op.linear.used != 0:
+            return _num_tiles(op.linear) * state.num_segments
         return _num_tiles(op.linear) if not op.linear.vocab or state.num_logit_rows > 0 else 0
     if op.number == _ROTATE:
         return state.num_rows * (op.rotate.heads + op.rotate.kv_heads)
@@ -296,6 +343,10 @@ def _num_items(op, state, threads):
         return state.num_rows if address(state.kept) != 0 and state.kept[op.keep.layer] != 0 else 0
     if op.number == _PICK:
         return min(1, state.num_picked)
+    if op.number == _GATHER:  # one row's activations are read where they are
+        return state.num_rows * op.gather.used if state.num_rows > 1 else 0
+    if op.number == _COMBINE:
+        return state.num_rows * parts_of_row(op.combine.features, state.num_rows, threads)
     return state.num_rows
 
 
@@ -312,6 +363,14 @@ def _do(op, state, threads, item):
         _add(op.add, item)
     elif op.number == _KEEP:
         _keep(op.keep, state, item)
+    elif op.number == _NORM:
+        norm_row(op.norm.rows + item * op.norm.stride, op.norm.weight, op.norm.eps, op.norm.features)
+    elif op.number == _ROUTE:
+        route(op.route, state, item)
+    elif op.number == _GATHER:
+        gather(op.gather, state, item)
+    elif op.number == _COMBINE:
+        _combine(op.combine, state, threads, item)
     else:
         pick(op.pick, state, threads)
 

@@ -110,12 +110,27 @@ def _norm_factor(row, features, eps):
 
 
 @compiled
-def add_normed(row, branch, weight, eps, features):
-    """In place: row + branch / rms(branch) * weight. All are padded with zeros to whole vectors."""
+def add_normed(row, branch, weight, eps, features, factor):
+    """In place: row + factor * branch / rms(branch) * weight, or row + factor * branch where weight is 0. All are padded with zeros
+    to whole vectors.
+    """
+    factors = simd.splat_f32(factor)
+    if weight == 0:
+        for at in range(0, features * 4, 64):
+            simd.store_f32(row + at, simd.fma(factors, simd.load_f32(branch + at), simd.load_f32(row + at)))
+        return
     scale = _norm_factor(branch, features, eps)
     for at in range(0, features * 4, 64):
         normed = simd.load_f32(branch + at) * scale * simd.load_f32(weight + at)
-        simd.store_f32(row + at, simd.load_f32(row + at) + normed)
+        simd.store_f32(row + at, simd.load_f32(row + at) + normed * factors)
+
+
+@compiled
+def norm_row(row, weight, eps, features):
+    """In place: row / rms(row) * weight. Both are padded with zeros to whole vectors."""
+    scale = _norm_factor(row, features, eps)
+    for at in range(0, features * 4, 64):
+        simd.store_f32(row + at, simd.load_f32(row + at) * scale * simd.load_f32(weight + at))
 
 
 @compiled

@@ -36,7 +36,7 @@ def enter(state, numbers):
     call = call_at(numbers)
     state.num_rows, state.num_logit_rows = call.num_rows, call.num_logit_rows
     state.num_picked = call.num_logit_rows if call.num_logit_rows <= BLOCK_ROWS else 0
-    state.head_bytes, state.logits = call.head_bytes, _data(call.logits)
+    state.head_bytes, state.logits, state.expert_bytes = call.head_bytes, _data(call.logits), 0
     state.kept = int64s_at(_data(call.kept) if call.kept != 0 else 0)
     tokens = numbers + _CALL_BYTES
     positions = tokens + 8 * call.num_rows
@@ -54,9 +54,13 @@ def enter(state, numbers):
 
 
 class Program:
-    """The operations of a forward, records of `layout.OPERATION`, and their state, for a number of threads."""
+    """The operations of a forward, records of `layout.OPERATION`, and their state, for a number of threads.
 
-    def __init__(self, operations: _Array, threads: int) -> None:
+    held: arrays that the records have addresses of.
+    """
+
+    def __init__(self, operations: _Array, threads: int, held: Sequence[_Array] = ()) -> None:
+        self._held = held
         assert operations.dtype == layout.OPERATION, "an operation is a record of layout.OPERATION"
         self.operations = np.ascontiguousarray(operations)
         self.state = np.zeros((), layout.STATE)

@@ -5,6 +5,7 @@ Llama 3.1's rule as published with its configuration (`rope_type: llama3`).
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,9 @@ _MANY_POSITIONS = 4096
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> F64:
-    """Radians per position of each pair of dimensions, [D/2]. Pair i is dimensions (i, i + D/2)."""
+    """Radians per position of each pair of dimensions, [D/2]. Pair i is dimensions (i, i + D/2); 0 where it does not turn."""
+    if rope.dims:
+        return np.pad(inverse_frequencies(replace(rope, dims=0), rope.dims), (0, (head_dim - rope.dims) // 2))
     half = head_dim // 2
     inverse = rope.base ** (-np.arange(half, dtype=np.float64) / half)
     scaling = rope.scaling
@@ -64,6 +67,13 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
+def rotary_factors(rope: Rope, head_dim: int) -> F64:
+    """The factor of the cosine and the sine of each pair, [D/2]: `attention_factor` where it turns, else 1."""
+    factors = np.ones(head_dim // 2)
+    factors[: (rope.dims or head_dim) // 2] = attention_factor(rope.scaling)
+    return factors
+
+
 def mean_over_positions(rope: Rope | None, heads: F32) -> F32:
     """Heads [..., D] turned to each of the first positions, and their mean: what turns quickly is lost in it."""
     if rope is None:
@@ -77,5 +87,5 @@ def mean_over_positions(rope: Rope | None, heads: F32) -> F32:
 def rope_table(rope: Rope, head_dim: int, positions: NDArray[np.integer]) -> tuple[F32, F32]:
     """Cosines and sines of `positions`, each [len(positions), D/2], computed in f64 and rounded once."""
     angles = positions.astype(np.float64)[:, None] * inverse_frequencies(rope, head_dim)
-    factor = attention_factor(rope.scaling)
+    factor = rotary_factors(rope, head_dim)
     return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)

@@ -1,32 +1,15 @@
-"""The decoder, once: the order of its operations, and what differs by layer. Backends execute the operations or write them down.
+"""The decoder, once: the order of its operations. Backends execute the operations or write them down.
 
-numpy and torch compute with them, the graph backends emit nodes, numba writes the rows of a program. A family of models is flags
-of `ModelConfig` and a name map in its reader; a new operation is a line here and a method of each backend.
+numpy and torch compute with them, the graph backends emit nodes, numba writes the rows of a program. A family of models is layers
+as data (`cpuspec.layers`) and a name map in its reader; a new operation is a line here and a method of each backend.
 """
 
-import math
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from cpuspec.config import HeadConfig, ModelConfig, Rope
+from cpuspec.config import HeadConfig, ModelConfig
+from cpuspec.layers import Layer, layers_of
 
 V = TypeVar("V")  # a backend's rows of numbers: an array, a tensor, the name of a node, or a buffer
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer: where its weights are, and how its attention differs from that of other layers.
-
-    window: how many last tokens of its path a row sees, its own included; None for all. rope: None where nothing is rotated.
-    """
-
-    index: int
-    window: int | None
-    rope: Rope | None
-
-    def weight(self, part: str) -> str:
-        """The canonical name of one of its tensors."""
-        return f"layers.{self.index}.{part}"
 
 
 class Operations(Protocol[V]):
@@ -49,7 +32,7 @@ class Operations(Protocol[V]):
         ...
 
     def rotate(self, layer: Layer, q: V, k: V) -> tuple[V, V]:
-        """Queries and keys: RMS norm of each head where the model has one, then the rotary positions of the layer."""
+        """Queries and keys: RMS norm of each head, or of all, where the layer has one, then its rotary positions."""
         ...
 
     def attention(self, layer: Layer, q: V, k: V, v: V) -> V:
@@ -61,7 +44,18 @@ class Operations(Protocol[V]):
         ...
 
     def add(self, x: V, branch: V, name: str, norm: str | None) -> V:
-        """`x` plus the product of `branch` with a matrix and its bias, after an RMS norm of that product (None for none)."""
+        """`x` plus the product of `branch` with a matrix and its bias, after an RMS norm of that product (None for none), times
+        `residual_scale`.
+        """
+        ...
+
+    def experts(self, layer: Layer, x: V, norm: str | None, shared: tuple[V, V | None] | None) -> V:
+        """`x` plus what a mixture makes of its RMS norm (None for none), times `residual_scale`: the weighed sum of the outputs of
+        the experts that the router chooses for the row, best first.
+
+        shared: the gated rows of a part that all rows go through, whose product with `shared_down` is added to the sum; and the
+        number of each row whose sigmoid is the factor of that, None for no factor.
+        """
         ...
 
     def keep(self, layer: Layer, x: V) -> None:
@@ -81,19 +75,6 @@ class Injection(Operations[V], Protocol[V]):
         ...
 
 
-def layers_of(config: ModelConfig) -> list[Layer]:
-    """The layers of a model, first to last."""
-    ropes = {"global": Rope(config.rope_base, config.rope_scaling), "local": Rope(config.local_rope_base), "none": None}
-    windows = config.layer_windows or (0,) * config.num_layers
-    kinds = config.layer_ropes or ("global",) * config.num_layers
-    return [Layer(i, windows[i] or None, ropes[kinds[i]]) for i in range(config.num_layers)]
-
-
-def query_scale(config: ModelConfig) -> float:
-    """The factor of attention scores."""
-    return 1 / math.sqrt(config.head_dim) if config.query_scale is None else config.query_scale
-
-
 def decode(config: ModelConfig, ops: Operations[V]) -> V:
     """One forward of the whole model; returns its logits."""
     head = config.head
@@ -111,15 +92,27 @@ def decode(config: ModelConfig, ops: Operations[V]) -> V:
         weight = layer.weight
         projections = weight("q"), weight("k"), weight("v")
         if read is None:
-            q, k, v = ops.linears(x, projections, _norm_before(config, weight("attn_norm")))
+            q, k, v = ops.linears(x, projections, _norm_before(layer, "attn_norm"))
         else:
             (q, k, v), read = ops.linears(read, projections, None), None
         q, k = ops.rotate(layer, q, k)
-        x = ops.add(x, ops.attention(layer, q, k, v), weight("o"), _norm_after(config, weight("attn_post_norm")))
-        gate, up = ops.linears(x, (weight("gate"), weight("up")), _norm_before(config, weight("mlp_norm")))
-        x = ops.add(x, ops.gate(gate, up), weight("down"), _norm_after(config, weight("mlp_post_norm")))
+        x = ops.add(x, ops.attention(layer, q, k, v), weight("o"), _norm_after(layer, "attn_post_norm"))
+        x = _feed_forward(ops, layer, x)
         ops.keep(layer, x)
     return ops.logits(x, "output", "norm" if head is None or head.final_norm else None)
+
+
+def _feed_forward(ops: Operations[V], layer: Layer, x: V) -> V:
+    weight, feed, norm = layer.weight, layer.feed, _norm_before(layer, "mlp_norm")
+    if not feed.experts:
+        gate, up = ops.linears(x, (weight("gate"), weight("up")), norm)
+        return ops.add(x, ops.gate(gate, up), weight("down"), _norm_after(layer, "mlp_post_norm"))
+    shared: tuple[V, V | None] | None = None
+    if feed.size:
+        matrices = ["shared_gate", "shared_up", *(["shared_weight"] if feed.is_gated else [])]
+        gate, up, *factors = ops.linears(x, tuple(map(weight, matrices)), norm)
+        shared = ops.gate(gate, up), factors[0] if factors else None
+    return ops.experts(layer, x, norm, shared)
 
 
 def inject(config: ModelConfig, ops: Injection[V]) -> None:
@@ -134,9 +127,9 @@ def _joined(head: HeadConfig, ops: Operations[V], x: V) -> V:
     return ops.join(x, ("embed_norm", "hidden_norm") if head.input_norms else None)
 
 
-def _norm_before(config: ModelConfig, name: str) -> str | None:
-    return None if config.norms == "after" else name
+def _norm_before(layer: Layer, part: str) -> str | None:
+    return layer.weight(part) if layer.normed_before else None
 
 
-def _norm_after(config: ModelConfig, name: str) -> str | None:
-    return None if config.norms == "before" else name
+def _norm_after(layer: Layer, part: str) -> str | None:
+    return layer.weight(part) if layer.normed_after else None

@@ -12,9 +12,10 @@ import numpy as np
 from cpuspec.backends.numpy_backend import Array, Forward, Model, Storage
 from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
+from cpuspec.layers import Layer
 from cpuspec.model.batch import I32, ForwardBatch
 from cpuspec.model.cache import KVCache
-from cpuspec.model.transformer import Layer, decode
+from cpuspec.model.transformer import decode
 from cpuspec.quantize.weights import Weights
 
 # (x [T, K], names of the matrices that it is multiplied with), in the order of the model
@@ -102,6 +103,12 @@ class _Watched:
     def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
         self._on_inputs(branch, (name,))
         return self._forward.add(x, branch, name, norm)
+
+    def experts(self, layer: Layer, x: Array, norm: str | None, shared: tuple[Array, Array | None] | None) -> Array:
+        self._on_inputs(self._forward.norm(x, norm), (layer.weight("router"),))
+        if shared:
+            self._on_inputs(shared[0], (layer.weight("shared_down"),))
+        return self._forward.experts(layer, x, norm, shared, self._on_inputs)
 
     def keep(self, layer: Layer, x: Array) -> None:
         pass

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.canonical import GGUF, in_file_order
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
 from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, config_of
@@ -101,6 +102,7 @@ def write_model(
     Raises ConfigError as that does, OSError where the file cannot be written.
     """
     config = checkpoint.config
+    family = FAMILIES[config.architecture]
     told: dict[str, Value] = {"general.file_type": file_type, "general.quantization_version": _QUANTIZATION_VERSION, **extra}
     others: dict[str, QuantTensor] = {}
     entries = {**(source_entries(checkpoint) if source is None else source)}
@@ -113,27 +115,14 @@ def write_model(
     by_file = {gguf_name(config, name): name for name in checkpoint.tensors}
 
     def data_of(name: str) -> U8:
-        return others[name].data if name in others else _rows(config, by_file[name], tensors[by_file[name]]).data
+        return (
+            others[name].data if name in others else in_file_order(config, family, GGUF, by_file[name], tensors[by_file[name]]).data
+        )
 
     infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in others.items()}
     infos |= {theirs: TensorInfo(tensors[ours].format, tensors[ours].shape) for theirs, ours in by_file.items()}
     with replacing(path) as file:
         write_gguf(file, entries, infos, data_of)
-
-
-def _rows(config: ModelConfig, name: str, tensor: QuantTensor) -> QuantTensor:
-    return neighbours_paired(config, name, tensor) if FAMILIES[config.architecture].pairs_neighbours else tensor
-
-
-def neighbours_paired(config: ModelConfig, name: str, tensor: QuantTensor) -> QuantTensor:
-    """A tensor by its canonical name, rows of q and k in the order in which rotation pairs neighbours."""
-    part = layer_parts(name)[1]
-    if part not in ("q", "k", "q_bias", "k_bias"):
-        return tensor
-    heads = config.num_heads if part.startswith("q") else config.num_kv_heads
-    return tensor.permute_rows(
-        np.arange(heads * config.head_dim).reshape(heads, 2, config.head_dim // 2).swapaxes(1, 2).reshape(-1)
-    )
 
 
 def rope_factors(config: ModelConfig) -> dict[str, QuantTensor]:

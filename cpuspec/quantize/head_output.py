@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.canonical import GGUF, in_file_order
+from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.checkpoints.gguf_writer import IdsInfo, TensorInfo, entry, write_gguf
 from cpuspec.checkpoints.heads import Head
@@ -16,7 +18,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.files import replacing
 from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.formats.tensor import U8
-from cpuspec.quantize.gguf_output import neighbours_paired, rope_factors, shape_entries, tokenizer_entries
+from cpuspec.quantize.gguf_output import rope_factors, shape_entries, tokenizer_entries
 from cpuspec.quantize.weights import layer_parts
 
 _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
@@ -52,7 +54,7 @@ def write_head(path: Path, head: Head, target: Checkpoint, format: Format, has_t
     shared = {id(tensor) for tensor in target.tensors.values()}
     for name, tensor in head.model.tensors.items():
         if id(tensor) not in shared:
-            paired = neighbours_paired(config, name, tensor) if architecture == "eagle3" else tensor
+            paired = in_file_order(config, FAMILIES["llama"], GGUF, name, tensor) if architecture == "eagle3" else tensor
             own[_file_name(name, architecture)] = paired
     own |= rope_factors(config)
     numbers = get_format("f32")

@@ -35,6 +35,8 @@ class ModelWeights:
     def __init__(self, model: Checkpoint, mask_id: int | None, device: torch.device) -> None:
         if model.config.attention_softcap or any(model.config.layer_windows):
             raise ConfigError(f"{model.name} has windows or a soft cap in its attention, which are not trained here; take another")
+        if model.config.experts or model.config.logit_scale != 1:
+            raise ConfigError(f"{model.name} is a mixture of experts or scales its logits, which is not trained here; take another")
         if model.mask_id is None and mask_id is not None and not isinstance(model.vocabulary, HfTokenizerFiles):
             raise ConfigError(f"{model.path} is a GGUF file, which cannot name a mask; start from the model's directory")
         self.model, self.mask_id, self.device = model, mask_id, device

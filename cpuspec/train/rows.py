@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpuspec.config import ModelConfig
+from cpuspec.layers import Layer, layers_of
 from cpuspec.model.rope import rope_table
-from cpuspec.model.transformer import Layer, layers_of, query_scale
 
 
 class Attention(Protocol):
@@ -57,11 +57,11 @@ class Rows:
         assert not config.attention_softcap, "the caller has refused it"
         device = next(iter(weights.values())).device
         self._tables = {
-            layer.rope: tuple(
-                torch.from_numpy(table)[:, None].to(device) for table in rope_table(layer.rope, config.head_dim, positions)
+            layer.mixer.rope: tuple(
+                torch.from_numpy(table)[:, None].to(device) for table in rope_table(layer.mixer.rope, config.head_dim, positions)
             )
             for layer in layers_of(config)
-            if layer.rope
+            if layer.mixer.rope
         }
 
     def embed(self) -> Tensor:
@@ -86,7 +86,7 @@ class Rows:
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         v = v.unflatten(1, (-1, self._config.head_dim))
-        return self._attention.attend(layer.index, q, k, v, query_scale(self._config)).flatten(1)
+        return self._attention.attend(layer.index, q, k, v, layer.mixer.scale).flatten(1)
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim)))
@@ -96,7 +96,10 @@ class Rows:
         return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
-        return x + self.norm(self._linear(branch, name), norm)
+        return x + self.norm(self._linear(branch, name), norm) * self._config.residual_scale
+
+    def experts(self, layer: Layer, x: Tensor, norm: str | None, shared: tuple[Tensor, Tensor | None] | None) -> Tensor:
+        raise AssertionError("the caller has refused mixtures")
 
     def keep(self, layer: Layer, x: Tensor) -> None:
         self.output = x
@@ -118,12 +121,14 @@ class Rows:
         return functional.linear(x, self._weights[name], self._weights.get(f"{name}_bias"))
 
     def _rotated(self, layer: Layer, x: Tensor, norm: str) -> Tensor:
-        heads = x.unflatten(1, (-1, self._config.head_dim))
-        if self._config.qk_norm:
+        if layer.mixer.norm == "row":
+            x = self.norm(x, layer.weight(norm))
+        heads = x.unflatten(1, (-1, layer.mixer.dims))
+        if layer.mixer.norm == "head":
             heads = self.norm(heads, layer.weight(norm))
-        if layer.rope is None:
+        if layer.mixer.rope is None:
             return heads
-        cos, sin = self._tables[layer.rope]
+        cos, sin = self._tables[layer.mixer.rope]
         a, b = heads.float().chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 

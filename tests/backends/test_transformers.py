@@ -34,6 +34,7 @@ MODELS = {
     "smollm3": {"architecture": "smollm3", "num_layers": 5},
     "qwen2 with windows": {"architecture": "qwen2", "window": 9},
     "qwen3 with windows": {"architecture": "qwen3", "window": 30},
+    "qwen3moe": {"architecture": "qwen3moe", "num_layers": 3, "dense_layers": (1,), "tied": False},
     "yarn rope": {"architecture": "qwen2", "rope_scaling": RopeScaling("yarn", factor=4.0, original_context_length=128)},
 }
 TOKENS = np.random.default_rng(0).integers(0, 384, 200).tolist()
@@ -48,6 +49,8 @@ def _difference(directory: Path, **wrong: object) -> float:
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0].numpy()
     checkpoint = open_checkpoint(directory)
+    if "experts" in wrong:
+        wrong["experts"] = replace(checkpoint.config.experts, **wrong["experts"])  # type: ignore[type-var, arg-type]
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, **wrong))
     backend = NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))
     got = forward(backend, backend.new_cache(1, 256), {0: TOKENS}).logits
@@ -74,6 +77,9 @@ def test_logits_agree_to_1e_4(tmp_path: Path, model: str) -> None:
         ("gemma2", {"layer_windows": ()}),
         ("mistral with windows", {"layer_windows": (11, 12)}),
         ("smollm3", {"layer_ropes": ()}),
+        ("qwen3moe", {"experts": {"normalised": False}}),
+        ("qwen3moe", {"experts": {"used": 2}}),
+        ("qwen3moe", {"experts": {"scale": 1.01}}),
     ],
     ids=str,
 )

@@ -258,8 +258,8 @@ WINDOW = {"qwen2.attention.sliding_window": (4, T.UINT32)}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qwen2.expert_count": (8, T.UINT32)}, "mixture of experts"),
-        ({"qwen2.expert_count": ([0, 8], T.ARRAY)}, "mixture of experts"),
+        ({"qwen2.expert_count": (8, T.UINT32)}, "qwen2 models have no experts"),
+        ({"qwen2.expert_count": ([0, 8], T.ARRAY)}, "wanted an integer"),
         ({"qwen2.attention.sliding_window": (128, T.UINT32)}, "this architecture has no windows"),
         (
             {"qwen2.attention.sliding_window": (-5, T.INT32), "qwen2.attention.sliding_window_pattern": (2, T.UINT32)},
@@ -295,7 +295,7 @@ WINDOW = {"qwen2.attention.sliding_window": (4, T.UINT32)}
         ({"qwen2.block_count": (2**32 - 1, T.UINT32)}, "num_layers"),
         ({"qwen2.embedding_length": (64, T.UINT32)}, "shape"),
         ({"qwen2.feed_forward_length": (32, T.UINT32)}, r"shape \[64, 32\], wanted \[32, 32\]"),
-        ({"general.architecture": ("gemma4", T.STRING)}, "'gemma4'; supported are llama, qwen2, qwen3, mistral3, smollm3, gemma2"),
+        ({"general.architecture": ("gemma4", T.STRING)}, "'gemma4'; supported are llama, .*mistral3"),
         ({"general.architecture": ("qwen3", T.STRING)}, "qwen3"),
         ({"general.type": ("adapter", T.STRING)}, "adapter"),
         ({"split.count": (3, T.UINT16)}, "give the first part under its own name"),
@@ -320,9 +320,9 @@ def test_what_is_not_supported_or_inconsistent_is_an_error_and_never_ignored(sma
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("blk.0.ffn_gate_exps.weight", (4, 64, 32), "experts are not supported"),
-        ("blk.0.ffn_gate_inp.weight", (4, 32), "mixture of experts"),
-        ("blk.0.attn_qkv.weight", (64, 32), "fused q, k and v"),
+        ("blk.0.ffn_gate_exps.weight", (4, 64, 32), "does not compute in qwen2 models"),
+        ("blk.0.ffn_gate_inp.weight", (4, 32), "does not compute in qwen2 models"),
+        ("blk.0.attn_qkv.weight", (64, 32), r"has 64 rows, wanted those of its parts, \[\d+, \d+, \d+\]|is there twice"),
         ("blk.0.ffn_down.bias", (32,), "does not compute"),
         ("blk.1.attn_q.weight", (32, 32), r"layers\.1\.q has no place"),
         ("blk.00.attn_q.weight", (32, 32), "does not compute"),

@@ -182,7 +182,7 @@ U8_ENTRY = entry("k", 0, b"\1")
         (header(1, 0) + info("t", (1 << 32, 1 << 32)), "needs bytes"),
         (header(1, 0) + info("t", (1 << 63, 2)), "needs bytes"),
         (header(1, 0) + info("t", (4, 4), offset=(1 << 64) - 32), "needs bytes"),
-        (header(1, 0) + info("t", (2, 2, 2)) + b"\0" * 96, "wanted a matrix or a vector"),
+        (header(1, 0) + info("t", (2, 2, 2, 1)) + b"\0" * 96, "wanted a vector, a matrix, or one of each expert"),
         (header(2, 0) + info("t", (4,)) + info("t", (4,), offset=32) + b"\0" * 96, "used once"),
         (header(2, 0) + info("t", (12,)) + info("u", (4,), offset=32) + b"\0" * 96, "tensors t and u overlap"),
         (header(2, 0) + info("t", (4,)) + info("u", (4,)) + b"\0" * 96, "overlap"),

@@ -66,7 +66,8 @@ def test_a_row_that_is_not_there_is_refused(indices):
         ((2, 32), np.zeros((2, 36), np.uint8)[:, ::2]),
         ((2, 33), np.zeros((2, 18), np.uint8)),
         ((0, 32), np.zeros((0, 18), np.uint8)),
-        ((1, 2, 32), np.zeros((1, 2, 18), np.uint8)),
+        ((1, 1, 2, 32), np.zeros((1, 1, 2, 18), np.uint8)),
+        ((1, 2, 32), np.zeros((2, 18), np.uint8)),
         ((), np.zeros((), np.uint8)),
     ],
 )

@@ -53,10 +53,11 @@ def test_python_reads_the_fields_that_compiled_code_wrote() -> None:
 
 def test_a_program_holds_operations_by_name_and_refuses_an_operand_that_there_is_not() -> None:
     operations = [("keep", {"layer": 3}), ("linear", {"num_tensors": 2, "cap": 30.0, "tensors": [{"out": 5}, {"stride": 6}]})]
-    records = layout.program(operations)
+    records, [tensors] = layout.program(operations)
     assert [records[0]["number"], records[0]["keep"]["layer"]] == [layout.KEEP, 3]
     linear = records[1]["linear"]
-    assert [linear["num_tensors"], linear["cap"], linear["tensors"][0]["out"], linear["tensors"][1]["stride"]] == [2, 30, 5, 6]
+    assert [linear["num_tensors"], linear["cap"], tensors[0]["out"], tensors[1]["stride"]] == [2, 30, 5, 6]
+    assert linear["tensors"] == tensors.ctypes.data
     with pytest.raises(ValueError, match="layers"):
         layout.program([("keep", {"layers": 3})])
 

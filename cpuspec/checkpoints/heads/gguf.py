@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from cpuspec.checkpoints.canonical import GGUF, in_our_order
 from cpuspec.checkpoints.checkpoint import Checkpoint
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.fields import Fields
-from cpuspec.checkpoints.gguf import rope_scaling, unpermuted
+from cpuspec.checkpoints.gguf import rope_scaling
 from cpuspec.checkpoints.heads.dflash import block_size, side_heads
 from cpuspec.checkpoints.heads.head import (
     Block,
@@ -79,7 +80,8 @@ def read_gguf_eagle3(files: HeadFiles, target: Checkpoint) -> Head:
     norms: tuple[HeadNorm, ...] = ()
     if FEATURE_NORM in files.tensors:
         norms = (files.norm(FEATURE_NORM, size, config.norm_eps),)
-    model = with_logit_scale(replace(model, tensors=unpermuted(config, model.tensors)), _factor(fields, "logit_scale"))
+    paired = {name: in_our_order(config, FAMILIES["llama"], GGUF, name, tensor) for name, tensor in model.tensors.items()}
+    model = with_logit_scale(replace(model, tensors=paired), _factor(fields, "logit_scale"))
     return Head("eagle3", files.name, model, layers, norms, None, token_ids)
 
 

@@ -1,0 +1,149 @@
+"""From the tensors of a file to those of `layers`, and back: renamed, split, stacked, rows in our order, with an offset.
+
+What differs between families is data of `families.Family`. Nothing is copied but rows in another order, and norms with an offset.
+"""
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from cpuspec.checkpoints.families import FUSED, GLOBAL_NAMES, Family
+from cpuspec.config import ModelConfig
+from cpuspec.errors import CheckpointError, FormatError
+from cpuspec.formats import QuantTensor, get_format
+from cpuspec.layers import I32, Shape, rotary_order
+
+GGUF, HF = 0, 1  # whose names: the places in a pair of `Family.layer_names`
+_PREFIXES = ("blk", r"model\.layers")
+_EXPERT = r"(0|[1-9][0-9]{0,4})"
+
+
+class Names:
+    """The canonical name of each tensor of a family's files."""
+
+    def __init__(self, family: Family, kind: int) -> None:
+        self._globals = {theirs[kind]: ours for ours, theirs in {**GLOBAL_NAMES, **family.global_names}.items()}
+        parts = {theirs[kind]: ours for ours, theirs in family.layer_names.items() if theirs[kind]}
+        self._parts = {**FUSED, **parts, **family.other_names}
+        self._of_experts = {
+            re.compile(re.escape(theirs).replace(r"\*", _EXPERT)): ours for theirs, ours in self._parts.items() if "*" in theirs
+        }
+        self._layer = re.compile(_PREFIXES[kind] + r"\.(0|[1-9][0-9]{0,8})\.(.+)", re.DOTALL)
+
+    def layer_of(self, name: str) -> int:
+        """The layer of a tensor by its name in the file; -1 outside of the layers."""
+        found = self._layer.fullmatch(name)
+        return int(found[1]) if found else -1
+
+    def ours(self, name: str) -> str:
+        """The canonical name; those of several parts joined by "+", that of one expert with its number behind "@"; "" for none."""
+        layer = self._layer.fullmatch(name)
+        if layer is None:
+            return self._globals.get(name, "")
+        part = self._parts.get(layer[2], "")
+        if not part:
+            for pattern, ours in self._of_experts.items():
+                if found := pattern.fullmatch(layer[2]):
+                    part = f"{ours}@{int(found[1])}"
+        return f"layers.{layer[1]}.{part}" if part else ""
+
+
+def arranged(
+    what: str, config: ModelConfig, family: Family, kind: int, named: Mapping[str, QuantTensor], wanted: Mapping[str, Shape]
+) -> dict[str, QuantTensor]:
+    """The tensors by `Names.ours`, stacked, split, and in our order. wanted: the shapes of canonical tensors.
+
+    Raises CheckpointError where what is joined in a file does not have the sizes of its parts.
+    """
+    tensors: dict[str, QuantTensor] = {}
+    experts: dict[str, dict[int, QuantTensor]] = {}
+
+    def add(name: str, tensor: QuantTensor) -> None:
+        parts = _split(what, name, tensor, wanted)
+        if twice := parts.keys() & tensors.keys():
+            raise CheckpointError(f"{what}: tensor {min(twice)} is there twice, alone and as a part of another; wanted it once")
+        tensors.update(parts)
+
+    for name, tensor in named.items():
+        ours, _, expert = name.partition("@")
+        if expert:
+            experts.setdefault(ours, {})[int(expert)] = tensor
+        else:
+            add(ours, tensor)
+    for name, of_each in experts.items():
+        if sorted(of_each) != list(range(len(of_each))):
+            raise CheckpointError(
+                f"{what}: {name} has {len(of_each)} experts, up to number {max(of_each)}; this is not a whole model"
+            )
+        try:
+            add(name, QuantTensor.stack([of_each[i] for i in range(len(of_each))]))
+        except FormatError as error:
+            raise CheckpointError(f"{what}: {name}: {error}") from error
+    offset = family.norm_offset if kind == HF else 0.0
+    for name, tensor in tensors.items():
+        if offset and name.endswith("norm"):
+            tensors[name] = with_offset(tensor, offset)
+        elif tensor.shape == wanted.get(name):
+            tensors[name] = in_our_order(config, family, kind, name, tensor)
+        elif name.endswith("shared_weight") and len(tensor.shape) == 1:
+            tensors[name] = QuantTensor(tensor.format, (1, *tensor.shape), tensor.data[None])
+    return tensors
+
+
+def _split(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape]) -> dict[str, QuantTensor]:
+    """The parts of a tensor whose name joins theirs by "+", one after another along its rows."""
+    start, _, last = name.rpartition(".")
+    parts = [f"{start}.{part}" if start else part for part in last.split("+")]
+    if len(parts) == 1:
+        return {name: tensor}
+    axis = -1 if last.endswith("_bias") or len(tensor.shape) == 1 else -2
+    sizes = [wanted[part][axis] if part in wanted else 0 for part in parts]
+    if 0 in sizes or sum(sizes) != tensor.shape[axis]:
+        raise CheckpointError(f"{what}: {name} has {tensor.shape[axis]} rows, wanted those of its parts, {sizes}")
+    found, first = {}, 0
+    for part, size in zip(parts, sizes, strict=True):
+        found[part] = _some(tensor, axis, first, first + size)
+        first += size
+    return found
+
+
+def _some(tensor: QuantTensor, axis: int, first: int, last: int) -> QuantTensor:
+    if axis == -2:
+        return tensor.rows_from(first, last)
+    size = tensor.format.block_bytes
+    data = np.ascontiguousarray(tensor.data[..., first * size : last * size])
+    return QuantTensor(tensor.format, (*tensor.shape[:-1], last - first), data)
+
+
+def with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:
+    """The tensor plus `offset`, in f32, which has the sum of any f16 or bf16 weight near 1 and of 1."""
+    return QuantTensor.encode(get_format("f32"), tensor.dequantize() + np.float32(offset)) if offset else tensor
+
+
+def in_our_order(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor) -> QuantTensor:
+    """A tensor of a file, by its canonical name, with rows of queries and keys in our order."""
+    order = _order(config, family, kind, name)
+    return tensor if order is None else tensor.permute_rows(order)
+
+
+def in_file_order(config: ModelConfig, family: Family, kind: int, name: str, tensor: QuantTensor) -> QuantTensor:
+    """A tensor by its canonical name, its rows as files have them: the inverse of what `arranged` does to their order."""
+    order = _order(config, family, kind, name)
+    return tensor if order is None else tensor.permute_rows(np.argsort(order))
+
+
+def _order(config: ModelConfig, family: Family, kind: int, name: str) -> I32 | None:
+    """The places in a file of the rows of queries and keys in our order; None where they are as in the file."""
+    part = name.rpartition(".")[2]
+    if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
+        return None
+    turned = config.rope_dims or config.head_dim
+    neighbours = family.pairs_neighbours if kind == GGUF else family.hf_pairs_neighbours
+    if not neighbours and turned == config.head_dim:
+        return None
+    heads = config.num_heads if part.startswith("q") else config.num_kv_heads
+    if part.endswith("norm") and config.norm_spans == "head":
+        heads = 1
+    of_head = rotary_order(config.head_dim, turned, neighbours)
+    return (np.arange(heads, dtype=np.int32)[:, None] * config.head_dim + of_head).reshape(-1)

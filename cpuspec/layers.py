@@ -1,0 +1,142 @@
+"""The layers of a model as data: what each mixes tokens with, its feed-forward part, its norms, and the tensors of all that.
+
+`ModelConfig` says it for the whole model, briefly; `layers_of` says it layer by layer, to readers, backends and quantizers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.config import Experts, ModelConfig, Rope
+
+I32 = NDArray[np.int32]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of `heads` queries over `kv_heads` keys and values of `dims` numbers each.
+
+    window: how many last tokens of its path a row sees, its own included; None for all. rope: None where nothing is rotated.
+    scale: factor of scores. softcap: c in c * tanh(x / c) for scores, 0 for none. norm: what RMS norms of queries and keys are
+    over, each "head" or the "row" of all heads; "" for none.
+    """
+
+    heads: int
+    kv_heads: int
+    dims: int
+    window: int | None
+    rope: Rope | None
+    scale: float
+    softcap: float
+    norm: str
+    qkv_bias: bool
+    o_bias: bool
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """activation(gate x) * (up x), times `down`: of the dense part (size 0 for none), and of the experts beside it.
+
+    A dense part beside experts is a shared one; is_gated: whether the sigmoid of a row's product with a vector weighs it.
+    """
+
+    activation: str
+    size: int
+    experts: Experts | None = None
+    is_gated: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. normed_before, normed_after: whether branches have RMS norms of their inputs, and of their outputs."""
+
+    index: int
+    mixer: Attention
+    feed: FeedForward
+    normed_before: bool
+    normed_after: bool
+
+    def weight(self, part: str) -> str:
+        """The canonical name of one of its tensors."""
+        return f"layers.{self.index}.{part}"
+
+    def tensors(self, hidden: int) -> dict[str, Shape]:
+        """The shape of each of its tensors, by part. hidden: numbers of a row."""
+        mixer, feed, experts = self.mixer, self.feed, self.feed.experts
+        q, kv = mixer.heads * mixer.dims, mixer.kv_heads * mixer.dims
+        found: dict[str, Shape] = {"attn_norm": (hidden,)} if self.normed_before else {}
+        found |= {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        if mixer.qkv_bias:
+            found |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+        found["o"] = (hidden, q)
+        if mixer.o_bias:
+            found["o_bias"] = (hidden,)
+        if mixer.norm:
+            found |= (
+                {"q_norm": (mixer.dims,), "k_norm": (mixer.dims,)} if mixer.norm == "head" else {"q_norm": (q,), "k_norm": (kv,)}
+            )
+        if self.normed_before:
+            found["mlp_norm"] = (hidden,)
+        if experts:
+            of_all, size = (experts.count,), experts.size
+            found["router"] = (*of_all, hidden)
+            if experts.shifted:
+                found["router_shift"] = of_all
+            found |= {"expert_gate": (*of_all, size, hidden), "expert_up": (*of_all, size, hidden)}
+            found["expert_down"] = (*of_all, hidden, size)
+            if experts.bias:
+                found |= {"router_bias": of_all, "expert_gate_bias": (*of_all, size), "expert_up_bias": (*of_all, size)}
+                found["expert_down_bias"] = (*of_all, hidden)
+        if feed.size:
+            prefix = "shared_" if experts else ""
+            found |= {
+                f"{prefix}gate": (feed.size, hidden),
+                f"{prefix}up": (feed.size, hidden),
+                f"{prefix}down": (hidden, feed.size),
+            }
+            if feed.is_gated:
+                found["shared_weight"] = (1, hidden)
+        if self.normed_after:
+            found |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
+        return found
+
+
+def rotary_order(dims: int, turned: int, neighbours: bool) -> I32:
+    """Of a head of `dims` numbers in a file, the place of each number in ours, where pairs (i, i + dims / 2) turn together.
+
+    turned: how many of them turn, the first ones. neighbours: whether the file pairs neighbours, and not the halves of those.
+    """
+    pairs = np.arange(turned).reshape(-1, 2) if neighbours else np.arange(turned).reshape(2, -1).T
+    pairs = np.concatenate([pairs, np.arange(turned, dims).reshape(2, -1).T])
+    return pairs.T.reshape(-1).astype(np.int32)
+
+
+def layers_of(config: ModelConfig) -> list[Layer]:
+    """The layers of a model, first to last."""
+    c = config
+    ropes = {
+        "global": Rope(c.rope_base, c.rope_scaling, c.rope_dims),
+        "local": Rope(c.local_rope_base, None, c.rope_dims),
+        "none": None,
+    }
+    windows = c.layer_windows or (0,) * c.num_layers
+    kinds = c.layer_ropes or ("global",) * c.num_layers
+    mixtures = c.layer_experts or (c.experts is not None,) * c.num_layers
+    dense = FeedForward(c.activation, c.intermediate_size)
+    mixture = FeedForward(c.activation, c.shared_size, c.experts, c.shared_gate)
+    scale = 1 / math.sqrt(c.head_dim) if c.query_scale is None else c.query_scale
+    norm = c.norm_spans if c.qk_norm else ""
+
+    def mixer(i: int) -> Attention:
+        return Attention(
+            c.num_heads, c.num_kv_heads, c.head_dim, windows[i] or None, ropes[kinds[i]], scale, c.attention_softcap, norm,
+            c.qkv_bias, c.o_bias,
+        )  # fmt: skip
+
+    return [
+        Layer(i, mixer(i), mixture if mixtures[i] else dense, c.norms != "after", c.norms != "before") for i in range(c.num_layers)
+    ]

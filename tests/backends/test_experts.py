@@ -1,0 +1,130 @@
+"""Mixtures of experts: the router's choice, the segments that it makes, and the bytes that a forward reads."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import make_backend
+from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig, Experts
+from cpuspec.formats import QuantTensor, get_format
+from tests.backends.models import every_backend, forward, tiny
+
+TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
+ROUTERS: dict[str, dict[str, object]] = {
+    "softmax": {},
+    "not normalised": {"normalised": False},
+    "sigmoid, normalised and scaled": {"score": "sigmoid", "scale": 2.5},
+    "a softmax over the chosen": {"score": "chosen", "normalised": False},
+    "a shift for the choice alone": {"score": "sigmoid", "shifted": True},
+    "groups": {"score": "sigmoid", "shifted": True, "groups": 4, "groups_used": 2},
+    "as many experts as no vector has": {"count": 19, "used": 5},
+    "more chosen than a vector has": {"count": 24, "used": 20, "score": "chosen"},
+}
+
+
+def _mixture(tmp_path_factory: pytest.TempPathFactory, shared: int = 0, weight_format: str = "f32", **facts: object) -> Checkpoint:  # type: ignore[misc]
+    """A small random model with such a router, made of one with experts of the usual kind."""
+    counts = {"num_experts": facts.get("count", 8), "num_used": facts.get("used", 3)}
+    base = tiny(tmp_path_factory, architecture="qwen3moe", weight_format=weight_format, num_layers=2, **counts)
+    assert base.config.experts
+    experts: Experts = replace(base.config.experts, **facts)  # type: ignore[arg-type]
+    config = replace(base.config, experts=experts, shared_size=shared, shared_gate=bool(shared))
+    rng, tensors, f32 = np.random.default_rng(1), dict(base.tensors), get_format("f32")
+    for i in range(2 if shared or experts.shifted else 0):
+        if experts.shifted:
+            tensors[f"layers.{i}.router_shift"] = QuantTensor.encode(f32, 0.3 * rng.standard_normal(experts.count))
+        for part, shape in {"gate": (shared, 256), "up": (shared, 256), "down": (256, shared), "weight": (1, 256)}.items():
+            if shared:
+                values = rng.standard_normal(shape) / np.sqrt(shape[-1])
+                tensors[f"layers.{i}.shared_{part}"] = QuantTensor.encode(f32, values)
+    return replace(base, config=config, tensors=tensors)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@every_backend(("numba", "torch"))
+def test_every_router_chooses_as_the_reference_does(tmp_path_factory, name: str, router: str) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = _mixture(tmp_path_factory, **ROUTERS[router])  # type: ignore[arg-type]
+    settings = EngineConfig(threads=2, max_rows=64, kv_format="f32")
+    fast, slow = make_backend(name, checkpoint, settings), NumpyBackend(checkpoint, settings, np.float64)
+    got, wanted = (forward(one, one.new_cache(1, 64), {0: TOKENS}).logits for one in (fast, slow))
+    assert np.abs(got - wanted).max() < 1e-4
+    fast.close()
+
+
+@pytest.mark.parametrize("facts", [{"used": 2}, {"scale": 1.01}, {"normalised": False}, {"score": "chosen"}], ids=str)
+def test_the_comparison_would_see_another_choice(tmp_path_factory, facts: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = _mixture(tmp_path_factory, score="sigmoid")
+    experts = replace(checkpoint.config.experts, **facts)  # type: ignore[type-var, arg-type]
+    other = replace(checkpoint, config=replace(checkpoint.config, experts=experts))
+    logits = []
+    for one in (checkpoint, other):
+        backend = NumpyBackend(one, EngineConfig(max_rows=64, kv_format="f32"))
+        logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
+    assert np.abs(logits[0] - logits[1]).max() > 1e-3
+
+
+@every_backend(("numba", "torch"))
+def test_a_part_that_all_rows_go_through_is_weighed_and_added(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = _mixture(tmp_path_factory, shared=96)
+    settings = EngineConfig(threads=2, max_rows=64, kv_format="f32")
+    fast, slow = make_backend(name, checkpoint, settings), NumpyBackend(checkpoint, settings, np.float64)
+    got, wanted = (forward(one, one.new_cache(1, 64), {0: TOKENS}).logits for one in (fast, slow))
+    assert np.abs(got - wanted).max() < 1e-4
+    fast.close()
+
+
+@pytest.fixture(scope="module", params=["q4_0", "q4_k", "q6_k", "f16", "bf16"])  # of each order of activations
+def of_format(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    sizes = {"num_layers": 1, "num_experts": 4, "num_used": 2, "expert_size": 256}
+    return tiny(tmp_path_factory, architecture="qwen3moe", weight_format=request.param, **sizes)
+
+
+def test_a_row_does_not_depend_on_which_rows_share_its_experts(of_format: Checkpoint) -> None:
+    rows = None
+    for threads in (1, 2, 3):
+        backend = make_backend("numba", of_format, EngineConfig(threads=threads, max_rows=64, keep_packed=False))
+        for size in (1, 7, 45) if threads == 2 else (45,):
+            cache = backend.new_cache(1, 64)
+            got = np.concatenate([forward(backend, cache, {0: TOKENS[i : i + size]}).logits for i in range(0, 45, size)])
+            rows = got if rows is None else rows
+            assert np.array_equal(got, rows)
+        backend.close()
+
+
+def _bytes(checkpoint: Checkpoint, name: str) -> int:
+    from cpuspec.formats.packing import num_tiles, tile_bytes
+
+    tensor = checkpoint.tensors[name]
+    return num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1])
+
+
+def test_a_forward_reads_each_expert_that_a_row_needs_once_and_no_other(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    """The rows of one token choose the same experts in the first layer: as many bytes as for one row."""
+    sizes = {"num_layers": 1, "num_experts": 16, "num_used": 2}
+    checkpoint = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="q4_k", **sizes)
+    backend = make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64, keep_packed=False))
+
+    def read(tokens: list[int]) -> int:
+        return forward(backend, backend.new_cache(1, 64), {0: tokens}).weight_bytes
+
+    expert = sum(_bytes(checkpoint, f"layers.0.expert_{part}") for part in ("gate", "up", "down")) // 16
+    one = read([5])
+    assert one == backend.weight_bytes - 14 * expert
+    experts_of_two = {(read([5, token]) - one) // expert for token in range(20)}
+    assert experts_of_two == {0, 1, 2}
+    assert backend.weight_bytes - 10 * expert < read(list(range(64))) <= backend.weight_bytes
+    backend.close()
+
+
+def test_experts_that_lie_apart_are_those_that_lie_together(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    together = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="q4_k", num_layers=1, expert_size=256)
+    tensors = {name: QuantTensor.stack(t.matrices) if len(t.shape) == 3 else t for name, t in together.tensors.items()}
+    logits = []
+    for checkpoint in (together, replace(together, tensors=tensors)):
+        backend = make_backend("numba", checkpoint, EngineConfig(threads=1, max_rows=64, keep_packed=False))
+        logits.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
+        backend.close()
+    assert np.array_equal(*logits)
