@@ -27,7 +27,6 @@ FAMILIES = {
     },
     "gemma3": {"architecture": "gemma3", "head_dim": 32},
     "gemma2": {"architecture": "gemma2", "num_kv_heads": 1},
-    "qwen3moe": {"architecture": "qwen3moe", "num_layers": 3, "dense_layers": (1,)},
     "linear rope": {"rope_scaling": RopeScaling("linear", factor=4.0)},
     "yarn": {"rope_scaling": RopeScaling("yarn", factor=4.0, original_context_length=64)},
 }  # fmt: skip

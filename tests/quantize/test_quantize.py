@@ -131,11 +131,15 @@ FIELDS: dict[str, list[Any]] = {
     "layer_windows": [(9, 0, 9, 9)],
     "layer_ropes": [("none", "global", "global", "none"), ("local", "global", "local", "global")],
     "local_rope_base": [4321.0],
+    "rope_dims": [8],
+    "residual_scale": [0.5],
+    "logit_scale": [0.25],
 }
 # By the tensors, or by the family and the tensors; `test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model` has them.
 OF_TENSORS = {
     *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("qkv_bias", "o_bias", "qk_norm", "tied_embeddings", "norms", "head"),
+    *("norm_spans", "experts", "layer_experts", "shared_size", "shared_gate"),
 }
 
 
@@ -167,7 +171,8 @@ def test_no_field_of_a_configuration_is_lost_silently(
         else:
             assert not differing(config, open_checkpoint(path).config), (name, value)
     # What llama.cpp's metadata has no place for in some family.
-    assert refused <= {"activation", "embedding_scale", "query_scale", "layer_ropes", "layer_windows", "local_rope_base"}
+    scales = {"embedding_scale", "query_scale", "residual_scale", "logit_scale"}
+    assert refused <= {"activation", "rope_dims", "layer_ropes", "layer_windows", "local_rope_base"} | scales
 
 
 def refusal(checkpoint: Checkpoint, path: Path) -> str:
