@@ -277,7 +277,7 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
 
 
 # llama.cpp's numbers of scores (`enum llama_expert_gating_func_type`).
-_SCORES = {1: "softmax", 2: "sigmoid", 3: "chosen"}
+GGUF_SCORES: Mapping[int, str] = MappingProxyType({1: "softmax", 2: "sigmoid", 3: "chosen"})  # expert_gating_func
 
 
 def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
@@ -287,8 +287,8 @@ def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapp
     if family.experts is None:
         fields.fail("expert_count", f"none; {family.architecture} models have no experts")
     gating = fields.integer("expert_gating_func", 0)
-    if gating and gating not in _SCORES:
-        fields.fail("expert_gating_func", f"one of {', '.join(map(str, _SCORES))}")
+    if gating and gating not in GGUF_SCORES:
+        fields.fail("expert_gating_func", f"one of {', '.join(map(str, GGUF_SCORES))}")
     first = fields.integer("leading_dense_block_count", 0)
     every = fields.integer("interleave_moe_layer_step", 1)
     layers = each_layer(num_layers, lambda i: i >= first and every > 0 and (i + 1) % every == 0)
@@ -307,7 +307,7 @@ def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapp
         "bias": some + "router_bias" in tensors,
     }
     if gating:
-        facts["score"] = _SCORES[gating]
+        facts["score"] = GGUF_SCORES[gating]
     if "expert_weights_norm" in fields:
         facts["normalised"] = fields.boolean("expert_weights_norm")
     experts = Experts(**{**facts, **family.experts})

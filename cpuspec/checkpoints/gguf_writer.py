@@ -3,6 +3,7 @@
 Tensors are asked for one at a time, so that a file may be larger than memory. Layout: as in `gguf_file`.
 """
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ _ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12:
 
 
 class TensorInfo(NamedTuple):
-    """A tensor to be written: its format and its shape, [N, K] or [K]."""
+    """A tensor to be written: its format and its shape, [K], [N, K], or [E, N, K] of experts."""
 
     format: Format
     shape: tuple[int, ...]
@@ -32,8 +33,7 @@ class TensorInfo(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes in the file, without the gap behind."""
-        rows = self.shape[0] if len(self.shape) == 2 else 1
-        return rows * self.format.row_bytes(self.shape[-1])
+        return math.prod(self.shape[:-1]) * self.format.row_bytes(self.shape[-1])
 
     @property
     def kind(self) -> str:

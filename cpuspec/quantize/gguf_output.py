@@ -15,7 +15,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.canonical import GGUF, in_file_order
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
-from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, config_of
+from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, config_of
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, read_entries, write_gguf
@@ -115,9 +115,10 @@ def write_model(
     by_file = {gguf_name(config, name): name for name in checkpoint.tensors}
 
     def data_of(name: str) -> U8:
-        return (
-            others[name].data if name in others else in_file_order(config, family, GGUF, by_file[name], tensors[by_file[name]]).data
-        )
+        if name in others:
+            return others[name].data
+        tensor = in_file_order(config, family, GGUF, by_file[name], tensors[by_file[name]])
+        return np.concatenate([part.data for part in tensor.parts]) if tensor.parts else tensor.data
 
     infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in others.items()}
     infos |= {theirs: TensorInfo(tensors[ours].format, tensors[ours].shape) for theirs, ours in by_file.items()}
@@ -161,6 +162,19 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
         found["attn_logit_softcapping"] = c.attention_softcap
     if c.logit_softcap:
         found["final_logit_softcapping"] = c.logit_softcap
+    if c.experts:
+        found |= {
+            "expert_count": c.experts.count,
+            "expert_used_count": c.experts.used,
+            "expert_feed_forward_length": c.experts.size,
+            "expert_shared_feed_forward_length": c.shared_size,
+            "expert_gating_func": {name: number for number, name in GGUF_SCORES.items()}[c.experts.score],
+            "expert_weights_norm": c.experts.normalised,
+            "expert_weights_scale": c.experts.scale,
+            "expert_group_count": c.experts.groups,
+            "expert_group_used_count": c.experts.groups_used,
+            "leading_dense_block_count": c.layer_experts.index(True) if c.layer_experts else 0,
+        }
     scaling = c.rope_scaling
     if scaling is not None and scaling.kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}

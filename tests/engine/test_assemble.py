@@ -229,7 +229,7 @@ def test_auto_stands_first_and_joins_no_models(text: str, message: str) -> None:
 def test_models_verify_what_stands_before_them(models: Path) -> None:
     target = open_checkpoint(models / "target.gguf")
     with LLM(target, f"ngram,{models / 'draft.gguf'}@3,self:q4_0@5:0.5+ngram,skip:1") as llm:
-        chosen = llm._engine._proposer
+        chosen = llm._engine._proposer._inner  # the guard is around every proposer
         assert isinstance(chosen, ChosenDrafts)
         skip = chosen.usual
         assert isinstance(skip, ChainProposer)

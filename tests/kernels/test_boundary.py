@@ -7,7 +7,7 @@ from cpuspec.backends import make_backend
 from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError, CacheError, FormatError
 from cpuspec.formats import FORMATS
-from cpuspec.kernels import fit, layout
+from cpuspec.kernels import fit
 from cpuspec.kernels.embed import _DECODERS
 from cpuspec.kernels.encode import recode
 from tests.backends.models import forward, tiny
@@ -52,12 +52,6 @@ def test_caches_of_backends_with_the_same_weights_and_settings_are_the_same(chec
         forward(backend, twin.new_cache(1, 64), {0: [1, 2]}).logits, forward(twin, twin.new_cache(1, 64), {0: [1, 2]}).logits
     )
     twin.close()
-
-
-@pytest.mark.parametrize("count", [layout.MAX_TENSORS + 1, 2 * layout.MAX_TENSORS])
-def test_an_operation_with_more_matrices_than_its_record_has_room_for_is_refused(count: int) -> None:
-    with pytest.raises(BackendError, match=f"room for {layout.MAX_TENSORS} tensors, got {count}"):
-        layout.program([("linear", {"num_tensors": count, "tensors": [{"out": 1}] * count})])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def plan(tmp_path: Path) -> AnswerPlan:
     texts = [f"the {number} of the {number * 7} things that {number} does" for number in range(12)]
     texts[3:3] = ["the same again", "The same AGAIN.", f"{SECRET} fourteen"]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return AnswerPlan((path,), num_self_made=12, temperatures=(0.0, 1.0), max_answer_tokens=24, max_prompt_tokens=300)
+    return AnswerPlan((path,), num_self_made=12, temperatures=(0.0, 1.0), max_answer_tokens=24, max_prompt_tokens=300, seed=1)
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -136,11 +136,11 @@ def test_answers_in_the_words_of_an_evaluation_set_are_refused(llm: LLM, plan: A
     (answer,) = llm.generate(["say it"], SamplingParams(max_tokens=60, temperature=1.0, seed=3))
     tasks, prompts = tmp_path / "tasks.txt", tmp_path / "say.jsonl"
     prompts.write_text(json.dumps({"text": "the 1 of the 7 things that 1 does"}) + "\n")
-    free = AnswerPlan((prompts,), temperatures=(1.0,), max_answer_tokens=60)
+    free = AnswerPlan((prompts,), temperatures=(1.0,), max_answer_tokens=60, seed=1)
     make_answers(llm, FILES, free, tmp_path / "free.jsonl")
     (line,) = lines(tmp_path / "free.jsonl")
     tasks.write_text(llm.tokenizer.decode(line["answer_ids"]))
-    checked = AnswerPlan((prompts,), temperatures=(1.0,), max_answer_tokens=60, exclude=(tasks,))
+    checked = AnswerPlan((prompts,), temperatures=(1.0,), max_answer_tokens=60, seed=1, exclude=(tasks,))
     summary = make_answers(llm, FILES, checked, tmp_path / "checked.jsonl")
     assert [(one.id, one.where) for one in summary.refused] == [("say.jsonl:1", "answer at 1")]
     assert lines(tmp_path / "checked.jsonl") == []
