@@ -105,6 +105,11 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and not name.endswith("_bias")
 
 
+def is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a matrix that fewer bits pay for: a router is small, and decides what else is computed."""
+    return is_matrix(name, shape) and name.rpartition(".")[2] not in ("router", "shared_weight")
+
+
 def norm_sha256(checkpoint: Checkpoint) -> str:
     """sha256 of the numbers of a model's last norm, as little-endian f32. All quantizations of a model have the same."""
     return hashlib.sha256(checkpoint.tensors["norm"].dequantize().astype("<f4").tobytes()).hexdigest()

@@ -295,11 +295,12 @@ def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapp
     some = next((f"layers.{i}." for i, has in enumerate(layers) if has), "layers.0.")
     gate = tensors.get(some + "expert_down") or tensors.get(some + "expert_gate+expert_up")
     shared = tensors.get(some + "shared_down")
+    told = fields.integer("expert_feed_forward_length", 0)
     facts: dict[str, Any] = {
         "count": fields.integer("expert_count"),
         "used": fields.integer("expert_used_count"),
         # Some files have the size in this key, some in feed_forward_length: the tensors say it in all.
-        "size": gate.shape[-1] if gate else fields.integer("expert_feed_forward_length", 0),
+        "size": gate.shape[-1] if gate else told,
         "scale": fields.number("expert_weights_scale", 0.0) or 1.0,
         "shifted": some + "router_shift" in tensors,
         "groups": max(fields.integer("expert_group_count", 1), 1),

@@ -105,12 +105,18 @@ def show_models(rows: list[Report], chains: list[Report], found: list[Report]) -
 def describe_model(checkpoint: Checkpoint, threads: int, with_tensors: bool) -> Report:
     """Configuration, formats, sizes, and the bound that memory sets to the speed of one sequence.
 
-    A token reads every weight once, except for an embedding that is not the output matrix too: of that, one row.
+    A token reads every weight once, except for an embedding that is not the output matrix too, of which it reads one row, and for
+    experts, of which it reads those that its row goes through.
     """
     from cpuspec.kernels import isa  # imports numba
 
     config, tensors, kv_format = checkpoint.config, checkpoint.tensors, get_kv_format(EngineConfig.kv_format)
-    read_bytes = sum(t.num_bytes for name, t in tensors.items() if name != "embed" or config.tied_embeddings)
+    share = config.experts.used / config.experts.count if config.experts else 1.0
+    read_bytes = sum(
+        t.num_bytes * (share if len(t.shape) == 3 else 1)
+        for name, t in tensors.items()
+        if name != "embed" or config.tied_embeddings
+    )
     bandwidth = read_bandwidth(threads)
     report = {
         "name": checkpoint.name,

@@ -18,8 +18,8 @@ from cpuspec.model.cache import KVCache
 from cpuspec.model.transformer import decode
 from cpuspec.quantize.weights import Weights
 
-# (x [T, K], names of the matrices that it is multiplied with), in the order of the model
-OnInputs = Callable[[Array, tuple[str, ...]], None]
+# (x [T, K], names of the matrices that it is multiplied with, of experts also which), in the order of the model
+OnInputs = Callable[..., None]
 
 
 def split(tokens: list[int], chunks: int, length: int) -> I32:
@@ -78,7 +78,9 @@ class _Values(Mapping[str, Array]):
             name = "embed"
         if name in self._done:
             return self._done[name].dequantize()
-        return self._weights.matrix(name) if len(tensors[name].shape) == 2 else self._weights.vector(name).dequantize()
+        if name in self._weights.matrices:
+            return self._weights.matrix(name).reshape(tensors[name].shape)
+        return self._weights.vector(name).dequantize()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights.checkpoint.tensors)

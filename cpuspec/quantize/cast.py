@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.environment import usable_cores
 from cpuspec.errors import FormatError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
@@ -25,7 +26,7 @@ def cast(tensor: QuantTensor, format: Format) -> QuantTensor:
 
 def dequantized(checkpoint: Checkpoint, format: Format) -> Checkpoint:
     """The checkpoint with every matrix, embedding and head included, as its values in another format. Raises FormatError."""
-    tensors = {name: cast(one, format) if len(one.shape) == 2 else one for name, one in checkpoint.tensors.items()}
+    tensors = {name: cast(one, format) if is_linear(name, one.shape) else one for name, one in checkpoint.tensors.items()}
     return replace(checkpoint, tensors=tensors)
 
 
@@ -39,9 +40,9 @@ def casts(checkpoint: Checkpoint, format: Format) -> dict[str, Format]:
     """
     found = {}
     for name, tensor in checkpoint.tensors.items():
-        if len(tensor.shape) == 2 and name not in ("embed", "output"):
+        if is_linear(name, tensor.shape) and name not in ("embed", "output"):
             with naming(name):
-                format.row_bytes(tensor.shape[1])
+                format.row_bytes(tensor.shape[-1])
             found[name] = format
     output = checkpoint.tensors["embed" if checkpoint.config.tied_embeddings else "output"]
     wanted = max(format, _OUTPUT, key=lambda one: one.bits)

@@ -49,7 +49,7 @@ def collect(
     count, length = chunks.shape
     sums: dict[str, F32] = {}
 
-    def add(x: F32, names: tuple[str, ...]) -> None:
+    def add(x: F32, names: tuple[str, ...], expert: int = 0) -> None:
         squares = mean_squares(x) * np.float32(len(x) / chunks.size)
         for name in names:
             sums[name_of(name)] = sums.get(name_of(name), np.float32(0)) + squares
@@ -166,7 +166,7 @@ def of_matrices(importance: Importance, weights: Weights, name_of: Callable[[str
         means = importance.means.get(name_of(name))
         if means is None:
             continue
-        inputs = weights.checkpoint.tensors[name].shape[1]
+        inputs = weights.checkpoint.tensors[name].shape[-1]
         if len(means) != inputs:
             raise ConfigError(f"the importance matrix has {len(means)} values for {name_of(name)}, which has {inputs} inputs")
         found[name] = means

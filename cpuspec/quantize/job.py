@@ -137,7 +137,9 @@ def quantize(
         return gguf_name(checkpoint.config, name)
 
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    matrices = {name: shapes[name] for name in weights.matrices}
+    matrices = {name: (weights.num_rows(name), shapes[name][-1]) for name in weights.matrices}
+    if checkpoint.config.experts and (job.methods or job.bits_per_weight):
+        raise ConfigError("a mixture of experts is rounded only; leave out --method and --bits-per-weight, --calibration may stay")
     named: mixes.Named = {"output": job.output, "embed": job.embed, "tensor_types": job.tensor_types}
     formats: Mapping[str, Format] = {}
     candidates: Mapping[str, tuple[Format, ...]] = {}

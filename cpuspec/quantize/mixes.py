@@ -51,6 +51,8 @@ BUDGET_FORMATS: tuple[str, ...] = tuple(
 # The name that llama.cpp gives to a part, for --tensor-type.
 _GGUF_PARTS = {
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+    "expert_gate": "ffn_gate_exps", "expert_up": "ffn_up_exps", "expert_down": "ffn_down_exps",
+    "shared_gate": "ffn_gate_shexp", "shared_up": "ffn_up_shexp", "shared_down": "ffn_down_shexp",
 }  # fmt: skip
 
 
@@ -96,6 +98,8 @@ def choose(
             chosen[name] = _output_format(own, type_name, shape[1])
         else:
             gqa = config.num_heads // config.num_kv_heads
+            # llama.cpp mixes the matrices of experts as those of a dense layer.
+            part = part.removeprefix("expert_").removeprefix("shared_")
             mixed = _mixed(type_name, part, layer, config.num_layers, gqa, has_importance)
             chosen[name] = _fitting(mixed or own.name, shape[1])
     return chosen

@@ -92,14 +92,14 @@ def gptq_all(
 
 
 def keep_vectors(weights: Weights, store: TensorStore) -> None:
-    """Put norms and biases into the store, in f32."""
-    for name, tensor in weights.checkpoint.tensors.items():
-        if len(tensor.shape) == 1 and name not in store:
+    """Put norms, biases and routers into the store, in f32."""
+    for name in set(weights.checkpoint.tensors) - set(weights.matrices):
+        if name not in store:
             store.put(name, weights.vector(name).data)
 
 
 def _rounded(weights: Weights, name: str, format: Format, importance: F32 | None, store: TensorStore) -> None:
-    rows, columns = weights.checkpoint.tensors[name].shape
+    rows, columns = weights.num_rows(name), weights.checkpoint.tensors[name].shape[-1]
     data: U8 = np.empty((rows, format.row_bytes(columns)), np.uint8)
     step = max(1, _VALUES_AT_ONCE // columns)
     with naming(name):

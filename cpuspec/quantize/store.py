@@ -1,6 +1,7 @@
 """Finished tensors and measured numbers in a directory beside the output: a run that was interrupted goes on where it was."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class TensorStore(Mapping[str, QuantTensor]):
         self.num_resumed = len(self._done)
 
     def put(self, name: str, data: U8) -> None:
-        """Keep the bytes of a tensor, U8 [N, row_bytes] or [row_bytes]."""
+        """Keep the bytes of a tensor, U8 [N, row_bytes] or [row_bytes]; of experts' matrices all rows, one after another."""
         write_file(self._path(name), data.tobytes())
         self._done.add(name)
 
@@ -77,7 +78,7 @@ class TensorStore(Mapping[str, QuantTensor]):
         shape, format = self._shapes[name], self._formats[name]
         row_bytes = format.row_bytes(shape[-1])
         data = map_file(self._path(name))
-        if data.size != row_bytes * (shape[0] if len(shape) == 2 else 1):
+        if data.size != row_bytes * math.prod(shape[:-1]):
             raise CheckpointError(f"{self._path(name)} is damaged; remove {self._directory} and start again")
         return QuantTensor(format, shape, data.reshape(*shape[:-1], row_bytes))
 

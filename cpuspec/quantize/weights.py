@@ -1,5 +1,6 @@
 """The weights that are quantized: a checkpoint's own, or the same model with factors moved from matrices to what feeds them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -7,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import F32
 
@@ -25,13 +27,26 @@ class Weights:
 
     @property
     def matrices(self) -> list[str]:
-        """The names of all matrices, in the order of a forward: the embedding first, an output matrix of its own last."""
-        return [name for name, tensor in self.checkpoint.tensors.items() if len(tensor.shape) == 2]
+        """The names of all matrices, in the order of a forward: the embedding first, an output matrix of its own last.
+
+        Those of a layer's experts are one, [E * N, K].
+        """
+        return [name for name, tensor in self.checkpoint.tensors.items() if is_linear(name, tensor.shape)]
+
+    def num_rows(self, name: str) -> int:
+        """Rows of a matrix."""
+        return math.prod(self.checkpoint.tensors[name].shape[:-1])
 
     def rows(self, name: str, first: int, last: int) -> F32:
         """Rows [first, last) of a matrix, F32 [last - first, K]."""
         tensor = self.checkpoint.tensors[name]
-        values = QuantTensor(tensor.format, (last - first, tensor.shape[1]), tensor.data[first:last], tensor.order).dequantize()
+        size, matrices = tensor.shape[-2], tensor.matrices  # of each expert, or the one that there is
+        values = np.concatenate(
+            [
+                matrices[i].rows_from(max(first - i * size, 0), min(last - i * size, size)).dequantize()
+                for i in range(first // size, -(-last // size))
+            ]
+        )
         if name in self.inputs:
             values *= self.inputs[name]
         if name in self.outputs:
@@ -40,7 +55,7 @@ class Weights:
 
     def matrix(self, name: str) -> F32:
         """A whole matrix, F32 [N, K]."""
-        return self.rows(name, 0, self.checkpoint.tensors[name].shape[0])
+        return self.rows(name, 0, self.num_rows(name))
 
     def vector(self, name: str) -> QuantTensor:
         """A norm or a bias, in f32."""

@@ -94,7 +94,7 @@ def test_an_independent_reader_finds_the_same_tensors_and_metadata(source: Check
         assert np.array_equal(values.reshape(ours.tensors[tensor.name].shape), ours.tensors[tensor.name].dequantize())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3moe", "smollm3", "gemma2", "gemma3"])
 def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Path, architecture: str) -> None:
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", architecture, dtype="f32"))
     quantize(source, tmp_path / "out.gguf", Job("f32"), threads=1)
@@ -109,6 +109,23 @@ def test_a_hugging_face_model_becomes_a_gguf_file_of_the_same_model(tmp_path: Pa
     text = "the cat sat on 1234 mats; don't\n\n  return x"
     assert make_tokenizer(again).encode(text) == make_tokenizer(source).encode(text)
     assert make_tokenizer(again).chat_template == make_tokenizer(source).chat_template
+
+
+def test_experts_are_quantized_as_the_matrices_that_they_are_and_routers_are_not(tmp_path: Path) -> None:
+    source = open_checkpoint(make_tiny_gguf(tmp_path / "in.gguf", "qwen3moe", weight_format="f32", num_layers=2))
+    text = np.random.default_rng(0).integers(0, 300, (2, 64)).astype(np.int32)
+    for chunks in (None, text):
+        out = tmp_path / f"out-{chunks is None}.gguf"
+        made = quantize(source, out, Job("q4_k_m"), threads=2, chunks=chunks)
+        again = open_checkpoint(out)
+        assert again.tensors["layers.0.router"].format.name == "f32"
+        assert made.matrices["layers.0.expert_gate"] == again.tensors["layers.0.expert_gate"].format.name == "q4_k"
+        for name in ("layers.1.expert_up", "layers.1.expert_down"):
+            values, wanted = (one.tensors[name].dequantize() for one in (again, source))
+            assert values.shape == wanted.shape
+            assert np.abs(values - wanted).mean() < 0.1 * np.abs(wanted).mean()
+    with pytest.raises(ConfigError, match="a mixture of experts is rounded only"):
+        quantize(source, tmp_path / "gptq.gguf", Job("q4_k_m", ("gptq",)), threads=1, chunks=text)
 
 
 LLAMA3 = RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)

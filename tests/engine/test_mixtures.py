@@ -1,0 +1,33 @@
+"""Mixtures of experts in the engine: drafts, threads and company change no answer."""
+
+from pathlib import Path
+
+import pytest
+
+from cpuspec import LLM, SamplingParams
+from tools.make_tiny_model import make_tiny_gguf
+
+SPECS = ("ngram@4", "suffix:tree@8", "self:mxfp4@4", "skip:1@3", "ngram,self:q4_0@4", "auto", "auto,self:mxfp4@4")
+PROMPTS = ("the cat sat on the mat and the", "a list of words", "return return the", "x")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return str(make_tiny_gguf(path, "qwen3moe", weight_format="q8_0", num_layers=2, num_experts=12, num_used=3))
+
+
+def answers(model: str, spec: str, params: SamplingParams, together: bool, **settings: int) -> list[list[int]]:
+    with LLM(model, spec=spec, **settings) as llm:
+        if together:
+            return [one.token_ids for one in llm.generate(list(PROMPTS), params)]
+        return [llm.generate(prompt, params)[0].token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_threads_and_batches_change_no_answer(model: str, temperature: float) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=5)
+    wanted = answers(model, "none", params, together=False, threads=1)
+    assert len({tuple(ids) for ids in wanted}) == len(PROMPTS)
+    for number, spec in enumerate(SPECS):
+        assert answers(model, spec, params, together=number % 2 == 0, threads=1 + number % 2) == wanted, spec
