@@ -149,23 +149,40 @@ def tiny_config(
     num_used: int = 3,
     expert_size: int = 128,
     dense_layers: tuple[int, ...] = (),
+    shared_size: int = 0,
 ) -> ModelConfig:
     """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
 
-    num_experts to dense_layers: of families with experts; layers that have none.
+    num_experts to shared_size: of families with experts; dense_layers: those that have none; shared_size: of the part beside them.
+    A Granite has factors that matter.
     window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
     softcaps are small enough to matter.
     """
     family = FAMILIES[architecture]
+    if architecture in ("mixtral", "olmoe"):
+        intermediate_size = expert_size  # their files have one number for both
     gemma = architecture.startswith("gemma")
     every = family.unrotated_every or num_layers + 1
     mixture: dict[str, Any] = {}
     if family.experts is not None:
         layers = tuple(i not in dense_layers for i in range(num_layers))
         mixture = {
-            "experts": Experts(**{"count": num_experts, "used": num_used, "size": expert_size, **family.experts}),
+            "experts": Experts(
+                **{
+                    **{"count": num_experts, "used": num_used, "size": expert_size, **family.experts},
+                    "normalised": family.gguf_defaults.get("expert_weights_norm", True),
+                }
+            ),
             "layer_experts": layers if dense_layers else (),
+            "shared_size": shared_size,
+            "shared_gate": shared_size > 0 and family.gates_shared,
         }
+    scales: dict[str, Any] = {
+        "embedding_scale": math.sqrt(hidden_size) if family.scales_embeddings else 1.0,
+        "query_scale": query_scale,
+    }
+    if family.has_scales:
+        scales = {"embedding_scale": 3.0, "query_scale": 0.25, "residual_scale": 0.5, "logit_scale": 0.5}
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -179,11 +196,10 @@ def tiny_config(
         norm_eps=1e-6,
         rope_base=rope_base,
         rope_scaling=rope_scaling,
-        qkv_bias=architecture == "qwen2" if qkv_bias is None else qkv_bias,
+        qkv_bias=family.qkv_bias if qkv_bias is None else qkv_bias,
         o_bias=o_bias,
         tied_embeddings=tied,
-        embedding_scale=math.sqrt(hidden_size) if family.scales_embeddings else 1.0,
-        query_scale=query_scale,
+        **scales,
         attention_softcap=2.0 if architecture == "gemma2" else 0.0,
         logit_softcap=3.0 if architecture == "gemma2" else 0.0,
         **layer_flags(
@@ -266,7 +282,9 @@ def write_gguf(
     chosen = {"embed": embed_format or weight_format, "output": output_format or weight_format}
     for name, values in weights.items():
         format_name = _fitting_format(chosen.get(name, weight_format), values.shape)
-        stored = QuantTensor.encode(get_format(format_name), _gguf_rows(name, values, config))
+        stored = QuantTensor.encode(
+            get_format(format_name), _file_rows(name, values, config, FAMILIES[config.architecture].pairs_neighbours)
+        )
         writer.add_tensor(_gguf_name(name, config), stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -326,7 +344,8 @@ def write_huggingface(
     stored: dict[str, QuantTensor] = {}
     for name, values in weights.items():
         offset = np.float32(family.norm_offset if name.endswith("norm") else 0)
-        stored |= _hf_tensors(_hf_name(name, config), QuantTensor.encode(get_format(dtype), values - offset))
+        rows = _file_rows(name, values - offset, config, family.hf_pairs_neighbours)
+        stored |= _hf_tensors(_hf_name(name, config), QuantTensor.encode(get_format(dtype), rows))
     if num_shards == 1:
         write_safetensors(directory / "model.safetensors", stored)
     else:
@@ -402,10 +421,10 @@ def _gguf_names(architecture: str, num_layers: int) -> "gguf.TensorNameMap":
     return gguf.get_tensor_name_map({text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[architecture], num_layers)
 
 
-def _gguf_rows(name: str, values: F32, config: ModelConfig) -> F32:
-    """Rows as GGUF stores them: some families pair neighbouring rows of q and k for rotation, not the two halves of a head."""
+def _file_rows(name: str, values: F32, config: ModelConfig, pairs_neighbours: bool) -> F32:
+    """Rows as files store them: some families pair neighbouring rows of q and k for rotation, not the two halves of a head."""
     part = name.rpartition(".")[2]
-    if not FAMILIES[config.architecture].pairs_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
+    if not pairs_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
         return values
     heads = config.num_heads if part.startswith("q") else config.num_kv_heads
     return values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
@@ -433,6 +452,13 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.used)
         writer.add_expert_feed_forward_length(config.experts.size)
+        if config.shared_size:
+            writer.add_expert_shared_feed_forward_length(config.shared_size)
+    if FAMILIES[config.architecture].has_scales:
+        writer.add_embedding_scale(config.embedding_scale)
+        writer.add_residual_scale(config.residual_scale)
+        writer.add_logit_scale(1 / config.logit_scale)
+        writer.add_attention_scale(config.query_scale or 0.0)
     _add_gguf_rope_scaling(writer, config)
     if config.layer_windows:
         writer.add_sliding_window(max(config.layer_windows))
@@ -496,7 +522,11 @@ def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
     return tuple(factors)
 
 
-_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}  # where it is not the name of the architecture
+_MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "qwen3moe": "qwen3_moe",
+    "qwen2moe": "qwen2_moe",
+}  # where it is not the name of the architecture
 
 
 def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
@@ -529,7 +559,17 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
             "moe_intermediate_size": config.experts.size,
             "norm_topk_prob": config.experts.normalised,
             "mlp_only_layers": [i for i, has in enumerate(config.layer_experts) if not has],
+            "shared_expert_intermediate_size": config.shared_size,
         }
+    if config.architecture in ("mixtral", "olmoe"):
+        del fields["moe_intermediate_size"]
+        fields |= {
+            "num_local_experts": config.experts and config.experts.count,
+            "intermediate_size": config.experts and config.experts.size,
+        }
+    if FAMILIES[config.architecture].has_scales:
+        fields |= {"embedding_multiplier": config.embedding_scale, "attention_multiplier": config.query_scale}
+        fields |= {"residual_multiplier": config.residual_scale, "logits_scaling": 1 / config.logit_scale}
     if config.architecture.startswith("gemma"):
         fields["hidden_activation"] = "gelu_pytorch_tanh"
         fields["query_pre_attn_scalar"] = config.head_dim if config.query_scale is None else round(config.query_scale**-2)
@@ -546,9 +586,9 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.layer_windows]
     if "none" in config.layer_ropes:
         fields["no_rope_layers"] = [int(kind != "none") for kind in config.layer_ropes]
-    if config.architecture == "qwen2":
+    if FAMILIES[config.architecture].qkv_bias:
         if not config.qkv_bias or config.o_bias:
-            raise ValueError("a Qwen2 directory always has q, k and v biases and no o bias")
+            raise ValueError("a directory of this family always has q, k and v biases and no o bias")
     else:
         if config.qkv_bias != config.o_bias:
             raise ValueError("attention_bias means q, k, v and o together: give qkv_bias and o_bias, or neither")

@@ -78,7 +78,10 @@ class Family:
     where they are others.
     pairs_neighbours: GGUF files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head;
     hf_pairs_neighbours: and so do Hugging Face files.
-    experts: arguments of `Experts` that all models of the family share; None for a family without.
+    experts: arguments of `Experts` that all models of the family share; None for a family without. gates_shared: whether the part
+    beside the experts, where there is one, is weighed.
+    qkv_bias: Hugging Face models have biases of queries, keys and values, unless their configuration says otherwise.
+    has_scales: configurations have Granite's four factors: of embeddings, branches, scores and, inverse, logits.
     norm_offset: what a model adds to norm weights of Hugging Face files; GGUF files hold the sum.
     scales_embeddings: by the root of the hidden size. unrotated_every: each n-th layer has no rotary positions, 0 for none.
     """
@@ -97,6 +100,9 @@ class Family:
     pairs_neighbours: bool = False
     hf_pairs_neighbours: bool = False
     experts: Mapping[str, Any] | None = None
+    gates_shared: bool = False
+    qkv_bias: bool = False
+    has_scales: bool = False
     norm_offset: float = 0.0
     scales_embeddings: bool = False
     unrotated_every: int = 0
@@ -139,6 +145,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "qwen2",
                 "Qwen2ForCausalLM",
                 hf_alike=("MiMoForCausalLM",),
+                qkv_bias=True,
                 hf_defaults={"sliding_window": 4096, "max_window_layers": 28},
             ),
             Family(
@@ -154,6 +161,70 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 experts={},
                 hf_defaults={"head_dim": 128, "num_experts": 128, "norm_topk_prob": False, **_QWEN_MOE_DEFAULTS},
                 layer_names=_EXPERT_NAMES,
+            ),
+            Family(
+                "qwen2moe",
+                "Qwen2MoeForCausalLM",
+                qkv_bias=True,
+                experts={},
+                gates_shared=True,
+                hf_defaults={
+                    **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False},
+                    **{"shared_expert_intermediate_size": 5632, "sliding_window": 0, "max_window_layers": 28},
+                },
+                gguf_defaults={"expert_weights_norm": False},
+                layer_names=_EXPERT_NAMES,
+            ),
+            Family(
+                "olmoe",
+                "OlmoeForCausalLM",
+                flags={"qk_norm": True, "norm_spans": "row"},
+                experts={},
+                hf_defaults={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+                gguf_defaults={"expert_weights_norm": False},
+                layer_names=_EXPERT_NAMES,
+            ),
+            Family(
+                "mixtral",
+                "MixtralForCausalLM",
+                "llama",
+                experts={"normalised": True},
+                hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "sliding_window": None},
+                layer_names={
+                    **_EXPERT_NAMES,
+                    "router": ("ffn_gate_inp.weight", "block_sparse_moe.gate.weight"),
+                    "expert_gate": ("ffn_gate_exps.weight", "block_sparse_moe.experts.*.w1.weight"),
+                    "expert_up": ("ffn_up_exps.weight", "block_sparse_moe.experts.*.w3.weight"),
+                    "expert_down": ("ffn_down_exps.weight", "block_sparse_moe.experts.*.w2.weight"),
+                },
+                pairs_neighbours=True,
+            ),
+            Family("granite", "GraniteForCausalLM", pairs_neighbours=True, has_scales=True),
+            Family(
+                "olmo2",
+                "Olmo2ForCausalLM",
+                flags={"norms": "after", "qk_norm": True, "norm_spans": "row"},
+                hf_defaults={"rms_norm_eps": 1e-5},
+                layer_names={
+                    **_LAYER_NAMES,
+                    "attn_post_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
+                    "mlp_post_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
+                },
+            ),
+            Family(
+                "seed_oss",
+                "SeedOssForCausalLM",
+                qkv_bias=True,
+                hf_defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
+                layer_names={**_LAYER_NAMES, "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")},
+            ),
+            Family(
+                "ernie4_5",
+                "Ernie4_5ForCausalLM",
+                "ernie4_5",
+                hf_defaults={"head_dim": 128, "tie_word_embeddings": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
+                pairs_neighbours=True,
+                hf_pairs_neighbours=True,
             ),
             Family(
                 "mistral",

@@ -57,6 +57,7 @@ _UNSUPPORTED = (
     ("rope.scaling.yarn_attn_factor", (1.0,), "a yarn attention factor of its own"),
     ("rope.scaling.yarn_log_multiplier", (0.0,), "a yarn log multiplier"),
 )
+_SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale")  # which Granite has
 # Keys that change no answer: they repeat others, or have a meaning only beside others, which are read then.
 _HARMLESS = frozenset(
     {
@@ -81,10 +82,13 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     if kind != "model":
         raise CheckpointError(f"{path} holds a {kind[:40]!r}, wanted a model")
     architecture = fields.text("general.architecture")
-    known = {family.gguf_architecture or family.architecture: family for family in FAMILIES.values()}
-    if architecture not in known:
-        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(known)}")
-    family = known[architecture]
+    known = [family for family in FAMILIES.values() if (family.gguf_architecture or family.architecture) == architecture]
+    if not known:
+        names = dict.fromkeys(family.gguf_architecture or family.architecture for family in FAMILIES.values())
+        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(names)}")
+    # Mixtral's files have the name of Llama's.
+    has_experts = Fields(str(path), file.metadata, f"{architecture}.").integer("expert_count", 0) > 0
+    family = next((one for one in known if (one.experts is not None) == has_experts), known[0])
     settings = _of_ollama(Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults), family)
     named, predicting = _canonical_names(file, family, _num_layers(settings))
     try:
@@ -221,7 +225,7 @@ def scaled(file: GgufFile) -> dict[str, QuantTensor]:
 def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
     """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
     for key, neutral, feature in _UNSUPPORTED:
-        value = fields.value(key)
+        value = None if family.has_scales and key in _SCALES else fields.value(key)
         if value is not None and not np.isin(np.array(value), neutral).all():
             fields.fail(key, f"it absent: {feature} is not supported")
     context_length, num_layers = fields.integer("context_length"), _num_layers(fields)
@@ -261,8 +265,7 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         qkv_bias=bool({"layers.0.q_bias", "layers.0.q_bias+k_bias+v_bias"} & tensors.keys()),
         o_bias="layers.0.o_bias" in tensors,
         tied_embeddings="output" not in tensors,
-        embedding_scale=math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0,
-        query_scale=1 / math.sqrt(max(hidden_size // num_heads, 1)) if num_layers == family.gguf_wide_layers else None,
+        **_scales(fields, family, hidden_size, num_heads, num_layers),
         attention_softcap=fields.number("attn_logit_softcapping", 0.0),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
         local_rope_base=fields.number("rope.freq_base_swa", ModelConfig.local_rope_base),
@@ -274,6 +277,22 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         ),
         **family.flags,
     )
+
+
+def _scales(fields: Fields, family: Family, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    """The factors of embeddings, scores, branches and logits, as arguments of `ModelConfig`."""
+    if not family.has_scales:
+        return {
+            "embedding_scale": math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0,
+            "query_scale": 1 / math.sqrt(max(hidden_size // num_heads, 1)) if num_layers == family.gguf_wide_layers else None,
+        }
+    # A factor that is absent, or 0, is none.
+    return {
+        "embedding_scale": fields.number("embedding_scale", 0.0) or 1.0,
+        "query_scale": fields.number("attention.scale", 0.0) or None,
+        "residual_scale": fields.number("residual_scale", 0.0) or 1.0,
+        "logit_scale": 1 / (fields.number("logit_scale", 0.0) or 1.0),
+    }
 
 
 # llama.cpp's numbers of scores (`enum llama_expert_gating_func_type`).

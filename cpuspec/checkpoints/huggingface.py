@@ -27,6 +27,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Flags that a model may set and this reader does not compute.
 _UNSUPPORTED = {
     "mlp_bias": "biases in the feed-forward part are",
+    "use_bias": "biases of every matrix are",
     "use_bidirectional_attention": "attention that is not causal is",
     "rope_interleaved": "rotary positions that pair neighbours are",
 }
@@ -240,6 +241,8 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     context_length = fields.integer("max_position_embeddings")
     num_layers = fields.integer("num_hidden_layers")
     attention_bias = fields.boolean("attention_bias", False) and family.architecture != "qwen2"
+    if fields.value("clip_qkv") is not None:
+        fields.fail("clip_qkv", "null; clamped queries, keys and values are not supported")
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         fields.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
     if not fields.boolean("is_causal", True):
@@ -272,17 +275,31 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
         rope_scaling=scaling,
-        qkv_bias=family.architecture == "qwen2" or attention_bias,
-        o_bias=attention_bias,
+        qkv_bias=fields.boolean("qkv_bias", family.qkv_bias) or attention_bias,
+        o_bias=fields.boolean("attention_out_bias", attention_bias),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
-        embedding_scale=math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0,
-        query_scale=None if pre_attention == head_dim else 1 / math.sqrt(pre_attention),
+        **_scales(fields, family, hidden_size, None if pre_attention == head_dim else 1 / math.sqrt(pre_attention)),
         attention_softcap=fields.number("attn_logit_softcapping", 0.0),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
         local_rope_base=local.number("rope_theta", fields.number("rope_local_base_freq", 1e4)) if has_local_rope else 1e4,
         **layer_flags(window, _slides(fields, family, window, rotated), rotated, has_local_rope),
         **{**family.flags, "activation": _ACTIVATIONS[activation]},
     )
+
+
+def _scales(fields: Fields, family: Family, hidden_size: int, query_scale: float | None) -> dict[str, Any]:
+    """The factors of embeddings, scores, branches and logits, as arguments of `ModelConfig`."""
+    if not family.has_scales:
+        return {"embedding_scale": math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0, "query_scale": query_scale}
+    divisor = fields.number("logits_scaling", 1.0)
+    if divisor <= 0:
+        fields.fail("logits_scaling", "a number above 0")
+    return {
+        "embedding_scale": fields.number("embedding_multiplier", 1.0),
+        "query_scale": fields.number("attention_multiplier", 1.0),
+        "residual_scale": fields.number("residual_multiplier", 1.0),
+        "logit_scale": 1 / divisor,
+    }
 
 
 # Names that configurations have for the same facts of experts.
@@ -311,7 +328,13 @@ def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, 
         "groups": fields.integer("n_group", 1),
         "groups_used": fields.integer("topk_group", 1),
     }
-    return {"experts": Experts(**{**facts, **family.experts}), "layer_experts": () if all(layers) else layers}
+    shared = fields.integer("shared_expert_intermediate_size", 0)
+    return {
+        "experts": Experts(**{**facts, **family.experts}),
+        "layer_experts": () if all(layers) else layers,
+        "shared_size": shared,
+        "shared_gate": shared > 0 and family.gates_shared,
+    }
 
 
 def _rotated(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:

@@ -162,6 +162,9 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
         found["attn_logit_softcapping"] = c.attention_softcap
     if c.logit_softcap:
         found["final_logit_softcapping"] = c.logit_softcap
+    if FAMILIES[c.architecture].has_scales:
+        found |= {"embedding_scale": c.embedding_scale, "residual_scale": c.residual_scale, "logit_scale": 1 / c.logit_scale}
+        found["attention.scale"] = 1 / math.sqrt(c.head_dim) if c.query_scale is None else c.query_scale
     if c.experts:
         found |= {
             "expert_count": c.experts.count,

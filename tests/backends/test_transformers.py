@@ -35,6 +35,13 @@ MODELS = {
     "qwen2 with windows": {"architecture": "qwen2", "window": 9},
     "qwen3 with windows": {"architecture": "qwen3", "window": 30},
     "qwen3moe": {"architecture": "qwen3moe", "num_layers": 3, "dense_layers": (1,), "tied": False},
+    "qwen2moe": {"architecture": "qwen2moe", "num_layers": 3, "dense_layers": (1,), "shared_size": 96},
+    "olmoe": {"architecture": "olmoe", "tied": False},
+    "mixtral": {"architecture": "mixtral", "tied": False},
+    "granite": {"architecture": "granite", "head_dim": 64},
+    "olmo2": {"architecture": "olmo2", "tied": False},
+    "seed_oss": {"architecture": "seed_oss", "head_dim": 32},
+    "ernie4_5": {"architecture": "ernie4_5", "head_dim": 32},
     "yarn rope": {"architecture": "qwen2", "rope_scaling": RopeScaling("yarn", factor=4.0, original_context_length=128)},
 }
 TOKENS = np.random.default_rng(0).integers(0, 384, 200).tolist()
@@ -80,6 +87,14 @@ def test_logits_agree_to_1e_4(tmp_path: Path, model: str) -> None:
         ("qwen3moe", {"experts": {"normalised": False}}),
         ("qwen3moe", {"experts": {"used": 2}}),
         ("qwen3moe", {"experts": {"scale": 1.01}}),
+        ("qwen2moe", {"experts": {"normalised": True}}),
+        ("olmoe", {"experts": {"normalised": True}}),
+        ("mixtral", {"experts": {"normalised": False}}),
+        ("granite", {"embedding_scale": 1.0}),
+        ("granite", {"query_scale": None}),
+        ("granite", {"residual_scale": 1.0}),
+        ("granite", {"logit_scale": 1.0}),
+        ("olmo2", {"norm_eps": 1e-1}),
     ],
     ids=str,
 )

@@ -143,7 +143,7 @@ def test_a_scaling_added_by_hand_keeps_the_base_that_the_file_has(tmp_path: Path
         ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor is 4.0, wanted it absent; with rope type default"),
         ({"rope_interleaved": True}, "rope_interleaved is True, wanted false"),
         ({"is_causal": False}, "is_causal is False, wanted true"),
-        ({"architectures": None, "model_type": "mixtral"}, "architectures is absent, wanted one of LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "gpt_neox"}, "architectures is absent, wanted one of LlamaForCausalLM"),
     ],
 )
 def test_a_setting_that_is_not_computed_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -269,7 +269,7 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*wanted one of LlamaForCausalLM"),
+        ({"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM.*wanted one of LlamaForCausalLM"),
         ({"architectures": [["LlamaForCausalLM"]]}, "wanted one of LlamaForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "an array"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: bits is absent, wanted an integer"),
