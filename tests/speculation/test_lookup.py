@@ -13,6 +13,7 @@ from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.drafters.lookup import (
     END,
+    INDEXED_AT_ONCE,
     MAX_MATCH,
     MAX_OCCURRENCES,
     RUNS,
@@ -234,3 +235,22 @@ def test_a_prediction_is_drafted_from_the_first_token_on_and_again_after_a_chang
     plain = Sequence.new(4, [1, 2, 3, 4], SamplingParams())
     proposer.begin(plain, 0)
     assert not len(proposer.propose([plain], [8])[0])
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_long_text_is_indexed_in_parts_and_then_matches_as_a_short_one_does(grows: bool) -> None:
+    size = INDEXED_AT_ONCE
+    tokens = [*range(10, 20), *np.random.default_rng(0).integers(20, 10**6, 3 * size).tolist(), *range(10, 15)]
+    text, before = Text([] if grows else tokens), 0
+    if grows:
+        text.extend(tokens)
+    found = []
+    while text.num_unindexed:
+        assert text.num_unindexed >= len(tokens) - before - size
+        before = len(tokens) - text.num_unindexed
+        found.append(text.matches(text.latest, 1, 5))
+    assert [match.ahead for match in found[-1]] == [[15, 16, 17, 18, 19]]
+    assert len(found) >= 3
+    text.forget(size)
+    assert text.num_unindexed >= size
+    assert text.matches([15, 16], 1, 2) == []  # forgotten

@@ -25,6 +25,7 @@ MAX_OCCURRENCES = 128  # of each that are looked at: most have a few, but in tab
 NUM_MATCHES = 8  # in a text, where several continuations are weighed; beyond these nothing changes (benchmarks/LOG.md)
 MIN_PROB = 0.1  # worth a row of a forward, with text that is drafted well and with text that is not (benchmarks/LOG.md)
 STRENGTH = 4.0
+INDEXED_AT_ONCE = 4096  # tokens, in some milliseconds of a step: other requests wait for the index of a long prompt
 END = -1  # stands after each text where several follow one another
 
 
@@ -52,9 +53,9 @@ class _Runs:
         return self._latest.get(self._run(tokens, len(tokens) - 1), -1)
 
     def extend(self, tokens: list[int]) -> None:
-        """Index the tokens that were added to the text."""
+        """Index the tokens that were added to the text, INDEXED_AT_ONCE at most."""
         latest, before = self._latest, self.before
-        for end in range(len(before), len(tokens)):
+        for end in range(len(before), min(len(tokens), len(before) + INDEXED_AT_ONCE)):
             run = self._run(tokens, end)
             before.append(latest.get(run, -1))
             latest[run] = end
@@ -73,7 +74,7 @@ class _Runs:
 
 
 class Text:
-    """Token ids that grow at the end."""
+    """Token ids that grow at the end. A long text is indexed little by little: matches come from the part that is."""
 
     def __init__(self, before: Iterable[int] = ()) -> None:
         """before: tokens that come first and never change; what follows of a sequence comes behind them."""
@@ -100,6 +101,14 @@ class Text:
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens."""
         self.tokens.extend(tokens)
+        self._index()
+
+    @property
+    def num_unindexed(self) -> int:
+        """Tokens whose occurrences no match is found at yet."""
+        return len(self.tokens) - len(self._runs[0].before)
+
+    def _index(self) -> None:
         for runs in self._runs:
             runs.extend(self.tokens)
 
@@ -122,6 +131,7 @@ class Text:
         what it predicts, which carries a repetition on. Of each of the latest RUNS only the most recent `MAX_OCCURRENCES` are
         looked at.
         """
+        self._index()
         return self._matches(latest, num_matches, num_ahead, self._runs, 0)
 
     def matches_before_a_change(self, num_matches: int, num_ahead: int) -> list[Match]:
