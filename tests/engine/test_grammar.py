@@ -115,6 +115,33 @@ def test_drafts_change_nothing_where_a_part_of_the_answer_is_free(spec: str, fil
             assert llm.generate(PROMPT, params)[0].token_ids == wanted.token_ids
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_answer_has_its_least_tokens_whatever_is_drafted(spec: str, files: dict[str, str], plain: LLM) -> None:
+    ends = dict.fromkeys(plain.tokenizer.eos_ids, 100.0)
+    shape = r"(the cat ){1,9}[.]"
+    requests = [
+        SamplingParams(max_tokens=40, min_tokens=12, logit_bias=ends),
+        SamplingParams(max_tokens=40, min_tokens=12, logit_bias=ends, temperature=1.2, seed=3),
+        SamplingParams(max_tokens=40, min_tokens=12, stop=(" ", "e", "a"), ignore_eos=True),
+        SamplingParams(max_tokens=40, min_tokens=12, logit_bias=ends, regex=shape),
+        SamplingParams(max_tokens=40, min_tokens=30, logit_bias=ends, regex="the cat"),  # nothing but the end can follow
+    ]
+    expected = [plain.generate(PROMPT, one, max_draft_tokens=0)[0] for one in requests]
+    assert [len(one.token_ids) for one in expected[:2]] == [13, 13]
+    assert len(expected[2].token_ids) >= 12
+    assert len(expected[3].token_ids) >= 12 or expected[3].text.endswith(".")
+    assert expected[4].text == "the cat"
+    with LLM(files["gguf"], spec.format(**files), settings=EngineConfig(keep_packed=False)) as llm:
+        for answer, wanted, params in zip(llm.generate([PROMPT] * len(requests), requests), expected, requests, strict=True):
+            if params.greedy:
+                assert (answer.token_ids, answer.text, answer.finish_reason) == (
+                    wanted.token_ids,
+                    wanted.text,
+                    wanted.finish_reason,
+                )
+            assert len(answer.token_ids) >= 12 or params.regex
+
+
 @every_setting
 @pytest.mark.parametrize("temperature", [0, 1.3])
 @pytest.mark.parametrize("vocabulary", ["gguf", "hf"])
