@@ -60,14 +60,15 @@ class Ending:
 class ChatPrompt:
     """A conversation, ready to be answered.
 
-    thinking: the prompt has opened the reasoning. functions: schemas of the tools' arguments by name. prefix: the answer's
-    beginning, as of a demanded tool call. keeps_to: fields of SamplingParams that restrict the answer. notes: on how the request
-    was changed, for headers of the response, by their names. begun: the text that the prompt ends with and the answer continues,
-    behind the mark of reasoning if that is open.
+    template: the chat template that made the prompt, and that says how answers are written. thinking: the prompt has opened the
+    reasoning. functions: schemas of the tools' arguments by name. prefix: the answer's beginning, as of a demanded tool call.
+    keeps_to: fields of SamplingParams that restrict the answer. notes: how the request was changed, for headers of the response, by
+    their names. begun: the text that the prompt ends with and the answer continues, behind the mark of reasoning if that is open.
     """
 
     model: ServedModel
     ids: list[int]
+    template: str
     thinking: bool
     functions: Mapping[str, Mapping[str, Any]]
     prefix: str
@@ -77,7 +78,7 @@ class ChatPrompt:
 
     def parser(self) -> Parser:
         """The parser of one answer."""
-        return answer_parser(self.model.llm.tokenizer.chat_template, self.functions, self.thinking, self.begun)
+        return answer_parser(self.template, self.functions, self.thinking, self.begun)
 
     def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[Wanted]:
         """The answers to compute. prediction: token ids that they may repeat.
@@ -125,9 +126,9 @@ def chat_prompt(
         listed = _without_tools(listed, tools, model.llm.tokenizer.chat_template or "")
     tokenizer = model.llm.tokenizer
     template = tokenizer.chat_template_for(given) or ""
-    ids, begun, thinking = _encoded(tokenizer, listed, given, ending.adds_prompt, continues)
     marks = reasoning_marks(template)
     reasons, closing = any(mark in template for mark in marks), marks[1]
+    ids, begun, thinking = _encoded(tokenizer, template, listed, given, ending.adds_prompt, continues)
     closed = f"\n{closing}\n\n" if thinking else ""
     form, prefix, lost = model.tool_format, "", set[str]()
     keeps_to, unkept = loose_format(answer_format or {})
@@ -152,24 +153,24 @@ def chat_prompt(
     if prefix:
         ids = ids + tokenizer.encode(prefix, add_special=False, parse_special=True)
     notes = loosened_note(lost) | ({"left-out": ", ".join(sorted(left_out))} if left_out else {})
-    return ChatPrompt(model, ids, thinking, functions, prefix, keeps_to, notes, begun)
+    return ChatPrompt(model, ids, template, thinking, functions, prefix, keeps_to, notes, begun)
 
 
 def _encoded(
     tokenizer: Tokenizer,
+    template: str,
     messages: list[dict[str, Any]],
     variables: Mapping[str, Any],
     adds_prompt: bool,
     continues: bool,
 ) -> tuple[list[int], str, bool]:
     """Token ids of a conversation, the text at their end that the answer continues, and whether they leave the reasoning open."""
-    marks = reasoning_marks(tokenizer.chat_template)
+    marks = reasoning_marks(template)
     begun, thought = (messages[-1]["content"], _open_reasoning(messages[-1], marks)) if continues else ("", None)
-    if thought is not None and any(
-        mark in (tokenizer.chat_template or "") for mark in marks
-    ):  # templates put reasoning of their own before it, or leave it out
+    if thought is not None and any(mark in template for mark in marks):
+        # Templates put reasoning of their own before it, or leave it out.
         ids = _encoded_turns(tokenizer, messages[:-1], variables)
-        head = "" if _opens_reasoning(tokenizer, ids) else f"{marks[0]}\n"
+        head = "" if _opens_reasoning(tokenizer, template, ids) else f"{marks[0]}\n"
         begun = thought.lstrip()
         ids += tokenizer.encode(head, add_special=False, parse_special=True)
         return ids + tokenizer.encode_parts([begun.encode()], continues=True), begun, True
@@ -178,7 +179,7 @@ def _encoded(
     if continues:  # of a message without a text, its beginning
         messages, adds_prompt = messages[:-1], True
     ids = _encoded_turns(tokenizer, messages, variables, add_generation_prompt=adds_prompt)
-    return ids, "", _opens_reasoning(tokenizer, ids)
+    return ids, "", _opens_reasoning(tokenizer, template, ids)
 
 
 def _encoded_turns(tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: Mapping[str, Any], **how: bool) -> list[int]:
@@ -192,8 +193,8 @@ def _encoded_turns(tokenizer: Tokenizer, messages: list[dict[str, Any]], variabl
         return tokenizer.encode_chat(turns, variables=variables, **how)
 
 
-def _opens_reasoning(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    return opens_reasoning(tokenizer.chat_template, tokenizer.decode(ids[-8:], skip_special=False))
+def _opens_reasoning(tokenizer: Tokenizer, template: str, ids: Sequence[int]) -> bool:
+    return opens_reasoning(template, tokenizer.decode(ids[-8:], skip_special=False))
 
 
 def _open_reasoning(message: Mapping[str, Any], marks: tuple[str, str]) -> str | None:

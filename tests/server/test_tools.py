@@ -2,14 +2,21 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from cpuspec.checkpoints import open_checkpoint
 from cpuspec.errors import TokenizerError
+from cpuspec.server.chat import chat_prompt
+from cpuspec.server.parsing import tool_format
+from cpuspec.tokenizer import make_tokenizer
 from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
-from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_hf
+from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_gguf, make_tiny_hf
 
 TOOL = {"type": "function", "function": {"name": "get_time", "description": "the time", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
@@ -174,3 +181,28 @@ def test_special_tokens_show_where_they_are_asked_for(running: Running) -> None:
     decoder = tokenizer.stream(shown=frozenset(marks[:1]))  # type: ignore[arg-type]
     assert "".join(decoder.push(token) for token in marks if token is not None) == "<|im_start|>"
     assert CHAT_TEMPLATE != tokenizer.chat_template == TEMPLATE
+
+
+def test_answers_are_parsed_as_the_template_that_made_the_prompt_writes_them(tmp_path: Path) -> None:
+    """A model may have a template of its own for tools."""
+    checkpoint = open_checkpoint(make_tiny_gguf(tmp_path / "tiny.gguf"))
+    templates = {
+        "default": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "tool_use": "{{ tools | tojson }}<tool_call></tool_call>{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+    vocabulary = replace(checkpoint.vocabulary, chat_templates=templates)  # type: ignore[type-var, arg-type]
+    tokenizer = make_tokenizer(replace(checkpoint, vocabulary=vocabulary))
+    form = tool_format(tokenizer.chat_template_for({"tools": True}))
+    model: Any = SimpleNamespace(
+        name="m",
+        llm=SimpleNamespace(tokenizer=tokenizer),
+        config=SimpleNamespace(drop_changing_lines=False),
+        tool_format=form,
+        template_takes_tools=True,
+        check_text=lambda num_chars: None,
+    )
+    asked = [{"role": "user", "content": "a"}]
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for tools, kinds in (([{"type": "function", "function": {"name": "f"}}], ["call", "arguments"]), ([], ["content"])):
+        parser = chat_prompt(model, asked, tools).parser()
+        assert [piece.kind for piece in [*parser.push(call), *parser.finish()]] == kinds
