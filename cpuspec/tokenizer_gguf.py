@@ -17,17 +17,30 @@ from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.errors import TokenizerError
 from cpuspec.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from cpuspec.tokenizer_json import longest_replacement, quoted
-from cpuspec.tokenizer_parts import LONGEST_PIECE, ControlToken, Core, Finder, Parts, end_ids, is_control, library_errors, shown_ids
-
-# Token types of a GGUF vocabulary.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+from cpuspec.tokenizer_parts import (
+    BYTE,
+    CONTROL,
+    HIDDEN,
+    LONGEST_PIECE,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    ControlToken,
+    Core,
+    Finder,
+    Parts,
+    end_ids,
+    is_control,
+    library_errors,
+    shown_ids,
+)  # fmt: skip
 
 _MOST_TOKENS = 1 << 24
 _MOST_GROWTH = 64  # characters that a table may make of one
 _LONGEST_BERT_WORD = 100  # characters; a longer word is unknown, as in BERT's own tokenizer
 _SPACE = "▁"
 _NEVER_SWALLOW = ("<unk>", "<s>", "<|endoftext|>")  # white space, in any vocabulary
-_HIDDEN = "\uffff"  # begins texts that no text contains, as the library takes it
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +96,7 @@ def gguf_parts(vocabulary: GgufVocabulary) -> Parts:
     control = tuple(
         ControlToken(i, tokens[i], swallows_right=vocabulary.control_swallows and tokens[i] not in _NEVER_SWALLOW)
         for i, kind in enumerate(types)
-        if kind in (_CONTROL, _UNKNOWN)
+        if kind in (CONTROL, UNKNOWN)
     )
     by_text = {token.text: token.id for token in control}
     named = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unk": vocabulary.unk_id, "pad": vocabulary.pad_id}
@@ -93,9 +106,9 @@ def gguf_parts(vocabulary: GgufVocabulary) -> Parts:
         later_core=core,
         middle_core=middle_core,
         tokens=tokens,
-        special=frozenset(i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _UNUSED)),
+        special=frozenset(i for i, kind in enumerate(types) if kind in (CONTROL, UNKNOWN, UNUSED)),
         control=control,
-        literal=frozenset(i for i, kind in enumerate(types) if kind == _USER_DEFINED),
+        literal=frozenset(i for i, kind in enumerate(types) if kind == USER_DEFINED),
         byte_level=pre is not None and not pre.spaced,
         strips_first_space=bool(vocabulary.add_space_prefix) or vocabulary.merges_spaces or vocabulary.model == "bert",
         bos_id=vocabulary.bos_id,
@@ -112,7 +125,7 @@ def gguf_parts(vocabulary: GgufVocabulary) -> Parts:
 
 
 def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer | None:
-    """How the text of a vocabulary with merges is split; None for other vocabularies. Raises TokenizerError for an unknown name."""
+    """The rules that split a text; None for a vocabulary without merges. Raises TokenizerError for an unknown name."""
     if vocabulary.model not in ("gpt2", "gemma4"):
         return None
     name = "gemma4" if vocabulary.model == "gemma4" else vocabulary.pre
@@ -136,7 +149,7 @@ def _with_defaults(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> Gguf
         if value is not None:
             _log.warning("%s is %d, outside of the vocabulary of %d tokens; it is ignored", name, value, size)
         # Files that name no token of the kind may have text at that place.
-        usable = default_id is not None and default_id < size and vocabulary.token_types[default_id] in (_UNKNOWN, _CONTROL)
+        usable = default_id is not None and default_id < size and vocabulary.token_types[default_id] in (UNKNOWN, CONTROL)
         return default_id if usable else None
 
     def flag(name: str, default_flag: bool) -> bool:
@@ -167,9 +180,9 @@ def _types(vocabulary: GgufVocabulary) -> Iterator[int]:
     """Types of the tokens: those that end a turn are control tokens whatever the file calls them, and empty ones are unused."""
     for token, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True):
         if not token:
-            yield _UNUSED
-        elif token[0] in "<[_" and kind in (_NORMAL, _USER_DEFINED) and is_control(token, False, kind == _USER_DEFINED):
-            yield _CONTROL
+            yield UNUSED
+        elif token[0] in "<[_" and kind in (NORMAL, USER_DEFINED) and is_control(token, False, kind == USER_DEFINED):
+            yield CONTROL
         else:
             yield kind
 
@@ -193,7 +206,7 @@ def _byte_level_core(vocabulary: GgufVocabulary, pre: PreTokenizer) -> Core:
     ids = {
         token: i
         for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.token_types, strict=True))
-        if kind in (_NORMAL, _USER_DEFINED)
+        if kind in (NORMAL, USER_DEFINED)
     }
     pairs = BytePairs(ids, _merges(vocabulary, ids), pre.ignore_merges)
     normalizer = normalizers.NFC() if pre.nfc else None
@@ -233,7 +246,7 @@ def _threes(text: str, only_words: bool) -> Iterator[str]:
 def _user_defined(vocabulary: GgufVocabulary) -> Finder:
     """Finds tokens that are never split."""
     pairs = zip(vocabulary.tokens, vocabulary.token_types, strict=True)
-    return Finder(token for token, kind in pairs if kind == _USER_DEFINED)
+    return Finder(token for token, kind in pairs if kind == USER_DEFINED)
 
 
 def _scores(vocabulary: GgufVocabulary) -> tuple[float, ...]:
@@ -253,7 +266,7 @@ def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple
     (its bpe_model.cc). pre: of a vocabulary with merges.
     """
     tokens, types = vocabulary.tokens, vocabulary.token_types
-    normal = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL and token}
+    normal = {token: i for i, token in enumerate(tokens) if types[i] == NORMAL and token}
     if pre is None:
         scores = _scores(vocabulary)
         ranks = {token: -scores[i] for token, i in normal.items()}
@@ -264,7 +277,7 @@ def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple
     across = any(re.search(f"[^{_SPACE}]{_SPACE}", token) for token in normal)
     by_words = ".+" if across else f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+"
     words = re.compile(by_words if pre is None else "\n+|" + by_words.replace("^", "^\n"), 0 if across and pre else re.DOTALL)
-    others = {token: i for i, token in enumerate(tokens) if token and types[i] in (_USER_DEFINED, _BYTE)}
+    others = {token: i for i, token in enumerate(tokens) if token and types[i] in (USER_DEFINED, BYTE)}
     byte_ids: dict[int, int] = {}
     for byte in range(256):
         token_id = others.get(name := f"<0x{byte:02X}>", normal.get(name))
@@ -272,7 +285,7 @@ def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple
             byte_ids[byte] = token_id
     # Stands for characters that even bytes cannot spell; a control token must not come out of text this way.
     unknown = vocabulary.unk_id
-    if unknown is not None and (types[unknown] not in (_NORMAL, _UNKNOWN) or not tokens[unknown]):
+    if unknown is not None and (types[unknown] not in (NORMAL, UNKNOWN) or not tokens[unknown]):
         unknown = None
     whole = _user_defined(vocabulary)
 
@@ -320,7 +333,7 @@ def _unigram_cores(vocabulary: GgufVocabulary) -> tuple[Core, Core]:
     if vocabulary.unk_id is None or vocabulary.unk_id in (vocabulary.eos_id, *vocabulary.end_ids):
         raise TokenizerError("the file does not say which token stands for unknown characters, or names one that ends a text")
     pieces = [
-        (token if kind in (_NORMAL, _USER_DEFINED, _UNUSED) and token else f"{_HIDDEN}{i}", score)
+        (token if kind in (NORMAL, USER_DEFINED, UNUSED) and token else f"{HIDDEN}{i}", score)
         for i, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True))
     ]
     normalize: Callable[[str], str] = str
@@ -357,12 +370,10 @@ def _word_piece_core(vocabulary: GgufVocabulary) -> Core:
     if unknown is None:
         raise TokenizerError("the file does not say which token stands for unknown words")
     pairs = enumerate(zip(vocabulary.tokens, vocabulary.token_types, strict=True))
-    ids = {token[1:] if token[0] == _SPACE else f"##{token}": i for i, (token, kind) in pairs if kind in (_NORMAL, _USER_DEFINED)}
-    ids[_HIDDEN] = unknown
+    ids = {token[1:] if token[0] == _SPACE else f"##{token}": i for i, (token, kind) in pairs if kind in (NORMAL, USER_DEFINED)}
+    ids[HIDDEN] = unknown
     with library_errors("the vocabulary cannot be used"):
-        model = models.WordPiece(
-            ids, unk_token=_HIDDEN, continuing_subword_prefix="##", max_input_chars_per_word=_LONGEST_BERT_WORD
-        )
+        model = models.WordPiece(ids, unk_token=HIDDEN, continuing_subword_prefix="##", max_input_chars_per_word=_LONGEST_BERT_WORD)
     lowercase = vocabulary.lowercase is not False
     strips = lowercase if vocabulary.strip_accents is None else vocabulary.strip_accents
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)

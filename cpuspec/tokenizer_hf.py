@@ -14,7 +14,19 @@ from cpuspec.errors import TokenizerError
 from cpuspec.sentencepiece_file import read_sentencepiece
 from cpuspec.tokenizer_gguf import gguf_parts
 from cpuspec.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text, read_tokenizer_json
-from cpuspec.tokenizer_parts import ControlToken, Core, Parts, checked_unicode, end_ids, is_control, library_errors, shown_ids
+from cpuspec.tokenizer_parts import (
+    CONTROL,
+    HIDDEN,
+    USER_DEFINED,
+    ControlToken,
+    Core,
+    Parts,
+    checked_unicode,
+    end_ids,
+    is_control,
+    library_errors,
+    shown_ids,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,8 +34,6 @@ if TYPE_CHECKING:
 _ORDINARY_GROWTH = 4  # bytes of a character; where steps of a file make more of it, a text may become _MOST_GROWN characters
 _MOST_GROWN = 1 << 22
 _MOST_TEMPLATES = 64
-_HIDDEN = "\uffff"  # begins texts that no text contains, as the library takes it
-_CONTROL, _USER_DEFINED = 3, 4
 
 # The rules of vocab.json and merges.txt by the class or the model type that other files name.
 _OLD_FILES = {
@@ -97,7 +107,7 @@ def hf_parts(files: HfTokenizerFiles, vocab_size: int) -> Parts:
 
 
 def read_hf_vocabulary(files: HfTokenizerFiles, vocab_size: int) -> TokenizerJson | GgufVocabulary:
-    """What tokenizer.json says, with the tokens that other files add to it; without one, the same of older files.
+    """Read tokenizer.json and the tokens that other files add to it. Without tokenizer.json, read the older files.
 
     vocab_size: of the model, which has no rows for tokens beyond. Raises TokenizerError.
     """
@@ -174,7 +184,7 @@ def _with_more(vocabulary: GgufVocabulary, more: list[dict[str, Any]], vocab_siz
         tokens += [""] * (found + 1 - len(tokens))
         types += [1] * (found + 1 - len(types))
         tokens[found], ids[text] = checked_unicode(text, "a token"), found
-        types[found] = _CONTROL if token.get("special") is True or types[found] == _CONTROL else _USER_DEFINED
+        types[found] = CONTROL if token.get("special") is True or types[found] == CONTROL else USER_DEFINED
     return replace(
         vocabulary,
         tokens=tuple(tokens),
@@ -219,7 +229,7 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
     if unknown in control and unknown in read.vocab:
         token_id = read.vocab[unknown]
         # A character that the vocabulary lacks must not end the text.
-        unknown = None if token_id in eos_ids else f"{_HIDDEN}{unknown}"
+        unknown = None if token_id in eos_ids else f"{HIDDEN}{unknown}"
         if unknown:
             vocab[unknown] = token_id
     merges = [pair for pair in read.merges if "".join(pair) not in control]
@@ -235,7 +245,7 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
         if read.kind == "Unigram":
             # Pieces by id: control tokens under names that no text has, and added tokens behind the model's.
             least, unk_id = min(read.scores), None if read.unk_id in eos_ids else read.unk_id
-            texts = [text if text in vocab else f"{_HIDDEN}{i}" for i, text in enumerate(read.tokens)]
+            texts = [text if text in vocab else f"{HIDDEN}{i}" for i, text in enumerate(read.tokens)]
             scores = [*read.scores, *[least] * (len(texts) - len(read.scores))]
             model: Any = models.Unigram(list(zip(texts, scores, strict=True)), unk_id, read.byte_fallback)
         elif read.kind == "WordPiece":

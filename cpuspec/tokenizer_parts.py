@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, whatever file its vocabulary came from, and what readers of such files share."""
+"""The parts of a tokenizer, the same for every kind of file, and helpers that the readers of such files share."""
 
 import contextlib
 import re
@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from cpuspec.errors import TokenizerError, in_one_line
 from cpuspec.tokenizer_json import quoted
 
+# Token types of a GGUF vocabulary.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+HIDDEN = "\uffff"  # begins texts that no text contains, as the library takes it
 LONGEST_PIECE = 1024
 SURROGATE = re.compile("[\ud800-\udfff]")
 LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)

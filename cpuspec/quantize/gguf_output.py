@@ -30,12 +30,12 @@ from cpuspec.quantize.weights import layer_parts
 from cpuspec.tokenizer import make_tokenizer
 from cpuspec.tokenizer_hf import read_hf_vocabulary
 from cpuspec.tokenizer_json import read_json
+from cpuspec.tokenizer_parts import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _REMEDY = "write compressed-tensors (OUT without .gguf)"
 _QUANTIZATION_VERSION = 2  # ggml's GGML_QNT_VERSION: of the layouts of blocks
 _DROPPED = ("general.alignment", "split.no", "split.count", "split.tensors.count")
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 # Ids of this text differ between all pre-tokenizers that are known.
 _PROBE = (
@@ -76,7 +76,7 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
-    """Whether a field is the same, as far as it is computed with."""
+    """Whether a field is unchanged, or changed in a way that no computation sees."""
     value, other = getattr(config, name), getattr(again, name)
     if name == "rope_scaling":  # those of Llama 3 become factors
         one, two = (Rope(c.rope_base, c.rope_scaling) for c in (config, again))
@@ -212,18 +212,18 @@ def _tokenizer(checkpoint: Checkpoint, files: HfTokenizerFiles) -> dict[str, Val
     if isinstance(read, GgufVocabulary):
         raise ConfigError(f"{files.tokenizer_json} is missing, which a GGUF file is made of; save the tokenizer with it")
     tokens = [text if text is not None else f"[PAD{i}]" for i, text in enumerate(read.tokens)]
-    types = [_NORMAL if text is not None else _UNUSED for text in read.tokens]
+    types = [NORMAL if text is not None else UNUSED for text in read.tokens]
     if not read.byte_level:
         types = [
-            _BYTE if len(text) == 6 and text.startswith("<0x") and text.endswith(">") else kind
+            BYTE if len(text) == 6 and text.startswith("<0x") and text.endswith(">") else kind
             for text, kind in zip(tokens, types, strict=True)
         ]
     for added in read.added:
-        types[added.id] = _CONTROL if added.special else _USER_DEFINED
+        types[added.id] = CONTROL if added.special else USER_DEFINED
     if read.unk_token in read.vocab and not read.byte_level:
-        types[read.vocab[read.unk_token]] = _UNKNOWN
+        types[read.vocab[read.unk_token]] = UNKNOWN
     tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
-    types += [_UNUSED] * (size - len(types))
+    types += [UNUSED] * (size - len(types))
 
     def token_id(name: str) -> int | None:
         text = settings.get(f"{name}_token")

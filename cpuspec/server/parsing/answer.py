@@ -2,13 +2,12 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from typing import Protocol
 
 from cpuspec.engine.text import overlap
-from cpuspec.server.parsing.calls import CallParser, tool_format
+from cpuspec.server.parsing.calls import tool_format
 from cpuspec.server.parsing.channels import ChannelParser
 from cpuspec.server.parsing.converted import Functions
-from cpuspec.server.parsing.pieces import Piece, decided, joined
+from cpuspec.server.parsing.pieces import Parser, Piece, decided, joined
 
 _SPACE = " \t\r\n"
 # Marks around reasoning, by what templates hold of them; the first that is found counts.
@@ -44,23 +43,6 @@ def reasoning_marks(template: str | None) -> tuple[str, str]:
 def opens_reasoning(template: str | None, prompt: str) -> bool:
     """Whether a prompt of the template has opened the reasoning. prompt: its end at least, with the names of control tokens."""
     return prompt.rstrip().endswith(reasoning_marks(template)[0])
-
-
-class Parser(Protocol):
-    """Takes an answer apart as it arrives."""
-
-    @property
-    def num_calls(self) -> int:
-        """How many tool calls have begun."""
-        ...
-
-    def push(self, text: str) -> list[Piece]:
-        """What is certain with this text."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """The rest, at the end of the answer."""
-        ...
 
 
 def answer_parser(template: str | None, functions: Functions, thinking: bool = False, begun: str = "") -> Parser:
@@ -125,7 +107,7 @@ class AnswerParser:
         self,
         reasons: bool = True,
         thinking: bool = False,
-        calls: CallParser | None = None,
+        calls: Parser | None = None,
         marks: tuple[str, str] = _REASONING[0],
     ) -> None:
         self._calls = calls
@@ -139,12 +121,12 @@ class AnswerParser:
         return self._calls.num_calls if self._calls else 0
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain with this text."""
+        """See `Parser`."""
         self._pending += text
         return joined(decided(self._step))
 
     def finish(self) -> list[Piece]:
-        """The rest, at the end of the answer."""
+        """See `Parser`."""
         rest, self._pending = self._pending, ""
         pieces = [Piece("reasoning", rest)] if "reasoning" in self._state else self._content(rest)
         if self._calls:

@@ -8,32 +8,15 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from cpuspec.engine.text import overlap
 from cpuspec.server.parsing import converted
 from cpuspec.server.parsing.call_reader import CallReader, ValueEnd
 from cpuspec.server.parsing.converted import ConvertedCalls, Functions
-from cpuspec.server.parsing.pieces import Piece, decided
+from cpuspec.server.parsing.pieces import Parser, Piece, decided
 
 _SPACE = " \t\r\n"
-
-
-class CallParser(Protocol):
-    """Takes content apart into content and tool calls."""
-
-    @property
-    def num_calls(self) -> int:
-        """How many calls have begun."""
-        ...
-
-    def push(self, text: str) -> list[Piece]:
-        """What is certain with this text."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """The rest, at the end of the answer."""
-        ...
 
 
 class MarkedCalls:
@@ -54,12 +37,12 @@ class MarkedCalls:
         self._arguments = ValueEnd()
 
     def push(self, text: str) -> list[Piece]:
-        """See `CallParser`."""
+        """See `Parser`."""
         self._pending += text
         return decided(self._step)
 
     def finish(self) -> list[Piece]:
-        """See `CallParser`. A call that broke off before its name was known is content."""
+        """See `Parser`. A call that broke off before its name was known is content."""
         rest = self._pending
         if self._state == "before":
             rest = self._opens + rest
@@ -179,7 +162,7 @@ class BareCalls:
     An object that names none of the functions is no call. That and all text behind it is for `rest` to parse, or content.
     """
 
-    def __init__(self, names: Collection[str], marks: Sequence[str], rest: CallParser | None = None) -> None:
+    def __init__(self, names: Collection[str], marks: Sequence[str], rest: Parser | None = None) -> None:
         self._names = names
         self._marks = marks
         self._rest = rest
@@ -191,16 +174,16 @@ class BareCalls:
 
     @property
     def num_calls(self) -> int:
-        """See `CallParser`."""
+        """See `Parser`."""
         return self._num_own + (self._rest.num_calls if self._rest else 0)
 
     def push(self, text: str) -> list[Piece]:
-        """See `CallParser`."""
+        """See `Parser`."""
         self._pending += text
         return decided(self._step)
 
     def finish(self) -> list[Piece]:
-        """See `CallParser`. A call that broke off before its name was known is content."""
+        """See `Parser`. A call that broke off before its name was known is content."""
         broken_off = self._state == "call" and not self._reader.begun
         text = self._skipped + (self._reader.raw if broken_off else "") + self._pending
         self._pending, self._skipped, self._state = "", "", "content"
@@ -277,7 +260,7 @@ class ToolFormat:
     """
 
     name: str
-    parser: Callable[[Functions], CallParser]
+    parser: Callable[[Functions], Parser]
     mark: str
     opens: str
     arguments: str
@@ -295,11 +278,11 @@ _FENCES = ("```json", "```xml", "```tool_call", "```tool_code", "```")
 _CALLS_OF_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 
-def _converted(opens: str, closes: str, convert: converted.Convert) -> Callable[[Functions], CallParser]:
+def _converted(opens: str, closes: str, convert: converted.Convert) -> Callable[[Functions], Parser]:
     return partial(ConvertedCalls, opens, closes, convert)
 
 
-def _no_calls(functions: Functions) -> CallParser:
+def _no_calls(functions: Functions) -> Parser:
     raise AssertionError("channels hold their calls")
 
 
@@ -373,7 +356,7 @@ TOOL_FORMATS = {
     )
 }
 
-# What in a chat template tells the format of calls; the first that is found counts.
+# Marks in a chat template, and the format of calls that each stands for. The first mark that is found counts.
 _TELLTALES = {
     "<|channel|>analysis": "harmony",
     "<function=": "qwen3_coder",

@@ -28,7 +28,7 @@ class ChannelParser:
         self._said: set[str] = set()  # kinds that there was text of
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain with this text."""
+        """See `Parser`."""
         self._pending += text
         return joined(decided(self._step))
 

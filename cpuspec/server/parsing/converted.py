@@ -37,12 +37,12 @@ class ConvertedCalls:
         self._searched = 0  # characters of a call that hold no closing mark
 
     def push(self, text: str) -> list[Piece]:
-        """See `CallParser`."""
+        """See `Parser`."""
         self._pending += text
         return decided(self._step)
 
     def finish(self) -> list[Piece]:
-        """See `CallParser`."""
+        """See `Parser`."""
         rest, self._pending = self._pending, ""
         if self._in_call:
             self._in_call = False

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,23 @@ class Piece:
     kind: str
     text: str
     call: int = 0
+
+
+class Parser(Protocol):
+    """Takes a text apart as it arrives: a whole answer, or its content with tool calls."""
+
+    @property
+    def num_calls(self) -> int:
+        """How many tool calls have begun."""
+        ...
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that are certain with this text."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """The rest, at the end of the answer."""
+        ...
 
 
 def decided(step: Callable[[list[Piece]], bool]) -> list[Piece]:
