@@ -121,7 +121,6 @@ class NumbaBackend:
         self._vectors = {name: _padded(t) for name, t in tensors.items() if not is_matrix(name, t.shape)}
         of_experts = sum(matrix.nbytes for matrix in self._matrices.values() if len(matrix.shape) == 3)
         self._dense_bytes = self.weight_bytes - of_experts
-        self.token_bytes = self._dense_bytes + (of_experts * c.experts.used // c.experts.count if c.experts else 0)
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
         group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
         self._kv_format = kv_format
@@ -369,7 +368,7 @@ def _places(slots: list[int], cache: KVCache) -> tuple[list[int], list[int], int
 
 
 class _Routing:
-    """What a router's choice is noted in: of one layer at a time."""
+    """Buffers for a router's choice. Layers take turns in them."""
 
     def __init__(self, experts: Experts, max_rows: int) -> None:
         self.pairs = max_rows * experts.used

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.backends.numpy_backend import Array, Forward, Model, Storage
+from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.errors import ConfigError
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.layers import Layer
@@ -72,21 +73,33 @@ class _Values(Mapping[str, Array]):
     def __init__(self, weights: Weights, done: Mapping[str, QuantTensor]) -> None:
         self._weights, self._done = weights, done
 
-    def __getitem__(self, name: str) -> Array:
+    def __getitem__(self, name: str) -> Any:
         tensors = self._weights.checkpoint.tensors
         if name == "output" and name not in tensors:
             name = "embed"
         if name in self._done:
             return self._done[name].dequantize()
-        if name in self._weights.matrices:
-            return self._weights.matrix(name).reshape(tensors[name].shape)
-        return self._weights.vector(name).dequantize()
+        shape = tensors[name].shape
+        if not is_linear(name, shape):
+            return self._weights.vector(name).dequantize()
+        return self._weights.matrix(name) if len(shape) == 2 else _Experts(self._weights, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights.checkpoint.tensors)
 
     def __len__(self) -> int:
         return len(self._weights.checkpoint.tensors)
+
+
+class _Experts:
+    """The matrices of a layer's experts, of which each use decodes one."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self._weights, self._name = weights, name
+
+    def __getitem__(self, expert: int) -> Array:
+        size = self._weights.checkpoint.tensors[self._name].shape[1]
+        return self._weights.rows(self._name, expert * size, (expert + 1) * size)
 
 
 class _Watched:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 
+from cpuspec.checkpoints.checkpoint import is_linear
 from cpuspec.formats import Format
 from cpuspec.formats.tensor import F32, U8
 from cpuspec.model.batch import I32
@@ -93,8 +94,8 @@ def gptq_all(
 
 def keep_vectors(weights: Weights, store: TensorStore) -> None:
     """Put norms, biases and routers into the store, in f32."""
-    for name in set(weights.checkpoint.tensors) - set(weights.matrices):
-        if name not in store:
+    for name, tensor in weights.checkpoint.tensors.items():
+        if not is_linear(name, tensor.shape) and name not in store:
             store.put(name, weights.vector(name).data)
 
 

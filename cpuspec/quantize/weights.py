@@ -41,12 +41,11 @@ class Weights:
         """Rows [first, last) of a matrix, F32 [last - first, K]."""
         tensor = self.checkpoint.tensors[name]
         size, matrices = tensor.shape[-2], tensor.matrices  # of each expert, or the one that there is
-        values = np.concatenate(
-            [
-                matrices[i].rows_from(max(first - i * size, 0), min(last - i * size, size)).dequantize()
-                for i in range(first // size, -(-last // size))
-            ]
-        )
+        parts = [
+            matrices[i].rows_from(max(first - i * size, 0), min(last - i * size, size)).dequantize()
+            for i in range(first // size, -(-last // size))
+        ]
+        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if name in self.inputs:
             values *= self.inputs[name]
         if name in self.outputs:
