@@ -68,8 +68,9 @@ class Grammars:
         return _key(params) in self._compiled
 
     def constraint(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Constraint | None:
-        """What a request's grammar and `min_tokens` allow; None where all is. prompt: token ids, whose end may open reasoning.
+        """The constraint of a request's grammar and `min_tokens`; None if every token is allowed.
 
+        prompt: token ids, whose end may open reasoning.
         Raises ConfigError for a grammar that cannot be compiled, exceeds the limits, or allows no text, and without llguidance.
         """
         grammar = self._grammar(params, prompt)

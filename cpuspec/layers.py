@@ -1,4 +1,4 @@
-"""The layers of a model as data: what each mixes tokens with, its feed-forward part, its norms, and the tensors of all that.
+"""The layers of a model as data: the mixer of each, its feed-forward part, its norms and their tensors.
 
 `ModelConfig` says it for the whole model, briefly; `layers_of` says it layer by layer, to readers, backends and quantizers.
 """

@@ -110,7 +110,7 @@ class Sequence:
         return self.draws.draw(row, self.num_output_tokens + num_ahead)
 
     def legal(self, ahead: Seq[int] = (), is_answer: bool = False) -> Legal | None:
-        """Which tokens may follow the output and the drafted tokens `ahead`, [V]; None for any, and behind the answer's end.
+        """The tokens that may follow the output and the drafted tokens `ahead`, [V]. None: any may, or the answer has ended.
 
         is_answer: whether they are the answer's next tokens for sure.
         """

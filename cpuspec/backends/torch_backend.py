@@ -122,7 +122,7 @@ class TorchBackend:
         self.threads: int = engine.threads or usable_cores()
         self.device = find_device(engine.device)
         self._kind = _WeightKind.chosen(engine, self.device)
-        # Which experts run is known on the host alone: such a forward cannot be recorded.
+        # The host decides which experts run, so a forward with a mixture cannot be recorded as a graph.
         recorded = self.device.type == "cuda" and not self.config.experts
         self._recorder = Recorder(record_cuda_graph) if recorded else None
         kv_format = get_kv_format(engine.kv_format)

@@ -1,6 +1,6 @@
 """From the tensors of a file to those of `layers`, and back: renamed, split, stacked, rows in our order, with an offset.
 
-What differs between families is data of `families.Family`. Nothing is copied but rows in another order, and norms with an offset.
+`families.Family` holds the differences between families. Only reordered rows and norms with an offset are copied.
 """
 
 import re
@@ -134,7 +134,7 @@ def in_file_order(config: ModelConfig, family: Family, kind: int, name: str, ten
 
 
 def _order(config: ModelConfig, family: Family, kind: int, name: str) -> I32 | None:
-    """The places in a file of the rows of queries and keys in our order; None where they are as in the file."""
+    """For each row of queries or keys, its place in the file. None if the file has our order."""
     part = name.rpartition(".")[2]
     if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
         return None

@@ -300,7 +300,7 @@ GGUF_SCORES: Mapping[int, str] = MappingProxyType({1: "softmax", 2: "sigmoid", 3
 
 
 def _read_experts(fields: Fields, family: Family, num_layers: int, tensors: Mapping[str, QuantTensor]) -> dict[str, Any]:
-    """What the fields say of a mixture of experts, as arguments of `ModelConfig`."""
+    """Read the settings of a mixture of experts, as arguments of `ModelConfig`."""
     if not fields.integer("expert_count", 0):
         return {}
     if family.experts is None:

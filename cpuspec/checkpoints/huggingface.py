@@ -309,7 +309,7 @@ _EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim", "intermediate_siz
 
 
 def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
-    """What the fields say of a mixture of experts, as arguments of `ModelConfig`."""
+    """Read the settings of a mixture of experts, as arguments of `ModelConfig`."""
     if family.experts is None:
         return {}
     names = (_EXPERT_COUNTS, _EXPERTS_USED, _EXPERT_SIZES)

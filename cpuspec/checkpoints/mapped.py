@@ -84,7 +84,7 @@ def map_all_pages(file_number: int, num_bytes: int) -> U8:
 
 
 def place_in_file(data: U8) -> tuple[str, int] | None:
-    """Which bytes of which file these are: a hash of the file's contents, and their offset; None for bytes of no file.
+    """The place of bytes in a mapped file: a hash of the file's contents, and their offset. None for bytes of no file.
 
     The hash of a file is kept on disk: two files differ where their bytes do, whatever their size, date and name, and a file that
     was not changed is read once.

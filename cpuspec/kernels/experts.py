@@ -15,7 +15,7 @@ from cpuspec.kernels.products import BLOCK_ROWS, ORDERS
 _LOWEST = np.float32(-np.inf)
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
 
-# What logits become before the best are chosen.
+# How a router turns its logits into scores.
 SOFTMAX, SIGMOID, CHOSEN = range(3)
 
 

@@ -123,7 +123,7 @@ def await_leaving(team, threads):
 
 @compiled
 def await_work(team, thread):
-    """What a worker does next, once there is nothing to do: WORK, END, or PARK if no work comes and it cannot sleep here."""
+    """Wait for work. Returns WORK or END, or PARK if no work comes and this platform has no way to sleep."""
     at, worker = address(team.step), team.workers[thread]
     parked = address(worker)
     seen = simd.acquire(at)

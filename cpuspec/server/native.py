@@ -57,7 +57,7 @@ class SlotBody(Body):
 @router.get("/livez")
 @router.head("/livez", include_in_schema=False)
 async def alive(request: Request) -> Response:
-    """The process answers: 200, whatever its state."""
+    """Liveness: 200 as long as the process answers, also while it loads or drains."""
     return json_response({"status": "ok", "state": server_of(request).state})
 
 

@@ -151,7 +151,7 @@ async def beside(function: Callable[[], _T]) -> _T:
 
 
 def contained(function: Callable[[], _T]) -> _T:
-    """What the function returns. Raises EngineFailedError for what is no Exception, as a panic of a Rust library.
+    """Call the function. Raises EngineFailedError for a BaseException that is no Exception, such as a panic of a Rust library.
 
     Such an exception would pass by every handler of errors, and might end the thread or the event loop.
     """

@@ -1,4 +1,4 @@
-"""What bodies of requests share. Sampling fields come from the declaration of `SamplingParams`, which also checks their values.
+"""Fields that bodies of requests share. Those of sampling are declared by `SamplingParams`, which also checks their values.
 
 Fields that change no answer here are listed as ignored; other names and unknown fields are the business of `fields.py`.
 """
@@ -52,7 +52,7 @@ _Scalars: Any = create_model("Scalars", __base__=Body, **_FIELDS)
 
 
 class SamplingFields(_Scalars):
-    """What every request for an answer may say, whatever its protocol has names for."""
+    """Fields that every request for an answer may have, in every protocol."""
 
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, Any] | list[list[Any]] | None = None

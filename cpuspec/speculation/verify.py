@@ -1,4 +1,4 @@
-"""Which drafted tokens stand, and which one follows: those that the target chooses or draws itself, whatever was drafted.
+"""Accepts the drafted tokens that the target would choose or draw itself, and adds the target's next token.
 
 Rows are numbered as in a score: row 0 is the target's after the last committed token, row i + 1 the one after draft node i.
 """
