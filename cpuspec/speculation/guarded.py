@@ -80,7 +80,9 @@ class GuardedProposer:
         before = [len(seq.tokens) for seq in seqs]
         try:
             call()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a Rust library is no Exception
             for seq, length in zip(seqs, before, strict=True):
                 if len(seq.tokens) > length:
                     seq.rewind(length)
@@ -89,7 +91,7 @@ class GuardedProposer:
             return False
         return True
 
-    def _fall_back(self, seq: Sequence, error: Exception) -> None:
+    def _fall_back(self, seq: Sequence, error: BaseException) -> None:
         if not self._goes_on:
             seq.error = str(error) if isinstance(error, CpuspecError) else f"drafting with {self.name} failed: {error!r}"
         else:
@@ -98,7 +100,7 @@ class GuardedProposer:
         self._plain.add(seq.id)
         self._end(seq)
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: BaseException) -> None:
         _log.warning(
             "drafting with %s failed, and a request goes on without drafts: %s: %s", self.name, type(error).__name__, error
         )
@@ -106,5 +108,7 @@ class GuardedProposer:
     def _end(self, seq: Sequence) -> None:
         try:
             self._inner.end(seq)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             _log.warning("the end of a request failed in %s: %s: %s", self.name, type(error).__name__, error)

@@ -25,6 +25,10 @@ PARAMS = {
 }
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, it is no Exception."""
+
+
 class Failing:
     """Drafts what came `len(seq.tokens) // 2` tokens ago, and fails when the answer of one prompt has some tokens."""
 
@@ -32,13 +36,13 @@ class Failing:
     levels: tuple[Any, ...] = ()
     name = "failing"
 
-    def __init__(self, where: str, poison: int, num_tokens: int = 6) -> None:
-        self.where, self.poison, self.num_tokens = where, poison, num_tokens
+    def __init__(self, where: str, poison: int, num_tokens: int = 6, error: type[BaseException] = RuntimeError) -> None:
+        self.where, self.poison, self.num_tokens, self.error = where, poison, num_tokens, error
         self.known: set[int] = set()
 
     def _fail(self, where: str, seq: Any) -> None:
         if where == self.where and seq.tokens[0] == self.poison and (where == "begin" or seq.num_output_tokens >= self.num_tokens):
-            raise RuntimeError(f"{where} of this drafter is broken")
+            raise self.error(f"{where} of this drafter is broken")
 
     def begin(self, seq: Any, num_cached: int) -> None:
         self._fail("begin", seq)
@@ -108,6 +112,16 @@ def test_answers_are_those_without_drafts_wherever_a_drafter_fails(shape: str, w
     assert not guarded._plain
     if where != "end":
         assert guarded.num_failures == 3  # of the poisoned prompt, once in each round
+
+
+@pytest.mark.parametrize("where", [where for where in WAYS if where not in ("bad draft", "leaves tokens")])
+def test_a_panic_of_a_rust_library_is_a_fault_like_others_and_an_interrupt_is_none(where: str) -> None:
+    guarded = GuardedProposer(Failing(where, poison=0, error=Panic), Context(ToyBackend(2, memory=0.3), 2, 64))
+    assert answers(guarded, PARAMS["greedy"]) == answers(NullProposer(), PARAMS["greedy"])
+    for wish in (KeyboardInterrupt, SystemExit):
+        guarded = GuardedProposer(Failing(where, poison=0, error=wish), Context(ToyBackend(2, memory=0.3), 2, 64))
+        with pytest.raises(wish):
+            answers(guarded, PARAMS["greedy"])
 
 
 def test_one_request_costs_no_other_its_drafts() -> None:

@@ -1,8 +1,9 @@
 """Trained heads: read as published, equal to their formulas on every backend, and drafts of theirs change no answer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,7 @@ from tests.speculation.head_runs import (
     recorded,
     silent_target,
 )
+from tests.stage_heads import make_medusa, make_mlp_speculator
 from tools.make_tiny_model import make_tiny_hf
 
 
@@ -301,6 +303,22 @@ def with_paths(spec: str, heads: dict[str, RandomHead]) -> str:
 @every_backend(("numba", "numpy", "torch"))
 def test_a_head_changes_no_answer(target: Checkpoint, heads: dict[str, RandomHead], name: str) -> None:
     check_answers(target, name, [with_paths(spec, heads) for spec in (SPECS if name == "numba" else SPECS_OF_A_BACKEND)])
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", "PEAGLE", "DSpark", "Medusa", "MLP"])
+def test_a_head_whose_rows_are_not_finite_changes_no_answer(target: Checkpoint, tmp_path: Path, kind: str) -> None:
+    makers: dict[str, Callable[..., RandomHead]] = {
+        "EAGLE3": make_eagle3,
+        "PEAGLE": partial(make_eagle3, layout="speculators", num_layers=2, mask_id=300),
+        "DSpark": partial(make_block_head, layout="speculators", markov="vanilla", confidence="markov"),
+        "Medusa": make_medusa,
+        "MLP": make_mlp_speculator,
+    }
+    made = makers[kind](tmp_path / "head", target.config)
+    broken = {name: np.full_like(array, np.nan) if array.ndim == 2 else array for name, array in made.arrays.items()}
+    write_head(made.path, made.config, broken)
+    prefixes = ("", "draw:", "auto,", "ngram@2+", *(("tree:",) if kind not in ("PEAGLE", "DSpark") else ()))
+    check_answers(target, "numba", [f"{prefix}{made.path}" for prefix in prefixes], drafts=False)
 
 
 def naive_draft(target: Checkpoint, made: RandomHead, head: Head, tokens: list[int], number: int) -> list[int]:

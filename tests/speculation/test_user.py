@@ -98,6 +98,7 @@ def test_a_missing_file_or_module_is_a_clear_error() -> None:
         ("num_cached): ...", "num_cached): 1 / 0", "begin of echo failed with ZeroDivisionError: division by zero"),
         ("return drafts", "1 / 0", "propose of echo failed with ZeroDivisionError"),
         ("return drafts", "import sys; sys.exit(3)", "propose of echo failed with SystemExit: 3"),
+        ("return drafts", "raise type('Panic', (BaseException,), {})(3)", "propose of echo failed with Panic: 3"),
         ("hidden): ...", "hidden): 1 / 0", "accept of echo failed with ZeroDivisionError"),
         ("return drafts", "return None", "must return a list of Draft, got None"),
         ("return drafts", "return [7]", r"must return a list of Draft, got \[7\]"),

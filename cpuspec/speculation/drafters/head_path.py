@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from cpuspec.checkpoints.heads.head import I64
-from cpuspec.errors import ConfigError
+from cpuspec.errors import CpuspecError
 from cpuspec.model.batch import F32
 from cpuspec.sampling import confidence, distribution, processed
 from cpuspec.sequence import Sequence
@@ -65,7 +65,7 @@ class HeadPath:
                     token = seq.draw(distribution(row, seq.params, seq.history, self.tokens, legal), len(self.tokens))
                 else:
                     token = int(processed(row, seq.params, seq.history, self.tokens, legal).argmax())
-            except ConfigError:  # the request forbids every token that the head knows
+            except CpuspecError:  # the request forbids every token that the head knows, or the row is not finite
                 self.limit = len(self.tokens)
                 return
         elif self.floors is not None:

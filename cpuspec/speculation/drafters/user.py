@@ -90,7 +90,9 @@ class UserProposer:
         self._failed = True
         try:
             result = function(*arguments)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, or a panic of a Rust library, which is no Exception
             raise ConfigError(f"{what} of {self.name} failed with {type(error).__name__}: {error}") from error
         self._failed = False
         return result
@@ -124,9 +126,9 @@ def _find(drafter: str) -> Callable[[], Any]:
             spec.loader.exec_module(module)
         else:
             module = import_module(home)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise ConfigError(f"{home} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
         raise ConfigError(f"{home} has no class {name}")
