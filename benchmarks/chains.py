@@ -56,7 +56,7 @@ from cpuspec.evaluate.statistics import geometric_mean, mean_ratio
 from cpuspec.formats import get_format
 from cpuspec.metrics import LevelCounters
 from cpuspec.quantize.cast import dequantized
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 _NO_REPEATS, _MORE_THAN_ANY_LOGIT = "no repeats", 1e4
 _WARM_UP, _WARM_UP_TOKENS = "one two three one two three one two", 32

@@ -27,7 +27,7 @@ from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.quality import top_tokens
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 
 DEPTH = 256  # tokens of context when forwards are timed
 

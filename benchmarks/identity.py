@@ -24,7 +24,7 @@ from cpuspec.engine.assemble import MODELS
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.prompts import prompt_ids, read_prompts
 from cpuspec.speculation.drafters.vocab import same_tokens
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 # Every kind of drafter, and chains of them; OTHER is the draft model that is given, whose vocabulary is not the target's.
 DRAFTS = (

@@ -23,7 +23,7 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.engine.engine import Engine
 from cpuspec.speculation import Context, NullProposer
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 STEPS = 24  # of the streams by themselves, before the prompt arrives
 GAP, GAP_STEPS, PROMPT, PROMPT_ALONE = "largest gap, ms", "largest gap, plain steps", "prompt, s", "prompt over prompt alone"

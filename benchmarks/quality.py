@@ -20,7 +20,7 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.evaluate.quality import compare
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 
 def main(

@@ -30,7 +30,7 @@ from cpuspec.quantize.calibration import run
 from cpuspec.quantize.job import METHODS, Job, measure_importance, quantize, read_chunks
 from cpuspec.quantize.weights import Weights, layer_parts
 from cpuspec.sampling import log_softmax
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 _ROWS = 32  # of logits that are compared at a time
 

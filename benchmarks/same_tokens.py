@@ -43,7 +43,7 @@ from cpuspec.model.cache import KVCache
 from cpuspec.quantize.job import Job, quantize
 from cpuspec.quantize.mixes import TYPES
 from cpuspec.sampling import argmax, log_softmax
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 PROMPTS = (
     "The capital of France is",

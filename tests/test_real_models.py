@@ -19,7 +19,7 @@ from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.llm import LLM
 from cpuspec.evaluate.quality import compare
 from cpuspec.formats.packing import pack, unpack
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 pytestmark = pytest.mark.real_model
 

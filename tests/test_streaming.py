@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 from tests.oracles import ToyBackend
 
 

@@ -24,7 +24,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.engine.own_weights import skip_layers
 from cpuspec.evaluate.quality import top_tokens
 from cpuspec.model.batch import ForwardBatch
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 Layers = tuple[int, ...]
 

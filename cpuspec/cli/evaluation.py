@@ -22,7 +22,7 @@ from cpuspec.evaluate.perplexity import CONTEXT, compare_with_file, measure_perp
 from cpuspec.evaluate.prompts import read_text
 from cpuspec.evaluate.quality import TOP_K, compare_rows, last_rows
 from cpuspec.formats.kv import get_kv_format, stored_bytes
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 
 eval_app = typer.Typer(no_args_is_help=True, help="Measure how good a model is: texts, tasks, formats, and what answers cost.")
 for command in (task, forms, drift, arms, beside, harness):

@@ -30,7 +30,7 @@ from cpuspec.evaluate.parity import (
 from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.evaluate.prompts import Prompt, prompt_ids, read_prompts, read_text_ids
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 
 @dataclass(frozen=True)

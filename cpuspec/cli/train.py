@@ -72,7 +72,7 @@ def extract(
     As extract_hidden_states of vLLM, whose id of a layer is one more: it names layers by their inputs.
     """
     from cpuspec.evaluate.certify import file_identity
-    from cpuspec.tokenizer import make_tokenizer
+    from cpuspec.text import make_tokenizer
     from cpuspec.train import extract as extracting
     from cpuspec.train.samples import DTYPES, Extraction
 

@@ -164,7 +164,7 @@ def distill(
 
     OUT is a Hugging Face directory, or holds model.gguf, as MODEL is one. The answers are split by MODEL's own tokenizer.
     """
-    from cpuspec.tokenizer import make_tokenizer
+    from cpuspec.text import make_tokenizer
     from cpuspec.train.distill import DistillLoss, read_answers
     from cpuspec.train.job import ModelJob, train_model
 

@@ -39,7 +39,7 @@ from cpuspec.speculation.planner.choose import MAX_TOKENS
 from cpuspec.speculation.planner.planner import plan
 from cpuspec.speculation.proposer import DraftModel, NullProposer, Proposer
 from cpuspec.speculation.stage_context import StageContext
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 
 Weights = tuple[Checkpoint, Mapping[str, Format]]  # a model, and its matrices that are cast to another format at load
 

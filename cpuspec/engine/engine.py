@@ -12,7 +12,6 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
 from cpuspec.errors import ConfigError
-from cpuspec.grammar import Grammars
 from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
@@ -20,7 +19,7 @@ from cpuspec.speculation.context import Context
 from cpuspec.speculation.draft import Cycle
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.round import Round, speculate
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Grammars, Tokenizer
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from cpuspec.checkpoints.recipes import HeadOf
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import Format, get_format
 from cpuspec.speculation.drafters.vocab import same_tokens
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 
 # `EngineConfig.head_format`: what matrices of 16 bits or more are cast to.
 _FORMATS = {"int8": "q8_0", "int4": "int4_g32"}

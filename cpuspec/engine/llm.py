@@ -43,7 +43,7 @@ from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
 from cpuspec.speculation.prefix_files import PrefixDirectory
 from cpuspec.speculation.proposer import LevelContext
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 
 Message = dict[str, str]
 Conversation = str | Seq[Message]

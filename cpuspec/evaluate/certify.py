@@ -30,7 +30,7 @@ from cpuspec.metrics import RequestStats
 from cpuspec.model.batch import F32
 from cpuspec.sampling import Noise, TokenHistory, dense, distribution
 from cpuspec.sequence import shared_prefix
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 PROMPTS: tuple[Prompt, ...] = (
     "The cat sat on the mat. The dog sat on the rug. The bird sat on the",

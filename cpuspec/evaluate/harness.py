@@ -20,7 +20,7 @@ from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.answers import answer_all
 from cpuspec.evaluate.quality import Scorer
 from cpuspec.sampling import log_softmax
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 try:
     from lm_eval import evaluator

@@ -23,7 +23,7 @@ from cpuspec.metrics import LevelCounters
 from cpuspec.model.batch import F32, I32
 from cpuspec.sampling import kl_divergence
 from cpuspec.sequence import shared_prefix
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 NUM_TOKENS = 64  # of each answer
 TOP = 64  # ids that a record keeps of each row

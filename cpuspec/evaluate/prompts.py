@@ -8,7 +8,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from cpuspec.errors import ConfigError
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 
 Prompt = str | list[dict[str, str]]  # a raw text, or a conversation
 

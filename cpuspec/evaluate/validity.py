@@ -15,7 +15,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import read_text
 from cpuspec.server.parsing import answer_parser
 from cpuspec.server.parsing.calls import tool_instructions
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 _TYPES: Mapping[str, tuple[type, ...]] = {

@@ -25,12 +25,12 @@ from cpuspec.files import replacing
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.formats.tensor import U8
 from cpuspec.model.rope import attention_factor, inverse_frequencies
-from cpuspec.pre_tokenizers import PRE_TOKENIZERS
 from cpuspec.quantize.weights import layer_parts
-from cpuspec.tokenizer import make_tokenizer
-from cpuspec.tokenizer_hf import read_hf_vocabulary
-from cpuspec.tokenizer_json import read_json
-from cpuspec.tokenizer_parts import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from cpuspec.text import make_tokenizer
+from cpuspec.text.hf_vocabulary import read_hf_vocabulary
+from cpuspec.text.parts import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS
+from cpuspec.text.tokenizer_json import read_json
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _REMEDY = "write compressed-tensors (OUT without .gguf)"

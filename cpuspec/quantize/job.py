@@ -29,7 +29,7 @@ from cpuspec.quantize.run import gptq_all, keep_vectors, round_all
 from cpuspec.quantize.scaling import awq, smoothquant
 from cpuspec.quantize.store import TensorStore, Workspace
 from cpuspec.quantize.weights import Weights
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 
 _NEEDY = frozenset({"iq3_xxs", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_m", "iq1_s"})
 

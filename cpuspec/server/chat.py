@@ -22,7 +22,7 @@ from cpuspec.server.parsing import Parser, answer_parser, opens_reasoning, reaso
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.structured import call_grammar, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 
 _ROLES = {"developer": "system"}  # a name that templates do not know yet
 _KEPT = ("name", "tool_call_id", "reasoning_content")  # fields of a message that templates may read, besides role and content

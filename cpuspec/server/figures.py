@@ -6,7 +6,7 @@ from typing import Any
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 
 
 def usage(stats: Sequence[RequestStats], num_prompts: int = 1) -> dict[str, Any]:

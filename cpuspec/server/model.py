@@ -24,7 +24,7 @@ from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedE
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import MARKS, ToolFormat, tool_format
 from cpuspec.server.runner import Runner, contained
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 
 _T = TypeVar("_T")
 

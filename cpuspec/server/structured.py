@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
-from cpuspec.grammar import MOST_BYTES
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import loosened
 from cpuspec.server.parsing import ToolFormat
+from cpuspec.text import MOST_BYTES
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 

@@ -23,7 +23,7 @@ from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
 from cpuspec.evaluate.prompts import prompt_ids
 from cpuspec.files import read_file, try_lock, write_file
 from cpuspec.metrics import now_s
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 from cpuspec.train.overlap import Exclusion, Known, words
 from cpuspec.train.prompts import (
     Prompt,

@@ -22,7 +22,7 @@ from cpuspec.batch.lines import read_lines
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.model.transformer import decode
 from cpuspec.speculation.drafters.vocab import SharedTokens, same_tokens
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 from cpuspec.train.acceptance import Acceptance
 from cpuspec.train.answers import check_tokenizer, read_answer
 from cpuspec.train.model_files import ModelWeights

@@ -21,7 +21,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.files import try_lock
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 from cpuspec.train.answers import check_tokenizer, read_answer
 from cpuspec.train.prompts import line_ids, parse_line
 from cpuspec.train.samples import FINAL, METADATA, MOST, Extraction, Sample, SampleSet, open_samples, shard_path, write_shard

@@ -18,7 +18,7 @@ from typing import Any
 from cpuspec.batch.lines import read_lines
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.evaluate.prompts import CHAT_FORMS, prompt_ids
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 
 _NOT_SOURCE = {"tests", "test", "testing", "_vendor", "vendored", "node_modules"}
 _MAX_SOURCE_BYTES = 1 << 20

@@ -16,7 +16,7 @@ from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import F32, ForwardBatch
 from cpuspec.sequence import Sequence
 from cpuspec.speculation import Context, Draft, NullProposer, Proposer, Verdict
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 from tests.backends.models import every_backend, tiny
 
 SETTINGS = EngineConfig(threads=1, max_rows=64, kv_format="f32", keep_packed=False)

@@ -17,7 +17,7 @@ import pytest
 from cpuspec.checkpoints.gguf import read_vocabulary
 from cpuspec.checkpoints.gguf_file import read_gguf
 from cpuspec.checkpoints.gguf_writer import entry
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz ", "▁", "Ġ", "▁hi", "▁h"]

@@ -14,7 +14,7 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.checkpoints.safetensors import read_safetensors
 from cpuspec.config import POOLINGS
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 from tests.backends.models import every_backend
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, write_safetensors
 

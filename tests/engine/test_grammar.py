@@ -14,7 +14,7 @@ from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.grammar import GrammarConstraint
+from cpuspec.text import GrammarConstraint
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}

@@ -17,7 +17,7 @@ from cpuspec.evaluate import certify as module
 from cpuspec.evaluate.certify import TEMPERATURES, certify, check_greedy, check_sampled, file_identity, plain_rows
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.proposer import NullProposer
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 from tests.oracles import SampledProposer
 from tools.make_tiny_model import make_tiny_gguf
 

@@ -21,7 +21,7 @@ from cpuspec.evaluate.perplexity import (
 )
 from cpuspec.evaluate.quality import compare, logits_of
 from cpuspec.sampling import log_softmax
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 from tests.backends.models import tiny
 from tools.make_tiny_model import make_tiny_gguf
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
 
-import cpuspec.chat_template
+import cpuspec.text.chat_template
 from tests.fuzz.drive import check
 
 SECONDS = 0.1  # less than in use: the time of a run, not what it can find, depends on it
@@ -176,12 +176,12 @@ def make_hostile(rng: random.Random) -> str:
 
 
 def render(template: str) -> str:
-    return cpuspec.chat_template.ChatTemplate(template, {"bos": "<s>"}).render(MESSAGES, True)
+    return cpuspec.text.chat_template.ChatTemplate(template, {"bos": "<s>"}).render(MESSAGES, True)
 
 
 def hostile(rng: random.Random, directory: Path) -> None:
     """A template renders, or is refused before it takes too much."""
-    cpuspec.chat_template._SECONDS_AT_LEAST = SECONDS
+    cpuspec.text.chat_template._SECONDS_AT_LEAST = SECONDS
     render(make_hostile(rng))
 
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from cpuspec.checkpoints import GgufVocabulary, HfTokenizerFiles, open_checkpoint
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
-from tests.test_tokenizer import SENTENCEPIECE, make_hf, make_vocabulary
+from tests.text.test_tokenizer import SENTENCEPIECE, make_hf, make_vocabulary
 from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_gguf
 
 VOCAB_SIZE = 1 << 16

@@ -28,7 +28,7 @@ from cpuspec.quantize.mixes import TYPES, choose
 from cpuspec.quantize.rounding import encode
 from cpuspec.quantize.store import Workspace
 from cpuspec.quantize.weights import Weights
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
 
 CODED = [name for name, row in FORMATS.items() if row.affine]

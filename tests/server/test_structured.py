@@ -14,12 +14,12 @@ import pytest
 from pydantic import BaseModel
 
 from cpuspec import LLM, SamplingParams
-from cpuspec.grammar import MOST_BYTES, GrammarConstraint
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import plain_pattern
 from cpuspec.server.model import ServedModel, Wanted
 from cpuspec.server.parsing import tool_format
 from cpuspec.server.structured import call_grammar
+from cpuspec.text import MOST_BYTES, GrammarConstraint
 from tests.server.asgi import application
 from tests.server.running import PATIENCE_S, Running, load, serving
 from tests.server.test_tools import TEMPLATE

@@ -14,7 +14,7 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.errors import TokenizerError
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.parsing import tool_format
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 from tests.server.running import PATIENCE_S, Running, load, serving, tiny_model
 from tools.make_tiny_model import CHAT_TEMPLATE, make_tiny_gguf, make_tiny_hf
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from cpuspec.config import SamplingParams
-from cpuspec.grammar import Grammars
 from cpuspec.sampling import Legal
 from cpuspec.sequence import Constraint, Sequence
 from cpuspec.speculation import round as round_module
@@ -19,6 +18,7 @@ from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.proposer import NullProposer, Proposer
 from cpuspec.speculation.round import speculate
 from cpuspec.speculation.verify import Verdict
+from cpuspec.text import Grammars
 from tests.oracles import ExactDraws, PieceTokenizer, enumerate_exactly, total_variation
 from tests.speculation.exact import SOURCE as DRAWS
 from tests.speculation.exact import TARGET, ExactContext, ExactSource, rational_row

@@ -11,7 +11,7 @@ from cpuspec import LLM
 from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
 from cpuspec.files import try_lock
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 from cpuspec.train.answers import AnswerPlan, Summary, header_path, make_answers, tokenizer_identity
 from tests.train.models import loaded, tiny
 

@@ -14,7 +14,7 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import ForwardBatch
-from cpuspec.tokenizer import make_tokenizer
+from cpuspec.text import make_tokenizer
 from cpuspec.train.answers import header_path
 from cpuspec.train.distill import DistillLoss, DistillTraining, Texts, read_answers
 from cpuspec.train.job import ModelJob, train_model

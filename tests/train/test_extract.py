@@ -16,7 +16,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.files import try_lock
 from cpuspec.model.batch import ForwardBatch
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 from cpuspec.train import extract as extracting
 from cpuspec.train.answers import header_path, tokenizer_identity
 from cpuspec.train.extract import Extractor, Summary, Text, extract, likeliest, read_layers, read_texts, usual_layers

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cpuspec.errors import ConfigError
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, make_tokenizer
 from cpuspec.train.prompts import function_prompts, in_turn, read_line_prompts, self_made, users_turn
 from tests.train.models import tiny
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cpuspec.errors import ConfigError
 from cpuspec.sampling import I64, Row, SparseRow
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from cpuspec.byte_pairs import BytePairs, Rank, merge_order
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.errors import TokenizerError
-from cpuspec.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from cpuspec.tokenizer_json import longest_replacement, quoted
-from cpuspec.tokenizer_parts import (
+from cpuspec.text.byte_pairs import BytePairs, Rank, merge_order
+from cpuspec.text.parts import (
     BYTE,
     CONTROL,
     HIDDEN,
@@ -35,6 +33,8 @@ from cpuspec.tokenizer_parts import (
     library_errors,
     shown_ids,
 )  # fmt: skip
+from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from cpuspec.text.tokenizer_json import longest_replacement, quoted
 
 _MOST_TOKENS = 1 << 24
 _MOST_GROWTH = 64  # characters that a table may make of one

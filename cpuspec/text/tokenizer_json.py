@@ -18,7 +18,7 @@ from typing import Any
 
 from cpuspec.errors import TokenizerError, in_one_line
 from cpuspec.files import read_file
-from cpuspec.pattern_cost import pattern_cost
+from cpuspec.text.pattern_cost import pattern_cost
 
 _MOST_BYTES = 1 << 26  # of one file; the largest in use has 33 MB
 _MOST_TOKENS = 1 << 24

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
-from cpuspec.sentencepiece_file import read_sentencepiece
-from cpuspec.tokenizer_gguf import gguf_parts
-from cpuspec.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text, read_tokenizer_json
-from cpuspec.tokenizer_parts import (
+from cpuspec.text.gguf_vocabulary import gguf_parts
+from cpuspec.text.parts import (
     CONTROL,
     HIDDEN,
     USER_DEFINED,
@@ -27,6 +25,8 @@ from cpuspec.tokenizer_parts import (
     library_errors,
     shown_ids,
 )
+from cpuspec.text.sentencepiece_file import read_sentencepiece
+from cpuspec.text.tokenizer_json import TokenizerJson, exists, quoted, read_json, read_text, read_tokenizer_json
 
 if TYPE_CHECKING:
     import tokenizers

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec import chat_template, template_worker
-from cpuspec.chat_template import ChatTemplate
 from cpuspec.checkpoints.checkpoint import GgufVocabulary
 from cpuspec.errors import TokenizerError
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, chat_template, make_tokenizer, template_worker
+from cpuspec.text.chat_template import ChatTemplate
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
 CONTROL += ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cpuspec.errors import TokenizerError, in_one_line
-from cpuspec.tokenizer_json import quoted
+from cpuspec.text.tokenizer_json import quoted
 
 # Token types of a GGUF vocabulary.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

@@ -21,7 +21,7 @@ from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.formats.tensor import U8
 from cpuspec.sampling import Legal
 from cpuspec.sequence import Constraint, shared_prefix
-from cpuspec.tokenizer import Tokenizer
+from cpuspec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

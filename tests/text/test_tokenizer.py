@@ -15,11 +15,10 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpuspec import byte_pairs, tokenizer_hf
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.errors import TokenizerError
-from cpuspec.pre_tokenizers import PRE_TOKENIZERS
-from cpuspec.tokenizer import Tokenizer, make_tokenizer
+from cpuspec.text import Tokenizer, byte_pairs, hf_vocabulary, make_tokenizer
+from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog; the fox doesn't care, and they'll say it's 1234 or 56.\n"
@@ -827,7 +826,7 @@ def test_a_hostile_tokenizer_json_is_refused_before_it_meets_a_text(tmp_path: Pa
 
 def test_a_text_grows_into_so_many_characters_at_most(tmp_path: Path, monkeypatch) -> None:
     """And an ordinary file's text may have any length."""
-    monkeypatch.setattr(tokenizer_hf, "_MOST_GROWN", 10_000)
+    monkeypatch.setattr(hf_vocabulary, "_MOST_GROWN", 10_000)
     grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 15}
     tokenizer = make(make_hf(tmp_path, normalizer=grow))
     assert tokenizer.encode("a" * 100) == slow_encode("b" * 1500, "qwen2")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary
 from cpuspec.errors import TokenizerError
-from cpuspec.tokenizer_gguf import gguf_parts
-from cpuspec.tokenizer_hf import hf_parts
-from cpuspec.tokenizer_json import quoted
-from cpuspec.tokenizer_parts import SURROGATE, Finder, Parts, library_errors
+from cpuspec.text.gguf_vocabulary import gguf_parts
+from cpuspec.text.hf_vocabulary import hf_parts
+from cpuspec.text.parts import SURROGATE, Finder, Parts, library_errors
+from cpuspec.text.tokenizer_json import quoted
 
 if TYPE_CHECKING:
-    from cpuspec.chat_template import ChatTemplate
+    from cpuspec.text.chat_template import ChatTemplate
 
 _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")  # what "surrogateescape" makes of bytes that are no UTF-8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -243,7 +243,7 @@ class Tokenizer:
         return self._encode_parsed(text.replace(mark, ""), healed)
 
     def _template(self, variables: Mapping[str, Any]) -> "ChatTemplate":
-        from cpuspec.chat_template import ChatTemplate
+        from cpuspec.text.chat_template import ChatTemplate
 
         if (source := self.chat_template_for(variables)) is None:
             raise TokenizerError("this model has no chat template; give it a raw prompt (--raw), or use an instruct model")
@@ -367,7 +367,7 @@ def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    from cpuspec.chat_template import ROLES
+    from cpuspec.text.chat_template import ROLES
 
     if not messages:
         raise TokenizerError("there are no messages; wanted at least one")

@@ -10,7 +10,7 @@ import pytest
 
 from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
-from cpuspec.grammar import GrammarConstraint, Grammars
+from cpuspec.text import GrammarConstraint, Grammars
 from tests.oracles import PieceTokenizer
 
 WORDS = ["ab", "abc", "na", "name", '":', '", "', '{"', " ", "1", "12", "the", "é", "true", "size"]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpuspec.errors import TokenizerError
-from cpuspec.pattern_cost import pattern_cost
-from cpuspec.pre_tokenizers import PRE_TOKENIZERS
+from cpuspec.text.pattern_cost import pattern_cost
+from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS
 
 # As tokenizer.json files of well-known models have them.
 _O200K = (
