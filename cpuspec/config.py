@@ -59,7 +59,9 @@ def _shown(value: object) -> str:
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    kind: "linear", "llama3", "yarn", or "factors" (explicit divisors, one per frequency, as GGUF's `rope_freqs`).
+    kind: "linear", "llama3", "yarn", "factors" (explicit divisors, one per frequency, as GGUF's `rope_freqs`), or "longrope": as
+    "factors", but `short_factors` in a context of at most `original_context_length` (`for_context`).
+    attention_factor: of cosines and sines; None for 1, or YaRN's own.
     """
 
     kind: str
@@ -71,10 +73,11 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3", "yarn", "factors"):
-            raise ConfigError(f"rope scaling {self.kind!r} is not supported; wanted linear, llama3, yarn or factors")
+        if self.kind not in ("linear", "llama3", "yarn", "factors", "longrope"):
+            raise ConfigError(f"rope scaling {self.kind!r} is not supported; wanted linear, llama3, yarn, factors or longrope")
         numbers = {"factor": self.factor}
         if self.kind == "llama3":
             numbers |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
@@ -87,16 +90,29 @@ class RopeScaling:
             self._check("low_freq_factor", self.low_freq_factor, ordered, f"less than high_freq_factor {self.high_freq_factor}")
         if self.kind == "yarn":
             self._check("beta_slow", self.beta_slow, self.beta_slow < self.beta_fast, f"less than beta_fast {self.beta_fast}")
+        if self.kind in ("yarn", "factors", "longrope"):
             # It multiplies every cosine and sine, so that logits of attention grow with its square.
             sound = self.attention_factor is None or _fits(partial(number, low=1e-3, high=100), self.attention_factor)
             self._check("attention_factor", self.attention_factor, sound, "a number from 0.001 to 100")
-        if self.kind in ("llama3", "yarn"):
+        if self.kind in ("llama3", "yarn", "longrope"):
             length = self.original_context_length
             sound = _fits(partial(whole, low=1, high=_LONGEST_CONTEXT), length)
             self._check("original_context_length", length, sound, f"an integer from 1 to {_LONGEST_CONTEXT}")
-        for i, value in enumerate(self.factors):
+        if self.kind == "longrope":
+            same = len(self.short_factors) == len(self.factors)
+            self._check("short_factors", f"{len(self.short_factors)} numbers", same, f"{len(self.factors)}, as of the long ones")
+        for i, value in enumerate((*self.factors, *self.short_factors)):
             # Some files give pairs that are not to turn a factor like 1e30.
             self._check(f"factors[{i}]", value, _fits(partial(number, low=1e-6, high=1e38), value), "a number from 1e-6 to 1e38")
+
+    def for_context(self, length: int) -> "RopeScaling":
+        """The scaling in a context of `length` tokens, which alone chooses: whoever chose by the tokens that are there would find
+        keys in the cache that were turned by other factors.
+        """
+        if self.kind != "longrope":
+            return self
+        factors = self.factors if length > self.original_context_length else self.short_factors
+        return RopeScaling("factors", attention_factor=self.attention_factor, factors=factors)
 
     def _check(self, name: str, value: object, sound: bool, wanted: str) -> None:
         if not sound:
@@ -107,11 +123,15 @@ class RopeScaling:
 class Rope:
     """One set of rotary positions: the base of their frequencies, how these are scaled, and how many dimensions of a head turn, the
     first ones; 0 for all.
+
+    growth: b in 1 + b ln(1 + floor(position / growth_length)), a factor of the heads that are turned; 0 for none.
     """
 
     base: float = 10000.0
     scaling: RopeScaling | None = None
     dims: int = 0
+    growth: float = 0.0
+    growth_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,15 +215,19 @@ class ModelConfig:
     """Shape and flags of one decoder-only transformer: everything that a forward needs besides the weights.
 
     architecture: the name of its family; nothing is computed by it.
-    norms: where a branch (attention, MLP) has RMS norms: "before", "after" (of its output) or "both".
-    activation: of the gate in the MLP, "silu" or "gelu_tanh".
+    norms: where a branch (attention, MLP) has norms: "before", "after" (of its output) or "both". norm_kind: "rms", or "layer"
+    (mean and variance); norm_bias: whether those have biases.
+    activation: of the gate in the MLP, "silu" or "gelu_tanh". gated: whether there is one; else it is of the MLP's inside itself.
+    mlp_bias: whether its matrices have biases. parallel: attention and MLP read the same norm, and are both added to its input.
     embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c * tanh(x / c) for attention scores and for logits; 0 for none.
     head: how it begins and ends if it is a head, a draft model that takes its target's hidden states; None for other models.
     layer_windows: for each layer how many last positions a row sees, its own included, 0 for all; empty for all in every layer.
     layer_ropes: for each layer "global" (`rope_base`, `rope_scaling`), "local" (`local_rope_base`) or "none", which rotates
     nothing; empty for "global" in every layer. rope_dims: how many dimensions of a head are rotated, 0 for all.
-    norm_spans: what the norms of queries and keys (`qk_norm`) are over, each "head" or the "row" of all heads.
+    norm_spans: what the norms of queries and keys (`qk_norm`) are over, each "head" or the "row" of all heads. rotates_first: they
+    follow the rotation.
+    query_growth, query_growth_length: of `Rope`, for queries alone.
     experts: of layers with a mixture; None for no such layer. layer_experts: for each layer whether it has them instead of a dense
     part of `intermediate_size`; empty for all layers. shared_size: of a dense part that rows go through beside their experts, 0 for
     none; shared_gate: whether the sigmoid of a row's product with a vector weighs it.
@@ -244,12 +268,21 @@ class ModelConfig:
     shared_gate: bool = False
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    norm_kind: str = "rms"
+    norm_bias: bool = False
+    gated: bool = True
+    mlp_bias: bool = False
+    parallel: bool = False
+    rotates_first: bool = False
+    query_growth: float = 0.0
+    query_growth_length: int = 0
 
     def __post_init__(self) -> None:
         choices = {
             "norms": ("before", "after", "both"),
             "activation": ("silu", "gelu_tanh"),
             "norm_spans": ("head", "row"),
+            "norm_kind": ("rms", "layer"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -287,9 +320,10 @@ class ModelConfig:
             value = getattr(self, name)
             if not (value is None and name == "query_scale") and not _fits(partial(number, low=lowest, high=1e6), value):
                 raise ConfigError(f"{name} is {_shown(value)}, wanted a number from {lowest} to 1e6")
+        self._check_combinations()
         scaling = self.rope_scaling
         turned = self.rope_dims or self.head_dim
-        if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != turned // 2:
+        if scaling is not None and scaling.kind in ("factors", "longrope") and len(scaling.factors) != turned // 2:
             raise ConfigError(f"rope factors must be half of {turned} dimensions, got {len(scaling.factors)} numbers")
         for name in ("layer_windows", "layer_ropes", "layer_experts"):
             per_layer = getattr(self, name)
@@ -300,6 +334,24 @@ class ModelConfig:
                 raise ConfigError(f"layer_windows must be integers from 0 to {_LONGEST_CONTEXT}, got {_shown(window)}")
         if unknown := set(self.layer_ropes) - {"global", "local", "none"}:
             raise ConfigError(f"layer_ropes are global, local or none, got {_shown(min(unknown))}")
+
+    def _check_combinations(self) -> None:
+        if self.norm_kind == "layer" and (self.norms != "before" or self.qk_norm or self.experts):
+            raise ConfigError('norm_kind "layer" is supported for norms before dense branches; wanted rms for any other')
+        if self.norm_bias and self.norm_kind != "layer":
+            raise ConfigError('norm_bias needs norm_kind "layer"')
+        if (self.parallel or not self.gated) and (self.experts or self.head):
+            raise ConfigError("parallel branches and an MLP without a gate are supported in dense models that are no heads")
+        if self.parallel and self.norms != "before":
+            raise ConfigError('parallel branches read one norm; wanted norms "before"')
+        if self.rotates_first and (self.norm_spans != "head" or not self.qk_norm):
+            raise ConfigError("rotates_first needs norms of the heads of queries and keys")
+        length = self.query_growth_length
+        if not _fits(partial(number, low=0, high=100), self.query_growth) or (
+            self.query_growth and not _fits(partial(whole, low=1, high=_LONGEST_CONTEXT), length)
+        ):
+            growth = f"query_growth {_shown(self.query_growth)} over {_shown(length)} tokens"
+            raise ConfigError(f"{growth}; wanted a number from 0 to 100 over 1 to {_LONGEST_CONTEXT}")
 
     @property
     def takes_hidden(self) -> bool:

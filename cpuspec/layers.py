@@ -4,7 +4,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,10 @@ Shape = tuple[int, ...]
 class Attention:
     """Attention of `heads` queries over `kv_heads` keys and values of `dims` numbers each.
 
-    window: how many last tokens of its path a row sees, its own included; None for all. rope: None where nothing is rotated.
+    window: how many last tokens of its path a row sees, its own included; None for all. rope: of keys, None where nothing is
+    rotated. query_rope: of queries.
     scale: factor of scores. softcap: c in c * tanh(x / c) for scores, 0 for none. norm: what RMS norms of queries and keys are
-    over, each "head" or the "row" of all heads; "" for none.
+    over, each "head" or the "row" of all heads; "" for none. rotates_first: they follow the rotation.
     """
 
     heads: int
@@ -35,12 +36,15 @@ class Attention:
     norm: str
     qkv_bias: bool
     o_bias: bool
+    query_rope: Rope | None
+    rotates_first: bool
 
 
 @dataclass(frozen=True)
 class FeedForward:
     """activation(gate x) * (up x), times `down`: of the dense part (size 0 for none), and of the experts beside it.
 
+    gated: whether there is a gate; else the middle is activation(up x). bias: whether the matrices have biases.
     A dense part beside experts is a shared one; is_gated: whether the sigmoid of a row's product with a vector weighs it.
     """
 
@@ -48,17 +52,25 @@ class FeedForward:
     size: int
     experts: Experts | None = None
     is_gated: bool = False
+    gated: bool = True
+    bias: bool = False
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. normed_before, normed_after: whether branches have RMS norms of their inputs, and of their outputs."""
+    """One layer.
+
+    normed_before, normed_after: whether branches have norms of their inputs, and of their outputs. norm_bias: whether those have
+    biases. parallel: both branches read one norm and are added to its input.
+    """
 
     index: int
     mixer: Attention
     feed: FeedForward
     normed_before: bool
     normed_after: bool
+    norm_bias: bool = False
+    parallel: bool = False
 
     def weight(self, part: str) -> str:
         """The canonical name of one of its tensors."""
@@ -79,8 +91,10 @@ class Layer:
             found |= (
                 {"q_norm": (mixer.dims,), "k_norm": (mixer.dims,)} if mixer.norm == "head" else {"q_norm": (q,), "k_norm": (kv,)}
             )
-        if self.normed_before:
+        if self.normed_before and not self.parallel:
             found["mlp_norm"] = (hidden,)
+        if self.norm_bias:
+            found |= {f"{name}_bias": (hidden,) for name in ("attn_norm", "mlp_norm") if name in found}
         if experts:
             of_all, size = (experts.count,), experts.size
             found["router"] = (*of_all, hidden)
@@ -93,11 +107,11 @@ class Layer:
                 found["expert_down_bias"] = (*of_all, hidden)
         if feed.size:
             prefix = "shared_" if experts else ""
-            found |= {
-                f"{prefix}gate": (feed.size, hidden),
-                f"{prefix}up": (feed.size, hidden),
-                f"{prefix}down": (hidden, feed.size),
-            }
+            if feed.gated:
+                found[f"{prefix}gate"] = (feed.size, hidden)
+            found |= {f"{prefix}up": (feed.size, hidden), f"{prefix}down": (hidden, feed.size)}
+            if feed.bias:
+                found |= {f"{part}_bias": found[part][:1] for part in ("gate", "up", "down") if part in found}
             if feed.is_gated:
                 found["shared_weight"] = (1, hidden)
         if self.normed_after:
@@ -118,25 +132,31 @@ def rotary_order(dims: int, turned: int, neighbours: bool) -> I32:
 def layers_of(config: ModelConfig) -> list[Layer]:
     """The layers of a model, first to last."""
     c = config
+    scaling = c.rope_scaling and c.rope_scaling.for_context(c.context_length)
     ropes = {
-        "global": Rope(c.rope_base, c.rope_scaling, c.rope_dims),
+        "global": Rope(c.rope_base, scaling, c.rope_dims),
         "local": Rope(c.local_rope_base, None, c.rope_dims),
         "none": None,
     }
     windows = c.layer_windows or (0,) * c.num_layers
     kinds = c.layer_ropes or ("global",) * c.num_layers
     mixtures = c.layer_experts or (c.experts is not None,) * c.num_layers
-    dense = FeedForward(c.activation, c.intermediate_size)
+    dense = FeedForward(c.activation, c.intermediate_size, gated=c.gated, bias=c.mlp_bias)
     mixture = FeedForward(c.activation, c.shared_size, c.experts, c.shared_gate)
     scale = 1 / math.sqrt(c.head_dim) if c.query_scale is None else c.query_scale
     norm = c.norm_spans if c.qk_norm else ""
 
     def mixer(i: int) -> Attention:
+        rope = ropes[kinds[i]]
+        of_queries = rope and replace(rope, growth=c.query_growth, growth_length=c.query_growth_length)
         return Attention(
-            c.num_heads, c.num_kv_heads, c.head_dim, windows[i] or None, ropes[kinds[i]], scale, c.attention_softcap, norm,
-            c.qkv_bias, c.o_bias,
+            c.num_heads, c.num_kv_heads, c.head_dim, windows[i] or None, rope, scale, c.attention_softcap, norm,
+            c.qkv_bias, c.o_bias, of_queries, c.rotates_first,
         )  # fmt: skip
 
     return [
-        Layer(i, mixer(i), mixture if mixtures[i] else dense, c.norms != "after", c.norms != "before") for i in range(c.num_layers)
+        Layer(
+            i, mixer(i), mixture if mixtures[i] else dense, c.norms != "after", c.norms != "before", c.norm_bias, c.parallel
+        )  # fmt: skip
+        for i in range(c.num_layers)
     ]

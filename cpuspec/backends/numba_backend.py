@@ -389,10 +389,11 @@ class _Routing:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Room for rows of numbers, f32 [max_rows, features padded to whole groups]; with `up`, activation(numbers) * up."""
+    """Room for rows of numbers, f32 [max_rows, features padded to whole groups]; of a gate activation(numbers), times `up`."""
 
     numbers: F32
     up: F32 | None = None
+    is_gate: bool = False
 
 
 class _Writer:
@@ -474,13 +475,12 @@ class _Writer:
     def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows, v: _Rows) -> None:
         """Rotate queries, if there are any, and keys, and append keys and values."""
         mixer = layer.mixer
-        if mixer.rope is not None and mixer.rope not in self.ropes:
-            self.ropes.append(mixer.rope)
         operands = {
             "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.index,
             "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(self._vectors.get(layer.weight("k_norm"))),
             "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": self._config.norm_eps, "scale": mixer.scale,
-            "rotation": layout.NO_ROTATION if mixer.rope is None else self.ropes.index(mixer.rope),
+            "rotation": self._rotation(mixer.rope), "q_rotation": self._rotation(mixer.query_rope if q else None),
+            "norm_last": mixer.rotates_first,
             "append": kv_rows.append_kernel(self._kv_format), "hadamard": self._hadamard,
             "centres": _at(self._centres.get(layer.index)),
         }  # fmt: skip
@@ -488,6 +488,15 @@ class _Writer:
             operands |= {"queries": _at(q.numbers), "q_stride": q.numbers.strides[0]}
             operands["q_norm"] = _at(self._vectors.get(layer.weight("q_norm")))
         self.operations.append(("rotate", operands))
+
+    def _rotation(self, rope: Rope | None) -> int:
+        """The number of a table of cosines and sines."""
+        if rope is None:
+            return layout.NO_ROTATION
+        if rope not in self.ropes:
+            assert len(self.ropes) < layout.NUM_ROTATIONS, "keys of two kinds of layers, and their queries"
+            self.ropes.append(rope)
+        return self.ropes.index(rope)
 
     def attention(self, layer: Layer, q: _Rows, k: _Rows, v: _Rows) -> _Rows:
         mixer = layer.mixer
@@ -507,8 +516,8 @@ class _Writer:
         self.operations.append(("attend", attend))
         return _Rows(out)
 
-    def gate(self, gate: _Rows, up: _Rows) -> _Rows:
-        return _Rows(gate.numbers, up.numbers)
+    def gate(self, gate: _Rows, up: _Rows | None) -> _Rows:
+        return _Rows(gate.numbers, None if up is None else up.numbers, is_gate=True)
 
     def add(self, x: _Rows, branch: _Rows, name: str, norm: str | None) -> _Rows:
         scale = self._config.residual_scale
@@ -625,11 +634,15 @@ class _Writer:
 
     def _prepare(self, x: _Rows, norm: str | None, features: int, to: Mapping[str, U8]) -> dict[str, Any]:
         """Rows to activations. to: where they go, by their order."""
-        c, kind = self._config, pointwise.PLAIN if norm is None else pointwise.NORM
-        if x.up is not None:
-            kind = {"silu": pointwise.SILU, "gelu_tanh": pointwise.GELU}[c.activation]
+        c, kind, other = self._config, pointwise.PLAIN if norm is None else pointwise.NORM, x.up
+        if x.is_gate:
+            kinds = {"silu": (pointwise.SILU, pointwise.SILU_ALONE), "gelu_tanh": (pointwise.GELU, pointwise.GELU_ALONE)}
+            kind = kinds[c.activation][x.up is None]
+        elif norm is not None and c.norm_kind == "layer":
+            kind = pointwise.LAYER_NORM
+            other = self._vectors[norm + "_bias"] if c.norm_bias else self._rows("no bias", features, 1)
         return {
-            "kind": kind, "rows": _at(x.numbers), "other": _at(x.up), "stride": x.numbers.strides[0], "eps": c.norm_eps,
+            "kind": kind, "rows": _at(x.numbers), "other": _at(other), "stride": x.numbers.strides[0], "eps": c.norm_eps,
             "weight": 0 if norm is None else _at(self._vectors[norm]), "features": features,
             **{order: _at(room) for order, room in to.items()},
         }  # fmt: skip

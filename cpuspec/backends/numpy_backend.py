@@ -153,21 +153,21 @@ class Forward:
 
     def rotate(self, layer: Layer, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries [T, H, D] and keys [T, G, D]. Pairs (i, i + D/2) turn by the row's position (arXiv 2104.09864)."""
-        return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
+        return self._rotated(layer, q, "q_norm", layer.mixer.query_rope), self._rotated(layer, k, "k_norm", layer.mixer.rope)
 
-    def _rotated(self, layer: Layer, x: Array, norm: str) -> Array:
+    def _rotated(self, layer: Layer, x: Array, norm: str, rope: Rope | None) -> Array:
         mixer = layer.mixer
         if mixer.norm == "row":
             x = self.norm(x, layer.weight(norm))
         heads = x.reshape(len(x), -1, mixer.dims)
-        if mixer.norm == "head":
+        if mixer.norm == "head" and not mixer.rotates_first:
             heads = self.norm(heads, layer.weight(norm))
-        if mixer.rope is None:
-            return heads
-        if mixer.rope not in self._rotations:
-            cos, sin = rope_table(mixer.rope, mixer.dims, self._batch.positions)
-            self._rotations[mixer.rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
-        return _turned(heads, *self._rotations[mixer.rope])
+        if rope is not None:
+            if rope not in self._rotations:
+                cos, sin = rope_table(rope, mixer.dims, self._batch.positions)
+                self._rotations[rope] = cos.astype(self._model.dtype)[:, None], sin.astype(self._model.dtype)[:, None]
+            heads = _turned(heads, *self._rotations[rope])
+        return self.norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
     def attention(self, layer: Layer, q: Array, k: Array, v: Array) -> Array:
         """Scores are q k^T times the query scale, under the softcap if the model has one."""
@@ -188,7 +188,7 @@ class Forward:
         return out
 
     def append(self, layer: Layer, k: Array, v: Array) -> None:
-        self._append(layer, self._rotated(layer, k, "k_norm"), v)
+        self._append(layer, self._rotated(layer, k, "k_norm", layer.mixer.rope), v)
 
     def _append(self, layer: Layer, k: Array, v: Array) -> None:
         v, batch = v.reshape(len(v), -1, layer.mixer.dims), self._batch
@@ -200,11 +200,13 @@ class Forward:
                 given = new[start:end].astype(np.float32, copy=False)
                 held[layer.index, prefix : prefix + end - start] = remembered(self._model.kv_format, given)
 
-    def gate(self, gate: Array, up: Array) -> Array:
+    def gate(self, gate: Array, up: Array | None) -> Array:
         if self._config.activation == "silu":
-            return gate / (1 + np.exp(-gate)) * up
-        inner = self._number(math.sqrt(2 / math.pi)) * (gate + self._number(0.044715) * gate**3)
-        return self._number(0.5) * gate * (1 + np.tanh(inner)) * up
+            active = gate / (1 + np.exp(-gate))
+        else:
+            inner = self._number(math.sqrt(2 / math.pi)) * (gate + self._number(0.044715) * gate**3)
+            active = self._number(0.5) * gate * (1 + np.tanh(inner))
+        return active if up is None else active * up
 
     def add(self, x: Array, branch: Array, name: str, norm: str | None) -> Array:
         return x + self._residual(self.norm(self.linear(branch, name), norm))
@@ -252,11 +254,15 @@ class Forward:
         return np.asarray(value, self._model.dtype)
 
     def norm(self, x: Array, name: str | None) -> Array:
-        """RMS norm over the last axis (arXiv 1910.07467)."""
+        """RMS norm over the last axis (arXiv 1910.07467), or layer norm (arXiv 1607.06450)."""
         if name is None:
             return x
+        if self._config.norm_kind == "layer":
+            x = x - x.mean(axis=-1, keepdims=True)
         scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self._number(self._config.norm_eps))
-        return x * scale * self._model.weights[name]
+        normed = x * scale * self._model.weights[name]
+        bias = self._model.weights.get(name + "_bias")
+        return normed if bias is None else normed + bias
 
     def linear(self, x: Array, name: str, expert: int | None = None) -> Array:
         """expert: whose matrix of those of all it is."""

@@ -176,10 +176,26 @@ class _Writer:
         if mixer.norm == "row":
             q, k = (self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
         q, k = self._heads(q), self._heads(k)
-        if mixer.norm == "head":
+        if mixer.norm == "head" and not mixer.rotates_first:
             q, k = (self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
-        if mixer.rope is None:
-            return q, k
+        if mixer.rope is not None:
+            q, k = self._turned(layer, q, k)
+        if mixer.query_rope is not None and mixer.query_rope.growth:
+            q = self._node("Mul", q, self._growth(mixer.query_rope))
+        if mixer.rotates_first:
+            q, k = (self._norm(x, norm) for x, norm in zip((q, k), norms, strict=True))
+        return q, k
+
+    def _growth(self, rope: Rope) -> str:
+        """The factor of the rows' queries by their positions (`model.rope.growth`), [rows, 1, 1]."""
+        positions = self._node("Unsqueeze", self._node("Cast", "positions", to=self._types.FLOAT), self._integers(1, 2))
+        spans = self._node("Floor", self._node("Div", positions, self._number(rope.growth_length)))
+        logs = self._node("Log", self._node("Add", spans, self._number(1)))
+        return self._node("Add", self._scaled(logs, rope.growth), self._number(1))
+
+    def _turned(self, layer: Layer, q: str, k: str) -> tuple[str, str]:
+        mixer = layer.mixer
+        assert mixer.rope is not None, "the layer rotates"
         cos, sin = self._rotations(mixer.rope)
         x = self._node("Concat", q, k, axis=1)
         first, second = self._split(x, self._integers(mixer.dims // 2, mixer.dims // 2), axis=2)
@@ -207,10 +223,12 @@ class _Writer:
         out = self._node("Reshape", out, self._integers(c.num_kv_heads, queries, -1, c.head_dim))
         return self._node("Reshape", self._node("Transpose", out, perm=[2, 0, 1, 3]), self._integers(-1, c.num_heads * c.head_dim))
 
-    def gate(self, gate: str, up: str) -> str:
+    def gate(self, gate: str, up: str | None) -> str:
         if self._config.activation == "silu":
-            return self._node("Mul", self._node("Mul", gate, self._node("Sigmoid", gate)), up)
-        return self._node("Mul", self._node("Gelu", gate, approximate="tanh"), up)
+            active = self._node("Mul", gate, self._node("Sigmoid", gate))
+        else:
+            active = self._node("Gelu", gate, approximate="tanh")
+        return active if up is None else self._node("Mul", active, up)
 
     def add(self, x: str, branch: str, name: str, norm: str | None) -> str:
         return self._node("Add", x, self._scaled(self._norm(self._linear(branch, name), norm), self._config.residual_scale))
@@ -327,9 +345,12 @@ class _Writer:
         return self._node("Reshape", x, self._integers(0, -1, self._config.head_dim))
 
     def _norm(self, x: str, name: str | None) -> str:
-        """RMS norm over the last axis, in the operators that runtimes fuse."""
+        """RMS norm over the last axis, in the operators that runtimes fuse; or layer norm."""
         if name is None:
             return x
+        if self._config.norm_kind == "layer":
+            bias = [self._vector(name + "_bias")] if name + "_bias" in self._tensors else []
+            return self._node("LayerNormalization", x, self._vector(name), *bias, axis=-1, epsilon=self._config.norm_eps)
         mean = self._node("ReduceMean", self._node("Pow", x, self._number(2)), self._integers(-1), keepdims=1)
         root = self._node("Sqrt", self._node("Add", mean, self._number(self._config.norm_eps)))
         return self._node("Mul", self._node("Div", x, root), self._vector(name))

@@ -25,7 +25,7 @@ from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
-from cpuspec.config import EngineConfig, Experts, ModelConfig
+from cpuspec.config import EngineConfig, Experts, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format
@@ -129,7 +129,8 @@ class TorchBackend:
         self._kv_layout = KV_LAYOUTS[kv_format.name]
         self._embed = checkpoint.tensors["embed"]  # stays where the file is: a forward wants a few rows of it
         layers = layers_of(self.config)
-        self._ropes = {layer.mixer.rope for layer in layers if layer.mixer.rope is not None}
+        ropes = {rope for layer in layers for rope in (layer.mixer.rope, layer.mixer.query_rope)}
+        self._ropes = [rope for rope in ropes if rope is not None]
         self._windows = {layer.mixer.window for layer in layers}
         tensors = weight_tensors(checkpoint, casts, lambda tensor, format: Cast(tensor, format, recode))
         del tensors["embed"]
@@ -289,18 +290,18 @@ class _Forward:
 
     def rotate(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, H, D] and keys [T, G, D]."""
-        return self._rotated(layer, q, "q_norm"), self._rotated(layer, k, "k_norm")
+        return self._rotated(layer, q, "q_norm", layer.mixer.query_rope), self._rotated(layer, k, "k_norm", layer.mixer.rope)
 
-    def _rotated(self, layer: Layer, x: Tensor, norm: str) -> Tensor:
+    def _rotated(self, layer: Layer, x: Tensor, norm: str, rope: Rope | None) -> Tensor:
         mixer = layer.mixer
         if mixer.norm == "row":
             x = self._norm(x, layer.weight(norm))
         heads = x.unflatten(1, (-1, mixer.dims))
-        if mixer.norm == "head":
+        if mixer.norm == "head" and not mixer.rotates_first:
             heads = self._norm(heads, layer.weight(norm))
-        if mixer.rope is None:
-            return heads
-        return _rotate(heads, self._tensors["cos", mixer.rope], self._tensors["sin", mixer.rope])
+        if rope is not None:
+            heads = _rotate(heads, self._tensors["cos", rope], self._tensors["sin", rope])
+        return self._norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
     def attention(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, v = self._heads.turned(q * layer.mixer.scale), v.unflatten(1, (-1, layer.mixer.dims))
@@ -308,13 +309,14 @@ class _Forward:
         return torch.cat([self._attend(layer, b, q[p.rows], k[p.rows], v[p.rows]) for b, p in enumerate(self._step.parts)])
 
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        k, v = self._heads.kept(layer, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, layer.mixer.dims)))
+        k, v = self._heads.kept(layer, self._rotated(layer, k, "k_norm", layer.mixer.rope), v.unflatten(1, (-1, layer.mixer.dims)))
         for b, part in enumerate(self._step.parts):
             part.storage.append(layer.index, self._tensors["at", b], k[part.rows], v[part.rows])
 
-    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+    def gate(self, gate: Tensor, up: Tensor | None) -> Tensor:
         silu = self._config.activation == "silu"
-        return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
+        active = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
+        return active if up is None else active * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
         return x + self._norm(self.linear(branch, name), norm) * self._config.residual_scale
@@ -345,9 +347,12 @@ class _Forward:
         return _softcapped(logits, self._config.logit_softcap)
 
     def _norm(self, x: Tensor, name: str | None) -> Tensor:
-        """RMS norm over the last axis (arXiv 1910.07467)."""
+        """RMS norm over the last axis (arXiv 1910.07467), or layer norm (arXiv 1607.06450)."""
         if name is None:
             return x
+        if self._config.norm_kind == "layer":
+            bias = self._vectors.get(name + "_bias")
+            return functional.layer_norm(x, x.shape[-1:], self._vectors[name], bias, self._config.norm_eps)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._config.norm_eps) * self._vectors[name]
 
     def linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:

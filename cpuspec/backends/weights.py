@@ -48,7 +48,9 @@ def weight_tensors(
     if config.tied_embeddings:
         tensors["output"] = tensors["embed"]
     if config.logit_scale != 1:  # the norm before the logits is the one thing that nothing else reads
-        tensors["norm"] = QuantTensor.encode(f32, tensors["norm"].dequantize() * np.float32(config.logit_scale))
+        for name in ("norm", "norm_bias"):
+            if name in tensors:
+                tensors[name] = QuantTensor.encode(f32, tensors[name].dequantize() * np.float32(config.logit_scale))
     for name, tensor in tensors.items():
         # A router chooses: a step of its inputs may change an expert, so it is multiplied with numbers as they are.
         if name.endswith(".router") and tensor.format is not f32:

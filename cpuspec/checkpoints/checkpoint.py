@@ -123,6 +123,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden)}
     if config.head is None or config.head.final_norm:
         shapes["norm"] = (hidden,)
+        if config.norm_bias:
+            shapes["norm_bias"] = (hidden,)
     if not config.tied_embeddings:
         shapes["output"] = (config.num_logits, hidden)
     for layer in layers_of(config):

@@ -48,7 +48,7 @@ TASK = _record(
 )
 
 ROTATION = _words("cosines", "sines")  # f32 [positions, D/2] each
-NUM_ROTATIONS, NO_ROTATION = 2, -1
+NUM_ROTATIONS, NO_ROTATION = 4, -1
 
 # A pair of a row and one of its experts (`experts`), and where its activations lie: in the block that begins at a pair.
 PAIR = _words("row", "block", "block_rows")
@@ -114,7 +114,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
         "prepare": _record(
             kind=_I64,  # of `pointwise`
             rows=_I64,
-            other=_I64,
+            other=_I64,  # rows, or the bias of a layer norm
             stride=_I64,
             weight=_I64,
             order=_I64,  # int32 [features, padded]: the input of each place, 0 where they are in order
@@ -137,7 +137,9 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             eps=_F32,
             scale=_F32,  # of queries
             **dict.fromkeys(("heads", "kv_heads", "dims", "layer", "append"), _I64),
-            rotation=_I64,  # number of the table, or NO_ROTATION
+            rotation=_I64,  # of keys: number of the table, or NO_ROTATION
+            q_rotation=_I64,  # of queries
+            norm_last=_I64,  # not 0: norms follow the rotation
             centres=_I64,  # of keys, f32 [kv_heads][dims] (`backends.weights.key_centres`), or 0
             hadamard=_I64,  # of `formats.kv.hadamard_size`, for queries, keys and values
         ),

@@ -17,6 +17,7 @@ from cpuspec.kernels.ops import Ops
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
 from cpuspec.kernels.pointwise import (
+    LAYER_NORM,
     add_normed,
     cap_numbers,
     hadamard_head,
@@ -73,7 +74,7 @@ def _prepare(op, state, threads, item):
     part = part_of_row(features, parts)
     place, first = item // parts, item % parts * part
     row = state.logit_rows[place] if op.select != 0 else place
-    source, other = op.rows + row * op.stride, op.other + row * op.stride
+    source, other = op.rows + row * op.stride, op.other + row * op.stride if op.kind != LAYER_NORM else op.other
     block, block_rows = place // BLOCK_ROWS * BLOCK_ROWS, rows_of_block(place, rows)
     if op.used != 0:
         pair = state.pairs[place]
@@ -196,18 +197,19 @@ def _rotate(op, state, item):
     heads, kv_heads, dims = op.heads, op.kv_heads, op.dims
     row, head = item // (heads + kv_heads), item % (heads + kv_heads)
     cosines = sines = 0
-    if op.rotation >= 0:
-        table, turn = state.rotations[op.rotation], state.positions[row] * dims * 2
+    rotation = op.q_rotation if head < heads else op.rotation
+    if rotation >= 0:
+        table, turn = state.rotations[rotation], state.positions[row] * dims * 2
         cosines, sines = table.cosines + turn, table.sines + turn
     if head < heads:
         query = op.queries + row * op.q_stride + head * dims * 4
-        rotate_head(query, dims, cosines, sines, op.q_norm, op.eps, op.scale)
+        rotate_head(query, dims, cosines, sines, op.q_norm, op.norm_last, op.eps, op.scale)
         if op.hadamard != 0:
             hadamard_head(query, dims, op.hadamard)
     else:
         head -= heads
         key, value = op.keys + row * op.k_stride + head * dims * 4, op.values + row * op.v_stride + head * dims * 4
-        rotate_head(key, dims, cosines, sines, op.k_norm, op.eps, simd.to_float(1))
+        rotate_head(key, dims, cosines, sines, op.k_norm, op.norm_last, op.eps, simd.to_float(1))
         if op.centres != 0:
             subtract(key, op.centres + 4 * head * dims, dims)
         if op.hadamard != 0:

@@ -24,7 +24,7 @@ _INT8_RECORD, _INT16_RECORD, _BF16_RECORD = ORDERS["int8"], ORDERS["int16"], ORD
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
 
 # What `prepare_row` does before it writes activations.
-PLAIN, NORM, SILU, GELU = range(4)
+PLAIN, NORM, SILU, GELU, LAYER_NORM, SILU_ALONE, GELU_ALONE = range(7)
 
 
 @compiled
@@ -110,6 +110,26 @@ def _norm_factor(row, features, eps):
 
 
 @compiled
+def _mean_and_factor(row, features, eps):
+    """The mean of a padded row, and 1 / its standard deviation, each in every lane."""
+    whole = features // simd.LANES * simd.LANES
+    total = simd.splat_f32(0.0)
+    for at in range(row, row + features * 4, 64):
+        total = total + simd.load_f32(at)
+    mean = simd.sum_lanes(total) / simd.to_float(features)
+    squares = simd.splat_f32(0.0)
+    for at in range(row, row + whole * 4, 64):
+        x = simd.load_f32(at) - simd.splat_f32(mean)
+        squares = simd.fma(x, x, squares)
+    of_all = simd.sum_lanes(squares)
+    for at in range(row + whole * 4, row + features * 4, 4):
+        rest = simd.peek_f32(at) - mean
+        of_all = simd.fma_f32(rest, rest, of_all)
+    factor = simd.to_float(1) / simd.sqrt_f32(of_all / simd.to_float(features) + eps)
+    return simd.splat_f32(mean), simd.splat_f32(factor)
+
+
+@compiled
 def add_normed(row, branch, weight, eps, features, factor):
     """In place: row + factor * branch / rms(branch) * weight, or row + factor * branch where weight is 0. All are padded with zeros
     to whole vectors.
@@ -149,7 +169,7 @@ def _numbers(row, order, at):
 
 
 @inlined
-def _prepared(kind, row, other, weight, order, scale, at):
+def _prepared(kind, row, other, weight, order, scale, mean, at):
     """Sixteen prepared numbers at byte offset `at` of the row's order."""
     x = _numbers(row, order, at)
     if kind == NORM:
@@ -158,6 +178,12 @@ def _prepared(kind, row, other, weight, order, scale, at):
         return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x)) * _numbers(other, order, at)
     if kind == GELU:
         return _gelu(x) * _numbers(other, order, at)
+    if kind == LAYER_NORM:
+        return simd.fma((x - mean) * scale, _numbers(weight, order, at), _numbers(other, order, at))
+    if kind == SILU_ALONE:
+        return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x))
+    if kind == GELU_ALONE:
+        return _gelu(x)
     return x
 
 
@@ -165,17 +191,20 @@ def _prepared(kind, row, other, weight, order, scale, at):
 def prepare_row(kind, row, other, weight, order, eps, features, first, end, int8, int16, f32, bf16, rounded, place, block_rows):
     """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
 
-    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other. int8 to rounded: address of the row's block
+    kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other; LAYER_NORM (x - mean(x)) / deviation(x) *
+    weight + other; SILU_ALONE silu(x); GELU_ALONE gelu(x). int8 to rounded: address of the row's block
     in that order, 0 where it is not wanted; place: the row's place in its block of block_rows. Rows, others and weights are padded
     with zeros to whole groups. order: address of int32 indices, padded likewise with their own, where a matrix has the inputs in
     another order; else 0.
     """
-    scale = simd.splat_f32(1.0)
+    scale, mean = simd.splat_f32(1.0), simd.splat_f32(0.0)
     if kind == NORM:
         scale = _norm_factor(row, features, eps)
+    elif kind == LAYER_NORM:
+        mean, scale = _mean_and_factor(row, features, eps)
     for start in range(first, end, 32):
-        low = _prepared(kind, row, other, weight, order, scale, start * 4)
-        high = _prepared(kind, row, other, weight, order, scale, start * 4 + 64)
+        low = _prepared(kind, row, other, weight, order, scale, mean, start * 4)
+        high = _prepared(kind, row, other, weight, order, scale, mean, start * 4 + 64)
         record = start // 32 * block_rows + place
         if int8 != 0:
             quantize_to_int8(low, high, int8 + record * _INT8_RECORD)
@@ -246,9 +275,9 @@ def _write_sums(record, scale, shift, low_sum, high_sum):
 
 
 @compiled
-def rotate_head(head, dims, cosines, sines, weight, eps, scale):
+def rotate_head(head, dims, cosines, sines, weight, last, eps, scale):
     """In place: RMS norm of the head (where weight is not 0), then pairs (i, i + dims / 2) turned (where cosines is not 0), then
-    times scale.
+    times scale. last: where it is not 0, the norm follows the turn.
     """
     half, whole = dims // 2, dims // 2 // simd.LANES * simd.LANES
     factor = simd.to_float(1)
@@ -262,21 +291,25 @@ def rotate_head(head, dims, cosines, sines, weight, eps, scale):
     for i in range(0, whole, simd.LANES):
         first, second = head + 4 * i, head + 4 * (i + half)
         u, v = simd.load_f32(first) * factors, simd.load_f32(second) * factors
-        if weight != 0:
+        if weight != 0 and last == 0:
             u, v = u * simd.load_f32(weight + 4 * i), v * simd.load_f32(weight + 4 * (i + half))
         if cosines != 0:
             cs, ss = simd.load_f32(cosines + 4 * i), simd.load_f32(sines + 4 * i)
             u, v = u * cs - v * ss, v * cs + u * ss
+        if last != 0:
+            u, v = u * simd.load_f32(weight + 4 * i), v * simd.load_f32(weight + 4 * (i + half))
         simd.store_f32(first, u * scales)
         simd.store_f32(second, v * scales)
     for i in range(whole, half):
         first, second = head + 4 * i, head + 4 * (i + half)
         x, y = simd.peek_f32(first) * factor, simd.peek_f32(second) * factor
-        if weight != 0:
+        if weight != 0 and last == 0:
             x, y = x * simd.peek_f32(weight + 4 * i), y * simd.peek_f32(weight + 4 * (i + half))
         if cosines != 0:
             c, s = simd.peek_f32(cosines + 4 * i), simd.peek_f32(sines + 4 * i)
             x, y = x * c - y * s, y * c + x * s
+        if last != 0:
+            x, y = x * simd.peek_f32(weight + 4 * i), y * simd.peek_f32(weight + 4 * (i + half))
         simd.poke_f32(first, x * scale)
         simd.poke_f32(second, y * scale)
 

@@ -59,11 +59,13 @@ def _yarn(inverse: F64, scaling: RopeScaling, base: float) -> F64:
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """The factor of cosines and sines: 1 except for YaRN, which sharpens attention by 0.1 ln(factor) + 1."""
-    if scaling is None or scaling.kind != "yarn":
+    """The factor of cosines and sines: the scaling's own, or that of YaRN, which sharpens attention by 0.1 ln(factor) + 1, or 1."""
+    if scaling is None:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.kind != "yarn":
+        return 1.0
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
@@ -84,8 +86,15 @@ def mean_over_positions(rope: Rope | None, heads: F32) -> F32:
     return mean.astype(np.float16).astype(np.float32)  # rounded, so that the order of sums does not show
 
 
+def growth(rope: Rope, positions: NDArray[np.integer]) -> F64:
+    """What the heads at these positions are multiplied with besides, [len(positions)]: Llama 4's temperature of queries."""
+    if not rope.growth:
+        return np.ones(len(positions))
+    return 1 + rope.growth * np.log1p(positions // rope.growth_length)
+
+
 def rope_table(rope: Rope, head_dim: int, positions: NDArray[np.integer]) -> tuple[F32, F32]:
     """Cosines and sines of `positions`, each [len(positions), D/2], computed in f64 and rounded once."""
     angles = positions.astype(np.float64)[:, None] * inverse_frequencies(rope, head_dim)
-    factor = rotary_factors(rope, head_dim)
+    factor = rotary_factors(rope, head_dim) * growth(rope, positions)[:, None]
     return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)

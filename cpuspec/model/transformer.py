@@ -20,7 +20,7 @@ class Operations(Protocol[V]):
         ...
 
     def hidden(self, norm: str | None) -> V:
-        """RMS norm (None for none) of the batch's hidden states, [T, C]."""
+        """Norm (None for none) of the batch's hidden states, [T, C]. Norms are RMS norms, or those of the model's `norm_kind`."""
         ...
 
     def join(self, x: V, norms: tuple[str, str] | None) -> V:
@@ -28,19 +28,19 @@ class Operations(Protocol[V]):
         ...
 
     def linears(self, x: V, names: tuple[str, ...], norm: str | None) -> tuple[V, ...]:
-        """RMS norm of `x` (None for none), then its product with each matrix, plus the matrix's bias if it has one."""
+        """Norm of `x` (None for none), then its product with each matrix, plus the matrix's bias if it has one."""
         ...
 
     def rotate(self, layer: Layer, q: V, k: V) -> tuple[V, V]:
-        """Queries and keys: RMS norm of each head, or of all, where the layer has one, then its rotary positions."""
+        """Queries and keys: RMS norm of each head, or of all, where the layer has one, then its rotary positions; or these first."""
         ...
 
     def attention(self, layer: Layer, q: V, k: V, v: V) -> V:
         """Append keys and values to the cache, then softmax(scores) v over the tokens that each row sees, [T, H * D]."""
         ...
 
-    def gate(self, gate: V, up: V) -> V:
-        """activation(gate) * up."""
+    def gate(self, gate: V, up: V | None) -> V:
+        """activation(gate) * up, None for 1."""
         ...
 
     def add(self, x: V, branch: V, name: str, norm: str | None) -> V:
@@ -63,7 +63,7 @@ class Operations(Protocol[V]):
         ...
 
     def logits(self, x: V, name: str, norm: str | None) -> V:
-        """RMS norm (None for none) of the asked rows, their product with the output matrix, and `logit_softcap`, [rows, V]."""
+        """Norm (None for none) of the asked rows, their product with the output matrix, and `logit_softcap`, [rows, V]."""
         ...
 
 
@@ -91,6 +91,10 @@ def decode(config: ModelConfig, ops: Operations[V]) -> V:
     for layer in layers_of(config):
         weight = layer.weight
         projections = weight("q"), weight("k"), weight("v")
+        if layer.parallel:
+            x = _parallel(ops, layer, x)
+            ops.keep(layer, x)
+            continue
         if read is None:
             q, k, v = ops.linears(x, projections, _norm_before(layer, "attn_norm"))
         else:
@@ -105,14 +109,32 @@ def decode(config: ModelConfig, ops: Operations[V]) -> V:
 def _feed_forward(ops: Operations[V], layer: Layer, x: V) -> V:
     weight, feed, norm = layer.weight, layer.feed, _norm_before(layer, "mlp_norm")
     if not feed.experts:
-        gate, up = ops.linears(x, (weight("gate"), weight("up")), norm)
-        return ops.add(x, ops.gate(gate, up), weight("down"), _norm_after(layer, "mlp_post_norm"))
+        inside = ops.gate(*_two(ops.linears(x, _inner(layer), norm)))
+        return ops.add(x, inside, weight("down"), _norm_after(layer, "mlp_post_norm"))
     shared: tuple[V, V | None] | None = None
     if feed.size:
         matrices = ["shared_gate", "shared_up", *(["shared_weight"] if feed.is_gated else [])]
         gate, up, *factors = ops.linears(x, tuple(map(weight, matrices)), norm)
         shared = ops.gate(gate, up), factors[0] if factors else None
     return ops.experts(layer, x, norm, shared)
+
+
+def _inner(layer: Layer) -> tuple[str, ...]:
+    """The matrices that make the middle of a dense part."""
+    return tuple(map(layer.weight, ("gate", "up") if layer.feed.gated else ("up",)))
+
+
+def _two(rows: tuple[V, ...]) -> tuple[V, V | None]:
+    return rows[0], rows[1] if len(rows) > 1 else None
+
+
+def _parallel(ops: Operations[V], layer: Layer, x: V) -> V:
+    """Attention and a dense part, both of the same normed rows."""
+    weight = layer.weight
+    q, k, v, *inner = ops.linears(x, (weight("q"), weight("k"), weight("v"), *_inner(layer)), weight("attn_norm"))
+    q, k = ops.rotate(layer, q, k)
+    x = ops.add(x, ops.attention(layer, q, k, v), weight("o"), None)
+    return ops.add(x, ops.gate(*_two(tuple(inner))), weight("down"), None)
 
 
 def inject(config: ModelConfig, ops: Injection[V]) -> None:

@@ -32,7 +32,7 @@ def smoothquant(weights: Weights, chunks: I32, strength: float) -> Weights:
             largest = np.max([np.abs(weights.matrix(name)).max(axis=0) for name in names], axis=0)
             factors = np.maximum(np.abs(x).max(axis=0), _LEAST) ** strength / np.maximum(largest, _LEAST) ** (1 - strength)
             inputs.update(dict.fromkeys(names, factors.astype(np.float32)))
-            outputs[norm] = inputs[names[0]]
+            _divide(weights, outputs, norm, inputs[names[0]])
 
     run(weights, chunks, on_inputs, MappingProxyType({}))
     return Weights(weights.checkpoint, inputs, outputs)
@@ -47,6 +47,8 @@ def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights
     def on_inputs(x: F32, names: tuple[str, ...]) -> None:
         layer, part = layer_parts(names[0])
         feeder = f"layers.{layer}.{'v' if part == 'o' else 'up'}" if part in ("o", "down") else _norm_before(weights, names[0])
+        if part == "down" and not config.gated:
+            feeder = None  # between them is more than a factor
         if feeder is None or not all(formats[name].affine for name in names):
             return
         sizes = np.maximum(np.abs(x).mean(axis=0), _LEAST)
@@ -58,12 +60,17 @@ def awq(weights: Weights, chunks: I32, formats: Mapping[str, Format]) -> Weights
         inputs.update(dict.fromkeys(names, factors))
         if part == "o":
             factors = factors.reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
-        outputs[feeder] = factors
-        if f"{feeder}_bias" in weights.checkpoint.tensors:
-            outputs[f"{feeder}_bias"] = factors
+        _divide(weights, outputs, feeder, factors)
 
     run(weights, chunks, on_inputs, MappingProxyType({}))
     return Weights(weights.checkpoint, inputs, outputs)
+
+
+def _divide(weights: Weights, outputs: dict[str, F32], feeder: str, factors: F32) -> None:
+    """Note what the outputs of a matrix or a norm are divided by, its biases included."""
+    for name in (feeder, f"{feeder}_bias"):
+        if name in weights.checkpoint.tensors:
+            outputs[name] = factors
 
 
 def _best_factors(weights: Weights, names: tuple[str, ...], formats: Mapping[str, Format], sizes: F32, hessian: F32) -> F32:
@@ -89,5 +96,5 @@ def _best_factors(weights: Weights, names: tuple[str, ...], formats: Mapping[str
 def _norm_before(weights: Weights, name: str) -> str | None:
     """The norm whose output a matrix is multiplied with; None where there is none in its layer."""
     layer, part = layer_parts(name)
-    norm = {"q": "attn_norm", "gate": "mlp_norm"}.get(part)
+    norm = {"q": "attn_norm", "gate": "mlp_norm", "up": "mlp_norm"}.get(part)
     return f"layers.{layer}.{norm}" if norm and f"layers.{layer}.{norm}" in weights.checkpoint.tensors else None

@@ -147,7 +147,7 @@ def _arrays(
             f"the head is to have {shape.num_layers} layers and {inside} numbers inside; "
             f"wanted at most {c.num_layers - 1} and {c.intermediate_size}"
         )
-    if shape.copied and (c.norms, c.activation) != ("before", "silu"):
+    if shape.copied and (c.norms, c.norm_kind, c.activation, c.gated, c.parallel) != ("before", "rms", "silu", True, False):
         raise ConfigError(f"layers of {target.name} have norms or an activation that its head has not; begin without them (--cold)")
     hidden, first = c.hidden_size, min(max(layers) + 1, c.num_layers - shape.num_layers)
     encode = np.float32(_SMALL) * rng.standard_normal((hidden, len(layers) * hidden), np.float32)

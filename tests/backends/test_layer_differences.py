@@ -8,11 +8,19 @@ import pytest
 
 from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
-from cpuspec.config import EngineConfig, ModelConfig
+from cpuspec.checkpoints.checkpoint import tensor_shapes
+from cpuspec.config import EngineConfig, ModelConfig, RopeScaling
 from cpuspec.formats import QuantTensor, get_format
 from tests.backends.models import every_backend, forward
 from tools.make_tiny_model import random_weights, tiny_config
 
+LONGROPE = RopeScaling(
+    "longrope",
+    original_context_length=256,
+    attention_factor=1.2,
+    factors=(3.0,) * 16,
+    short_factors=tuple(1 + i / 8 for i in range(16)),
+)
 FAMILIES = {
     "windows": {"num_layers": 3, "layer_windows": (5, 0, 20)},
     "no rotation in a layer": {"layer_ropes": ("global", "none")},
@@ -25,6 +33,18 @@ FAMILIES = {
         "num_layers": 3, "norms": "both", "activation": "gelu_tanh", "embedding_scale": 16.0, "query_scale": 0.1, "qk_norm": True,
         "layer_windows": (7, 7, 0), "layer_ropes": ("local", "local", "global"), "local_rope_base": 1000.0,
     },
+    "layer norms": {"norm_kind": "layer", "hidden_size": 200},
+    "layer norms with biases": {"norm_kind": "layer", "norm_bias": True, "logit_scale": 0.5},
+    "no gate": {"gated": False, "activation": "gelu_tanh", "mlp_bias": True},
+    "no gate, silu": {"gated": False},
+    "biases in the MLP": {"mlp_bias": True},
+    "parallel branches": {"parallel": True},
+    "parallel branches of a layer norm": {"parallel": True, "norm_kind": "layer", "gated": False, "activation": "gelu_tanh"},
+    "norms behind the rotation": {"qk_norm": True, "rotates_first": True},
+    "a part of a head turns": {"rope_dims": 24},
+    "queries that grow": {"query_growth": 0.3, "query_growth_length": 5, "rope_dims": 16, "layer_ropes": ("local", "global")},
+    "short factors": {"rope_scaling": replace(LONGROPE, original_context_length=512)},
+    "long factors": {"rope_scaling": LONGROPE},
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 300, 640).tolist()
 # 0 -> 1 -> 3 -> 4 -> 5, 0 -> 2, all after a prefix
@@ -87,8 +107,9 @@ def test_each_difference_means_what_the_reference_means(model: _Model, name: str
 def test_each_difference_makes_one(name: str) -> None:
     """The flags reach the forward: without them, logits are others."""
     model = _model(**FAMILIES[name])
-    plain = _model(num_layers=model.config.num_layers)
-    plain = _Model(replace(plain.config, qk_norm=model.config.qk_norm), plain.tensors | model.tensors)
+    plain = _model(num_layers=model.config.num_layers, hidden_size=model.config.hidden_size)
+    config = replace(plain.config, qk_norm=model.config.qk_norm)
+    plain = _Model(config, {name: (plain.tensors | model.tensors)[name] for name in tensor_shapes(config)})
     assert not np.allclose(_computed(model, TOKENS[:30], 30)[-1], _computed(plain, TOKENS[:30], 30)[-1], atol=1e-2)
 
 
