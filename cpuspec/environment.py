@@ -1,4 +1,4 @@
-"""The one place that reads environment variables and knows where a platform keeps caches.
+"""The one place that reads environment variables, and what follows from them: where caches lie, and defaults for this machine.
 
 CPUSPEC_CACHE      directory for models and everything else that can be fetched or built again
 CPUSPEC_PACKED_GB  gigabytes of it that packed weights may take, by default 20; 0 keeps none
@@ -11,14 +11,13 @@ mean to huggingface_hub, and OLLAMA_MODELS what it means to Ollama.
 import hashlib
 import math
 import os
-import platform
 import stat
 import sys
 import threading
 from pathlib import Path
 
 from cpuspec.errors import ConfigError
-from cpuspec.topology import read_topology
+from cpuspec.platform import SYSTEM
 
 _STACK_BYTES = 8 << 20  # as glibc gives; it becomes memory as it is written
 
@@ -79,11 +78,6 @@ def who_else_writes(status: os.stat_result) -> str:
     return f"can be written by others (mode {mode:04o})" if mode & 0o022 and not stat.S_ISLNK(status.st_mode) else ""
 
 
-def boot_id() -> str:
-    """The id that Linux gives each boot; "" on other systems."""
-    return _read("/proc/sys/kernel/random/boot_id")
-
-
 def api_key() -> str:
     """The key that CPUSPEC_API_KEY asks of those who use the server; "" for none."""
     return os.environ.get("CPUSPEC_API_KEY", "").strip()
@@ -133,8 +127,8 @@ def ollama_dirs() -> list[Path]:
 
 
 def usable_cores() -> int:
-    """Threads to compute with by default (`topology.Topology.usable_cores`)."""
-    return read_topology().usable_cores
+    """Threads to compute with by default (`platform.Topology.usable_cores`)."""
+    return SYSTEM.topology().usable_cores
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -146,48 +140,14 @@ def start_thread(thread: threading.Thread) -> None:
         threading.stack_size(before)
 
 
-def memory_bytes() -> int | None:
-    """Bytes of memory that this process may use: the machine's, within the limit of its control group; None where unknown."""
-    total, limit = proc_field("/proc/meminfo", "MemTotal").removesuffix(" kB"), memory_limit_bytes()
-    there = 1024 * int(total) if total.isdigit() else None
-    return min((number for number in (there, limit) if number is not None), default=None)
-
-
-def memory_limit_bytes() -> int | None:
-    """Bytes that the control group of this process may use; None for no limit."""
-    text = _read("/sys/fs/cgroup/memory.max")
-    return int(text) if text.isdigit() else None
-
-
 def default_prefix_cache_bytes() -> int:
     """Bytes that keys and values of finished requests may take by default: an eighth of the memory; 1 GB where that is unknown."""
-    return (memory_bytes() or 8 * 10**9) // 8
+    return (SYSTEM.memory().usable or 8 * 10**9) // 8
 
 
 def default_models_bytes() -> int:
     """Bytes that the loaded models of a server may take by default: three quarters of the memory; 8 GB where that is unknown."""
-    return (memory_bytes() or 11 * 10**9) * 3 // 4
-
-
-def processor_name() -> str:
-    """The name that the processor gives itself."""
-    return proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-
-
-def proc_field(path: str, field: str) -> str:
-    """The first value of `field` in a file of `name : value` lines; "" if there is none."""
-    for line in _read(path).splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == field:
-            return value.strip()
-    return ""
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return (SYSTEM.memory().usable or 11 * 10**9) * 3 // 4
 
 
 def child_environment(temporary: Path) -> dict[str, str]:

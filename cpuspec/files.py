@@ -2,12 +2,11 @@
 
 import os
 import stat
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 from cpuspec.errors import CpuspecError
 
@@ -58,26 +57,3 @@ def write_file(path: Path, content: str | bytes) -> None:
     """Put `content`, a text in UTF-8, in the place of `path`, as `replacing` does. Raises OSError."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def try_lock(handle: IO[bytes]) -> bool:
-        """Lock an open file for this process, until it is closed; returns whether that was possible."""
-        try:
-            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-
-else:
-    import fcntl
-
-    def try_lock(handle: IO[bytes]) -> bool:
-        """Lock an open file for this process, until it is closed; returns whether that was possible."""
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True

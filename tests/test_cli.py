@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ from cpuspec.evaluate import speed
 from cpuspec.evaluate.certify import Arm, Certificate, Comparison, Greedy, Sampled
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import machine_code
-from cpuspec.topology import Core, Node, Topology
+from cpuspec.platform import SYSTEM, Core, Memory, Node, Topology
 from tests.block_heads import make_block_head
 from tests.processes import HANG_S, interruptible_children, started, wait_for
 from tests.stand_in_hub import COMMIT, Repository, StandInHub, running
@@ -1406,7 +1407,7 @@ def test_info_says_what_was_chosen_and_why(cache: Path) -> None:
 def test_info_tells_unequal_cores_a_quota_and_where_weights_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = (*(Core((n,), 1.0, "core") for n in range(6)), *(Core((n,), 0.45, "atom") for n in range(6, 14)))
     machine = Topology(cores, (Node(0, tuple(range(6)), 1 << 30), Node(1, tuple(range(6, 14)), None)), 2.5)
-    monkeypatch.setattr("cpuspec.cli.machine.read_topology", lambda: machine)
+    monkeypatch.setattr("cpuspec.cli.machine.SYSTEM", replace(SYSTEM, topology=lambda: machine))
     shown = json.loads(ok("info", "--json"))
     assert shown["cores"] == [{"kind": "core", "speed": 1.0, "count": 6}, {"kind": "atom", "speed": 0.45, "count": 8}]
     assert (shown["cpu_quota"], shown["interleaved_nodes"]) == (2.5, [0, 1])
@@ -1465,7 +1466,7 @@ def test_the_choice_of_kernels_has_its_reason(
 
 def test_what_a_machine_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch, bandwidth: None) -> None:
     for module in (machine, environment):
-        monkeypatch.setattr(module, "_read", lambda path: "")
+        monkeypatch.setattr(module, "SYSTEM", replace(SYSTEM, memory=Memory))
     shown = json.loads(ok("info", "--json"))
     assert shown["memory_bytes"] is shown["available_memory_bytes"] is shown["memory_limit_bytes"] is None
     assert re.search(r"^memory +unknown$", ok("info"), re.M)

@@ -14,7 +14,8 @@ ROOT = Path(cpuspec.__file__).parent
 
 # From the bottom to the top; those in one row do not know each other. "" is the package itself with its lazy names.
 LAYERS = (
-    ("errors", "topology"),
+    ("errors",),
+    ("platform",),
     ("config", "environment", "files"),
     ("layers",),
     ("formats",),

@@ -1,4 +1,4 @@
-"""Weights spread over the memory nodes of a machine with several: Linux's system calls, without a library.
+"""Weights spread over the memory nodes of a machine with several.
 
 Runs of 2 MB lie on the nodes in turns, so that all nodes' memory is read at once whatever thread takes which tiles, and no copy is
 made. A copy for each node would read nearby memory only, and takes the model's size once more for each node.
@@ -8,10 +8,7 @@ left in the page cache, are moved (`interleave_pages`): a policy for the range m
 process has mapped, too, stays. Speed is not measured: the machines at hand have one node.
 """
 
-import ctypes
 import mmap
-import platform
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.formats.tensor import U8
-from cpuspec.topology import Topology
+from cpuspec.platform import SYSTEM, Topology
 
-_SET_MEMPOLICY, _GET_MEMPOLICY, _MOVE_PAGES = 238, 239, 279  # on x86-64
-_DEFAULT, _INTERLEAVE = 0, 3
-_MOVE = 2  # pages that only this process has mapped
 _RUN_BYTES = 2 << 20  # a huge page
 _AT_ONCE = 1 << 18  # pages that one call asks for
 _UNEVEN = 0.1  # a node may have so much less or more than its share before pages are moved
@@ -41,16 +35,12 @@ def nodes_to_use(topology: Topology) -> tuple[int, ...]:
 @contextmanager
 def spread_new_pages(nodes: Sequence[int]) -> Iterator[None]:
     """Take memory from the nodes in turns, in this thread and those that it starts, where the user gave no policy of their own."""
-    mask = (ctypes.c_uint64 * (max(nodes, default=0) // 64 + 1))()
-    for node in nodes:
-        mask[node // 64] |= 1 << node % 64
-    # The number of bits is one more than those that count (mbind(2), notes).
-    changed = _may_place(nodes) and not _call(_SET_MEMPOLICY, _INTERLEAVE, mask, 64 * len(mask) + 1)
+    changed = bool(nodes) and SYSTEM.may_place_pages() and SYSTEM.place_new_pages(nodes)
     try:
         yield
     finally:
         if changed:
-            _call(_SET_MEMPOLICY, _DEFAULT, None, 0)
+            SYSTEM.place_new_pages(())
 
 
 def interleave_pages(arrays: Iterable[U8], nodes: Sequence[int]) -> Mapping[int, int]:
@@ -59,7 +49,7 @@ def interleave_pages(arrays: Iterable[U8], nodes: Sequence[int]) -> Mapping[int,
     Returns how many pages lie on each node afterwards, as the system tells; nothing where it does not, or where the user gave the
     process a memory policy, as with numactl, which stands.
     """
-    if not _may_place(nodes):
+    if not nodes or not SYSTEM.may_place_pages():
         return {}
     pages = _pages_of(arrays)
     before = _places(pages)
@@ -72,14 +62,6 @@ def interleave_pages(arrays: Iterable[U8], nodes: Sequence[int]) -> Mapping[int,
         moved = before != wanted
         _move(pages[moved], wanted[moved])
     return dict(sorted(Counter(place for place in _places(pages).tolist() if place >= 0).items()))
-
-
-def _may_place(nodes: Sequence[int]) -> bool:
-    """Whether there are nodes, system calls that this file knows, and no policy of the user's."""
-    if not nodes or sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:
-        return False
-    mode = ctypes.c_int()
-    return not _call(_GET_MEMPOLICY, ctypes.byref(mode), None, 0, None, 0) and mode.value == _DEFAULT
 
 
 def _pages_of(arrays: Iterable[U8]) -> Pages:
@@ -101,14 +83,6 @@ def _move(pages: Pages, wanted: NDArray[np.int32] | None) -> NDArray[np.int32]:
     status = np.full(len(pages), -1, np.int32)
     for start in range(0, len(pages), _AT_ONCE):
         some, told = np.ascontiguousarray(pages[start : start + _AT_ONCE]), status[start : start + _AT_ONCE]
-        to = None if wanted is None else ctypes.c_void_p(wanted[start:].ctypes.data)
-        _call(_MOVE_PAGES, 0, len(some), ctypes.c_void_p(some.ctypes.data), to, ctypes.c_void_p(told.ctypes.data), _MOVE)
+        to = None if wanted is None else wanted[start:].ctypes.data
+        SYSTEM.move_pages(len(some), some.ctypes.data, to, told.ctypes.data)
     return status
-
-
-def _call(number: int, *arguments: object) -> int:
-    """A system call: 0 where it succeeds, -1 where it fails, other numbers where it says how many pages it left."""
-    system_call = ctypes.CDLL(None).syscall
-    system_call.restype = ctypes.c_long
-    result: int = system_call(ctypes.c_long(number), *(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
-    return result

@@ -56,7 +56,7 @@ from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
-from cpuspec.topology import read_topology
+from cpuspec.platform import SYSTEM
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class NumbaBackend:
         matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name != "embed"}
 
         def load(matrices: Mapping[str, WeightTensor]) -> dict[str, PackedTensor]:
-            nodes = nodes_to_use(read_topology()) if engine.numa_interleave else ()
+            nodes = nodes_to_use(SYSTEM.topology()) if engine.numa_interleave else ()
             with spread_new_pages(nodes):
                 packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
             if nodes:

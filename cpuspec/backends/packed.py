@@ -29,12 +29,13 @@ from cpuspec import formats
 from cpuspec.backends.weights import WeightTensor
 from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
-from cpuspec.environment import boot_id, cache_dir, packed_limit_bytes, sources_digest, who_else_writes
+from cpuspec.environment import cache_dir, packed_limit_bytes, sources_digest, who_else_writes
 from cpuspec.errors import CheckpointError
 from cpuspec.files import replacing, write_file
 from cpuspec.formats import Cast
 from cpuspec.formats.packing import PackedTensor, aligned_bytes, num_tiles, pack, tile_bytes
 from cpuspec.formats.tensor import U8
+from cpuspec.platform import SYSTEM
 
 # Packing fewer bytes takes no longer than looking for them on the disk.
 _SMALLEST_BYTES = 8 << 20
@@ -285,13 +286,13 @@ def _marker(path: Path) -> Path:
 def _verification(status: os.stat_result) -> dict[str, object]:
     """Which file was verified, and in which boot."""
     identity = {"device": status.st_dev, "inode": status.st_ino, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-    return {"boot": boot_id(), **identity}
+    return {"boot": SYSTEM.boot_id(), **identity}
 
 
 def _is_verified(path: Path, status: os.stat_result) -> bool:
     """Whether a file was verified in this boot; where the system has no boot id, within a day."""
     try:
-        recent = bool(boot_id()) or 0 <= time.time() - _marker(path).stat().st_mtime < _VERIFIED_S
+        recent = bool(SYSTEM.boot_id()) or 0 <= time.time() - _marker(path).stat().st_mtime < _VERIFIED_S
         return recent and parse_json_object(_marker(path).read_bytes(), path.name) == _verification(status)
     except (OSError, CheckpointError):
         return False

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from cpuspec.batch.lines import ANSWER_BEGINS, MAX_LINE_BYTES, Line, read_lines
 from cpuspec.errors import ConfigError
-from cpuspec.files import try_lock
 from cpuspec.metrics import now_s
+from cpuspec.platform import SYSTEM
 
 AnswerLines = Callable[[Iterator[Line]], Generator[dict[str, Any]]]  # the answers in the order of the lines
 _MAX_ANSWER_BYTES = 8 * MAX_LINE_BYTES
@@ -67,7 +67,7 @@ def run_batch(source: Path, out: Path, answer: AnswerLines, on_progress: Callabl
     with open(out, "ab+") as file:
         if os.path.samestat(os.fstat(file.fileno()), source.stat()):
             raise ConfigError(f"{out} is the file of requests itself; name another for the answers")
-        if not try_lock(file):
+        if not SYSTEM.try_lock(file):
             raise ConfigError(f"{out} is being written by another run; wait for it, or name another file")
         summary.num_kept = _keep_answers(file, lines, out)
         ends: deque[int] = deque()  # of the lines that are being answered

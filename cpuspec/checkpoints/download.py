@@ -18,7 +18,8 @@ from cpuspec.checkpoints.local_models import find_lm_studio, find_ollama
 from cpuspec.checkpoints.recipes import BesideSource, ChainRecipe, PackageSource, Recipe, did_you_mean, find_named, known_names
 from cpuspec.environment import cache_dir, hub_cache_dir, hub_offline, offline
 from cpuspec.errors import ConfigError, DownloadError
-from cpuspec.files import try_lock, write_file
+from cpuspec.files import write_file
+from cpuspec.platform import SYSTEM
 
 
 def resolve_model(text: str, progress: Progress | None = None) -> Path:
@@ -221,7 +222,7 @@ def _is_verified(recipe: Recipe, path: Path) -> bool:
 def _lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold `path` as a lock between processes and threads. The system drops it with its holder, so a crash leaves nothing stale."""
     with path.open("ab") as handle:
-        while not try_lock(handle):
+        while not SYSTEM.try_lock(handle):
             waiting()
             time.sleep(0.2)
         yield

@@ -16,9 +16,9 @@ from cpuspec.environment import cache_dir, usable_cores
 from cpuspec.errors import CheckpointError
 from cpuspec.files import write_file
 from cpuspec.formats.tensor import U8
+from cpuspec.platform import SYSTEM
 
 _READ = mmap.ACCESS_READ
-_ALL_PAGES_NOW = getattr(mmap, "MAP_POPULATE", 0)  # a mapping that waits for no page later, where the system has it
 
 _PART_BYTES = 1 << 25  # that are hashed at once
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -77,10 +77,7 @@ def map_all_pages(file_number: int, num_bytes: int) -> U8:
 
     Raises OSError or ValueError if they cannot be mapped.
     """
-    if not _ALL_PAGES_NOW:
-        return np.frombuffer(mmap.mmap(file_number, num_bytes, access=mmap.ACCESS_READ), np.uint8)
-    mapping = mmap.mmap(file_number, num_bytes, flags=mmap.MAP_SHARED | _ALL_PAGES_NOW, prot=mmap.PROT_READ)
-    return np.frombuffer(mapping, np.uint8)
+    return np.frombuffer(SYSTEM.populated_file(file_number, num_bytes), np.uint8)
 
 
 def place_in_file(data: U8) -> tuple[str, int] | None:
@@ -103,10 +100,8 @@ def give_back_pages(data: U8) -> None:
     For other bytes, and where the system cannot do it, nothing.
     """
     mapping = _file_of(data)
-    if isinstance(mapping, _MappedFile) and hasattr(mmap, "MADV_DONTNEED"):
-        offset = _offset(data, mapping)
-        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_DONTNEED, first, offset + data.nbytes - first)
+    if isinstance(mapping, _MappedFile):
+        SYSTEM.release_pages(mapping, _offset(data, mapping), data.nbytes)
 
 
 def _file_of(data: U8) -> _MappedFile | _ReadFile | None:

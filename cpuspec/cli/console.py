@@ -33,6 +33,7 @@ from rich.table import Column, Table
 
 from cpuspec.cli import INTERRUPTED, end_at_once
 from cpuspec.errors import CpuspecError, printable
+from cpuspec.platform import SYSTEM
 
 ERROR, BROKEN_PIPE = 1, 141
 
@@ -140,8 +141,7 @@ def deliver_again(lost: Any) -> None:
     """A `sys.unraisablehook`: Ctrl-C that a callback of a library has swallowed comes again a moment later."""
     if lost.exc_type is KeyboardInterrupt:
         # Not at once, lest it be swallowed, too; and to that thread, which may be waiting.
-        main = threading.main_thread().ident
-        threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+        threading.Timer(0.01, SYSTEM.interrupt_main).start()
     else:
         sys.__unraisablehook__(lost)
 

@@ -18,14 +18,11 @@ from cpuspec.config import EngineConfig
 from cpuspec.environment import (
     cache_dir,
     default_prefix_cache_bytes,
-    memory_limit_bytes,
     packed_limit_bytes,
-    proc_field,
-    processor_name,
     usable_cores,
 )
 from cpuspec.metrics import read_bandwidth
-from cpuspec.topology import read_topology
+from cpuspec.platform import SYSTEM
 
 # The features that decide how fast kernels are, of the hundred that a processor has: LLVM's names.
 TELLING_FEATURES = (
@@ -70,10 +67,10 @@ def describe_hardware() -> Report:
     """The processor, its memory, and the kernels chosen for them. It measures nothing."""
     from cpuspec.kernels import isa  # imports numba
 
-    topology = read_topology()
-    threads = usable_cores()
+    topology, memory = SYSTEM.topology(), SYSTEM.memory()
+    threads = topology.usable_cores
     return {
-        "processor": processor_name(),
+        "processor": SYSTEM.processor_name(),
         "logical_cpus": os.cpu_count(),
         "usable_cores": threads,
         "default_threads": threads,
@@ -89,9 +86,9 @@ def describe_hardware() -> Report:
         "isa_reason": _why(isa.dot_isa(), isa.features()),
         "lookup_isa": isa.lookup_isa(),
         "tile_registers": isa.has_tiles(),
-        "memory_bytes": _kilobytes("MemTotal"),
-        "available_memory_bytes": _kilobytes("MemAvailable"),
-        "memory_limit_bytes": memory_limit_bytes(),
+        "memory_bytes": memory.total,
+        "available_memory_bytes": memory.available,
+        "memory_limit_bytes": memory.limit,
         "prefix_cache_bytes": default_prefix_cache_bytes(),
     }
 
@@ -187,16 +184,3 @@ def _bytes_under(directory: Path) -> int:
         with suppress(OSError):
             total += path.stat().st_size if path.is_file() else 0
     return total
-
-
-def _kilobytes(field: str) -> int | None:
-    """A field of /proc/meminfo in bytes, or None where there is none."""
-    number = proc_field("/proc/meminfo", field).removesuffix(" kB")
-    return 1024 * int(number) if number.isdigit() else None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""

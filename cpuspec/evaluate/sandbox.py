@@ -5,9 +5,7 @@ says that limits alone will do, as in a container that may be broken.
 """
 
 import json
-import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from cpuspec.errors import ConfigError, in_one_line
 from cpuspec.evaluate import sandbox_child
+from cpuspec.platform import SYSTEM
 
 _CHILD = Path(sandbox_child.__file__)
 _MOST_RESULT_BYTES = 1 << 16
@@ -53,6 +52,8 @@ def run_program(program: str, limits: Limits | None = None, isolated: bool = Tru
     isolated: in namespaces of its own; otherwise it has the limits, and as much of the filter of system calls as there is, and may
     read and write what this user may. Raises ConfigError where it cannot be isolated.
     """
+    if not SYSTEM.has_namespaces:
+        raise ConfigError("programs of a model are run on Linux only, where they can be shut away; judge these answers there")
     limits, token = limits or Limits(), secrets.token_hex(16)
     with (
         tempfile.TemporaryDirectory(prefix="cpuspec-") as directory,
@@ -77,8 +78,7 @@ def run_program(program: str, limits: Limits | None = None, isolated: bool = Tru
         except subprocess.TimeoutExpired:
             return Outcome("timeout", f"it ran for more than {limits.wall_s:g} s")
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            SYSTEM.end_session(process)
             process.wait()
         out.seek(0)
         found = _result(out.read(_MOST_RESULT_BYTES), token)

@@ -11,10 +11,13 @@ import ctypes
 import json
 import os
 import platform
-import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
+
+with suppress(ImportError):  # Windows has none: there the module is imported and never run
+    import resource
 
 OUT_OF_TIME, KILLED = 10, 11  # exit codes: the limit of processor time, another signal
 _FIRST_PLACES = ("/usr", "/lib", "/lib64")  # where libraries of C lie
@@ -40,7 +43,7 @@ _LOAD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _JUMP_IF_SET, _RETURN = 0x20, 0x15, 0x
 _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 _X86_64, _X32 = 0xC000003E, 0x40000000
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc: Any = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)  # this script runs on Linux only
 
 
 class _Instruction(ctypes.Structure):

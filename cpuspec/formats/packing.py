@@ -16,9 +16,7 @@ Numbers of 16 bits that are multiplied in pairs (bf16) lie in pairs: load p of a
 """
 
 import math
-import mmap
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ from numpy.typing import NDArray
 
 from cpuspec.formats.format import U8, Format, Plane
 from cpuspec.formats.tensor import QuantTensor
+from cpuspec.platform import SYSTEM
 
 TILE = 16
 GROUP = 32
@@ -207,17 +206,12 @@ def aligned_bytes(shape: tuple[int, ...]) -> U8:
 def paged_bytes(shape: tuple[int, ...]) -> U8:
     """Zeros that take up memory page by page, as they are written: for arrays that may stay mostly empty.
 
-    NumPy asks for huge pages, of which the first byte of each part of an array would take two megabytes, and time to zero them.
-    Raises MemoryError, as NumPy does: a mapping that the system refuses is an OSError in Python.
+    Raises MemoryError, as NumPy does.
     """
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
-        memory = mmap.mmap(-1, max(math.prod(shape), 1), **private)
+        memory = SYSTEM.zeroed_pages(max(math.prod(shape), 1))
     except (OSError, OverflowError) as error:
         raise MemoryError(f"no memory for {math.prod(shape)} bytes: {error}") from None
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # of a kernel that knows no huge pages
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8, math.prod(shape)).reshape(shape)
 
 

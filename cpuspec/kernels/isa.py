@@ -1,16 +1,13 @@
 """Which instructions the kernels may use on this processor, chosen once when kernels are first imported."""
 
-import ctypes
-import platform
-import sys
 from functools import cache
 from typing import Any
 
 import numba
 from llvmlite import binding
 
-from cpuspec.environment import processor_name
 from cpuspec.errors import BackendError
+from cpuspec.platform import SYSTEM
 
 _config: Any = numba.config
 
@@ -60,7 +57,7 @@ def has_tiles() -> bool:
     """Whether bytes of many rows are multiplied in tile registers (AMX): the processor has them and the operating system lets
     this process use them. The same bits either way.
     """
-    return {"amx-int8", "amx-tile", "avx512f"} <= features() and _may_use_tiles()
+    return {"amx-int8", "amx-tile", "avx512f"} <= features() and SYSTEM.enable_tile_registers()
 
 
 @cache
@@ -69,15 +66,7 @@ def has_bf16_tiles() -> bool:
 
     A virtual machine may have the first and hide the second.
     """
-    return {"amx-bf16", "amx-tile", "avx512f", "avx512bf16"} <= features() and _may_use_tiles()
-
-
-def _may_use_tiles() -> bool:
-    """Ask Linux for it: the state of these registers is large, and kept only for processes that have asked."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # linux/arch/x86/include/uapi/asm/prctl.h
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    return {"amx-bf16", "amx-tile", "avx512f", "avx512bf16"} <= features() and SYSTEM.enable_tile_registers()
 
 
 def check_processor() -> None:
@@ -108,4 +97,4 @@ def target() -> tuple[str, str]:
 
 def describe() -> str:
     """The choice in words, for `cpuspec inspect` and error reports. LLVM names a processor it does not know after another one."""
-    return f"{processor_name()}, {dot_isa()}{', amx' if has_tiles() else ''}"
+    return f"{SYSTEM.processor_name()}, {dot_isa()}{', amx' if has_tiles() else ''}"

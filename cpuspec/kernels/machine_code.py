@@ -24,14 +24,14 @@ import numba
 from llvmlite import binding
 from numba import cfunc, types
 
-from cpuspec import formats
+from cpuspec import formats, platform
 from cpuspec.environment import cache_dir, sources_digest, who_else_writes
 from cpuspec.kernels import isa
 from cpuspec.kernels.options import OPTIONS
 
 
 def _fingerprint() -> str:
-    sources = [sources_digest(Path(file).parent) for file in (__file__, formats.__file__)]
+    sources = [sources_digest(Path(file).parent) for file in (__file__, formats.__file__, platform.__file__)]
     processor = (isa.describe(), isa.target(), sorted(isa.features()))
     facts = (sources, sys.version, numba.__version__, binding.llvm_version_info, processor)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

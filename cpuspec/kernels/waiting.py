@@ -8,14 +8,13 @@ thread sleeps for a while instead, until another thread wakes it: schedulers run
 A thread with a core of its own never sleeps, because waking takes longer than most waits.
 """
 
-import sys
-
 from numba import types
 
 from cpuspec.kernels import simd
 from cpuspec.kernels.layout import DONE, SLEEPING
 from cpuspec.kernels.options import compiled
 from cpuspec.kernels.pointers import address
+from cpuspec.platform import SYSTEM
 
 _SPINS = 200  # pauses before a waiting thread gives its core away: some microseconds
 
@@ -28,9 +27,9 @@ _CROWDED = 200_000_000  # until the thread yields again, which may cost a time s
 WORK, PARK, END = range(3)
 
 # The operating system's "let another thread run", found by name among the symbols of the process.
-give_way = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.int32())
+give_way = types.ExternalFunction(SYSTEM.yield_function, types.int32())
 
-CAN_SLEEP = sys.platform == "linux"  # on a number, until another thread of the process changes it
+CAN_SLEEP = SYSTEM.sleep == "futex"  # on a number, until another thread of the process changes it
 
 if CAN_SLEEP:
     _FUTEX, _WAIT, _WAKE = 202, 128, 129  # futex(2) on x86-64, among the threads of one process

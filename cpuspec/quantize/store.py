@@ -8,9 +8,10 @@ from typing import Any
 
 from cpuspec.checkpoints.mapped import map_file
 from cpuspec.errors import CheckpointError
-from cpuspec.files import try_lock, write_file
+from cpuspec.files import write_file
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.tensor import U8
+from cpuspec.platform import SYSTEM
 
 
 class Workspace:
@@ -24,7 +25,7 @@ class Workspace:
         self.directory = directory
         directory.mkdir(exist_ok=True)
         self._lock = (directory / "lock").open("wb")
-        if not try_lock(self._lock):
+        if not SYSTEM.try_lock(self._lock):
             raise CheckpointError(f"{directory} is in use by another process; wait for it, or choose another output")
         text = json.dumps(settings, sort_keys=True, indent=1)
         marker = directory / "settings.json"

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from cpuspec import __version__
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import ConfigError, CpuspecError
+from cpuspec.platform import SYSTEM
 from cpuspec.server import completions, embeddings, infill, messages, native, page, responses
 from cpuspec.server.connections import close_silent
 from cpuspec.server.errors import EngineFailedError, RequestError, UnavailableError
@@ -143,7 +144,7 @@ async def serve(server: Server, load: Callable[[], LLM], listener: socket.socket
             web.should_exit = True
         told_to_end.set()
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in SYSTEM.end_signals}
     server.stop = partial(loop.call_soon_threadsafe, on_signal)
     # A daemon: a server that is told to end does not wait until its model is loaded.
     loaded = asyncio.create_task(beside(load))

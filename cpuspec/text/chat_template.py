@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuspec.errors import TokenizerError, in_one_line
+from cpuspec.platform import SYSTEM
 
 __all__ = ["ROLES", "ChatTemplate"]
 
@@ -114,12 +115,14 @@ def _start() -> subprocess.Popen[bytes]:
     import markupsafe
 
     directories = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), str(_WORKER_BYTES), *directories]
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_worker.py")), *directories]
     try:
         # In a session of its own a terminal's Ctrl-C does not reach it. It ends when its stdin is closed.
-        return subprocess.Popen(
+        worker = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
+        SYSTEM.limit_child(worker, None, _WORKER_BYTES)
+        return worker
     except OSError as error:
         raise TokenizerError(f"the process that renders chat templates cannot be started: {error}; use --raw instead") from error
 

@@ -19,6 +19,7 @@ import numpy as np
 from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError, CpuspecError, in_one_line
 from cpuspec.formats.tensor import U8
+from cpuspec.platform import SYSTEM
 from cpuspec.sampling import Legal
 from cpuspec.sequence import Constraint, shared_prefix
 from cpuspec.text.tokenizer import Tokenizer
@@ -355,21 +356,24 @@ def _ends(source: str) -> bool:
     given = {
         "source": source,
         "limits": _LIMITS,
-        "seconds": _MOST_TRIAL_S,
-        "bytes": _MOST_TRIAL_BYTES,
         "directory": str(Path(_library().__file__).parents[1]),
     }
     command = [sys.executable, "-I", str(Path(__file__).with_name("grammar_trial.py"))]
     try:
-        done = subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, timeout=_MOST_WAIT_S, check=False)
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as trial:
+            try:
+                SYSTEM.limit_child(trial, _MOST_TRIAL_S, _MOST_TRIAL_BYTES)
+                _, errors = trial.communicate(json.dumps(given).encode(), _MOST_WAIT_S)
+            finally:
+                trial.kill()
     except subprocess.TimeoutExpired:  # of a machine that has no time, so that this is not remembered
         raise ConfigError(f"a grammar was not compiled within {_MOST_WAIT_S} seconds; simplify it, or try again later") from None
     except OSError as error:
         raise CpuspecError(f"the process that tries grammars out cannot be started: {error}") from error
-    if done.returncode > 0:
-        problem = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if trial.returncode > 0:
+        problem = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise CpuspecError(f"the process that tries grammars out failed: {in_one_line(problem)[:_LONGEST_ERROR]}")
-    return done.returncode == 0
+    return trial.returncode == 0
 
 
 def _as_lark(text: str) -> str:

@@ -1,8 +1,8 @@
 """A script that renders chat templates within limits of time and memory, so that a hostile one costs its own process only.
 
 Reads one JSON object a line from stdin and answers with one a line on stdout. A request has `source`, `variables` and `seconds` of
-processor time; an answer has `text`, or `error` and its `kind`. The arguments are a limit of memory in bytes and the directories
-of the libraries. Imports nothing of the package, so that it starts quickly.
+processor time; an answer has `text`, or `error` and its `kind`. The arguments are the libraries' directories. The parent limits the
+memory. The script imports nothing of the package, so that it starts quickly.
 """
 
 import json
@@ -21,7 +21,7 @@ _GROWTH = 64  # and this many for each character of a request
 
 
 def main() -> None:
-    sys.path += sys.argv[2:]
+    sys.path += sys.argv[1:]
     # Python's and jinja's late imports come before the limits: files cannot be opened after them.
     import html  # noqa: F401
     import pprint  # noqa: F401
@@ -32,7 +32,7 @@ def main() -> None:
 
     render = _make_render()
     render("{{ strftime_now('%c %Z') }}", {})
-    _limit(int(sys.argv[1]))
+    _limit()
     for line in sys.stdin.buffer:
         request = json.loads(line)
         with suppress(AttributeError):  # Windows has no such timer: the caller's own limit must do
@@ -44,15 +44,15 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _limit(memory_bytes: int) -> None:
-    """Take from this process what a template never needs: memory, files, processes, and the environment's variables."""
+def _limit() -> None:
+    """Take from this process what a template never needs: files, processes, and the environment's variables."""
     for name in set(os.environ) - {"TZ"}:
         del os.environ[name]
     with suppress(ImportError):  # Windows
         import resource
 
-        for kind, most in (("AS", memory_bytes), ("NOFILE", 3), ("NPROC", 0), ("FSIZE", 0), ("CORE", 0)):
-            with suppress(ValueError, OSError):  # macOS has no limit of memory
+        for kind, most in (("NOFILE", 3), ("NPROC", 0), ("FSIZE", 0), ("CORE", 0)):
+            with suppress(ValueError, OSError):
                 resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
 
 

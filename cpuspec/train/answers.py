@@ -21,8 +21,9 @@ from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CheckpointError, ConfigError, CpuspecError
 from cpuspec.evaluate.prompts import prompt_ids
-from cpuspec.files import read_file, try_lock, write_file
+from cpuspec.files import read_file, write_file
 from cpuspec.metrics import now_s
+from cpuspec.platform import SYSTEM
 from cpuspec.text import Tokenizer
 from cpuspec.train.overlap import Exclusion, Known, words
 from cpuspec.train.prompts import (
@@ -151,7 +152,7 @@ def make_answers(
     if plan.num_self_made:
         sources.append(partial(self_made, plan.num_self_made))
     with open(out, "ab+") as file:
-        if not try_lock(file):
+        if not SYSTEM.try_lock(file):
             raise ConfigError(f"{out} is being written by another run; wait for it, or name another file")
         header = _Header(out, _facts(llm, files, plan, exclusion), is_new=file.tell() == 0)
         run = _Run(llm, plan, exclusion, header)

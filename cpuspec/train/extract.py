@@ -18,9 +18,9 @@ from cpuspec.batch.lines import read_lines
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads.head import final_norm
 from cpuspec.errors import ConfigError
-from cpuspec.files import try_lock
 from cpuspec.metrics import now_s
 from cpuspec.model.batch import F32, I32, ForwardBatch
+from cpuspec.platform import SYSTEM
 from cpuspec.text import Tokenizer
 from cpuspec.train.answers import check_tokenizer, read_answer
 from cpuspec.train.prompts import line_ids, parse_line
@@ -224,7 +224,7 @@ def extract(
             raise ConfigError(f"{out} has other files than samples; name a directory of its own")
         about.write(out)
     with (out / METADATA).open("rb") as lock:
-        if not try_lock(lock):
+        if not SYSTEM.try_lock(lock):
             raise ConfigError(f"{out} is being written by another run; wait for it, or name another directory")
         there = open_samples(out)
         _check_same(there.about, about, out)

@@ -1,6 +1,5 @@
 """One training from samples to files that the engine runs: begin a head, or take a head or a model, train it, write it."""
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from cpuspec.backends.torch_backend import find_device
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.files import try_lock
+from cpuspec.platform import SYSTEM
 from cpuspec.train.block import BlockLoss, BlockTraining
 from cpuspec.train.distill import DistillLoss, DistillTraining, Texts
 from cpuspec.train.eagle3 import Eagle3Loss, Eagle3Training
@@ -23,8 +22,6 @@ from cpuspec.train.model_files import ModelWeights
 from cpuspec.train.samples import SampleSet
 from cpuspec.train.start import HeadShape, start_block, start_eagle3, start_from
 from cpuspec.train.vocabulary import count, tokens_of, unused_id
-
-_MOST_MAPS, _TRIM_THRESHOLD, _NEVER = -4, -1, 2**31 - 1  # of glibc's mallopt(3)
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16})
 
@@ -128,12 +125,7 @@ def _begin(threads: int | None) -> None:
     step's time. Here it keeps them.
     """
     torch.set_num_threads(threads or usable_cores())
-    try:
-        set_option = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # another C library
-        return
-    set_option(_MOST_MAPS, 0)
-    set_option(_TRIM_THRESHOLD, _NEVER)
+    SYSTEM.keep_freed_memory()
 
 
 @contextmanager
@@ -147,6 +139,6 @@ def _alone_in(out: Path) -> Iterator[None]:
         raise ConfigError(f"{out} has other files, which training would replace; name a directory of its own")
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("wb") as lock:
-        if not try_lock(lock):
+        if not SYSTEM.try_lock(lock):
             raise CheckpointError(f"{out} is in use by another process; wait for it, or choose another output")
         yield

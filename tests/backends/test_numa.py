@@ -16,11 +16,12 @@ from cpuspec.backends import make_backend, numa
 from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.config import EngineConfig
 from cpuspec.formats.packing import aligned_bytes, paged_bytes
-from cpuspec.topology import Node, Topology, read_topology
+from cpuspec.platform import SYSTEM, Node, System, Topology
 from tests.backends.models import forward, tiny
 
 ONE = Topology((), (Node(0, (0, 1), None),), None)
 TWO = replace(ONE, nodes=(Node(0, (0,), 1 << 30), Node(1, (1,), 1 << 30)))
+MPOL_DEFAULT, MPOL_INTERLEAVE = 0, 3
 LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
 
 
@@ -44,7 +45,7 @@ def test_the_pages_that_the_system_tells_of_are_told_and_bytes_stay() -> None:
     data[:] = np.random.default_rng(0).integers(0, 256, data.shape, np.uint8)
     before = data.copy()
     whole = (data.ctypes.data + data.nbytes) // mmap.PAGESIZE - -(-data.ctypes.data // mmap.PAGESIZE)
-    here = tuple(node.number for node in read_topology().nodes)
+    here = tuple(node.number for node in SYSTEM.topology().nodes)
     for nodes in (here, (0,), (0, 900)):
         pages = interleave_pages([data], nodes)
         assert not pages or sum(pages.values()) == whole
@@ -61,27 +62,23 @@ class _TwoNodes:
         self.shared: set[int] = set()
         self.moves = 0
 
-    def __call__(self, number: int, *arguments: object) -> int:
-        if number == numa._GET_MEMPOLICY:
-            return 0
-        assert number == numa._MOVE_PAGES
-        _, count, *addresses, flags = arguments
-        pages, wanted, told = (None if one is None else int(one.value) for one in addresses)  # type: ignore[attr-defined]
-        assert flags == numa._MOVE
-        status = np.frombuffer((ctypes.c_int32 * count).from_address(told), np.int32)  # type: ignore[operator, arg-type]
-        for n, page in enumerate((ctypes.c_uint64 * count).from_address(pages)):  # type: ignore[operator, arg-type]
+    def move_pages(self, count: int, pages: int, wanted: int | None, told: int) -> None:
+        status = np.frombuffer((ctypes.c_int32 * count).from_address(told), np.int32)
+        for n, page in enumerate((ctypes.c_uint64 * count).from_address(pages)):
             if wanted is not None and page not in self.shared and self.node[page] >= 0:
-                self.node[page] = (ctypes.c_int32 * count).from_address(wanted)[n]  # type: ignore[operator]
+                self.node[page] = (ctypes.c_int32 * count).from_address(wanted)[n]
                 self.moves += 1
             status[n] = -errno.EACCES if wanted is not None and page in self.shared else self.node[page]
-        return 0
+
+    def table(self) -> System:
+        return replace(SYSTEM, may_place_pages=lambda: True, move_pages=self.move_pages)
 
 
 def test_pages_that_are_there_move_in_runs_once_and_what_cannot_move_is_told(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     data = paged_bytes((64 << 20,))
     pages = np.arange(data.ctypes.data, data.ctypes.data + data.nbytes, mmap.PAGESIZE)
     system = _TwoNodes(pages)
-    monkeypatch.setattr(numa, "_call", system)
+    monkeypatch.setattr(numa, "SYSTEM", system.table())
     halves = [data[: 32 << 20], data[32 << 20 :]]
     assert interleave_pages(halves, (0, 1)) == {0: len(pages) // 2, 1: len(pages) // 2}
     runs = pages // (2 << 20)
@@ -90,7 +87,7 @@ def test_pages_that_are_there_move_in_runs_once_and_what_cannot_move_is_told(mon
     assert interleave_pages(halves, (0, 1)) == {0: len(pages) // 2, 1: len(pages) // 2}
     assert system.moves == moved
     system = _TwoNodes(pages)
-    monkeypatch.setattr(numa, "_call", system)
+    monkeypatch.setattr(numa, "SYSTEM", system.table())
     system.shared.update(pages.tolist())
     system.node[int(pages[7])] = -errno.ENOENT
     assert interleave_pages(halves, (0, 1)) == {0: len(pages) - 1}
@@ -100,7 +97,8 @@ def test_pages_that_are_there_move_in_runs_once_and_what_cannot_move_is_told(mon
 def test_new_memory_follows_a_policy_only_while_weights_are_made() -> None:
     def policy() -> int:
         mode = ctypes.c_int(-1)
-        numa._call(numa._GET_MEMPOLICY, ctypes.byref(mode), None, 0, None, 0)
+        get_mempolicy = 239  # on x86-64
+        ctypes.CDLL(None).syscall(get_mempolicy, ctypes.byref(mode), None, 0, None, 0)
         return mode.value
 
     before = policy()
@@ -108,7 +106,7 @@ def test_new_memory_follows_a_policy_only_while_weights_are_made() -> None:
         inside = policy()
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(policy).result() == inside
-    assert inside in ((numa._INTERLEAVE, before) if before == numa._DEFAULT else (before,))  # a container may forbid it
+    assert inside in ((MPOL_INTERLEAVE, before) if before == MPOL_DEFAULT else (before,))  # a container may forbid it
     assert policy() == before
     with pytest.raises(ZeroDivisionError), spread_new_pages((0, 1)):
         raise ZeroDivisionError
@@ -126,7 +124,7 @@ def test_a_backend_spreads_its_weights_and_tells_where_they_lie_unless_told_not_
 ) -> None:  # type: ignore[no-untyped-def]
     given = []
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("cpuspec.backends.numba_backend.read_topology", lambda: TWO)
+    monkeypatch.setattr("cpuspec.backends.numba_backend.SYSTEM", replace(SYSTEM, topology=lambda: TWO))
     monkeypatch.setattr(
         "cpuspec.backends.numba_backend.interleave_pages",
         lambda arrays, nodes: given.extend((one.nbytes, nodes) for one in arrays) or {0: 5, 1: 7},

@@ -19,6 +19,7 @@ from cpuspec.checkpoints.mapped import give_back_pages, map_file, place_in_file
 from cpuspec.errors import ConfigError
 from cpuspec.formats import FORMATS, Cast, Format, QuantTensor
 from cpuspec.formats.packing import pack
+from cpuspec.platform import SYSTEM
 
 SHAPE = (40, 256)
 
@@ -421,7 +422,7 @@ def checks(monkeypatch) -> list[int]:
 
 
 def reboot(monkeypatch, number: int = 1) -> None:
-    monkeypatch.setattr(packed, "boot_id", lambda: f"boot {number}")
+    monkeypatch.setattr(packed, "SYSTEM", replace(SYSTEM, boot_id=lambda: f"boot {number}"))
 
 
 def damage_weights(path: Path, at: int = -5000) -> None:
@@ -494,7 +495,7 @@ def test_weights_can_be_verified_again_in_the_same_boot(model: Path, checks: lis
 
 
 def test_where_no_boot_is_known_a_verification_counts_for_a_day(model: Path, checks: list[int], monkeypatch) -> None:
-    monkeypatch.setattr(packed, "boot_id", lambda: "")
+    monkeypatch.setattr(packed, "SYSTEM", replace(SYSTEM, boot_id=str))
     check(tensors_of(model))
     marker = only_file().with_suffix(".verified")
     for age_s, times in ((3600, 0), (2 * 86400, 1), (-3600, 1)):

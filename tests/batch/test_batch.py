@@ -16,7 +16,7 @@ from cpuspec.batch.lines import MAX_LINE_BYTES, Line, answer_line, error_line, r
 from cpuspec.batch.run import Summary, run_batch
 from cpuspec.cli.app import app
 from cpuspec.errors import ConfigError, CpuspecError
-from cpuspec.files import try_lock
+from cpuspec.platform import SYSTEM
 from tests.processes import ROOT
 from tests.server.running import load, serving, tiny_model
 
@@ -335,7 +335,7 @@ def test_requests_are_not_their_own_answers(source: Path) -> None:
 
 def test_two_runs_do_not_write_one_file(source: Path, tmp_path: Path) -> None:
     with (tmp_path / "out.jsonl").open("ab") as other:
-        assert try_lock(other)
+        assert SYSTEM.try_lock(other)
         with pytest.raises(ConfigError, match="another run"):
             run(source, tmp_path / "out.jsonl")
     assert run(source, tmp_path / "out.jsonl").num_answered == 4

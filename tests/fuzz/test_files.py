@@ -20,6 +20,7 @@ from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import pack
 from cpuspec.metrics import LevelCounters
+from cpuspec.platform import SYSTEM
 from cpuspec.speculation.planner import costs
 from cpuspec.speculation.prefix_files import PrefixFiles, PrefixPart
 from tests.fuzz.drive import check, mutate_bytes, mutate_json, mutate_text
@@ -59,7 +60,7 @@ def packed_weights(rng: random.Random, directory: Path) -> None:
     else:
         content = mutate_bytes(content, rng)
     path.write_bytes(content)
-    seen = {"boot": packed.boot_id(), "device": 0, "inode": 0, "bytes": len(content), "mtime_ns": path.stat().st_mtime_ns}
+    seen = {"boot": SYSTEM.boot_id(), "device": 0, "inode": 0, "bytes": len(content), "mtime_ns": path.stat().st_mtime_ns}
     path.with_suffix(".verified").write_bytes(mutate_json(seen, rng))
     if rng.random() < 0.5:
         packed.verify_packed("model", 1)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from cpuspec.checkpoints import open_checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.formats.kv import KV_FORMATS
 from cpuspec.kernels import isa
+from cpuspec.platform import SYSTEM
 from tests.backends.models import forward
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -84,5 +86,5 @@ def test_bf16_tiles_are_used_only_with_every_instruction_that_fills_them(hidden:
     """A virtual machine may hide one of them."""
     features = frozenset({"amx-bf16", "amx-tile", "avx512f", "avx512bf16"} - {hidden})
     monkeypatch.setattr(isa, "features", lambda: features)
-    monkeypatch.setattr(isa, "_may_use_tiles", lambda: True)
+    monkeypatch.setattr(isa, "SYSTEM", replace(SYSTEM, enable_tile_registers=lambda: True))
     assert isa.has_bf16_tiles.__wrapped__() == (hidden is None)

@@ -10,7 +10,7 @@ import pytest
 from cpuspec import LLM
 from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
-from cpuspec.files import try_lock
+from cpuspec.platform import SYSTEM
 from cpuspec.text import make_tokenizer
 from cpuspec.train.answers import AnswerPlan, Summary, header_path, make_answers, tokenizer_identity
 from tests.train.models import loaded, tiny
@@ -197,7 +197,7 @@ def test_a_file_of_something_else_is_left_alone(
 def test_two_runs_do_not_write_one_file(llm: LLM, plan: AnswerPlan, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     with out.open("ab") as file:
-        assert try_lock(file)
+        assert SYSTEM.try_lock(file)
         with pytest.raises(ConfigError, match="another run"):
             make_answers(llm, FILES, plan, out)
 

@@ -14,8 +14,8 @@ from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CheckpointError, ConfigError
-from cpuspec.files import try_lock
 from cpuspec.model.batch import ForwardBatch
+from cpuspec.platform import SYSTEM
 from cpuspec.text import Tokenizer, make_tokenizer
 from cpuspec.train import extract as extracting
 from cpuspec.train.answers import header_path, tokenizer_identity
@@ -226,7 +226,7 @@ def test_samples_of_other_texts_are_not_gone_on_with(checkpoint: Checkpoint, bac
     with pytest.raises(ConfigError, match="other files"):
         extract(extractor, said, iter(texts), tmp_path / "full")
     with (tmp_path / "out" / "extract.json").open("rb") as file:
-        assert try_lock(file)
+        assert SYSTEM.try_lock(file)
         with pytest.raises(ConfigError, match="another run"):
             extract(extractor, said, iter(texts), tmp_path / "out")
     (tmp_path / "out" / "shard-00000.safetensors").write_bytes(b"")

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from cpuspec.backends import Backend
-from cpuspec.environment import cache_dir, processor_name, sources_digest
+from cpuspec.environment import cache_dir, sources_digest
 from cpuspec.files import write_file
 from cpuspec.metrics import elapsed_s
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
+from cpuspec.platform import SYSTEM
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # the numbers of rows that are measured; between them cost grows evenly
 LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
@@ -200,5 +201,5 @@ def _batch(backend: Backend, depth: int, rows: int) -> ForwardBatch:
 def _path(backend: Backend) -> Path:
     """A file named after everything that the seconds depend on, the sources of our own kernels included."""
     kernels = sources_digest(Path(__file__).parents[2] / "kernels") if backend.name == "numba" else ""
-    facts = (_VERSION, backend.name, backend.config, backend.weight_bytes, backend.threads, processor_name(), kernels)
+    facts = (_VERSION, backend.name, backend.config, backend.weight_bytes, backend.threads, SYSTEM.processor_name(), kernels)
     return cache_dir() / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"

@@ -1,10 +1,11 @@
-"""The number of threads for machines of every kind, from made-up trees of the files in which Linux describes them."""
+"""The number of threads and the memory of machines of every kind, from made-up trees of the files in which Linux describes them."""
 
 from pathlib import Path
 
 import pytest
 
-from cpuspec.topology import Topology, read_topology
+from cpuspec.platform import Memory, Topology
+from cpuspec.platform.linux import read_memory, read_topology
 
 CPU, NODE, GROUP = "sys/devices/system/cpu", "sys/devices/system/node", "sys/fs/cgroup"
 
@@ -100,16 +101,38 @@ def test_a_quota_limits_the_threads(tmp_path: Path, files: dict[str, str | bytes
     assert found.usable_cores == (8 if quota is None else max(1, int(quota)))
 
 
+MEMINFO = "MemTotal:       1024 kB\nMemFree: 5 kB\nMemAvailable:    512 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({f"{GROUP}/memory.max": "700000\n"}, 700_000),
+        ({f"{GROUP}/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", f"{GROUP}/a/b/memory.max": "max", f"{GROUP}/a/memory.max": "500000"}, 500_000),
+        ({"proc/self/cgroup": "0::/a/b\n", f"{GROUP}/a/b/memory.max": "400000", f"{GROUP}/a/memory.max": "500000"}, 400_000),
+        ({"proc/self/cgroup": "4:cpu:/x\n3:memory:/docker/1\n", f"{GROUP}/memory/memory.limit_in_bytes": "600000"}, 600_000),
+        ({"proc/self/cgroup": "3:memory:/a\n", f"{GROUP}/memory/a/memory.limit_in_bytes": str((1 << 63) - 4096)}, None),
+    ],
+)
+def test_the_least_limit_of_nested_groups_counts(tmp_path: Path, files: dict[str, str | bytes], limit: int | None) -> None:
+    found = read_memory(tree(tmp_path, {"proc/meminfo": MEMINFO} | files))
+    assert found == Memory(1 << 20, 1 << 19, limit)
+    assert found.usable == (limit or 1 << 20)
+
+
 GARBAGE = ["", "x", "5-", "9-3", "0-99999999999", "1,,x", "-1", "0 0", "9" * 100, b"\xff\xfe\x00", "0\n" * 5000]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_files_of_nonsense_count_as_missing(tmp_path: Path, garbage: str | bytes) -> None:
-    files = dict.fromkeys([*laptop(), *server(), f"{GROUP}/cpu.max", "proc/self/cgroup"], garbage)
+    files = dict.fromkeys([*laptop(), *server(), f"{GROUP}/cpu.max", f"{GROUP}/memory.max", "proc/self/cgroup"], garbage)
     found = read_topology(tree(tmp_path, files), set(range(6)))
     assert found.usable_cores == 6
     assert all(core.speed == 1.0 for core in found.cores)
     assert found.quota is None
+    assert read_memory(tree(tmp_path, {"proc/meminfo": garbage, f"{GROUP}/memory.max": garbage})).total is None
 
 
 def test_directories_in_place_of_files_count_as_missing(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""Any system that Python runs on: what its standard library offers, and nothing where that offers nothing."""
+
+import _thread
+import os
+import platform
+import signal
+import subprocess
+from collections.abc import Sequence
+from mmap import ACCESS_READ, mmap
+from typing import IO
+
+from cpuspec.errors import CpuspecError
+from cpuspec.platform.system import System
+from cpuspec.platform.topology import Core, Memory, Topology
+
+
+def topology() -> Topology:
+    """Each logical processor as a core."""
+    return Topology(tuple(Core((cpu,)) for cpu in range(os.cpu_count() or 1)))
+
+
+def memory() -> Memory:
+    """The machine's memory, as POSIX tells it."""
+    try:
+        return Memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return Memory()
+
+
+def zeroed_pages(num_bytes: int) -> mmap:
+    return mmap(-1, num_bytes)
+
+
+def populated_file(descriptor: int, num_bytes: int) -> mmap:
+    return mmap(descriptor, num_bytes, access=ACCESS_READ)
+
+
+def release_pages(pages: mmap, first: int, num_bytes: int) -> None:
+    pass
+
+
+def nothing() -> None:
+    pass
+
+
+def no() -> bool:
+    return False
+
+
+def place_new_pages(nodes: Sequence[int]) -> bool:
+    return False
+
+
+def move_pages(count: int, pages: int, nodes: int | None, result: int) -> None:
+    pass
+
+
+def try_lock(file: IO[bytes]) -> bool:
+    """Raises CpuspecError on a system without POSIX locks."""
+    try:
+        import fcntl
+    except ImportError:
+        raise CpuspecError(f"files cannot be locked on this system ({platform.system() or 'unknown'})") from None
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def limit_child(child: subprocess.Popen[bytes], cpu_s: int | None, memory_bytes: int) -> None:
+    pass
+
+
+SYSTEM = System(
+    topology=topology,
+    memory=memory,
+    processor_name=lambda: platform.processor() or platform.machine(),
+    boot_id=str,
+    enable_tile_registers=no,
+    zeroed_pages=zeroed_pages,
+    populated_file=populated_file,
+    release_pages=release_pages,
+    keep_freed_memory=nothing,
+    may_place_pages=no,
+    place_new_pages=place_new_pages,
+    move_pages=move_pages,
+    try_lock=try_lock,
+    limit_child=limit_child,
+    end_session=subprocess.Popen.kill,
+    interrupt_main=_thread.interrupt_main,
+    end_signals=(signal.SIGTERM, signal.SIGINT),
+    has_namespaces=False,
+    yield_function="sched_yield",
+    sleep="",
+)

@@ -1,0 +1,64 @@
+"""The table of what cpuspec asks of an operating system. `linux`, `windows` and `generic` fill one in each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from subprocess import Popen
+from typing import IO, Literal
+
+from cpuspec.platform.topology import Memory, Topology
+
+
+@dataclass(frozen=True)
+class System:
+    """Facts of an operating system and calls to it. A system that lacks a call does what its comment says of others.
+
+    Processors and memory.
+    """
+
+    topology: Callable[[], Topology]
+    memory: Callable[[], Memory]
+    processor_name: Callable[[], str]
+    # The id that the system gives each boot. Others: "".
+    boot_id: Callable[[], str]
+    # Ask that this process may use tile registers (AMX), and return whether it may. Others: False.
+    enable_tile_registers: Callable[[], bool]
+
+    # Pages. The arguments of the mappings are numbers of bytes; they raise OSError, ValueError or OverflowError.
+    # Zeros that take up memory page by page, as they are written. Others: as the system gives them.
+    zeroed_pages: Callable[[int], mmap]
+    # The first bytes of an open file (its descriptor), read-only, with all pages there at once. Others: as they are read.
+    populated_file: Callable[[int, int], mmap]
+    # Stop counting pages of a mapped file (first byte, bytes) as this process's memory, until they are read again. Others: nothing.
+    release_pages: Callable[[mmap, int, int], None]
+    # Keep freed memory for this process instead of giving it back to the system. Others: nothing.
+    keep_freed_memory: Callable[[], None]
+
+    # Memory nodes. Whether new pages and pages that are there can be placed, and the user gave no policy. Others: False.
+    may_place_pages: Callable[[], bool]
+    # Take new pages of this thread, and of those that it starts, from these nodes in turns; from any if there are none. Returns
+    # whether that was possible. Others: False.
+    place_new_pages: Callable[[Sequence[int]], bool]
+    # (count, pages, nodes or None, result): addresses of arrays of u64, i32 and i32. Move each page to its node, or with None only
+    # look; the result is each page's node, or minus an error. Others: nothing.
+    move_pages: Callable[[int, int, int | None, int], None]
+
+    # Lock an open file for this process until it is closed; returns whether no other handle has it locked.
+    try_lock: Callable[[IO[bytes]], bool]
+
+    # Processes and signals. Limit a child that was just started: seconds of processor time (None: no limit), and bytes of memory.
+    # Others: nothing, so the caller's own limit of time must do.
+    limit_child: Callable[[Popen[bytes], int | None, int], None]
+    # End a child that leads a session of its own, and all processes that it started. Others: the child alone.
+    end_session: Callable[[Popen[bytes]], None]
+    # Raise KeyboardInterrupt in the main thread, soon.
+    interrupt_main: Callable[[], None]
+    # The signals that ask a process to end.
+    end_signals: tuple[int, ...]
+    # Whether programs of strangers can be shut away in namespaces of their own (`evaluate.sandbox`).
+    has_namespaces: bool
+
+    # For compiled code: the name of the C function that lets another thread run, and how a thread sleeps until a number in memory
+    # changes: Linux's futex system call, Windows' WaitOnAddress, or not at all.
+    yield_function: str
+    sleep: Literal["futex", "WaitOnAddress", ""]

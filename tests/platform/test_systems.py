@@ -1,0 +1,130 @@
+"""Modules import on a system that lacks Linux's; each system's table does what it says where this machine can tell."""
+
+import ctypes
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import cpuspec
+from cpuspec.platform import SYSTEM, System, generic, linux, windows
+
+ROOT = Path(cpuspec.__file__).parent
+TABLES = {"generic": generic.SYSTEM, "linux": linux.SYSTEM, "windows": windows.SYSTEM}
+
+# Hides what Windows lacks, and imports every module that this installation can import.
+HIDDEN = """
+import importlib, json, os, signal, sys
+import torch, httpx, fastapi, uvicorn, numba, numpy, transformers  # libraries look for what they need themselves
+for name in ("resource", "fcntl", "termios", "tty", "pwd", "grp"):
+    sys.modules[name] = None
+for name in ("killpg", "sched_getaffinity", "geteuid", "getuid", "fork", "sysconf"):
+    delattr(os, name)
+for name in ("pthread_kill", "setitimer", "SIGKILL"):
+    delattr(signal, name)
+failed = {}
+for name in json.load(sys.stdin):
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        if getattr(error, "name", "") not in ("ray", "triton", "lm_eval") and "cpuspec[eval]" not in str(error):
+            failed[name] = repr(error)
+print(json.dumps(failed))
+"""
+
+
+def modules() -> Iterator[str]:
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(("cpuspec", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        if not name.endswith("__main__"):
+            yield name
+
+
+def test_every_module_imports_without_what_linux_alone_has() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN], input=json.dumps([*modules()]), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_a_machine_has_cores_a_name_and_memory_it_knows_or_not(table: System) -> None:
+    if table is linux.SYSTEM and sys.platform != "linux":
+        pytest.skip("reads Linux's files")
+    assert table.topology().usable_cores >= 1
+    assert isinstance(table.processor_name(), str)
+    memory = table.memory()
+    assert memory.usable is None or memory.usable > 1 << 20
+    assert all(getattr(table, field.name) is not None for field in fields(System))
+
+
+def test_a_file_is_locked_by_one_handle_wherever_others_stand(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_bytes(b"content")
+    with path.open("rb+") as first, path.open("rb+") as second:
+        assert SYSTEM.try_lock(first)
+        second.seek(3)
+        assert not SYSTEM.try_lock(second)
+        assert path.read_bytes() == b"content"
+    with path.open("rb+") as third:
+        assert SYSTEM.try_lock(third)
+
+
+def test_pages_are_zero_and_a_populated_file_has_the_files_bytes(tmp_path: Path) -> None:
+    assert SYSTEM.zeroed_pages(5000)[:] == bytes(5000)
+    (tmp_path / "file").write_bytes(b"abc" * 5000)
+    with (tmp_path / "file").open("rb") as file:
+        pages = SYSTEM.populated_file(file.fileno(), 15000)
+    SYSTEM.release_pages(pages, 5000, 4000)
+    assert pages[:] == b"abc" * 5000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits children here")
+def test_a_child_beyond_its_memory_fails() -> None:
+    code = "import sys; sys.stdin.read(); bytearray(1 << 30)"
+    for limit, fails in ((1 << 29, True), (1 << 34, False)):
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        SYSTEM.limit_child(child, None, limit)
+        child.communicate(b"")
+        assert (child.returncode != 0) == fails
+
+
+def processor(efficiency: int, *masks: tuple[int, int], relation: int = 0) -> bytes:
+    """One SYSTEM_LOGICAL_PROCESSOR_INFORMATION_EX of a core with masks (group, mask)."""
+    groups = b"".join(struct.pack("<QH6x", mask, group) for group, mask in masks)
+    return struct.pack("<IIBB20xH", relation, 32 + len(groups), 1, efficiency, len(masks)) + groups
+
+
+@pytest.mark.parametrize(
+    ("information", "allowed", "cores"),
+    [
+        (processor(0, (0, 0b11)) + processor(0, (0, 0b1100)), {}, [((0, 1), ""), ((2, 3), "")]),
+        (processor(0, (0, 0b11)) + processor(0, (0, 0b1100)), {0: 0b1010}, [((1,), ""), ((3,), "")]),
+        (processor(0, (0, 0b11)) + processor(0, (0, 0b1100)), {0: 0b11}, [((0, 1), "")]),
+        (processor(0, (0, 1)) + processor(1, (0, 2)), {}, [((1,), "core"), ((0,), "atom")]),
+        (
+            processor(0, (0, 1)) + processor(2, (0, 6)) + processor(1, (0, 8)),
+            {},
+            [((1, 2), "core"), ((3,), "atom"), ((0,), "lowpower")],
+        ),
+        (processor(0, (0, 1)) + processor(0, (1, 1)), {}, [((0,), ""), ((64,), "")]),
+        (processor(0, (0, 1)) + processor(0, (0, 1), relation=3), {}, [((0,), "")]),
+    ],
+)
+def test_windows_cores_are_read_from_its_records(
+    information: bytes, allowed: dict[int, int], cores: list[tuple[tuple[int, ...], str]]
+) -> None:
+    assert [(core.cpus, core.kind) for core in windows._cores(information, allowed)] == cores
+
+
+@pytest.mark.skipif(not hasattr(ctypes, "WinDLL"), reason="asks Windows")
+def test_windows_tells_its_memory_and_its_cores() -> None:
+    assert SYSTEM is windows.SYSTEM
+    assert windows._processor_information()
+    assert SYSTEM.memory().total
