@@ -171,7 +171,7 @@ class GrammarConstraint:
         shared = shared_prefix(self._path, wanted)
         if self._matcher.is_error() or not self._matcher.rollback(len(self._path) - shared):
             self._matcher, shared = self._compiled.deep_copy(), 0  # an error is for ever
-        new = wanted[shared:]
+        new = [] if self._matcher.is_stopped() else wanted[shared:]  # free text behind a whole one may be long
         self._path = wanted[: shared + (self._matcher.try_consume_tokens(new) if new else 0)]
         return len(self._path) == len(wanted) and not self._matcher.is_error()
 
