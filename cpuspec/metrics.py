@@ -109,6 +109,7 @@ class PrefixStats:
     num_blocks_read: int
     num_blocks_written: int
     num_blocks_refused: int
+    num_blocks_dropped: int  # that were not written: the disk was too slow for them
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.round import Round, speculate
 from cpuspec.text import Grammars, Tokenizer
 
+_WAIT_S = 0.01  # of a step that has nothing to compute; what others ask of the engine waits as long
+
 
 @dataclass(slots=True)
 class Output:
@@ -184,6 +186,8 @@ class Engine:
         self._admit()
         seqs, chunks = self._scheduler.schedule(self._context.num_unfed)
         if not seqs and not chunks:
+            if self._scheduler.waiting:
+                self._context.wait_for_prefix(_WAIT_S)
             return
         requests = [self._requests[seq.id] for seq in seqs]
         limits = []
@@ -208,11 +212,12 @@ class Engine:
     def _admit(self) -> None:
         """Begin waiting requests in their order while there are free slots.
 
-        One whose prefix is being read right now waits for that and keeps a free slot: those behind it do not take its turn.
+        One whose prefix is being computed or read from the disk right now waits for that and keeps a free slot: those behind it do
+        not take its turn.
         """
         context = self._context
         for seq in list(itertools.islice(self._scheduler.waiting.values(), context.num_free_slots)):
-            if context.awaits_prefix(seq):
+            if context.awaits_prefix(seq) or context.is_reading_prefix(seq):
                 continue
             self._scheduler.admit(seq)
             meter = self._requests[seq.id].meter

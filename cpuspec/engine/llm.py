@@ -2,7 +2,7 @@
 
 import weakref
 from collections import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -41,7 +41,8 @@ from cpuspec.speculation.chosen import ChosenDrafts
 from cpuspec.speculation.context import Context
 from cpuspec.speculation.guarded import GuardedProposer
 from cpuspec.speculation.planner.planner import PlannedDrafter, Planner
-from cpuspec.speculation.prefix_files import PrefixDirectory
+from cpuspec.speculation.prefix_files import PrefixDirectory, PrefixPart
+from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.proposer import LevelContext
 from cpuspec.text import Tokenizer, make_tokenizer
 
@@ -173,7 +174,7 @@ class LLM:
         self._drafts = proposer.levels
         self._planner = proposer if isinstance(proposer, Planner) else None
         self._context = context
-        _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
+        self._prefix_queue = _keep_prefixes([self._context, *(draft.context for draft in self._drafts)], settings)
         self._choose = partial(build_chosen, usual=proposer, opened=opened, vocab_size=self._context.vocab_size)
         chosen = ChosenDrafts(proposer, self._choose)
         self._guard = GuardedProposer(chosen, self._context, settings.plain_on_draft_error)
@@ -359,12 +360,21 @@ class LLM:
 
         Raises CacheError if it holds none of them, the file cannot be written, or the backend's cache cannot be saved.
         """
+        return self.saving_prefix(prompt, path, cache_salt)()
+
+    def saving_prefix(self, prompt: Prompt | Seq[Message], path: str | Path, cache_salt: str = "") -> Callable[[], int]:
+        """The part of `save_prefix` that writes, and may run beside steps; this one waits for the running step only."""
         tokens = self._prompt_ids(prompt)
         with self._shared.turn():
+            save = self._context.saving_prefix(tokens, Path(path), cache_salt)
+
+        def written() -> int:
             try:
-                return self._context.save_prefix(tokens, Path(path), cache_salt)
+                return save()
             except OSError as error:
                 raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+
+        return written
 
     def restore_prefix(self, path: str | Path, cache_salt: str = "") -> int:
         """Take what `save_prefix` wrote into the prefix cache; returns how many tokens. Prompts that begin with them use it.
@@ -373,16 +383,26 @@ class LLM:
 
         Raises CacheError for a file that is damaged, or of another model, KV format, processor or version.
         """
-        self._shared.check_open()
-        with self._shared.turn():
-            return self._context.restore_prefix(Path(path), cache_salt)
+        return self.hold_prefix(self.read_prefix(path), cache_salt)
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache of every model, on the disk, too."""
+    def read_prefix(self, path: str | Path) -> PrefixPart:
+        """The part of `restore_prefix` that reads, and may run beside steps; `hold_prefix` does the rest between two steps."""
+        self._shared.check_open()
+        return self._context.saved_prefix(Path(path))
+
+    def hold_prefix(self, part: PrefixPart, cache_salt: str = "") -> int:
+        """See `read_prefix`."""
+        with self._shared.turn():
+            return self._context.hold_prefix(part, cache_salt)
+
+    def forget_prefixes(self, waits: bool = True) -> None:
+        """Empty the prefix cache of every model, on the disk, too. waits: until the files are gone, 30 seconds at most."""
         self._shared.check_open()
         with self._shared.turn():
             for context in (self._context, *(draft.context for draft in self._drafts)):
                 context.forget_prefixes()
+        if self._prefix_queue and waits:
+            self._prefix_queue.flush()
 
     def explain(self) -> list[PlannedDrafter]:
         """The figures that "auto" decides from and its drafts so far, one entry for each drafter; empty for other specs."""
@@ -394,15 +414,19 @@ class LLM:
     def close(self) -> None:
         """Release the models as soon as no step runs. Calling it again does nothing; any other use then raises ConfigError.
 
-        With a `prefix_cache_dir`, what finished requests have left in memory is written there first.
+        With a `prefix_cache_dir`, what finished requests have left in memory is written there first, within half a minute.
         """
-        if not self._shared.closed:
-            self._shared.close()
-            for context in (*(draft.context for draft in self._drafts), self._context):
-                context.spill()
-        for draft in self._drafts:
-            draft.context.backend.close()
-        self._backend.close()
+        try:
+            if not self._shared.closed:
+                self._shared.close()
+                for context in (*(draft.context for draft in self._drafts), self._context):
+                    context.spill()
+                if self._prefix_queue:
+                    self._prefix_queue.close()
+        finally:
+            for draft in self._drafts:
+                draft.context.backend.close()
+            self._backend.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -541,17 +565,18 @@ def _capacity(config: ModelConfig, settings: EngineConfig) -> int:
     return wanted
 
 
-def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> None:
-    """Share the memory of the prefix cache among the models, so that each keeps the same number of tokens."""
-    directory = None
+def _keep_prefixes(contexts: list[LevelContext], settings: EngineConfig) -> PrefixQueue | None:
+    """Share the memory of the prefix cache among the models, so that each keeps the same number of tokens; returns their disk."""
+    queue = None
     if settings.prefix_cache_dir is not None:
-        directory = PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9))
+        queue = PrefixQueue(PrefixDirectory(Path(settings.prefix_cache_dir), int(settings.prefix_disk_gb * 1e9)))
     per_token = sum(context.cache.bytes_per_token for context in contexts)
     for context in contexts:
         gb = settings.prefix_cache_gb
         if gb is None:
             gb = default_prefix_cache_bytes() / 1e9 if context.backend.row_invariant else 0
-        context.keep_prefixes(int(gb * 1e9 * context.cache.bytes_per_token / per_token), directory)
+        context.keep_prefixes(int(gb * 1e9 * context.cache.bytes_per_token / per_token), queue)
+    return queue
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -18,6 +18,7 @@ from cpuspec.server.figures import token_text
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
+from cpuspec.server.runner import beside
 from cpuspec.server.schema import EndingBody
 from cpuspec.server.server import Server, server_of
 
@@ -196,7 +197,7 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
         raise RequestError(f"there is no slot {str(number)[:20]}; they are 0 to {len(found.slots) - 1}", "id_slot")
     if action == "erase":
         num_erased, slot.tokens = len(slot.tokens), []
-        await found.runner.between_steps(found.llm.forget_prefixes)
+        await found.runner.between_steps(partial(found.llm.forget_prefixes, waits=False))
         return json_response({"id_slot": number, "n_erased": num_erased})
     if action not in ("save", "restore"):
         raise RequestError(f"action is save, restore or erase, got {action[:40]!r}", "action")
@@ -207,12 +208,13 @@ async def change_slot(number: int, action: str, request: Request, body: SlotBody
     client = context_of(request).client
     if action == "save" and not (slot.tokens and (slot.client == client or not found.has_keys)):
         raise RequestError(f"slot {number} has computed nothing yet, or its last request was another key's", "id_slot")
-    if action == "save":
-        work = partial(found.llm.save_prefix, slot.tokens.copy(), path, slot.salt)
-    else:
-        work = partial(found.llm.restore_prefix, path, found.salt(client))
+    llm, between_steps = found.llm, found.runner.between_steps
     try:
-        done = await found.runner.between_steps(work)
+        if action == "save":
+            done = await beside(await between_steps(partial(llm.saving_prefix, slot.tokens.copy(), path, slot.salt)))
+        else:
+            part = await beside(partial(llm.read_prefix, path))
+            done = await between_steps(partial(llm.hold_prefix, part, found.salt(client)))
     except CacheError as error:  # where the directory is, is no client's business
         raise RequestError(str(error).replace(str(path), name), "filename") from None
     counts = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")

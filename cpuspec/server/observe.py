@@ -149,6 +149,7 @@ class Metrics:
             ("blocks_read", "Blocks that were read from the disk.", lambda one: one.num_blocks_read),
             ("blocks_written", "Blocks that were written to the disk.", lambda one: one.num_blocks_written),
             ("blocks_refused", "Blocks of the disk that were damaged.", lambda one: one.num_blocks_refused),
+            ("blocks_dropped", "Blocks that a slow disk had no time to write.", lambda one: one.num_blocks_dropped),
         )
         for name, help, value in gauges:
             gauge = GaugeMetricFamily(f"cpuspec:prefix_cache_{name}", help, labels=labels)

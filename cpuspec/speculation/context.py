@@ -11,8 +11,10 @@ its sequence decides, and nothing else: tokens of prompts go in forwards of thei
 which take them as tokens of their prompts.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +28,8 @@ from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Mark, Sequence, shared_prefix
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.prefix_files import PrefixDirectory
+from cpuspec.speculation.prefix_files import PrefixPart
+from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.prefixes import PrefixStore
 
 # A prefix is worth a copy when it supplies this share of the new tokens, or _MANY of them.
@@ -116,16 +119,17 @@ class Context:
         self._store: PrefixStore | None = None
         self._assignments: dict[int, _Assignment] = {}  # by sequence id
 
-    def keep_prefixes(self, max_bytes: int | None, directory: PrefixDirectory | None = None) -> None:
+    def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
         """Decide what finished sequences leave behind, before the first one: up to `max_bytes` of keys and values in memory.
 
-        None stands for no limit; then it stays in slots alone. directory: where it goes that does not fit, and at `spill`.
+        None stands for no limit; then it stays in slots alone. queue: of the directory where it goes that does not fit, and at
+        `spill`.
         A backend that promises no row invariance shares nothing between sequences if `max_bytes` is 0.
         """
         self._shares = self.backend.row_invariant or max_bytes != 0
         self._max_kept_bytes = max_bytes
-        if self.cache.blocks and max_bytes is not None and (max_bytes or directory):
-            self._store = PrefixStore(self.cache, self.backend.config.vocab_size, directory)
+        if self.cache.blocks and max_bytes is not None and (max_bytes or queue):
+            self._store = PrefixStore(self.cache, self.backend.config.vocab_size, queue)
 
     @property
     def num_free_slots(self) -> int:
@@ -141,16 +145,17 @@ class Context:
         """Give the sequence a slot; returns how many of its tokens the slot already supplies, at most all but the last.
 
         Goes on in a free slot where the longest prefix is, if little else is lost there. Else it takes an empty slot, or the least
-        recently used one, whose content goes to the store, and copies the longest prefix that a slot or the store holds.
+        recently used one, whose content goes to the store, and copies the longest prefix that a slot or the store holds in memory;
+        of the disk it takes what `is_reading_prefix` has read.
         Raises CacheError when no slot is free.
         """
         if not self._free:
             raise CacheError(f"all {self.cache.num_slots} cache slots are taken; finish or abort a sequence first")
         assert seq.id not in self._assignments, "a sequence acquires one slot"
         self._clock += 1
-        shared, stored = self._shared(seq), self._stored(seq)
+        shared, stored = self._shared(seq), self._loadable(seq)
         slot, source = max(self._free, key=shared.__getitem__), max(range(len(shared)), key=shared.__getitem__)
-        longest, useful = max(shared[source], stored), max(min(MIN_SHARED_PREFIX * len(seq.tokens), _MANY), 1)
+        longest, useful = max(shared[source], stored), _useful(seq)
         if shared[slot] < max(longest, useful) or self._num_lost(slot, shared[slot]) >= _MANY:
             slot = next((slot for slot in self._free if not self._held[slot]), self._free[0])
             if self._num_lost(slot, shared[slot]) >= _MANY:
@@ -167,8 +172,10 @@ class Context:
             else:
                 assert self._store, "only a store supplies more than the slots"
                 self.cache.truncate(slot, 0)
-                length = self._store.load(slot, self._reusable(seq), self._clock, seq.salt)
+                length = self._store.load(slot, self._reusable(seq), self._clock, seq.salt, seq.id)
             self._held[slot], assigned.agreed = seq.tokens[:length], seq.mark()
+        if self._store:
+            self._store.forget(seq.id)
         self._tidy()
         num_cached = len(self._align(assigned))
         self.num_acquired_tokens += len(seq.tokens)
@@ -184,8 +191,22 @@ class Context:
         coming = max((shared_prefix(self._kept(other, other.tokens), wanted) for other in others), default=0)
         return coming >= _MANY and coming - max(*self._shared(seq), self._stored(seq)) >= _MANY
 
+    def is_reading_prefix(self, seq: Sequence) -> bool:
+        """Whether a useful prefix of a sequence without a slot is on its way from the disk: acquire it then. Begins to read it."""
+        if not self._store or not self._shares:
+            return False
+        more_than = max(*self._shared(seq), ceil(_useful(seq)) - 1)
+        return self._store.is_reading(self._reusable(seq), seq.salt, seq.id, more_than)
+
+    def wait_for_prefix(self, seconds: float) -> None:
+        """Wait until a read of `is_reading_prefix` has gone on, at most so long. For a caller that has nothing else to do."""
+        if self._store and self._store.queue:
+            self._store.queue.wait(seconds)
+
     def release(self, seq: Sequence) -> None:
         """Take the slot back. Its tokens stay, for a later sequence that begins alike. Unknown sequences are ignored."""
+        if self._store:
+            self._store.forget(seq.id)
         assigned = self._assignments.get(seq.id)
         if assigned is not None and assigned.slot not in self._free:
             held = self._align(assigned, but=0)  # drafts that were rejected are no part of it
@@ -199,34 +220,34 @@ class Context:
         self._assignments.pop(seq.id, None)
         self._tidy()
 
-    def save_prefix(self, tokens: list[int], path: Path, salt: str = "") -> int:
-        """Save keys and values of the longest prefix of `tokens` that a slot or the store holds; returns its length.
+    def saving_prefix(self, tokens: list[int], path: Path, salt: str = "") -> Callable[[], int]:
+        """A call that saves the longest prefix of `tokens` that a slot or the store holds; it returns the prefix's length.
 
-        salt: of the sequences that they were computed for.
-
-        Raises CacheError if there is none, or the backend's cache cannot be saved, and OSError.
+        salt: of the sequences that they were computed for. The call may run beside steps; it raises CacheError if there is no
+        prefix, and OSError. Raises CacheError if the backend's cache cannot be saved.
         """
         store, held = self._wanted_store(), zip(self._all_kept(), self._salts, strict=True)
         shared = [shared_prefix(one, tokens) if its == salt else 0 for one, its in held]
         slot = max(range(len(shared)), key=shared.__getitem__)
         if shared[slot] > store.length(tokens, salt):
             self._save(slot, self._clock, shared[slot])
-        length = store.write_file(path, tokens, salt)
+        save = store.saving(path, tokens, salt)
         self._tidy()
-        return length
+        return save
 
-    def restore_prefix(self, path: Path, salt: str = "") -> int:
-        """Hold the prefix that `save_prefix` wrote to a file, for later sequences of a salt; returns its length.
+    def saved_prefix(self, path: Path) -> PrefixPart:
+        """The prefix that a call of `saving_prefix` wrote to a file. May run beside steps. Raises CacheError."""
+        return self._wanted_store().saved(path)
 
-        Raises CacheError.
-        """
+    def hold_prefix(self, part: PrefixPart, salt: str = "") -> int:
+        """Hold a saved prefix for later sequences of a salt; returns its length."""
         self._clock += 1
-        length = self._wanted_store().read_file(path, self._clock, salt)
+        length = self._wanted_store().hold(part, self._clock, salt)
         self._tidy()
         return length
 
     def forget_prefixes(self) -> None:
-        """Forget what finished sequences have left, on the disk, too."""
+        """Forget what finished sequences have left, on the disk, too, as soon as the directory's queue is empty."""
         for slot in self._free:
             self._held[slot] = []
             self.cache.drop(slot)
@@ -234,8 +255,8 @@ class Context:
             self._store.clear()
 
     def spill(self) -> None:
-        """Write what finished sequences have left to the disk, where there is a directory for it. For the end of the process."""
-        if self._store and self._store.directory:
+        """Have what finished sequences have left written, where there is a directory for it. For the end of the process."""
+        if self._store and self._store.queue:
             for slot in self._free:
                 self._give_up(slot)
             self._store.spill()
@@ -293,8 +314,8 @@ class Context:
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of the prefix cache; `name` says which model it is."""
-        store = self._store
-        directory = store.directory if store else None
+        store, queue = self._store, self._store.queue if self._store else None
+        directory = queue.directory if queue else None
         return PrefixStats(
             name,
             self.num_acquired_tokens,
@@ -306,6 +327,7 @@ class Context:
             directory.num_read if directory else 0,
             directory.num_written if directory else 0,
             directory.num_refused if directory else 0,
+            queue.num_dropped if queue else 0,
         )
 
     @property
@@ -321,6 +343,10 @@ class Context:
     def _stored(self, seq: Sequence) -> int:
         """The number of the sequence's tokens, all but the last at most, that the store holds."""
         return self._store.length(self._reusable(seq), seq.salt) if self._store else 0
+
+    def _loadable(self, seq: Sequence) -> int:
+        """Of these, the number that the store holds in memory, or has read."""
+        return self._store.loadable(self._reusable(seq), seq.salt, seq.id) if self._store else 0
 
     def _reusable(self, seq: Sequence) -> list[int]:
         """Of the sequence's tokens, all but the last, those that may come from elsewhere."""
@@ -353,7 +379,7 @@ class Context:
         """Copy what a slot holds to the store, or its first `length` tokens. Where there is no memory for it, it is lost."""
         if self._store and self._max_kept_bytes is not None:
             # What would not stay in memory is worth a copy only if it can go to the disk.
-            fits = len(self._held[slot]) if self._store.directory else self._max_kept_bytes // self.cache.bytes_per_token
+            fits = len(self._held[slot]) if self._store.queue else self._max_kept_bytes // self.cache.bytes_per_token
             with suppress(MemoryError):
                 self._store.save(slot, self._held[slot][: fits if length is None else length], used, self._salts[slot])
 
@@ -479,6 +505,11 @@ class Context:
                 feed.num_unscored = max(feed.num_unscored - size, 0)
                 left.append(feed)
         return left + feeds[len(slots) :] + others
+
+
+def _useful(seq: Sequence) -> float:
+    """How many tokens a prefix must supply to be worth a copy."""
+    return max(min(MIN_SHARED_PREFIX * len(seq.tokens), _MANY), 1)
 
 
 def shortest_first(wanted: list[int], num_rows: int) -> list[int]:

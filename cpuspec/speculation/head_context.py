@@ -20,7 +20,7 @@ from cpuspec.metrics import PrefixStats
 from cpuspec.model.batch import F32, ForwardBatch, ForwardOutput
 from cpuspec.sequence import Mark, Sequence, shared_prefix
 from cpuspec.speculation.context import PromptChunk, shortest_first
-from cpuspec.speculation.prefix_files import PrefixDirectory
+from cpuspec.speculation.prefix_queue import PrefixQueue
 
 # Rows of a prompt are encoded as they come: the outputs of several layers would take more memory until the first draft.
 _ENCODED_AT_ONCE = 64
@@ -211,14 +211,14 @@ class HeadContext:
         """Of these, those that finished sequences have left."""
         return sum(map(self.cache.slot_bytes, self._free))
 
-    def keep_prefixes(self, max_bytes: int | None, directory: PrefixDirectory | None = None) -> None:
+    def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
         """Decide how many bytes finished sequences may leave behind; None for no limit. They never go to the disk."""
         self._max_kept_bytes = max_bytes
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """The figures of what finished sequences have left; `name` says which head it is."""
         counts = (self._num_rows, self._num_shared_rows, self.kept_bytes, self._max_kept_bytes, self._num_evictions)
-        return PrefixStats(name, *counts, 0, 0, 0, 0)
+        return PrefixStats(name, *counts, 0, 0, 0, 0, 0)
 
     def forget_prefixes(self) -> None:
         """Forget what finished sequences have left."""

@@ -146,24 +146,25 @@ class PrefixFiles:
 class PrefixDirectory:
     """A directory of blocks that several models and processes may share. The longest unused files leave first.
 
-    Nothing that happens to a file is an error: a block that cannot be written or read is computed again.
+    Nothing that happens to a file is an error: a block that cannot be written or read is computed again. Each call waits for the
+    disk: `PrefixQueue` makes them beside the engine's steps.
+
+    num_bytes: of all files in it, as last counted, other models' and other processes' included.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Make the directory if need be, for this user alone: its files hold prompts. Raises ConfigError."""
         self.num_read = self.num_written = self.num_refused = 0
-        self._path, self._max_bytes, self._room = path, max_bytes, 0
+        self.path = path
+        self._max_bytes, self._room = max_bytes, 0
+        self._told: set[str] = set()  # faults that were logged
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if others := who_else_writes(path.stat()):
                 _log.warning("the prefix cache %s %s; if you trust nobody, choose a directory of yours", path, others)
         except OSError as error:
             raise ConfigError(f"the prefix cache {path} cannot be used: {error.strerror or error}") from error
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files in it, other models' and other processes' included."""
-        return sum(size for _, _, size in self._files())
+        self.num_bytes = sum(size for _, _, size in self._files())
 
     def parts(self, files: PrefixFiles) -> dict[bytes, PrefixPart]:
         """The parts that files of this cache hold, by key, without their blocks."""
@@ -178,7 +179,7 @@ class PrefixDirectory:
 
     def read(self, files: PrefixFiles, key: bytes) -> U8 | None:
         """The block of that key; None if the file is gone, or is damaged, which removes it."""
-        path = self._path / files.name(key)
+        path = self.path / files.name(key)
         try:
             part = files.read(path)
             if prefix_key(part.parent, part.tokens) != key or len(part.blocks) != 1:
@@ -190,59 +191,73 @@ class PrefixDirectory:
                 self.remove(files, key)
             return None
         self.num_read += 1
-        self.touch(files, key)
+        self.touch(path.name)
         return part.blocks[0]
 
-    def write(self, files: PrefixFiles, part: PrefixPart) -> bool:
-        """Write a block, removing others if the directory would be too large; returns whether that worked."""
-        key, num_bytes = (
-            prefix_key(part.parent, part.tokens),
-            sum(block.nbytes for block in part.blocks) + _line_bytes(len(part.tokens)),
-        )
+    def write(self, files: PrefixFiles, part: PrefixPart, used_ns: int) -> bool:
+        """Write a block that was used at a time, in ns; returns whether it is there.
+
+        If the directory would be too large, files that were used before leave first.
+        """
+        name = files.name(prefix_key(part.parent, part.tokens))
+        num_bytes = sum(block.nbytes for block in part.blocks) + _line_bytes(len(part.tokens))
         try:
             if self._room < num_bytes:
-                self._make_room(num_bytes)
+                self._make_room(num_bytes, used_ns)
             if self._room < num_bytes:
                 return False
             self._room -= num_bytes
-            files.write(self._path / files.name(key), part)
+            files.write(self.path / name, part)
+            self.num_bytes += (self.path / name).stat().st_size
         except OSError as error:
-            _log.warning("the prefix cache %s cannot be written: %s", self._path, error.strerror or error)
+            self.warn(error)
             return False
         self.num_written += 1
-        return True
+        return self.touch(name, used_ns)
 
-    def touch(self, files: PrefixFiles, key: bytes) -> bool:
-        """Note that a block was used just now; returns whether its file is still there."""
+    def touch(self, name: str, used_ns: int | None = None) -> bool:
+        """Note when a block was used, None for now; returns whether its file is still there."""
         try:
-            os.utime(self._path / files.name(key))
+            now_ns = time.time_ns() if used_ns is None else used_ns
+            os.utime(self.path / name, ns=(now_ns, now_ns))
         except OSError:
             return False
         return True
 
     def remove(self, files: PrefixFiles, key: bytes) -> None:
         """Remove a block's file."""
+        path = self.path / files.name(key)
         with suppress(OSError):
-            (self._path / files.name(key)).unlink()
+            size = path.stat().st_size
+            path.unlink()
+            self.num_bytes -= size
+
+    def warn(self, error: Exception) -> None:
+        """Log a fault of the directory, once for each kind of fault."""
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+        if problem not in self._told:
+            self._told.add(problem)
+            _log.warning("the prefix cache %s cannot be written: %s", self.path, problem)
 
     def _files(self) -> Iterator[tuple[int, Path, int]]:
         """When each file was used last, in ns; the file, unfinished ones included, and its bytes."""
         with suppress(OSError):
-            for path in self._path.glob(f"*{_SUFFIX}*"):
+            for path in self.path.glob(f"*{_SUFFIX}*"):
                 with suppress(OSError):  # another process may have removed it
                     status = path.stat()
                     yield status.st_mtime_ns, path, status.st_size
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Remove the longest unused files until that many bytes fit, if they ever do."""
+    def _make_room(self, num_bytes: int, before_ns: int) -> None:
+        """Remove the longest unused files, those used before a time, until that many bytes fit, if they ever do."""
         files = sorted(self._files())
         kept = sum(size for _, _, size in files)
         for used_ns, path, size in files:
+            too_large = used_ns < before_ns and kept + num_bytes > self._max_bytes
             unfinished = path.suffix != _SUFFIX
-            if time.time() - used_ns / 1e9 > _ABANDONED_S if unfinished else kept + num_bytes > self._max_bytes:
+            if time.time() - used_ns / 1e9 > _ABANDONED_S if unfinished else too_large:
                 path.unlink(missing_ok=True)
                 kept -= size
-        self._room = self._max_bytes - kept
+        self.num_bytes, self._room = kept, self._max_bytes - kept
 
 
 def _line_bytes(num_tokens: int) -> int:

@@ -6,8 +6,11 @@ that several prompts begin with are there once. A block with fewer tokens than `
 """
 
 import hashlib
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cpuspec.errors import CacheError
@@ -15,12 +18,13 @@ from cpuspec.formats.tensor import U8
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import shared_prefix
 from cpuspec.speculation.prefix_files import ROOT, PrefixDirectory, PrefixFiles, PrefixPart, prefix_key
+from cpuspec.speculation.prefix_queue import PrefixQueue, PrefixRead
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """depth: how many blocks come before it. data: None while it is on the disk only. used: the time of the last use, never later
-    than the parent's.
+    """depth: how many blocks come before it. data: None while it is not in memory. waiting: its data while they wait to be written.
+    used: the time of the last use, never later than the parent's. used_ns: the time that its file is to have.
     """
 
     key: bytes
@@ -28,26 +32,30 @@ class _Block:
     tokens: list[int]
     depth: int = 0
     data: U8 | None = None
+    waiting: U8 | None = None
     is_filed: bool = False
     used: int = 0
+    used_ns: int = 0
     children: "dict[bytes, _Block]" = field(default_factory=dict)
 
 
 class PrefixStore:
-    """The prefixes of one cache that has blocks. directory: where blocks go that leave the memory; None for nowhere.
+    """The prefixes of one cache that has blocks. queue: of the directory that blocks go to that leave the memory; None for nowhere.
 
-    Times of use are numbers that rise, given by the caller.
+    Times of use are numbers that rise, given by the caller. No call waits for the disk, but the making and `PrefixFiles`' own.
     """
 
-    def __init__(self, cache: KVCache, vocab_size: int, directory: PrefixDirectory | None) -> None:
+    def __init__(self, cache: KVCache, vocab_size: int, queue: PrefixQueue | None) -> None:
         assert cache.blocks, "asked of caches that have blocks only"
         self.num_evictions = 0  # blocks that left the memory to make room
-        self.directory = directory
+        self.queue = queue
+        self._reads: dict[int, tuple[list[_Block], PrefixRead]] = {}  # by sequence
+        self._unwritten: deque[_Block] = deque()  # blocks whose files could not be written
         self._cache, self._size, self._step = cache, cache.blocks.size, cache.blocks.step
         self._files = PrefixFiles(cache, vocab_size)
         self._roots: dict[bytes, _Block] = {}  # of the trees that have blocks, by key
-        if directory:
-            self._find_files(directory)
+        if queue:
+            self._find_files(queue.directory)
 
     @property
     def num_bytes(self) -> int:
@@ -63,15 +71,51 @@ class PrefixStore:
         """How many leading tokens it holds, in memory or on the disk."""
         return sum(number for _, number in self._match(tokens, salt))
 
-    def load(self, slot: int, tokens: list[int], used: int, salt: str = "") -> int:
-        """Put the leading tokens that it holds into an empty slot; returns how many these are."""
-        for block, number in self._match(tokens, salt):
-            data = self._data(block)
-            if data is None:
-                break
-            block.used = used
+    def loadable(self, tokens: list[int], salt: str, reader: int) -> int:
+        """How many leading tokens `load` would put into a slot."""
+        return sum(number for _, number, _ in self._at_hand(tokens, salt, reader))
+
+    def load(self, slot: int, tokens: list[int], used: int, salt: str, reader: int) -> int:
+        """Put the leading tokens that are in memory, or were read for a sequence, into an empty slot; returns how many."""
+        for block, number, data in self._at_hand(tokens, salt, reader):
+            block.data, block.used = data, used
             self._cache.append_block(slot, data, number)
+        self.forget(reader)
         return self._cache.lengths[slot]
+
+    def is_reading(self, tokens: list[int], salt: str, reader: int, more_than: int) -> bool:
+        """Whether what the tokens begin with, if these are more than so many, is on its way from the disk. Begins to read it.
+
+        reader: the id of the sequence that `load` will be called for, unless `forget` is.
+        """
+        if self.queue is None:
+            return False
+        if reader not in self._reads:
+            found = self._match(tokens, salt)
+            if sum(number for _, number in found) <= more_than:
+                return False
+            for block, _ in found:
+                if block.data is None:
+                    block.data = block.waiting  # which is gone as soon as it is written
+            absent = [block for block, _ in found if block.data is None]
+            if not absent:
+                return False
+            read = self.queue.read(self._files, [block.key for block in absent])
+            if read is None:
+                return False
+            self._reads[reader] = absent, read
+        absent, read = self._reads[reader]
+        if self.queue.is_reading(read):
+            return True
+        if read.is_missing and len(absent) > len(read.found):
+            self._remove(absent[len(read.found)])
+        self._reads[reader] = absent[: len(read.found)], read
+        return False
+
+    def forget(self, reader: int) -> None:
+        """End a read, and forget what was read for a sequence."""
+        if found := self._reads.pop(reader, None):
+            found[1].is_done = True
 
     def save(self, slot: int, tokens: list[int], used: int, salt: str = "") -> None:
         """Hold `tokens`, which the slot begins with, up to the last whole step. What is there already is not copied again."""
@@ -94,42 +138,63 @@ class PrefixStore:
     def evict(self) -> None:
         """Let the longest unused block leave the memory, the last of its prefix first. Call it where `oldest` is not None."""
         block = min((one for one in self._blocks() if one.data is not None), key=lambda one: (one.used, -one.depth))
-        self._file(block)
         self.num_evictions += 1
-        if block.is_filed:
-            block.data = None
-        else:
+        self._write(block, time.time_ns())
+        block.data = None
+        if self.queue is None:
             self._remove(block)
+        while self._unwritten:
+            lost = self._unwritten.popleft()
+            if lost.data is None and lost.waiting is None and not lost.is_filed:
+                self._remove(lost)
 
     def spill(self) -> None:
-        """Write everything that is in memory to the disk; what was used last is the last to leave there, too."""
-        for block in sorted(self._blocks(), key=lambda one: (one.used, -one.depth)):
-            self._file(block)
+        """Have everything written that is in memory: what was used last goes first, and is the last to leave the disk, too."""
+        now_ns = time.time_ns()
+        for number, block in enumerate(sorted(self._blocks(), key=lambda one: (-one.used, one.depth))):
+            self._write(block, now_ns - 1000 * number, is_bounded=False)
 
     def clear(self) -> None:
         """Forget everything, on the disk, too."""
         for block in list(self._blocks()):
             self._remove(block)
 
-    def write_file(self, path: Path, tokens: list[int], salt: str = "") -> int:
-        """Save the leading tokens that it holds, up to the last whole step; returns how many. Raises CacheError and OSError."""
-        part = PrefixPart(ROOT, [], [])
-        for block, shared in self._match(tokens, salt):
-            number, data = shared // self._step * self._step, self._data(block)
-            if not number or data is None:
-                break
-            part.tokens.extend(block.tokens[:number])
-            part.blocks.append(data[:, :, : self._cache.block_shape(number)[2]].copy())
-        if not part.tokens:
-            raise CacheError("no prefix of this prompt is in the cache, so there is nothing to save; run the prompt first")
-        self._files.write(path, part)
-        return len(part.tokens)
+    def saving(self, path: Path, tokens: list[int], salt: str = "") -> Callable[[], int]:
+        """A call that saves the leading tokens that it holds, up to the last whole step, and returns how many these are.
 
-    def read_file(self, path: Path, used: int, salt: str = "") -> int:
-        """Hold the tokens of a file that `write_file` wrote; returns how many. Raises CacheError."""
+        It may run beside everything else. Raises CacheError and OSError.
+        """
+        directory = self.queue.directory if self.queue else None
+        held = [
+            (one.key, one.tokens, number, one.waiting if one.data is None else one.data)
+            for one, number in self._match(tokens, salt)
+        ]
+
+        def save() -> int:
+            part = PrefixPart(ROOT, [], [])
+            for key, ids, shared, data in held:
+                number = shared // self._step * self._step
+                block = directory.read(self._files, key) if data is None and directory else data
+                if not number or block is None:
+                    break
+                part.tokens.extend(ids[:number])
+                part.blocks.append(block[:, :, : self._cache.block_shape(number)[2]].copy())
+            if not part.tokens:
+                raise CacheError("no prefix of this prompt is in the cache, so there is nothing to save; run the prompt first")
+            self._files.write(path, part)
+            return len(part.tokens)
+
+        return save
+
+    def saved(self, path: Path) -> PrefixPart:
+        """What `saving` wrote to a file. May be called beside everything else. Raises CacheError."""
         part = self._files.read(path)
         if part.parent != ROOT:
             raise CacheError(f"{path} holds the middle of a prefix; wanted a file that save_prefix wrote")
+        return part
+
+    def hold(self, part: PrefixPart, used: int, salt: str = "") -> int:
+        """Hold the tokens of a saved prefix; returns how many."""
         parent = self._root(salt)
         for number, data in enumerate(part.blocks):
             tokens = part.tokens[number * self._size : (number + 1) * self._size]
@@ -182,26 +247,33 @@ class PrefixStore:
     def _remove(self, block: _Block) -> None:
         """Forget a block and all that follow it."""
         assert block.parent, "the root stays"
-        if block.is_filed and self.directory:
-            self.directory.remove(self._files, block.key)
-        block.parent.children.pop(block.key, None)
+        if self.queue and (block.is_filed or block.waiting is not None):
+            self.queue.remove(self._files, block.key)
+        if block.parent.children.get(block.key) is block:
+            del block.parent.children[block.key]
         if block.parent.parent is None and not block.parent.children:
             self._roots.pop(block.parent.key, None)
 
-    def _data(self, block: _Block) -> U8 | None:
-        """The bytes of a block, from the disk if need be. A block whose file is gone is forgotten."""
-        if block.data is None and self.directory:
-            block.data = self.directory.read(self._files, block.key)
-        if block.data is None:
-            self._remove(block)
-        return block.data
+    def _at_hand(self, tokens: list[int], salt: str, reader: int) -> Iterator[tuple[_Block, int, U8]]:
+        """The blocks that the tokens begin with, how many tokens of each, and their data, up to the first that must be read."""
+        blocks, read = self._reads.get(reader, ([], None))
+        found = dict(zip((block.key for block in blocks), read.found, strict=False)) if read else {}
+        for block, number in self._match(tokens, salt):
+            for data in (block.data, block.waiting, found.get(block.key)):
+                if data is not None:
+                    yield block, number, data
+                    break
+            else:
+                return
 
-    def _file(self, block: _Block) -> None:
-        """Write a block that is in memory to the disk; where it is there already, note that it is used."""
-        if self.directory and block.data is not None and block.parent:
-            block.is_filed = self.directory.touch(self._files, block.key) or self.directory.write(
-                self._files, PrefixPart(block.parent.key, block.tokens, [block.data])
-            )
+    def _write(self, block: _Block, used_ns: int, is_bounded: bool = True) -> None:
+        """Have a block written that is in memory; where it is on the disk already, have it noted that it is used."""
+        block.used_ns = used_ns
+        if self.queue and block.data is not None and block.waiting is None and block.parent:
+            block.waiting = block.data
+            part = PrefixPart(block.parent.key, block.tokens, [block.data])
+            report = partial(_written, block, self._unwritten)
+            self.queue.write(self._files, part, lambda: block.used_ns, report, is_bounded)
 
     def _find_files(self, directory: PrefixDirectory) -> None:
         """Know the blocks on the disk. A parent without a file is the root of a salt's tree, or its blocks are found by nobody."""
@@ -219,6 +291,14 @@ class PrefixStore:
                 if len(part.tokens) <= self._size:
                     parent.children[key] = _Block(key, parent, part.tokens, parent.depth + 1, is_filed=True)
                     waiting.append(parent.children[key])
+
+
+def _written(block: _Block, unwritten: deque[_Block], is_there: bool) -> None:
+    """Take note of a write that has ended. Any thread may call it: what it changes is read in the reverse order."""
+    block.is_filed = is_there
+    block.waiting = None
+    if not is_there:
+        unwritten.append(block)
 
 
 def _salt_key(salt: str) -> bytes:

@@ -8,7 +8,7 @@ from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.draft import Draft
-from cpuspec.speculation.prefix_files import PrefixDirectory
+from cpuspec.speculation.prefix_queue import PrefixQueue
 from cpuspec.speculation.verify import Verdict
 
 
@@ -35,7 +35,7 @@ class LevelContext(Protocol):
         """Bytes of keys and values in memory."""
         ...
 
-    def keep_prefixes(self, max_bytes: int | None, directory: PrefixDirectory | None = None) -> None:
+    def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
         """Decide what finished sequences leave behind."""
         ...
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context, PromptChunk, shortest_first
 
+_NOT_YET = 1 << 62  # tokens of a sequence without a slot, whose prefix is on its way from the disk
 _FED_WITH_A_DRAFT = 16  # the most tokens that are fed together with a draft; more are read as a prompt is
 
 
@@ -28,14 +29,14 @@ class Reading:
         """
         context = self._context
         for seq in seqs:
-            if seq.id not in self._begun:
+            if seq.id not in self._begun and not context.is_reading_prefix(seq):
                 self._begun.add(seq.id)
                 num_cached = context.acquire(seq)
                 if begin:
                     begin(seq, num_cached)
-        unfed = [context.num_unfed(seq) for seq in seqs]
+        unfed = [context.num_unfed(seq) if seq.id in self._begun else _NOT_YET for seq in seqs]
         num_rows = context.prompt_rows if context.num_sequences > 1 else context.backend.max_rows
-        granted = shortest_first([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
+        granted = shortest_first([number if _FED_WITH_A_DRAFT < number < _NOT_YET else 0 for number in unfed], num_rows)
         ready, chunks = [], []
         for seq, number, rows in zip(seqs, unfed, granted, strict=True):
             ready.append(rows == number or number <= _FED_WITH_A_DRAFT)

@@ -16,7 +16,7 @@ from cpuspec.model.batch import F32
 from cpuspec.model.cache import KVCache
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import PromptChunk
-from cpuspec.speculation.prefix_files import PrefixDirectory
+from cpuspec.speculation.prefix_queue import PrefixQueue
 
 _GELU = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
@@ -94,12 +94,12 @@ class StageContext:
 
     # What an LLM asks of the context of each level.
 
-    def keep_prefixes(self, max_bytes: int | None, directory: PrefixDirectory | None = None) -> None:
+    def keep_prefixes(self, max_bytes: int | None, queue: PrefixQueue | None = None) -> None:
         """Do nothing: there is no cache."""
 
     def prefix_stats(self, name: str) -> PrefixStats:
         """No figures."""
-        return PrefixStats(name, 0, 0, 0, None, 0, 0, 0, 0, 0)
+        return PrefixStats(name, 0, 0, 0, None, 0, 0, 0, 0, 0, 0)
 
     def forget_prefixes(self) -> None:
         """Do nothing."""
