@@ -475,9 +475,10 @@ class _Writer:
     def _rotate(self, layer: Layer, q: _Rows | None, k: _Rows, v: _Rows) -> None:
         """Rotate queries, if there are any, and keys, and append keys and values."""
         mixer = layer.mixer
+        norms = self._vectors if mixer.norm == "head" else {}  # `rotate` has written those of rows
         operands = {
             "heads": mixer.heads if q else 0, "kv_heads": mixer.kv_heads, "dims": mixer.dims, "layer": layer.index,
-            "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(self._vectors.get(layer.weight("k_norm"))),
+            "keys": _at(k.numbers), "k_stride": k.numbers.strides[0], "k_norm": _at(norms.get(layer.weight("k_norm"))),
             "values": _at(v.numbers), "v_stride": v.numbers.strides[0], "eps": self._config.norm_eps, "scale": mixer.scale,
             "rotation": self._rotation(mixer.rope), "q_rotation": self._rotation(mixer.query_rope if q else None),
             "norm_last": mixer.rotates_first,
@@ -486,7 +487,7 @@ class _Writer:
         }  # fmt: skip
         if q:
             operands |= {"queries": _at(q.numbers), "q_stride": q.numbers.strides[0]}
-            operands["q_norm"] = _at(self._vectors.get(layer.weight("q_norm")))
+            operands["q_norm"] = _at(norms.get(layer.weight("q_norm")))
         self.operations.append(("rotate", operands))
 
     def _rotation(self, rope: Rope | None) -> int:

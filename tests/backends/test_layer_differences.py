@@ -27,6 +27,7 @@ FAMILIES = {
     "two rotary bases": {"num_layers": 3, "layer_ropes": ("local", "global", "local"), "local_rope_base": 100.0},
     "norms before and after": {"norms": "both"},
     "norms after": {"norms": "after"},
+    "norms of rows": {"qk_norm": True, "norm_spans": "row"},
     "gelu": {"activation": "gelu_tanh", "embedding_scale": 3.5},
     "query scale and softcaps": {"query_scale": 0.4, "attention_softcap": 2.0, "logit_softcap": 1.5, "layer_windows": (9, 0)},
     "gemma 3": {
