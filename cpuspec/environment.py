@@ -12,7 +12,6 @@ import hashlib
 import math
 import os
 import stat
-import sys
 import threading
 from pathlib import Path
 
@@ -25,7 +24,7 @@ _STACK_BYTES = 8 << 20  # as glibc gives; it becomes memory as it is written
 def cache_dir() -> Path:
     """Directory for downloads and caches, absolute; not created here.
 
-    CPUSPEC_CACHE if set, else `cpuspec` under XDG_CACHE_HOME, else under the platform's own cache directory.
+    CPUSPEC_CACHE if set, else `cpuspec` under XDG_CACHE_HOME, else in the system's own place.
     Raises ConfigError if none of them is set and the user has no home directory.
     """
     try:
@@ -34,12 +33,7 @@ def cache_dir() -> Path:
         # The XDG specification has relative values ignored.
         if (xdg := os.environ.get("XDG_CACHE_HOME")) and Path(xdg).is_absolute():
             return Path(xdg) / "cpuspec"
-        if sys.platform == "win32":
-            local = os.environ.get("LOCALAPPDATA")
-            return (Path(local) if local else Path.home() / "AppData" / "Local") / "cpuspec" / "cache"
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "cpuspec"
-        return Path.home() / ".cache" / "cpuspec"
+        return SYSTEM.cache_home(os.environ)
     except RuntimeError as error:
         raise ConfigError(f"no place for a cache: {error}; set CPUSPEC_CACHE to a directory") from error
 

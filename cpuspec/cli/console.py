@@ -102,6 +102,9 @@ class _Stream:
 def guarded_streams() -> Iterator[None]:
     """Within this context, output that cannot be written ends the command with an exit code, and such notes are dropped."""
     before = sys.stdout, sys.stderr
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if SYSTEM.pipe_encoding and hasattr(stream, "reconfigure") and not stream.isatty():
+            stream.reconfigure(encoding=SYSTEM.pipe_encoding)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks must not end an answer
     sys.stdout = cast(TextIO, _Stream(sys.stdout, 1, _end_without_output))

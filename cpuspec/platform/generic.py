@@ -5,8 +5,10 @@ import os
 import platform
 import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from mmap import ACCESS_READ, mmap
+from pathlib import Path
 from typing import IO
 
 from cpuspec.errors import CpuspecError
@@ -69,6 +71,10 @@ def try_lock(file: IO[bytes]) -> bool:
     return True
 
 
+def cache_home(variables: Mapping[str, str]) -> Path:
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "cpuspec"
+
+
 def limit_child(child: subprocess.Popen[bytes], cpu_s: int | None, memory_bytes: int) -> None:
     pass
 
@@ -87,6 +93,8 @@ SYSTEM = System(
     place_new_pages=place_new_pages,
     move_pages=move_pages,
     try_lock=try_lock,
+    cache_home=cache_home,
+    pipe_encoding=None,
     limit_child=limit_child,
     end_session=subprocess.Popen.kill,
     interrupt_main=_thread.interrupt_main,

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from subprocess import Popen
 
 from cpuspec.platform import generic
@@ -102,7 +102,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
     """The control groups of this process that a controller may limit, from its own up to the root: their version and directory."""
     for line in _read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        own = Path("/" + path.lstrip("/"))
+        own = PurePosixPath("/" + path.lstrip("/"))
         if ".." in own.parts or (controllers and controller not in controllers.split(",")):
             continue
         for mount in (controller, controllers) if controllers else ("",):

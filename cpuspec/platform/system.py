@@ -1,8 +1,9 @@
 """The table of what cpuspec asks of an operating system. `linux`, `windows` and `generic` fill one in each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import mmap
+from pathlib import Path
 from subprocess import Popen
 from typing import IO, Literal
 
@@ -45,6 +46,11 @@ class System:
 
     # Lock an open file for this process until it is closed; returns whether no other handle has it locked.
     try_lock: Callable[[IO[bytes]], bool]
+
+    # The directory for caches of cpuspec, from these environment variables. Raises RuntimeError if the user has no home directory.
+    cache_home: Callable[[Mapping[str, str]], Path]
+    # The encoding of standard streams that are pipes or files, where the system's own lacks most characters. Others: None.
+    pipe_encoding: str | None
 
     # Processes and signals. Limit a child that was just started: seconds of processor time (None: no limit), and bytes of memory.
     # Others: nothing, so the caller's own limit of time must do.

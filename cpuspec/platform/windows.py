@@ -8,10 +8,11 @@ import platform
 import signal
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import IO, Any
 
 from cpuspec.platform import generic
@@ -129,6 +130,11 @@ def try_lock(file: IO[bytes]) -> bool:
     raise _ctypes.WinError(error)
 
 
+def cache_home(variables: Mapping[str, str]) -> Path:
+    local = variables.get("LOCALAPPDATA")
+    return (Path(local) if local else Path.home() / "AppData" / "Local") / "cpuspec" / "cache"
+
+
 @cache
 def _kernel32() -> Any:
     library = _ctypes.WinDLL("kernel32", use_last_error=True)
@@ -148,6 +154,8 @@ SYSTEM = replace(
     memory=memory,
     processor_name=processor_name,
     try_lock=try_lock,
+    cache_home=cache_home,
+    pipe_encoding="utf-8",
     end_signals=(*generic.SYSTEM.end_signals, *filter(None, [getattr(signal, "SIGBREAK", None)])),
     yield_function="SwitchToThread",
 )

