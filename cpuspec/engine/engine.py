@@ -197,6 +197,8 @@ class Engine:
             waits = len(self._contexts) > 1 and not seq.num_output_tokens
             # Drafted tokens and the bonus token together must not exceed the tokens that the request may have.
             limits.append(0 if waits else min(request.max_length - len(seq.tokens) - 1, request.max_draft_tokens))
+        for context in self._contexts:
+            context.num_running = len(self._scheduler.running)
         rounds = speculate(self._context, self._proposer, seqs, limits, chunks, is_answer=True)
         num_forwards = self._num_forwards()
         for request, done in zip(requests, rounds, strict=True):

@@ -106,6 +106,7 @@ class Context:
         self.possible = possible
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.num_forwards = self.num_rows = 0  # of all forwards
+        self.num_running = 0  # sequences of the engine, also those that a draft model has no slot for; the engine sets it
         self.num_acquired_tokens = self.num_cached_tokens = 0  # that sequences came with, and of these what was there already
         self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
@@ -140,6 +141,11 @@ class Context:
     def num_sequences(self) -> int:
         """How many sequences have a slot."""
         return len(self._assignments)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other sequence would wait for a long forward."""
+        return max(self.num_running, self.num_sequences) <= 1
 
     def acquire(self, seq: Sequence) -> int:
         """Give the sequence a slot; returns how many of its tokens the slot already supplies, at most all but the last.

@@ -121,7 +121,7 @@ class HeadContext:
         self.cache = backend.new_cache(num_slots, capacity)
         self.capacity = capacity
         self.prompt_rows = min(prompt_rows, backend.max_rows)
-        self.num_forwards = 0
+        self.num_forwards = self.num_running = 0  # as in `Context`
         self._layers = (backend.config.num_layers - 1,)  # whose output is a row's hidden state
         self._injects = bool(backend.config.head and backend.config.head.injects)
         self._both_ways = bool(head.block and head.block.both_ways)
@@ -132,9 +132,9 @@ class HeadContext:
         self._num_rows = self._num_shared_rows = self._num_evictions = 0
 
     @property
-    def num_sequences(self) -> int:
-        """How many sequences have a slot."""
-        return len(self._slots) - len(self._free)
+    def is_alone(self) -> bool:
+        """As in `Context`."""
+        return max(self.num_running, len(self._slots) - len(self._free)) <= 1
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Follow a sequence. num_cached: as in `Proposer.begin`."""

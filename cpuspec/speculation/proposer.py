@@ -13,7 +13,12 @@ from cpuspec.speculation.verify import Verdict
 
 
 class LevelContext(Protocol):
-    """What an LLM asks of a drafting model with its cache: a `Context`, or a `HeadContext`."""
+    """What an LLM asks of a drafting model with its cache: a `Context`, or a `HeadContext`.
+
+    num_running: sequences that the engine runs, told before each round: beside others, prompts are read in small parts.
+    """
+
+    num_running: int
 
     @property
     def backend(self) -> Backend:

@@ -1,7 +1,7 @@
 """How a draft model gets to know sequences: their slots, and their prompts in chunks beside sequences that generate.
 
-A model reads a prompt from the first round after the first token on: `Context.prompt_rows` rows a round beside other sequences, as
-many as a forward takes where a sequence is alone. Until the prompt is read, drafts are empty.
+A model reads a prompt from the first round after the first token on: `Context.prompt_rows` rows a round beside other sequences of the
+engine, as many as a forward takes where a sequence is alone. Until the prompt is read, drafts are empty.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Reading:
                 if begin:
                     begin(seq, num_cached)
         unfed = [context.num_unfed(seq) if seq.id in self._begun else _NOT_YET for seq in seqs]
-        num_rows = context.prompt_rows if context.num_sequences > 1 else context.backend.max_rows
+        num_rows = context.backend.max_rows if context.is_alone else context.prompt_rows
         granted = shortest_first([number if _FED_WITH_A_DRAFT < number < _NOT_YET else 0 for number in unfed], num_rows)
         ready, chunks = [], []
         for seq, number, rows in zip(seqs, unfed, granted, strict=True):

@@ -32,13 +32,9 @@ class StageContext:
         self.capacity = capacity
         self.cache = KVCache(1, 1, lambda: None, lambda *_: None, lambda *_: None, 0)
         self.num_forwards = 0  # drafts; each reads the matrices of its stages once
-        self.prompt_rows = backend.max_rows
+        self.num_running = 0
+        self.prompt_rows, self.is_alone = backend.max_rows, True  # no prompt is read
         self._states: dict[int, tuple[int, F32]] = {}  # by sequence id: how many tokens have a state, and the last of these [1, C]
-
-    @property
-    def num_sequences(self) -> int:
-        """How many sequences it can draft for."""
-        return len(self._states)
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Do nothing yet: a first state comes with the first verdict."""

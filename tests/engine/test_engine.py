@@ -303,6 +303,28 @@ def test_every_step_yields_a_token_for_each_stream_while_a_long_prompt_is_read(p
         assert answer == plain_greedy(model, ToyTokenizer(VOCAB), prompt, one)["token_ids"]
 
 
+@pytest.mark.parametrize("proposer", [name for name, make in PROPOSER_FACTORIES.items() if make().levels and "fewer" not in name])
+def test_a_draft_model_reads_a_long_prompt_in_chunks_also_beside_streams_that_it_does_not_draft_for(proposer: str) -> None:
+    drafter = PROPOSER_FACTORIES[proposer]()
+    contexts = [cast(Context, level.context) for level in drafter.levels]
+    for context in contexts:
+        context.prompt_rows = 2
+    engine = engine_over(ToyBackend(3, VOCAB, memory=0.3), drafter)
+    engine.add_request(STREAMS[0], SamplingParams(max_tokens=50, ignore_eos=True, max_draft_tokens=0))
+    engine.step()
+    late = engine._requests[engine.add_request(LONG_PROMPT, SamplingParams(max_tokens=18, ignore_eos=True))].seq
+    held, chunks = [0] * len(contexts), list[int]()
+    while late.finish_reason is None:
+        engine.step()
+        for i, context in enumerate(contexts):
+            if late.finish_reason is None and late.id in context._assignments:
+                before, held[i] = held[i], len(late.tokens) - 1 - context.num_unfed(late)
+                if held[i] < len(LONG_PROMPT) - 16:  # the rest is fed with a draft
+                    chunks.append(held[i] - before)
+    assert set(chunks) == {2}
+    assert len(chunks) >= 10
+
+
 def test_prompts_take_whole_forwards_while_nothing_else_runs() -> None:
     model = ToyBackend(3, VOCAB)
     engine = engine_over(model, NullProposer(), prompt_rows=2)

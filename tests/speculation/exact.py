@@ -29,7 +29,7 @@ class ExactContext:
     """A model whose rows are fractions, which stand for the logits and for the distributions that are made of them."""
 
     capacity = prompt_rows = 99
-    num_sequences = 1
+    is_alone = True
 
     def __init__(self, seed: int, vocab: int, possible: np.ndarray | None = None) -> None:
         """possible: [vocab] the only tokens that its rows give a probability."""

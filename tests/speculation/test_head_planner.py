@@ -46,7 +46,7 @@ class HeadOfFewWords:
     """Stands for a head with its context: in every row tokens 0, 1, 2 and so on are as likely as it says. A forward takes time."""
 
     capacity = prompt_rows = 1 << 20
-    num_sequences = 1
+    is_alone, num_running = True, 1
 
     def __init__(self, clock: Clock, forward_s: float, sure: tuple[float, ...]) -> None:
         others = (1 - sum(sure)) / (VOCAB - len(sure))

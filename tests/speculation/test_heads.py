@@ -404,7 +404,7 @@ class ExactHeadContext:
     """A head whose rows are fractions: those of a chain depend on what was drafted, those of one pass on how far ahead they are."""
 
     capacity = prompt_rows = 99
-    num_sequences = 1
+    is_alone = True
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab

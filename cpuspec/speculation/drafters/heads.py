@@ -74,7 +74,7 @@ class HeadProposer:
         limits = [min(limit, most, room) for limit, room in zip(limits, rooms, strict=True)]
         able = [i for i, seq in enumerate(seqs) if limits[i] > 0 and context.can_draft(seq)]
         unfed = [context.num_unfed(seqs[i]) for i in able]
-        num_rows = _ROWS_FOR_ONE * (context.prompt_rows if context.num_sequences > 1 else context.backend.max_rows)
+        num_rows = _ROWS_FOR_ONE * (context.backend.max_rows if context.is_alone else context.prompt_rows)
         granted = shortest_first([number if number > _FED_WITH_A_DRAFT else 0 for number in unfed], num_rows)
         reading = [i for i, number, rows in zip(able, unfed, granted, strict=True) if _FED_WITH_A_DRAFT < number > rows]
         chunks = [PromptChunk(seqs[i], rows) for i, rows in zip(able, granted, strict=True) if i in reading and rows]
