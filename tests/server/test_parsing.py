@@ -117,6 +117,11 @@ SAMPLES = [
         [("content", "<|tool_call_start|>[f(a=open('x'))]<|tool_call_end|>")],
     ),
     (
+        "hunyuan",
+        'I look.\n<tool_calls>[{"name": "f", "arguments": {"a": 1}}, {"name": "search", "arguments": {}}]</tool_calls>',
+        [("content", "I look."), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "search"), ("arguments", "{}")],
+    ),
+    (
         "gemma4",
         '<|tool_call>call:f{a:<|"|>say "{b:1}", c<|"|>,list:[1,{k:<|"|><|"|>}],n: 2.5}<tool_call|>',
         [("call", "f"), ("arguments", '{"a": "say \\"{b:1}\\", c", "list": [1, {"k": ""}], "n": 2.5}')],
@@ -278,6 +283,11 @@ def test_a_demanded_call_is_begun_in_the_format_itself(row: object) -> None:
         ("{% if tools %}<tool_call>\n<function=example>{% endif %}", "qwen3_coder"),
         ("{% if tools %}<tool_call>{function-name}<arg_key>{% endif %}", "glm"),
         ("{% if tools %}<|tool_call_start|>{% endif %}", "lfm2"),
+        ("{% if tools %}List of tools: <|tool_list_start|>[{% endif %}", "lfm2"),
+        ("{% if tools %}List of tools: [{% endif %}", "lfm2"),
+        ("{% if tools %}<tool_calls>[{% endif %}", "hunyuan"),
+        ("{% if tools %}only with <|tool_call|> followed by a JSON list{% endif %}", "granite"),
+        ("{% if tools %}within <tool_call></tool_call> XML tags{% endif %}", "hermes"),
         ("{{ tools }}<|tool_call>call:", "gemma4"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),

@@ -27,6 +27,7 @@ MARKS = frozenset(
         *(mark for marks in _REASONING for mark in marks),
         *("<|channel>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
         *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call|>", "<|/tool_call|>"),
+        *("<tool_calls>", "</tool_calls>"),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|START_ACTION|>", "<|END_ACTION|>"),
         *(f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
         *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"),

@@ -324,6 +324,14 @@ TOOL_FORMATS = {
             _ARGUMENTS,
             closes="}]",
         ),
+        ToolFormat(
+            "hunyuan",
+            _converted("<tool_calls>", "</tool_calls>", converted.from_json),
+            "<tool_calls>",
+            "[" + _NAME,
+            _ARGUMENTS,
+            closes="}]",
+        ),
         ToolFormat("gemma4", _converted("<|tool_call>", "<tool_call|>", converted.from_gemma), "<|tool_call>", _NAME, _ARGUMENTS),
         ToolFormat(
             "granite", lambda functions: MarkedCalls("<|tool_call|>", "]", named=True), "<|tool_call|>", "[" + _NAME, _ARGUMENTS
@@ -362,6 +370,9 @@ _TELLTALES = {
     "<function=": "qwen3_coder",
     "<arg_key>": "glm",
     "<|tool_call_start|>": "lfm2",
+    "<|tool_list_start|>": "lfm2",
+    "List of tools: [": "lfm2",  # LFM2.5's, which shows no call
+    "<tool_calls>": "hunyuan",
     "<|tool_call>": "gemma4",
     "<|tool_call|>": "granite",
     "<|START_ACTION|>": "command",

@@ -1,7 +1,7 @@
 """Tool calls that are not JSON: held back until they end, then converted.
 
 Sources: the chat templates of Qwen3-Coder and Qwen3.5 (XML), GLM-4.5 and 4.7, LFM2 (Python), Gemma 4, DeepSeek V3 and V3.1,
-Command R7B and A; vLLM's and llama.cpp's parsers of the same for what models write beside their templates.
+Command R7B and A; Hunyuan-A13B; vLLM's and llama.cpp's parsers of the same for what models write beside their templates.
 """
 
 import ast
