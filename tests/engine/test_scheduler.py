@@ -76,6 +76,56 @@ def test_sequences_run_in_the_order_of_their_admission_and_are_forgotten_whereve
     assert schedule(scheduler, {2: 2}) == ([2], [])
 
 
+class Watched(Sequence):
+    """Counts how often anything looks at a sequence."""
+
+    num_looks = 0
+
+    def __getattribute__(self, name: str) -> object:
+        Watched.num_looks += 1
+        return super().__getattribute__(name)
+
+    def __eq__(self, other: object) -> bool:
+        Watched.num_looks += 1
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def watched(seq: Sequence) -> Sequence:
+    seq.__class__ = Watched
+    return seq
+
+
+@pytest.mark.parametrize("order", ["first come", "last come"])
+def test_admission_looks_at_each_sequence_a_few_times_however_many_wait(order: str) -> None:
+    looks = []
+    for number in (100, 400):
+        scheduler, seqs = Scheduler(8, 32), [watched(sequence(id, 3)) for id in range(number)]
+        for seq in seqs:
+            scheduler.add(seq)
+        before = Watched.num_looks
+        for seq in seqs if order == "first come" else seqs[::-1]:
+            scheduler.admit(seq)
+        looks.append((Watched.num_looks - before) / number)
+    assert looks[1] <= looks[0] * 1.1
+
+
+def test_a_step_looks_at_no_more_waiting_requests_than_it_has_free_slots_for() -> None:
+    looks = []
+    for number in (10, 100):
+        engine = Engine(Context(ToyBackend(1, memory=0.2), 2, 64), NullProposer(), ToyTokenizer(8))  # type: ignore[arg-type]
+        for _ in range(number):
+            engine.add_request([0, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True))
+        for seq in engine._scheduler.waiting.values():
+            watched(seq)
+        before = Watched.num_looks
+        for _ in range(5):
+            engine.step()
+        looks.append(Watched.num_looks - before)
+    assert looks[0] == looks[1] > 0
+
+
 PLAIN_STEPS_PER_ROW = 0.2  # of a prompt, with AVX2 (benchmarks/LOG.md): the more, the more others' rows delay a short prompt
 LONG, ROWS = 4000, 32
 

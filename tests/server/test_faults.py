@@ -10,11 +10,14 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from cpuspec import LLM, SamplingParams
@@ -351,6 +354,37 @@ def test_a_step_that_fails_ends_its_requests_and_no_other(path: Path, error: typ
         bomb.is_set = False
         assert answers(running)
         assert is_idle(running)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path_", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_request_whose_rows_are_not_finite_gets_its_error_and_the_others_their_answers(
+    path: Path, path_: str, stream: bool
+) -> None:
+    llm = load(path)
+    (poison,), whole = llm.tokenizer.encode("~", add_special=False), llm._backend.forward
+
+    def forward(batch: Any, cache: Any) -> Any:
+        """No row of a sequence that brings the token is finite."""
+        output, starts = whole(batch, cache), np.asarray(batch.q_start)
+        bad = np.logical_or.reduceat(np.asarray(batch.tokens) == poison, starts[:-1]).repeat(np.diff(starts))
+        rows = bad if batch.logit_rows is None else bad[np.asarray(batch.logit_rows)]
+        return replace(output, logits=np.where(rows[:, None], np.float32(np.nan), output.logits), best=None)
+
+    good = ENDLESS | {"max_tokens": 60, "logit_bias": {str(poison): -100}}
+    asked = {"/v1/completions": {"prompt": "the ~"}, "/v1/responses": {"input": "the ~"}}
+    bad = asked.get(path_, {"messages": [{"role": "user", "content": "the ~"}]}) | {"max_tokens": 5, "stream": stream}
+    with serving(lambda: llm) as running, running.client() as client, ThreadPoolExecutor(2) as pool:
+        expected = client.post("/v1/completions", json=good).json()["choices"][0]["text"]
+        llm._backend.forward = forward  # type: ignore[method-assign]
+        others = [pool.submit(client.post, "/v1/completions", json=good | {"stream": one}) for one in (False, True)]
+        reply = client.post(path_, json=bad)
+        one, streamed = [other.result() for other in others]
+    assert one.json()["choices"][0]["text"] == expected
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert "".join(choice["text"] for event in events for choice in event["choices"]) == expected
+    assert "NaN or infinite" in reply.text
+    assert reply.status_code == (200 if stream else 400)
 
 
 @contextmanager

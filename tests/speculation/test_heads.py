@@ -305,6 +305,21 @@ def test_a_head_changes_no_answer(target: Checkpoint, heads: dict[str, RandomHea
     check_answers(target, name, [with_paths(spec, heads) for spec in (SPECS if name == "numba" else SPECS_OF_A_BACKEND)])
 
 
+@pytest.mark.parametrize("kind", ["EAGLE3", "EAGLE1", "PEAGLE"])
+def test_a_head_keeps_rows_for_their_salt_alone(target: Checkpoint, heads: dict[str, RandomHead], kind: str) -> None:
+    with llm_over(target, str(heads[kind].path), prefix_cache_gb=1) as llm:
+
+        def num_shared(*salts: str) -> int:
+            """Rows that the head had already for prompts of these salts, at once."""
+            before = llm.prefix_stats()[0].num_cached_tokens
+            llm.generate([PROMPTS[1]] * len(salts), [replace(PARAMS, cache_salt=salt) for salt in salts])
+            return llm.prefix_stats()[0].num_cached_tokens - before
+
+        assert num_shared("mine", "yours") == 0  # which run side by side
+        assert num_shared("other") == 0
+        assert all(num_shared(salt) >= len(PROMPTS[1]) - 2 for salt in ("mine", "yours", "other"))
+
+
 @pytest.mark.parametrize("kind", ["EAGLE3", "PEAGLE", "DSpark", "Medusa", "MLP"])
 def test_a_head_whose_rows_are_not_finite_changes_no_answer(target: Checkpoint, tmp_path: Path, kind: str) -> None:
     makers: dict[str, Callable[..., RandomHead]] = {
