@@ -155,8 +155,6 @@ def layers_of(config: ModelConfig) -> list[Layer]:
         )  # fmt: skip
 
     return [
-        Layer(
-            i, mixer(i), mixture if mixtures[i] else dense, c.norms != "after", c.norms != "before", c.norm_bias, c.parallel
-        )  # fmt: skip
+        Layer(i, mixer(i), mixture if mixtures[i] else dense, c.norms != "after", c.norms != "before", c.norm_bias, c.parallel)
         for i in range(c.num_layers)
     ]

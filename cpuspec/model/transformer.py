@@ -32,7 +32,7 @@ class Operations(Protocol[V]):
         ...
 
     def rotate(self, layer: Layer, q: V, k: V) -> tuple[V, V]:
-        """Queries and keys: RMS norm of each head, or of all, where the layer has one, then its rotary positions; or these first."""
+        """Queries and keys: RMS norm of each head, or of all, if there is one, then rotary positions; or these first."""
         ...
 
     def attention(self, layer: Layer, q: V, k: V, v: V) -> V:
