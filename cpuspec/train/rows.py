@@ -91,9 +91,10 @@ class Rows:
     def append(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         self._attention.append(layer.index, self._rotated(layer, k, "k_norm"), v.unflatten(1, (-1, self._config.head_dim)))
 
-    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+    def gate(self, gate: Tensor, up: Tensor | None) -> Tensor:
         silu = self._config.activation == "silu"
-        return (functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")) * up
+        gated = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
+        return gated if up is None else gated * up
 
     def add(self, x: Tensor, branch: Tensor, name: str, norm: str | None) -> Tensor:
         return x + self.norm(self._linear(branch, name), norm) * self._config.residual_scale
