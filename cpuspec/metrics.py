@@ -80,7 +80,7 @@ class LevelCounters:
 
 @dataclass(frozen=True)
 class LevelMemory:
-    """The memory of one model of a chain: weights that a forward reads, and keys and values of running and of finished requests.
+    """The memory of one model of a chain: its weights, and keys and values of running and of finished requests.
 
     shared_bytes of the weights are the target's own; they are in memory once.
     """
@@ -89,6 +89,15 @@ class LevelMemory:
     weight_bytes: int
     shared_bytes: int
     kv_bytes: int
+
+
+@dataclass(frozen=True)
+class LevelReads:
+    """The forwards of one model so far, and the bytes of weights that they read, of a mixture the experts that rows needed."""
+
+    name: str
+    num_forwards: int
+    weight_bytes: int
 
 
 @dataclass(frozen=True)
@@ -118,8 +127,8 @@ class RequestStats:
 
     ttft_s runs from the arrival to the first token; the rest describes the time from then to the last token.
     tokens_per_s: tokens after the first step / that time. gb_per_s: weights and this request's keys and values that its
-    forwards read, drafts' included / that time. itl_s: gaps between consecutive tokens (tokens of one step arrive together);
-    step_s: gaps between steps.
+    forwards read, drafts' included / that time. weight_bytes: weights alone, the first step's included.
+    itl_s: gaps between consecutive tokens (tokens of one step arrive together); step_s: gaps between steps.
     """
 
     num_prompt_tokens: int
@@ -134,6 +143,7 @@ class RequestStats:
     tpot_s: float | None
     tokens_per_s: float | None
     gb_per_s: float | None
+    weight_bytes: int
     itl_s: dict[str, float]  # p50, p95, p99
     step_s: dict[str, float]
     levels: dict[str, LevelCounters]  # by drafter, the cheapest first; one that never drafted is absent
@@ -148,30 +158,31 @@ class RequestStats:
 
 
 _Cycles = Sequence[tuple[str, int, int, int]]
+Reads = Sequence[tuple[int, int]]  # of each model its forwards, and the bytes of weights that they read
 
 
 class RequestMeter:
     """Collects the counts and times of a request for `RequestStats` while it runs. Its clock starts when it is made."""
 
-    def __init__(self, num_prompt_tokens: int, reads: Sequence[tuple[int, int]]) -> None:
-        """reads: of the target, then of each draft model, the bytes of weights and of one token's keys and values."""
+    def __init__(self, num_prompt_tokens: int, kv_bytes: Sequence[int]) -> None:
+        """kv_bytes: of one token's keys and values, of the target, then of each draft model."""
         self.num_cached_tokens = 0
         self._num_prompt_tokens = num_prompt_tokens
-        self._reads = reads
-        self._first_forwards: tuple[int, ...] = ()  # of each model, before the first step
-        self._steps: list[tuple[float, int, tuple[int, ...], _Cycles]] = []  # when each ended, and the arguments of `record_step`
+        self._kv_bytes = kv_bytes
+        self._first_reads: Reads = ()  # before the first step
+        self._steps: list[tuple[float, int, Reads, _Cycles]] = []  # when each ended, and the arguments of `record_step`
         self._arrival_s = perf_counter()
 
-    def begin(self, num_forwards: tuple[int, ...]) -> None:
-        """Note that the request was admitted. num_forwards: of each model so far, in the order of `reads`."""
-        self._first_forwards = num_forwards
+    def begin(self, reads: Reads) -> None:
+        """Note that the request was admitted. reads: of each model so far, in the order of `kv_bytes`."""
+        self._first_reads = reads
 
-    def record_step(self, num_new_tokens: int, num_forwards: tuple[int, ...], cycles: _Cycles) -> None:
+    def record_step(self, num_new_tokens: int, reads: Reads, cycles: _Cycles) -> None:
         """Note a step that has just committed tokens; figures are computed when they are asked for.
 
         cycles: its verifications, the cheapest level's first: the level's name, then what `LevelCounters.record` takes.
         """
-        self._steps.append((perf_counter(), num_new_tokens, num_forwards, cycles))
+        self._steps.append((perf_counter(), num_new_tokens, reads, cycles))
 
     @property
     def levels(self) -> dict[str, LevelCounters]:
@@ -187,13 +198,14 @@ class RequestMeter:
 
     def stats(self) -> RequestStats:
         """The figures so far."""
-        steps, num_models = self._steps, len(self._reads)
+        steps, num_models = self._steps, len(self._kv_bytes)
         times, counts = np.array([time_s for time_s, *_ in steps]), np.array([num_new for _, num_new, *_ in steps], np.int64)
-        so_far = [self._first_forwards, *(num_forwards for _, _, num_forwards, _ in steps)]
-        num_forwards = np.diff(np.array(so_far, np.int64).reshape(-1, num_models), axis=0)  # [steps, models]
-        weights, per_token = np.array(self._reads, np.int64).reshape(num_models, 2).T
+        so_far = [self._first_reads, *(reads for _, _, reads, _ in steps)] if steps else []
+        of_steps = np.diff(np.array(so_far, np.int64).reshape(-1, num_models, 2), axis=0)
+        num_forwards, weight_bytes = of_steps[:, :, 0], of_steps[:, :, 1]  # [steps, models]
         lengths = self._num_prompt_tokens + np.cumsum(counts)  # after each step
-        read_bytes = (num_forwards * (weights + np.outer(lengths, per_token)))[1:].sum()  # the first step is the prompt's
+        kv_bytes = num_forwards * np.outer(lengths, self._kv_bytes)
+        read_bytes = (weight_bytes + kv_bytes)[1:].sum()  # the first step is the prompt's
         num_decoded = int(counts[1:].sum())
         decode_s = float(times[-1] - times[0]) if num_decoded else None
         gaps = np.diff(times)
@@ -214,6 +226,7 @@ class RequestMeter:
             tpot_s=decode_s / num_decoded if decode_s else None,
             tokens_per_s=num_decoded / decode_s if decode_s else None,
             gb_per_s=float(read_bytes) / decode_s / 1e9 if decode_s else None,
+            weight_bytes=int(weight_bytes.sum()),
             itl_s=_percentiles(between_tokens),
             step_s=_percentiles(gaps),
             levels={name: level for name, level in self.levels.items() if level.num_drafts},

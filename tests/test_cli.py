@@ -187,6 +187,7 @@ def test_explain_tells_what_auto_decided_from(model: str) -> None:
     told = run("generate", "hello", "-m", model, "--max-tokens", "8", "--explain").stderr
     assert "target: a forward by its rows costs 1: 1.00, 2: " in told
     assert "forwards a draft, each judged by its confidences" in told
+    assert re.search(r"^target: \d forwards?, [0-9.]+ .B of weights read in each$", told, re.M)
     assert (
         "--explain tells what auto decides from; the draft here is ngram"
         in run("generate", "hello", "-m", model, *NUMPY, "--max-tokens", "2", "--explain", "--draft", "ngram").stderr
@@ -198,7 +199,7 @@ def test_json_is_one_object_with_everything(model: str) -> None:
     shown = json.loads(ok("generate", "hello", "-m", model, *NUMPY, *options))
     assert set(shown) == {
         *("model", "backend", "threads", "draft", "text", "token_ids", "finish_reason", "logprobs", "stats", "memory"),
-        *("verify_exact", "plan", "revision", "sampling_params"),
+        *("verify_exact", "plan", "reads", "revision", "sampling_params"),
     }
     assert (shown["model"], shown["backend"], shown["threads"], shown["draft"]) == (model, "numpy", 1, "ngram")
     assert shown["finish_reason"] == "length"
@@ -216,6 +217,9 @@ def test_a_chain_of_drafts_shows_figures_and_memory_of_every_level(model: str, t
     assert set(shown["stats"]["levels"]) <= {"ngram", "tiny.gguf"}
     assert [level["name"] for level in shown["memory"]] == ["tiny.gguf", "target"]
     assert shown["stats"]["num_forwards_saved"] == 24 - shown["stats"]["num_forwards"] > 0
+    assert [one["name"] for one in shown["reads"]] == ["tiny.gguf", "target"]
+    assert shown["reads"][1]["num_forwards"] == shown["stats"]["num_forwards"]
+    assert sum(one["weight_bytes"] for one in shown["reads"]) == shown["stats"]["weight_bytes"] > 0
     said = run(*chain).stderr
     assert "tiny.gguf: " in said
     assert f"{shown['stats']['num_forwards_saved']} forwards saved" in said
@@ -1291,6 +1295,7 @@ def test_bench_as_json_is_what_scripts_rely_on(model: str) -> None:
     assert [row["rows"] for row in shown["rows"]] == [1, 2, 4, 8, 16]
     assert all(row["median_s"] > 0 and row["depth"] == 3 for row in shown["rows"])
     assert (shown["prefill"]["tokens"], shown["decode"]["tokens"]) == (9, 2)
+    assert {one["weight_bytes"] for one in (shown["decode"], *shown["rows"])} == {shown["weight_bytes"]}
     assert all(shown[name]["tokens_per_s"] == shown[name]["tokens"] / shown[name]["median_s"] for name in ("prefill", "decode"))
     assert [one["name"] for one in shown["more"]] == ["pp9 @ d5", "tg2 @ d5"]
     assert (shown["model"], shown["backend"], shown["threads"], shown["repetitions"]) == (model, "numpy", 1, 2)
@@ -1317,6 +1322,7 @@ def test_bench_prints_markdown_or_csv_of_the_same_workloads(model: str) -> None:
     assert [cells[0] for cells in tables if not cells[0].startswith("-")] == ["test", "pp9", "tg2", "rows @ d3", "1", "3"]
     assert len({len(line) for line in lines[2:6]}) == 1
     assert " ± " in tables[2][1]
+    assert [cells.index("weights read") for cells in (tables[0], tables[4])] == [3, 4]
     shown = list(csv.DictReader(io.StringIO(ok("bench", model, *SHORT, "--rows", "1,3", "-o", "csv"))))
     assert [row["name"] for row in shown] == ["pp9", "tg2", "1 row @ d3", "3 rows @ d3"]
     assert all(float(row["median_s"]) > 0 and row["model"] == model for row in shown)

@@ -41,26 +41,28 @@ def test_counters_and_shares_follow_their_definitions(cycles: list[tuple[int, in
 def test_latencies_and_rates_are_of_the_steps_times(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 12.0, 13.0, 13.5])  # arrival, then three steps
     monkeypatch.setattr(metrics, "perf_counter", lambda: next(times))
-    meter = RequestMeter(7, [(10**9, 10**6), (5 * 10**8, 0)])  # a target and a draft model
-    meter.begin((10, 20))
-    for num_new_tokens, num_forwards in ((1, (13, 20)), (3, (14, 22)), (2, (15, 22))):
-        meter.record_step(num_new_tokens, num_forwards, ())
+    meter = RequestMeter(7, [10**6, 0])  # a target, a mixture whose forwards read more or less, and a draft model
+    meter.begin(((10, 5 * 10**9), (20, 10**9)))
+    steps = ((1, ((13, 9 * 10**9), (20, 10**9))), (3, ((14, 10**10), (22, 2 * 10**9))), (2, ((15, 12 * 10**9), (22, 2 * 10**9))))
+    for num_new_tokens, reads in steps:
+        meter.record_step(num_new_tokens, reads, ())
     stats = meter.stats()
     assert (stats.num_prompt_tokens, stats.num_new_tokens, stats.num_forwards) == (7, 6, 5)
     assert (stats.ttft_s, stats.decode_s, stats.tpot_s) == (2.0, 1.5, 1.5 / 5)
     assert stats.tokens_per_s == pytest.approx(5 / 1.5)
     # The first step is the prompt's; the second leaves 7 + 4 tokens and takes two drafting forwards, the third 7 + 6 and none.
-    assert stats.gb_per_s == pytest.approx((1 + 0.011 + 2 * 0.5 + 1 + 0.013) / 1.5)
+    assert stats.gb_per_s == pytest.approx((1 + 0.011 + 1 + 2 + 0.013) / 1.5)
+    assert stats.weight_bytes == 8 * 10**9
     assert stats.itl_s == {f"p{q}": np.percentile([1.0, 0, 0, 0.5, 0], q) for q in (50, 95, 99)}
     assert stats.step_s == {f"p{q}": np.percentile([1.0, 0.5], q) for q in (50, 95, 99)}
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_figures_that_do_not_exist_are_none(num_steps: int) -> None:
-    meter = RequestMeter(1, [(1, 1)])
+    meter = RequestMeter(1, [1])
     for step in range(num_steps):
-        meter.begin((0,))
-        meter.record_step(1, (step + 1,), ())
+        meter.begin(((0, 0),))
+        meter.record_step(1, ((step + 1, step),), ())
     stats = meter.stats()
     assert (stats.decode_s, stats.tpot_s, stats.tokens_per_s, stats.gb_per_s) == (None,) * 4
     assert (stats.ttft_s is None) == (num_steps == 0)
@@ -78,9 +80,9 @@ def test_counts_of_two_add_up_to_those_of_all():
 
 
 def test_of_a_chain_the_targets_verifications_count_as_drafted() -> None:
-    meter = RequestMeter(3, [(1, 1)])
-    meter.begin((0,))
-    meter.record_step(3, (1,), (("lookup", 5, 2, 5), ("middle", 4, 2, 4)))
-    meter.record_step(1, (2,), (("middle", 3, 0, 3),))
+    meter = RequestMeter(3, [1])
+    meter.begin(((0, 0),))
+    meter.record_step(3, ((1, 1),), (("lookup", 5, 2, 5), ("middle", 4, 2, 4)))
+    meter.record_step(1, ((2, 2),), (("middle", 3, 0, 3),))
     stats = meter.stats()
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (7, 2)

@@ -43,7 +43,7 @@ class Backend(Protocol):
     survives_fork: bool  # whether a forked child can run it, too; libraries with threads of their own would wait for ever
     max_rows: int  # rows of one forward
     threads: int
-    weight_bytes: int  # weight bytes that one forward reads
+    weight_bytes: int  # of weights; `ForwardOutput.weight_bytes` counts those that a forward read
     shared_bytes: int  # of these, what the backend holds that it was made beside
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:

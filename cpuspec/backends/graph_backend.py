@@ -51,7 +51,8 @@ class GraphBackend:
     name: str
     row_invariant = False
     survives_fork = False
-    weight_bytes: int
+    weight_bytes: int  # that a run reads
+    inner_bytes: int  # of these, without the output matrix
     shared_bytes = 0
 
     def __init__(self, config: ModelConfig, engine: EngineConfig, stored: Format | None = None) -> None:
@@ -91,17 +92,19 @@ class GraphBackend:
         batch.check(c, cache, self.max_rows)
         wanted = np.arange(len(batch.tokens), dtype=np.int32) if batch.logit_rows is None else batch.logit_rows
         logits = np.empty((len(wanted), c.num_logits), np.float32)
+        num_bytes = 0
         hidden = {layer: np.empty((len(batch.tokens), c.hidden_size), np.float32) for layer in batch.hidden_layers}
         for sequence, slot in enumerate(batch.slots.tolist()):
             start, end = batch.q_start[sequence : sequence + 2].tolist()
             asked = (wanted >= start) & (wanted < end)
             outputs = self._run_sequence(run, batch, sequence, cache, slot, wanted[asked] - start, list(hidden))
             logits[asked] = outputs[0]
+            num_bytes += self.weight_bytes if asked.any() else self.inner_bytes
             for rows, output in zip(hidden.values(), outputs[1:], strict=True):
                 rows[start:end] = output
         # Only now, so that a run that failed has changed nothing.
         cache.advance(batch)
-        return ForwardOutput(logits, tuple(hidden[layer] for layer in batch.hidden_layers))
+        return ForwardOutput(logits, tuple(hidden[layer] for layer in batch.hidden_layers), weight_bytes=num_bytes)
 
     def project(self, rows: F32, name: str) -> F32:
         """A head's hidden states of its target's layers."""

@@ -119,8 +119,6 @@ class NumbaBackend:
         self.weight_bytes, self.shared_bytes = self._matrices.num_bytes, self._matrices.shared_bytes
         self._identity = _identity(c, engine.kv_format, self.prompt_arithmetic, tensors)
         self._vectors = {name: _padded(t) for name, t in tensors.items() if not is_matrix(name, t.shape)}
-        of_experts = sum(matrix.nbytes for matrix in self._matrices.values() if len(matrix.shape) == 3)
-        self._dense_bytes = self.weight_bytes - of_experts
         orders = {name: t.order for name, t in matrices.items() if t.order is not None}
         group, kv_format = c.num_heads // c.num_kv_heads, get_kv_format(engine.kv_format)
         self._kv_format = kv_format
@@ -248,7 +246,7 @@ class NumbaBackend:
         )
         self._team.run(entered)
         cache.advance(batch)
-        output.weight_bytes = self._dense_bytes + int(entered.state["expert_bytes"])
+        output.weight_bytes = self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
         if num_logits <= products.BLOCK_ROWS:
             output.best = self._picked[:num_logits]
         return output

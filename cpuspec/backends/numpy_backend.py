@@ -111,7 +111,9 @@ class NumpyBackend:
         forward = Forward(self._model, batch, cache)
         logits = decode(self.config, forward)
         cache.advance(batch)
-        return ForwardOutput(logits.astype(np.float32, copy=False), tuple(forward.kept[i] for i in batch.hidden_layers))
+        hidden = tuple(forward.kept[i] for i in batch.hidden_layers)
+        num_bytes = self._weights.read_bytes(len(logits), forward.expert_bytes)
+        return ForwardOutput(logits.astype(np.float32, copy=False), hidden, weight_bytes=num_bytes)
 
     def project(self, rows: NDArray[np.float32], name: str) -> NDArray[np.float32]:
         """The product of rows with one of a head's matrices."""
@@ -133,6 +135,7 @@ class Forward:
 
     def __init__(self, model: Model, batch: ForwardBatch, cache: KVCache) -> None:
         self.kept: dict[int, NDArray[np.float32]] = {}
+        self.expert_bytes = 0  # of experts' matrices that were read
         self._model, self._config, self._batch, self._cache = model, model.config, batch, cache
         self._rotations: dict[Rope, tuple[Array, Array]] = {}  # cosines and sines of the rows, [T, 1, D/2] each
 
@@ -267,7 +270,9 @@ class Forward:
     def linear(self, x: Array, name: str, expert: int | None = None) -> Array:
         """expert: whose matrix of those of all it is."""
         one = ... if expert is None else expert
-        y = (_in_int8(x) if name in self._model.rounded_inputs else x) @ self._model.weights[name][one].T
+        matrix = self._model.weights[name][one]
+        self.expert_bytes += 0 if expert is None else matrix.nbytes
+        y = (_in_int8(x) if name in self._model.rounded_inputs else x) @ matrix.T
         bias = self._model.weights.get(name + "_bias")
         return y if bias is None else y + bias[one]
 

@@ -14,6 +14,7 @@ and outputs logits f32 [logits, V], the rows' keys.i and values.i f32 [G, rows, 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -68,17 +69,21 @@ def external_tensor(name: str, shape: tuple[int, ...], type: int, location: str,
     return tensor
 
 
-def read_bytes(model: "onnx.ModelProto") -> int:
-    """Bytes of large initializers that one forward reads: an embedding that is not the output matrix counts as none."""
+def read_bytes(model: "onnx.ModelProto") -> tuple[int, int]:
+    """Bytes of large initializers that a run reads, and those without the output matrix, which a run without logits reads.
+
+    An embedding that is not the output matrix counts as none.
+    """
     import onnx
 
     large = [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
-    names = {"embed"} if any(tensor.name.partition(".")[0] == "output" for tensor in large) else set()
-    return sum(
-        math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        for tensor in large
-        if tensor.name.partition(".")[0] not in names
-    )
+    num_bytes: Counter[str] = Counter()  # by the weight's name
+    for tensor in large:
+        item = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        num_bytes[tensor.name.partition(".")[0]] += math.prod(tensor.dims) * item
+    output = num_bytes.pop("embed", 0)
+    output = num_bytes.pop("output", output)
+    return num_bytes.total() + output, num_bytes.total()
 
 
 class _Writer:

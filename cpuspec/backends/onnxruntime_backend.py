@@ -44,7 +44,7 @@ class OnnxruntimeBackend(GraphBackend):
         weights = weight_tensors(checkpoint, casts)
         self._encoder = weights["encode"].dequantize() if "encode" in weights else None
         graph = build_graph(self.config, weights, hold, engine.activations, get_kv_format(engine.kv_format).name)
-        self.weight_bytes = read_bytes(graph)
+        self.weight_bytes, self.inner_bytes = read_bytes(graph)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.log_severity_level = 3  # warnings tell of optimizations, on a stream that is not ours

@@ -60,7 +60,7 @@ class OpenvinoBackend(GraphBackend):
         with TemporaryDirectory(prefix="openvino-", dir=cache_dir(), ignore_cleanup_errors=True) as directory:
             path = Path(directory) / "model.onnx"
             export_onnx(checkpoint, path, engine.activations, engine.kv_format, casts)
-            self.weight_bytes = read_bytes(onnx.load(path, load_external_data=False))
+            self.weight_bytes, self.inner_bytes = read_bytes(onnx.load(path, load_external_data=False))
             core = openvino.Core()
             request = core.compile_model(core.read_model(path), "CPU", settings).create_infer_request()
         self._run = partial(_run_request, request)

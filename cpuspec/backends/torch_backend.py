@@ -151,6 +151,7 @@ class TorchBackend:
         self.weight_bytes, self.shared_bytes = self._weights.num_bytes, self._weights.shared_bytes
         self._matrices = {name: weight for name, weight in self._weights.items() if not isinstance(weight, Tensor)}
         self._vectors = {name: weight for name, weight in self._weights.items() if isinstance(weight, Tensor)}
+        self._expert_bytes = 0  # that the latest forward read; none where forwards are recorded
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """An empty cache for this model, on its device."""
@@ -185,6 +186,7 @@ class TorchBackend:
             else:
                 logits, best, *hidden = run([each.to(self.device) for each in tensors])
         output = ForwardOutput(logits.cpu().numpy(), tuple(layer.cpu().numpy() for layer in hidden), best.tolist())
+        output.weight_bytes = self._weights.read_bytes(len(best), self._expert_bytes)
         cache.advance(batch)
         return output
 
@@ -255,6 +257,7 @@ class TorchBackend:
         inputs = dict(zip(step.tensors, tensors, strict=True))
         forward = self._forward(step, inputs)
         logits = decode(self.config, forward)
+        self._expert_bytes = forward.expert_bytes
         return logits, best_ids(logits), *(forward.kept[layer] for layer in step.hidden_layers)
 
 
@@ -271,6 +274,7 @@ class _Forward:
         tensors: Mapping[Hashable, Tensor],
     ) -> None:
         self.kept: dict[int, Tensor] = {}
+        self.expert_bytes = 0  # of experts' matrices that were read
         self._config, self._matrices, self._vectors, self._step, self._tensors = config, matrices, vectors, step, tensors
         self._heads = heads
 
@@ -361,6 +365,7 @@ class _Forward:
         if expert is not None:
             assert isinstance(matrix, OfExperts), "the layer has one for each"
             matrix, bias = matrix.matrices[expert], None if bias is None else bias[expert]
+            self.expert_bytes += matrix.nbytes
         y = matrix.times(x)
         return y if bias is None else y + bias
 

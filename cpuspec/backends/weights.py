@@ -5,7 +5,7 @@ Knows names and tensor objects. What a weight becomes (packed for kernels, dequa
 
     tensors = weight_tensors(checkpoint, casts)
     weights = LoadedWeights(tensors, load, share._weights if share else None)
-    weights["layers.0.q"], weights.num_bytes, weights.shared_bytes
+    weights["layers.0.q"], weights.num_bytes, weights.shared_bytes, weights.read_bytes(num_logits)
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ class Weight(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one forward reads."""
+        """Bytes that a product reads."""
         ...
 
 
@@ -97,6 +97,13 @@ class LoadedWeights(Mapping[str, W]):
         self._by_tensor.update({tensor: self._by_name[name] for name, tensor in tensors.items()})
         self.num_bytes = sum(weight.nbytes for weight in self._by_name.values())
         self.shared_bytes = self.num_bytes - sum(weight.nbytes for weight in new.values())
+        of_experts = sum(self._by_name[name].nbytes for name, tensor in tensors.items() if len(tensor.shape) == 3)
+        self._dense_bytes = self.num_bytes - of_experts
+        self._output_bytes = self._by_name["output"].nbytes if "output" in self._by_name else 0
+
+    def read_bytes(self, num_logits: int, expert_bytes: int = 0) -> int:
+        """Bytes that a forward read: of experts these, of the output matrix none unless a row's logits were asked for."""
+        return self._dense_bytes + expert_bytes - (0 if num_logits else self._output_bytes)
 
     def __getitem__(self, name: str) -> W:
         return self._by_name[name]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from secrets import randbits
 from typing import Any, cast
 
-from cpuspec.cli.console import accepted, size
+from cpuspec.cli.console import accepted, counted, size
 from cpuspec.config import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
 from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats
@@ -154,11 +154,15 @@ def memory(llm: LLM) -> str:
 
 
 def explanation(llm: LLM) -> list[str]:
-    """Lines about the figures that `auto` decided from; a remark for other specs."""
+    """Lines about the weights that each model read, and about the figures that `auto` decided from; a remark for other specs."""
     drafters = llm.explain()
+    lines = [
+        f"{one.name}: {counted(one.num_forwards, 'forward')}, {size(one.weight_bytes / one.num_forwards)} of weights read in each"
+        for one in llm.reads()
+        if one.num_forwards
+    ]
     if not drafters:
-        return [f"--explain tells what auto decides from; the draft here is {llm.spec}"]
-    lines = []
+        return [*lines, f"--explain tells what auto decides from; the draft here is {llm.spec}"]
     for one in drafters:
         if one.name == "none":
             rows = ", ".join(f"{n}: {cost:.2f}" for n, cost in one.cost_of_rows.items())

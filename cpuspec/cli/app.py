@@ -194,6 +194,7 @@ def generate(
             "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
             "stats": answer.stats and answer.stats.as_dict(),
             "memory": [asdict(one) for one in llm.memory()],
+            "reads": [asdict(one) for one in llm.reads()],
             "plan": [asdict(one) for one in llm.explain()],
         }
         held, told = memory(llm), explanation(llm) if explain else []

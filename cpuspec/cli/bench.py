@@ -43,10 +43,13 @@ def show_csv(setting: Setting, report: SpeedReport) -> None:
 
 
 def show_markdown(setting: Setting, report: SpeedReport) -> None:
-    """A line about the setting, then a table of rates and a table of forwards, as far as they were measured."""
+    """A line about the setting, then a table of rates and a table of forwards, as far as they were measured.
+
+    "weights read" are those of a forward.
+    """
     chosen = [f"{name} {setting[name]}" for name in ("dtype", "weights", "activations") if setting[name] != "auto"]
     facts = [
-        f"{size(setting['weight_bytes'])} of weights to read for a token",
+        f"{size(setting['weight_bytes'])} of weights",
         " with ".join([f"{setting['backend']} backend", *([", ".join(chosen)] if chosen else [])]),
         f"{setting['kv_format']} keys and values",
         *([f"on {setting['device']}"] if setting["device"] != "cpu" else []),
@@ -56,10 +59,18 @@ def show_markdown(setting: Setting, report: SpeedReport) -> None:
     ]
     emit(f"{setting['model']}: {', '.join(facts)}\n")
     if rated := [*report.prefill, *report.decode]:
-        emit("\n" + _table(("test", "tokens/s", "median", "GB/s", "of memory"), [_rate_cells(speed) for speed in rated]))
+        emit(
+            "\n"
+            + _table(("test", "tokens/s", "median", "weights read", "GB/s", "of memory"), [_rate_cells(speed) for speed in rated])
+        )
     if report.rows:
         heading = f"rows @ d{report.rows[0].speed.depth}"
-        emit("\n" + _table((heading, "ms", "median", "over 1 row", "of memory"), [_rows_cells(one) for one in report.rows]))
+        emit(
+            "\n"
+            + _table(
+                (heading, "ms", "median", "over 1 row", "weights read", "of memory"), [_rows_cells(one) for one in report.rows]
+            )
+        )
 
 
 OUTPUTS: Mapping[str, Callable[[Setting, SpeedReport], None]] = {"md": show_markdown, "csv": show_csv, "json": show_json}
@@ -70,6 +81,7 @@ def _rate_cells(speed: Speed) -> tuple[str, ...]:
         speed.name,
         f"{speed.mean_tokens_per_s:.2f} ± {speed.sd_tokens_per_s:.2f}",
         f"{speed.tokens_per_s:.2f}",
+        size(speed.weight_bytes),
         "" if speed.gb_per_s is None else f"{speed.gb_per_s:.1f}",
         _percent(speed.bandwidth_share),
     )
@@ -82,6 +94,7 @@ def _rows_cells(one: RowsSpeed) -> tuple[str, ...]:
         f"{1e3 * speed.mean_s:.2f} ± {1e3 * speed.sd_s:.2f}",
         f"{1e3 * speed.median_s:.2f}",
         "" if one.over_one_row is None else f"{one.over_one_row:.2f}",
+        size(speed.weight_bytes),
         _percent(speed.bandwidth_share),
     )
 

@@ -12,7 +12,7 @@ from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
 from cpuspec.errors import ConfigError
-from cpuspec.metrics import LevelCounters, RequestMeter, RequestStats
+from cpuspec.metrics import LevelCounters, Reads, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
 from cpuspec.speculation.context import Context
@@ -111,7 +111,7 @@ class Engine:
         seq = Sequence.new(next(self._ids), prompt, params, of_drafts, prediction, of_answer)
         end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._tokenizer.eos_ids)
         text = StopText(self._tokenizer.stream(shown=shown, after=prompt[-1]), params.stop, params.min_tokens)
-        meter = RequestMeter(len(seq.tokens), [(one.backend.weight_bytes, one.cache.bytes_per_token) for one in self._contexts])
+        meter = RequestMeter(len(seq.tokens), [one.cache.bytes_per_token for one in self._contexts])
         # The context's end limits drafts anyway.
         max_drafted = self._context.capacity if params.max_draft_tokens is None else params.max_draft_tokens
         max_length = min(self._context.capacity, len(seq.tokens) + params.max_tokens)
@@ -200,10 +200,10 @@ class Engine:
         for context in self._contexts:
             context.num_running = len(self._scheduler.running)
         rounds = speculate(self._context, self._proposer, seqs, limits, chunks, is_answer=True)
-        num_forwards = self._num_forwards()
+        reads = self.reads()
         for request, done in zip(requests, rounds, strict=True):
             error = request.seq.error or done.error
-            self._ready.append(self._failed(request, error) if error else self._commit(request, done, num_forwards))
+            self._ready.append(self._failed(request, error) if error else self._commit(request, done, reads))
         for chunk in chunks:
             request = self._requests[chunk.seq.id]
             if request.shows_progress:
@@ -225,13 +225,13 @@ class Engine:
             meter = self._requests[seq.id].meter
             meter.num_cached_tokens = context.acquire(seq)
             self._proposer.begin(seq, meter.num_cached_tokens)
-            meter.begin(self._num_forwards())
+            meter.begin(self.reads())
 
-    def _num_forwards(self) -> tuple[int, ...]:
-        """The forwards of each model so far, the target's first."""
-        return tuple(context.num_forwards for context in self._contexts)
+    def reads(self) -> Reads:
+        """The forwards of each model so far, the target's first, and the bytes of weights that they read."""
+        return [(context.num_forwards, context.weight_bytes) for context in self._contexts]
 
-    def _commit(self, request: Request, done: Round, num_forwards: tuple[int, ...]) -> Output:
+    def _commit(self, request: Request, done: Round, reads: Reads) -> Output:
         """Take a round's tokens one by one, as plain decoding would, up to the one that ends the request."""
         seq, new, reason, num_taken, error = request.seq, done.verdict.tokens, None, 0, None
         texts = [""] * len(new)
@@ -255,7 +255,7 @@ class Engine:
                 break
         num_top = seq.params.logprobs
         chosen = [] if num_top is None else [logprobs(done.logits(i), new[i], num_top) for i in range(num_taken)]
-        request.meter.record_step(num_taken, num_forwards, done.cycles)
+        request.meter.record_step(num_taken, reads, done.cycles)
         num_cached, sources, cycles = request.meter.num_cached_tokens, done.token_sources[:num_taken], [done.cycles]
         if reason is None:
             return Output(seq.id, "".join(texts), new, chosen, None, None, num_cached, texts, sources, cycles)

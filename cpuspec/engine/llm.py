@@ -34,7 +34,7 @@ from cpuspec.engine.shared import Receiver, SharedEngine
 from cpuspec.environment import default_prefix_cache_bytes
 from cpuspec.errors import CacheError, ConfigError, CpuspecError
 from cpuspec.formats.kv import get_kv_format
-from cpuspec.metrics import LevelCounters, LevelMemory, PrefixStats, RequestStats
+from cpuspec.metrics import LevelCounters, LevelMemory, LevelReads, PrefixStats, RequestStats
 from cpuspec.model.batch import F32
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.speculation.chosen import ChosenDrafts
@@ -342,11 +342,17 @@ class LLM:
 
     def memory(self) -> list[LevelMemory]:
         """The memory of each model: draft models first, the cheapest foremost, then the target."""
-        contexts = [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]
         return [
             LevelMemory(name, context.backend.weight_bytes, context.backend.shared_bytes, context.kv_bytes)
-            for name, context in contexts
+            for name, context in self._named_contexts()
         ]
+
+    def reads(self) -> list[LevelReads]:
+        """The forwards of each model so far and the weights that they read, in the order of `memory`."""
+        return [LevelReads(name, context.num_forwards, context.weight_bytes) for name, context in self._named_contexts()]
+
+    def _named_contexts(self) -> list[tuple[str, LevelContext]]:
+        return [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]
 
     def prefix_stats(self) -> list[PrefixStats]:
         """What the prefix cache of each model holds and has saved: draft models first, the cheapest foremost, then the target."""

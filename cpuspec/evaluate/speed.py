@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,6 +116,7 @@ class Plan:
 class Speed:
     """The time of one workload. Rates without a prefix are of the median time and of all sequences; sd is 0 for a single sample.
 
+    weight_bytes: of weights that a forward read, as the backend counted, mean of all.
     gb_per_s: weights, keys and values that its forwards read / time, where each reads what it needs once (None for prompts, which
     arithmetic bounds). bandwidth_share: that over the read bandwidth measured in the same round, median of the rounds (None on a
     GPU, whose memory is not measured).
@@ -133,6 +134,7 @@ class Speed:
     tokens_per_s: float
     mean_tokens_per_s: float
     sd_tokens_per_s: float
+    weight_bytes: int
     gb_per_s: float | None
     bandwidth_share: float | None
 
@@ -180,26 +182,36 @@ def measure_speed(backend: Backend, plan: Plan, on_progress: Callable[[str], Non
         decodes = work.rows == work.sequences
         stage.run(replace(work, tokens=min(work.tokens, _WARM_UP_TOKENS * work.sequences)) if decodes else work)
     bandwidths: list[float] = []
-    samples_s: dict[Workload, list[float]] = {work: [] for work in (*prefill, *decode, *forwards)}
+    samples: dict[Workload, list[_Sample]] = {work: [] for work in (*prefill, *decode, *forwards)}
     for number in range(1, plan.repetitions + 1):
         on_progress(f"round {number} of {plan.repetitions}")
         if device_of(backend) == "cpu":
             bandwidths.append(read_bandwidth(backend.threads))
         for work in (*prefill, *decode, *forwards * FORWARDS_PER_ROUND):
-            samples_s[work].append(stage.run(work))
+            samples[work].append(stage.run(work))
 
     def speed(work: Workload) -> Speed:
-        return _speed(work, samples_s[work], bandwidths, stage.read_bytes(work) if work.all_logits else None)
+        return _speed(work, samples[work], bandwidths, stage.kv_bytes(work))
 
-    one_row_s = next((samples_s[work] for work in forwards if work.rows == 1), None)
+    def seconds(work: Workload) -> list[float]:
+        return [one.seconds for one in samples[work]]
+
+    one_row_s = next((seconds(work) for work in forwards if work.rows == 1), None)
     return SpeedReport(
         read_bytes_per_s=statistics.median(bandwidths) if bandwidths else None,
         prefill=[speed(work) for work in prefill],
         decode=[speed(work) for work in decode],
         rows=[
-            RowsSpeed(work.rows, _median_ratio(samples_s[work], one_row_s) if one_row_s else None, speed(work)) for work in forwards
+            RowsSpeed(work.rows, _median_ratio(seconds(work), one_row_s) if one_row_s else None, speed(work)) for work in forwards
         ],
     )
+
+
+class _Sample(NamedTuple):
+    """One run of a workload: the seconds of its forwards, and the bytes of weights that they read."""
+
+    seconds: float
+    weight_bytes: int
 
 
 class _Stage:
@@ -221,22 +233,21 @@ class _Stage:
                 for batch in self._batches(Workload("", depth, 0, backend.max_rows, False), [slot]):
                     backend.forward(batch, self._cache)
 
-    def run(self, work: Workload) -> float:
-        """Seconds that the workload's forwards take."""
+    def run(self, work: Workload) -> _Sample:
+        """Run the workload's forwards, and forget what they appended."""
         slots = self._slots[work.depth][: work.sequences]
         batches = self._batches(work, slots)
-        start_s = perf_counter()
+        num_bytes, start_s = 0, perf_counter()
         for batch in batches:
-            self._backend.forward(batch, self._cache)
+            num_bytes += self._backend.forward(batch, self._cache).weight_bytes
         elapsed_s = perf_counter() - start_s
         for slot in slots:
             self._cache.truncate(slot, work.depth)
-        return elapsed_s
+        return _Sample(elapsed_s, num_bytes)
 
-    def read_bytes(self, work: Workload) -> int:
-        """Weights, and keys and values up to and including its own last row's, that each forward of the workload reads once."""
-        ends = [sum(held) + sum(fed) for held, fed in _steps(work)]
-        return len(ends) * self._backend.weight_bytes + sum(ends) * self._cache.bytes_per_token
+    def kv_bytes(self, work: Workload) -> int:
+        """Keys and values up to and including its own last row's, which each forward of the workload reads once."""
+        return sum(sum(held) + sum(fed) for held, fed in _steps(work)) * self._cache.bytes_per_token
 
     def _batches(self, work: Workload, slots: list[int]) -> list[ForwardBatch]:
         batches = []
@@ -263,9 +274,11 @@ def _steps(work: Workload) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def _speed(work: Workload, samples_s: Sequence[float], bandwidths: Sequence[float], read_bytes: int | None) -> Speed:
+def _speed(work: Workload, samples: Sequence[_Sample], bandwidths: Sequence[float], kv_bytes: int) -> Speed:
     """The figures of samples that were taken in equal numbers in each round. bandwidths: bytes per second, one a round, or none."""
+    samples_s, weight_bytes = [one.seconds for one in samples], statistics.mean([one.weight_bytes for one in samples])
     rates = [work.tokens / sample_s for sample_s in samples_s]
+    read_rates = [(one.weight_bytes + kv_bytes) / one.seconds for one in samples]
     median_s = statistics.median(samples_s)
     in_turn = [bandwidth for bandwidth in bandwidths for _ in range(len(samples_s) // len(bandwidths))]
     return Speed(
@@ -281,8 +294,9 @@ def _speed(work: Workload, samples_s: Sequence[float], bandwidths: Sequence[floa
         tokens_per_s=work.tokens / median_s,
         mean_tokens_per_s=statistics.mean(rates),
         sd_tokens_per_s=_sd(rates),
-        gb_per_s=None if read_bytes is None else read_bytes / median_s / 1e9,
-        bandwidth_share=_median_ratio([read_bytes / s for s in samples_s], in_turn) if read_bytes is not None and in_turn else None,
+        weight_bytes=round(weight_bytes / len(_steps(work))),
+        gb_per_s=(weight_bytes + kv_bytes) / median_s / 1e9 if work.all_logits else None,
+        bandwidth_share=_median_ratio(read_rates, in_turn) if work.all_logits and in_turn else None,
     )
 
 

@@ -182,7 +182,7 @@ class ForwardOutput:
     logits: F32  # [len(logit_rows), V]
     hidden: tuple[F32, ...] = ()  # [T, C] for each requested layer
     best: list[int] | None = None  # [len(logit_rows)] `sampling.argmax`, -1 for what it refuses; None: the backend did not look
-    weight_bytes: int = 0  # of weights that were read; 0: the backend did not count
+    weight_bytes: int = 0  # of weights that the forward read, each once; the embedding counts where it is the output matrix
 
 
 def visible(batch: ForwardBatch, sequence: int, prefix: int, window: int | None = None) -> NDArray[np.bool_]:

@@ -90,7 +90,7 @@ class ServedModel:
         self.admission = Admission(llm.max_sequences, config.max_waiting)
         self.unfinished: set[Answers] = set()
         self.slots = [Slot(number) for number in range(llm.max_sequences)]
-        self.metrics = Metrics(name, self._state, lambda: llm.levels, lambda: llm.num_draft_failures)
+        self.metrics = Metrics(name, self._state, lambda: llm.levels, llm.reads, lambda: llm.num_draft_failures)
         self.on_death: Callable[[], object] = lambda: None  # is called where its engine answers no more
         self.runner = Runner(llm, asyncio.get_running_loop(), self._engine_failed)
         # Few threads: they share Python with the event loop and the engine, and no flood of prompts may starve these.

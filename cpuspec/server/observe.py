@@ -14,7 +14,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cpuspec.metrics import LevelCounters, PrefixStats, now_s
+from cpuspec.metrics import LevelCounters, LevelReads, PrefixStats, now_s
 from cpuspec.server.meter import AnswerMeter
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,7 +30,8 @@ _RECENT = 1024  # requests that the percentiles are of
 class Metrics:
     """All metrics of a server, in a registry of their own.
 
-    state: the answers that run and wait, and the share of the cache that running ones hold; levels, draft_failures: of the LLM.
+    state: the answers that run and wait, and the share of the cache that running ones hold.
+    levels, reads, draft_failures: of the LLM.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class Metrics:
         model: str,
         state: Callable[[], tuple[int, int, float]],
         levels: Callable[[], dict[str, LevelCounters]],
+        reads: Callable[[], list[LevelReads]],
         draft_failures: Callable[[], int],
     ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self._state, self._levels, self._draft_failures = state, levels, draft_failures
+        self._state, self._levels, self._reads, self._draft_failures = state, levels, reads, draft_failures
         self.prefixes: Sequence[PrefixStats] = ()  # of each model of the chain, as they were last asked for
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=_RECENT) for name in ("ttft", "tpot", "itl", "e2e")}
 
@@ -134,6 +136,12 @@ class Metrics:
             for share in (0.5, 0.95, 0.99) if values else ():
                 quantiles.add_metric([self._model, str(share)], float(np.quantile(values, share)))
             yield quantiles
+        forwards = CounterMetricFamily("cpuspec:model_forwards", "Forwards of a model.", labels=[*names, "level"])
+        read = CounterMetricFamily("cpuspec:weight_bytes_read", "Bytes of weights that they read.", labels=[*names, "level"])
+        for one in self._reads():
+            forwards.add_metric([self._model, one.name], one.num_forwards)
+            read.add_metric([self._model, one.name], one.weight_bytes)
+        yield from (forwards, read)
         yield from self._prefix_cache()
         yield from self._speculation()
 

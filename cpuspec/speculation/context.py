@@ -105,7 +105,7 @@ class Context:
         self.vocab_size = backend.config.vocab_size if vocab_size is None else vocab_size
         self.possible = possible
         self.prompt_rows = min(prompt_rows, backend.max_rows)
-        self.num_forwards = self.num_rows = 0  # of all forwards
+        self.num_forwards = self.num_rows = self.weight_bytes = 0  # of all forwards; bytes of weights that they read
         self.num_running = 0  # sequences of the engine, also those that a draft model has no slot for; the engine sets it
         self.num_acquired_tokens = self.num_cached_tokens = 0  # that sequences came with, and of these what was there already
         self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
@@ -495,6 +495,7 @@ class Context:
         output = self.backend.forward(batch, self.cache)
         self.num_forwards += 1
         self.num_rows += len(tokens)
+        self.weight_bytes += output.weight_bytes
         left = []
         for i, feed in enumerate(feeds[: len(slots)]):
             start, end = q_start[i], q_start[i + 1]

@@ -121,7 +121,7 @@ class HeadContext:
         self.cache = backend.new_cache(num_slots, capacity)
         self.capacity = capacity
         self.prompt_rows = min(prompt_rows, backend.max_rows)
-        self.num_forwards = self.num_running = 0  # as in `Context`
+        self.num_forwards = self.num_running = self.weight_bytes = 0  # as in `Context`
         self._layers = (backend.config.num_layers - 1,)  # whose output is a row's hidden state
         self._injects = bool(backend.config.head and backend.config.head.injects)
         self._both_ways = bool(head.block and head.block.both_ways)
@@ -361,6 +361,7 @@ class HeadContext:
         )
         output = self.backend.forward(batch, self.cache)
         self.num_forwards += 1
+        self.weight_bytes += output.weight_bytes
         first = 0
         for feed, block, end in zip(feeds, blocks, starts[1:], strict=False):
             self._take(feed, block, output, first, end)

@@ -36,6 +36,11 @@ class LevelContext(Protocol):
         ...
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that they read."""
+        ...
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values in memory."""
         ...

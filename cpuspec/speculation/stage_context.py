@@ -31,7 +31,7 @@ class StageContext:
         self.backend = backend
         self.capacity = capacity
         self.cache = KVCache(1, 1, lambda: None, lambda *_: None, lambda *_: None, 0)
-        self.num_forwards = 0  # drafts; each reads the matrices of its stages once
+        self.num_forwards = self.weight_bytes = 0  # of drafts; each reads the matrices of all stages once
         self.num_running = 0
         self.prompt_rows, self.is_alone = backend.max_rows, True  # no prompt is read
         self._states: dict[int, tuple[int, F32]] = {}  # by sequence id: how many tokens have a state, and the last of these [1, C]

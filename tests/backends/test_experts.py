@@ -1,15 +1,18 @@
 """Mixtures of experts: the router's choice, the segments that it makes, and the bytes that a forward reads."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import make_backend
-from cpuspec.backends.numpy_backend import NumpyBackend
+from cpuspec.backends import Backend, make_backend
+from cpuspec.backends.numpy_backend import Forward, NumpyBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, Experts
 from cpuspec.formats import QuantTensor, get_format
+from cpuspec.model.batch import ForwardBatch
+from cpuspec.model.transformer import decode
 from tests.backends.models import every_backend, forward, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
@@ -116,6 +119,55 @@ def test_a_forward_reads_each_expert_that_a_row_needs_once_and_no_other(tmp_path
     experts_of_two = {(read([5, token]) - one) // expert for token in range(20)}
     assert experts_of_two == {0, 1, 2}
     assert backend.weight_bytes - 10 * expert < read(list(range(64))) <= backend.weight_bytes
+    backend.close()
+
+
+def _union_bytes(checkpoint: Checkpoint, backend: Backend, tokens: list[int], itemsize: int) -> int:
+    """Bytes of the matrices that a forward over `tokens` needs: all but experts, and the experts that numpy's routers choose."""
+    seen: set[tuple[str, int]] = set()
+
+    def see(rows: object, names: tuple[str, ...], expert: int) -> None:
+        seen.update((name, expert) for name in names)
+
+    numpy = NumpyBackend(checkpoint, EngineConfig(max_rows=64, kv_format="f32"), np.float64)
+    batch = ForwardBatch(tokens, list(range(len(tokens))), [0], [0, len(tokens)])
+    watched = Forward(numpy._model, batch, numpy.new_cache(1, 64))
+    watched.experts = partial(watched.experts, on_inputs=see)  # type: ignore[method-assign]
+    decode(checkpoint.config, watched)
+    size = {name: np.prod(t.shape[1:]) * itemsize for name, t in checkpoint.tensors.items() if len(t.shape) == 3}
+    every = sum(np.prod(t.shape) * itemsize for t in checkpoint.tensors.values() if len(t.shape) == 3)
+    return backend.weight_bytes - int(every) + int(sum(size[name] for name, _ in seen))
+
+
+@every_backend(("numba", "numpy", "torch"))
+def test_the_counter_is_the_bytes_of_the_union_of_the_chosen_experts(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
+    sizes = {"num_layers": 3, "num_experts": 16, "num_used": 3, "expert_size": 64}  # whole tiles: nothing is padded
+    checkpoint = tiny(tmp_path_factory, architecture="qwen3moe", weight_format="f32", **sizes)
+    backend = make_backend(name, checkpoint, EngineConfig(threads=2, max_rows=64, kv_format="f32", keep_packed=False))
+    numbers = []
+    for rows in (1, 2, 4, 8, 45):
+        output = forward(backend, backend.new_cache(1, 64), {0: TOKENS[:rows]})
+        assert output.weight_bytes == _union_bytes(checkpoint, backend, TOKENS[:rows], 4)
+        numbers.append(output.weight_bytes)
+    assert numbers == sorted(numbers)
+    assert numbers[0] < numbers[2] < backend.weight_bytes, "the comparison sees experts"
+    without = forward(backend, backend.new_cache(1, 64), {0: TOKENS[:4]}, logit_rows=[]).weight_bytes
+    output = checkpoint.tensors["output" if "output" in checkpoint.tensors else "embed"]
+    assert numbers[2] - without == 4 * np.prod(output.shape)
+    backend.close()
+
+
+@every_backend()
+def test_a_model_without_experts_reads_all_its_weights_and_graphs_do_for_each_sequence(tmp_path_factory, name: str) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory, weight_format="f32", num_layers=1)
+    backend = make_backend(name, checkpoint, EngineConfig(threads=1, max_rows=16, kv_format="f32", keep_packed=False))
+    runs = 2 if name in ("onnxruntime", "openvino") else 1
+    cache = backend.new_cache(2, 16)
+    assert forward(backend, cache, {0: TOKENS[:3]}).weight_bytes == backend.weight_bytes
+    assert forward(backend, cache, {0: TOKENS[:3], 1: TOKENS[3:5]}).weight_bytes == runs * backend.weight_bytes
+    output = checkpoint.tensors["output" if "output" in checkpoint.tensors else "embed"]
+    read = forward(backend, cache, {0: TOKENS[:3]}, logit_rows=[]).weight_bytes
+    assert backend.weight_bytes - read == 4 * np.prod(output.shape)
     backend.close()
 
 

@@ -48,7 +48,12 @@ class Watched:
         self.tokens += batch.tokens.tolist()
         cache.advance(batch)
         self.now_s += 1 + rows / 4
-        return ForwardOutput(np.zeros((num_logits, self.config.vocab_size), np.float32))
+        return ForwardOutput(np.zeros((num_logits, self.config.vocab_size), np.float32), weight_bytes=self.bytes_of_rows(rows))
+
+    @staticmethod
+    def bytes_of_rows(rows: int) -> int:
+        """Of weights that a forward reads, as of a mixture."""
+        return 10**8 * (rows + 1)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -86,7 +91,7 @@ def test_sequences_that_decode_together_have_slots_of_their_own_and_one_row_each
     one, four = report.decode
     assert (four.name, four.tokens, four.sequences) == ("tg3 x 4 @ d5", 12, 4)
     assert four.tokens_per_s == 12 / (3 * 2.0)
-    read = 3 * watched.weight_bytes + 4 * (6 + 7 + 8) * 1000
+    read = 3 * watched.bytes_of_rows(4) + 4 * (6 + 7 + 8) * 1000
     assert four.gb_per_s == pytest.approx(read / (3 * 2.0) / 1e9)
     assert one.sequences == 1
 
@@ -112,13 +117,14 @@ def test_figures_are_what_their_definitions_say(watched: Watched) -> None:
     assert shallow.gb_per_s is shallow.bandwidth_share is None
     decode = report.decode[1]
     assert (decode.depth, decode.tokens, decode.median_s, decode.tokens_per_s) == (12, 3, 3.75, 0.8)
-    read_bytes = 3 * 10**9 + (13 + 14 + 15) * 1000
+    assert (shallow.weight_bytes, decode.weight_bytes) == (round((9 + 9 + 5) * 1e8 / 3), 2 * 10**8)
+    read_bytes = 3 * 2 * 10**8 + (13 + 14 + 15) * 1000
     assert decode.gb_per_s == pytest.approx(read_bytes / 3.75 / 1e9)
     assert report.read_bytes_per_s == 2.5e9
     assert decode.bandwidth_share == pytest.approx(read_bytes / 3.75 * statistics.median([1e-9, 0.25e-9]))
     assert [(one.rows, one.speed.median_s, one.speed.num_samples) for one in report.rows] == [(1, 1.25, 10), (4, 2.0, 10)]
     assert [one.over_one_row for one in report.rows] == [1, 2 / 1.25]
-    assert report.rows[1].speed.gb_per_s == pytest.approx((10**9 + 9 * 1000) / 2 / 1e9)
+    assert report.rows[1].speed.gb_per_s == pytest.approx((5 * 10**8 + 9 * 1000) / 2 / 1e9)
 
 
 def test_a_gpus_speed_is_no_share_of_the_processors_memory(watched: Watched) -> None:
@@ -134,9 +140,10 @@ def test_spread_and_median_are_of_all_samples(watched: Watched, monkeypatch: pyt
     takes = iter([0.0, 1.0, 3.0, 8.0])  # a warm-up, then three rounds
     monkeypatch.setattr(watched, "forward", lambda batch, cache: slow(batch, cache, next(takes)))
 
-    def slow(batch: ForwardBatch, cache: KVCache, seconds: float) -> None:
+    def slow(batch: ForwardBatch, cache: KVCache, seconds: float) -> ForwardOutput:
         cache.advance(batch)
         watched.now_s += seconds
+        return ForwardOutput(np.empty((1, 1), np.float32), weight_bytes=1)
 
     report = measure_speed(watched, Plan(prompt_tokens=0, new_tokens=1, rows=(), repetitions=3))
     (decode,) = report.decode

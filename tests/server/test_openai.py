@@ -1,6 +1,7 @@
 """OpenAI's protocol through its official client, against the answers that the Python interface gives."""
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -230,7 +231,7 @@ def test_text_and_tokens_convert(running: Running, llm: LLM) -> None:
         assert shown == llm.tokenizer.apply_chat_template(MESSAGES)
 
 
-def test_state_and_metrics_tell_what_happened(running: Running, client: openai.OpenAI) -> None:
+def test_state_and_metrics_tell_what_happened(running: Running, client: openai.OpenAI, llm: LLM) -> None:
     client.completions.create(prompt="one two " * 30, max_tokens=20, **GREEDY, **IGNORE)  # type: ignore[call-overload]
     with running.client() as http:
         assert http.get("/health").json() == {"status": "ok"}
@@ -241,10 +242,16 @@ def test_state_and_metrics_tell_what_happened(running: Running, client: openai.O
         *("time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "generation_tokens_total"),
         *("request_time_per_output_token_seconds_count", "prefix_cache_hits_total", "num_requests_running"),
         *('spec_decode_num_rounds_total{level="ngram"', 'spec_decode_num_draft_tokens_total{level="ngram"'),
-        'spec_decode_mean_acceptance_length{level="ngram"',
+        *('spec_decode_mean_acceptance_length{level="ngram"', 'model_forwards_total{level="target"'),
     ):
         assert f"cpuspec:{name}" in text
     assert 'quantile="0.99"' in text
+    forwards, read = (
+        sum(float(value) for value in re.findall(rf'^cpuspec:{name}_total{{level="target".*}} (\S+)$', text, re.M))
+        for name in ("model_forwards", "weight_bytes_read")
+    )
+    [target] = llm.memory()
+    assert 0 < read <= forwards * target.weight_bytes
     assert "cpuspec:num_requests_running{" in text
 
 

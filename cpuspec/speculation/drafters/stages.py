@@ -67,6 +67,7 @@ class _Way:
 def _run_stages(context: StageContext, paths: list[HeadPath], trees: list[HeadTree | None]) -> None:
     """Run each stage for all sequences at once; those that have enough drop out."""
     context.num_forwards += 1
+    context.weight_bytes += context.backend.weight_bytes
     first = context.states([path.seq for path in paths])
     given = [context.unknown(path.seq) for path in paths]
     is_shared = isinstance(context.head.stages[0], ResidualStage)
