@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cpuspec.checkpoints.canonical import GGUF, HF, file_names
 from cpuspec.checkpoints.checkpoint import tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES, layer_flags
+from cpuspec.checkpoints.families import FAMILIES, layer_flags
 from cpuspec.checkpoints.gguf_file import GGUF_FORMATS
 from cpuspec.config import Experts, ModelConfig, RopeScaling
 from cpuspec.formats import QuantTensor, get_format
@@ -150,6 +151,9 @@ def tiny_config(
     expert_size: int = 128,
     dense_layers: tuple[int, ...] = (),
     shared_size: int = 0,
+    mlp_bias: bool = False,
+    rope_dims: int = 0,
+    query_growth: float = 0.0,
 ) -> ModelConfig:
     """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
 
@@ -161,7 +165,8 @@ def tiny_config(
     family = FAMILIES[architecture]
     if architecture in ("mixtral", "olmoe"):
         intermediate_size = expert_size  # their files have one number for both
-    gemma = architecture.startswith("gemma")
+    gemma = architecture in ("gemma2", "gemma3")
+    has_windows = gemma or architecture in ("olmo3", "cohere2")
     every = family.unrotated_every or num_layers + 1
     mixture: dict[str, Any] = {}
     if family.experts is not None:
@@ -183,6 +188,14 @@ def tiny_config(
     }
     if family.has_scales:
         scales = {"embedding_scale": 3.0, "query_scale": 0.25, "residual_scale": 0.5, "logit_scale": 0.5}
+    if family.has_logit_scale:
+        scales["logit_scale"] = 0.25
+    if architecture == "ministral3":  # whose class has both by default
+        own = RopeScaling("yarn", 4.0, original_context_length=context_length // 8, attention_factor=1.0)
+        rope_scaling, query_growth = rope_scaling or own, query_growth or 0.125
+    every_bias = family.hf_defaults.get("use_bias") is True
+    size = (8 if has_windows else 0) if window is None else window
+    slides = [not (has_windows or family.turns_in_windows) or i % 2 == 0 for i in range(num_layers)]
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -196,17 +209,21 @@ def tiny_config(
         norm_eps=1e-6,
         rope_base=rope_base,
         rope_scaling=rope_scaling,
-        qkv_bias=family.qkv_bias if qkv_bias is None else qkv_bias,
-        o_bias=o_bias,
+        qkv_bias=family.qkv_bias or every_bias if qkv_bias is None else qkv_bias,
+        o_bias=o_bias or every_bias,
+        mlp_bias=mlp_bias or every_bias,
+        rope_dims=rope_dims,
+        query_growth=query_growth,
+        query_growth_length=((rope_scaling and rope_scaling.original_context_length) or context_length) if query_growth else 0,
         tied_embeddings=tied,
         **scales,
         attention_softcap=2.0 if architecture == "gemma2" else 0.0,
         logit_softcap=3.0 if architecture == "gemma2" else 0.0,
         **layer_flags(
-            (8 if gemma else 0) if window is None else window,
-            [not gemma or i % 2 == 0 for i in range(num_layers)],
-            [(i + 1) % every != 0 for i in range(num_layers)],
-            has_local_rope=architecture == "gemma3",
+            size,
+            slides,
+            slides if family.turns_in_windows and size else [(i + 1) % every != 0 for i in range(num_layers)],
+            has_local_rope=family.has_local_rope,
         ),
         **mixture,
         **family.flags,
@@ -280,12 +297,13 @@ def write_gguf(
     path = Path(path)
     writer = _gguf_writer(path, config)
     chosen = {"embed": embed_format or weight_format, "output": output_format or weight_format}
-    for name, values in weights.items():
-        format_name = _fitting_format(chosen.get(name, weight_format), values.shape)
-        stored = QuantTensor.encode(
-            get_format(format_name), _file_rows(name, values, config, FAMILIES[config.architecture].pairs_neighbours)
-        )
-        writer.add_tensor(_gguf_name(name, config), stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
+    family = FAMILIES[config.architecture]
+    rows = {name: _file_rows(name, values, config, family.pairs_neighbours) for name, values in weights.items()}
+    for theirs, ours in _gguf_parts(config, list(weights)).items():
+        values = np.concatenate([rows[name] for name in ours])
+        format_name = _fitting_format(chosen.get(ours[0], weight_format), values.shape)
+        stored = QuantTensor.encode(get_format(format_name), values)
+        writer.add_tensor(theirs, stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -308,13 +326,14 @@ def write_random_gguf(
     shapes = tensor_shapes(config)
     if output_format is not None:
         shapes["output"] = shapes["embed"]
-    formats = {}
-    for name, dims in shapes.items():
+    formats = []
+    for theirs, ours in _gguf_parts(config, list(shapes)).items():
+        name, dims = ours[0], (sum(shapes[one][0] for one in ours), *shapes[ours[0]][1:])
         format = get_format(_fitting_format(output_format if name == "output" and output_format else weight_format, dims))
-        formats[name] = format
+        formats.append((name, format, dims))
         byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
         writer.add_tensor_info(
-            _gguf_name(name, config),
+            theirs,
             byte_shape,
             np.dtype(np.uint8),
             math.prod(byte_shape),
@@ -323,10 +342,9 @@ def write_random_gguf(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, dims in shapes.items():
+    for ours, format, dims in formats:
         # A few thousand encoded blocks, drawn again and again: encoding billions of values would take minutes.
-        format = formats[name]
-        mean, deviation = _moments(name, dims)
+        mean, deviation = _moments(ours, dims)
         pool: U8 = format.encode(mean + deviation * rng.standard_normal((2048, format.block_size)))
         num_blocks = math.prod(dims) // format.block_size
         writer.write_tensor_data(pool[rng.integers(0, len(pool), num_blocks, dtype=np.int32)])
@@ -342,10 +360,16 @@ def write_huggingface(
     directory.mkdir(parents=True, exist_ok=True)
     family = FAMILIES[config.architecture]
     stored: dict[str, QuantTensor] = {}
-    for name, values in weights.items():
-        offset = np.float32(family.norm_offset if name.endswith("norm") else 0)
-        rows = _file_rows(name, values - offset, config, family.hf_pairs_neighbours)
-        stored |= _hf_tensors(_hf_name(name, config), QuantTensor.encode(get_format(dtype), rows))
+    rows = {
+        name: _file_rows(name, values - np.float32(family.norm_offset * name.endswith("norm")), config, family.hf_pairs_neighbours)
+        for name, values in weights.items()
+    }
+    prefix = "model.language_model." if family.text_alike else "model."
+    for name, ours in file_names(family, HF, weights).items():
+        values = _of_key_heads(config, [rows[name] for name in ours]) if family.hf_groups_heads else rows[ours[0]]
+        values = values if family.hf_groups_heads else np.concatenate([rows[name] for name in ours])
+        theirs = prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        stored |= _hf_tensors(theirs, QuantTensor.encode(get_format(dtype), values))
     if num_shards == 1:
         write_safetensors(directory / "model.safetensors", stored)
     else:
@@ -357,7 +381,17 @@ def write_huggingface(
             weight_map |= dict.fromkeys(part, file_name)
         index = {"metadata": {"total_size": sum(t.num_bytes for t in stored.values())}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
-    (directory / "config.json").write_text(json.dumps(_hf_config(config, dtype), indent=2), "utf-8")
+    settings = _hf_config(config, dtype)
+    if family.text_alike:  # there is no class of the text part alone
+        vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "deepstack_visual_indexes": [0]}
+        settings = {
+            "architectures": [family.hf_wrapper],
+            "model_type": family.hf_types[1],
+            "text_config": settings,
+            "vision_config": {**vision, "out_hidden_size": config.hidden_size},
+            "tie_word_embeddings": config.tied_embeddings,
+        }
+    (directory / "config.json").write_text(json.dumps(settings, indent=2), "utf-8")
     _write_hf_tokenizer(directory, config)
     return directory
 
@@ -393,11 +427,20 @@ def _fitting_format(name: str, shape: tuple[int, ...]) -> str:
     return name if shape[-1] % get_format(name).block_size == 0 else "f16"
 
 
-def _hf_name(name: str, config: ModelConfig) -> str:
-    if name in GLOBAL_NAMES:
-        return GLOBAL_NAMES[name][1]
-    _, layer, part = name.split(".")
-    return f"model.layers.{layer}.{FAMILIES[config.architecture].layer_names[part][1]}"
+def _of_key_heads(config: ModelConfig, parts: list[F32]) -> F32:
+    """Queries, keys and values in InternLM2's order: for each key head its queries, itself, its value. Other parts as they are."""
+    if len(parts) == 1:
+        return parts[0]
+    groups = [part.reshape(config.num_kv_heads, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(groups, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
+    family = FAMILIES[config.architecture]
+    if family.hf_groups_heads:  # the converter takes them apart
+        return file_names(family, GGUF, names)
+    return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}
 
 
 def _gguf_architecture(config: ModelConfig) -> str:
@@ -406,9 +449,9 @@ def _gguf_architecture(config: ModelConfig) -> str:
 
 def _gguf_name(name: str, config: ModelConfig) -> str:
     """The name that the gguf package's own table gives to a Hugging Face tensor of the architecture."""
-    if name == "output":
+    if name == "lm_head.weight":
         return "output.weight"
-    theirs = _hf_name(name, config).replace(".*.", ".")  # the converter joins experts, and looks their names up without a number
+    theirs = name.replace(".*.", ".")  # the converter joins experts, and looks their names up without a number
     found = _gguf_names(_gguf_architecture(config), config.num_layers).get_name(theirs, (".weight", ".bias"))
     assert found, f"gguf has no name for {name} of {config.architecture}"
     return found
@@ -423,11 +466,15 @@ def _gguf_names(architecture: str, num_layers: int) -> "gguf.TensorNameMap":
 
 def _file_rows(name: str, values: F32, config: ModelConfig, pairs_neighbours: bool) -> F32:
     """Rows as files store them: some families pair neighbouring rows of q and k for rotation, not the two halves of a head."""
-    part = name.rpartition(".")[2]
-    if not pairs_neighbours or part not in ("q", "k", "q_bias", "k_bias"):
+    part, half = name.rpartition(".")[2], (config.rope_dims or config.head_dim) // 2
+    if not (pairs_neighbours or config.rope_dims) or part not in ("q", "k", "q_bias", "k_bias"):
         return values
     heads = config.num_heads if part.startswith("q") else config.num_kv_heads
-    return values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
+    columns = values.size // len(values)
+    halves = values.reshape(heads, 2, config.head_dim // 2, columns)
+    turned, rest = halves[:, :, :half], halves[:, :, half:].reshape(heads, config.head_dim - 2 * half, columns)
+    turned = turned.swapaxes(1, 2) if pairs_neighbours else turned
+    return np.concatenate([turned.reshape(heads, 2 * half, columns), rest], axis=1).reshape(values.shape)
 
 
 def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
@@ -445,9 +492,15 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.rope_dims or config.head_dim)
     writer.add_rope_freq_base(config.rope_base)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    (writer.add_layer_norm_rms_eps if config.norm_kind == "rms" else writer.add_layer_norm_eps)(config.norm_eps)
+    if FAMILIES[config.architecture].has_logit_scale:
+        writer.add_logit_scale(config.logit_scale)
+    if FAMILIES[config.architecture].has_sections:
+        writer.add_rope_dimension_sections([config.head_dim // 2 - 16, 8, 8, 0])
+    if config.query_growth:
+        writer.add_attn_temperature_scale(config.query_growth)
     if config.experts:
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.used)
@@ -491,6 +544,13 @@ def _add_gguf_rope_scaling(writer: "gguf.GGUFWriter", config: ModelConfig) -> No
     scaling = config.rope_scaling
     if scaling is None:
         return
+    if scaling.kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
+        writer.add_rope_scaling_attn_factors(scaling.attention_factor or 1.0)
+        for length, factors in (("long", scaling.factors), ("short", scaling.short_factors)):
+            data = np.array(factors, np.float32).view(np.uint8)
+            writer.add_tensor(f"rope_factors_{length}.weight", data, raw_dtype=gguf.GGMLQuantizationType.F32)
+        return
     if scaling.kind in ("factors", "llama3"):
         factors = scaling.factors if scaling.kind == "factors" else llama3_factors(config)
         data = np.array(factors, np.float32).view(np.uint8)
@@ -502,6 +562,8 @@ def _add_gguf_rope_scaling(writer: "gguf.GGUFWriter", config: ModelConfig) -> No
         writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
         writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+        if scaling.attention_factor == 1:
+            writer.add_rope_scaling_yarn_log_mul(1.0)
 
 
 def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
@@ -526,6 +588,7 @@ _MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "qwen3moe": "qwen3_moe",
     "qwen2moe": "qwen2_moe",
+    "qwen3vl": "qwen3_vl_text",
 }  # where it is not the name of the architecture
 
 
@@ -570,6 +633,20 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     if FAMILIES[config.architecture].has_scales:
         fields |= {"embedding_multiplier": config.embedding_scale, "attention_multiplier": config.query_scale}
         fields |= {"residual_multiplier": config.residual_scale, "logits_scaling": 1 / config.logit_scale}
+    family = FAMILIES[config.architecture]
+    if config.norm_kind == "layer":
+        fields["norm_epsilon" if config.norm_bias else "layer_norm_eps"] = fields.pop("rms_norm_eps")
+    if family.has_logit_scale:
+        fields["logit_scale"] = config.logit_scale
+    if config.rope_dims or family.hf_defaults.get("partial_rotary_factor", 1.0) != 1.0:
+        fields["partial_rotary_factor"] = (config.rope_dims or config.head_dim) / config.head_dim
+    if config.rope_scaling and config.rope_scaling.kind == "longrope":
+        fields["original_max_position_embeddings"] = config.rope_scaling.original_context_length
+    if config.query_growth:
+        fields["rope_parameters"] = {
+            **fields.pop("rope_scaling"),  # type: ignore[dict-item]
+            **{"rope_theta": config.rope_base, "llama_4_scaling_beta": config.query_growth},
+        }
     if config.architecture.startswith("gemma"):
         fields["hidden_activation"] = "gelu_pytorch_tanh"
         fields["query_pre_attn_scalar"] = config.head_dim if config.query_scale is None else round(config.query_scale**-2)
@@ -578,21 +655,32 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         if config.architecture == "gemma3":
             fields["rope_local_base_freq"] = config.local_rope_base
     else:
-        fields["hidden_act"] = "silu"
-    if config.architecture == "mistral":
+        fields["hidden_act"] = "silu" if config.activation == "silu" else "gelu_pytorch_tanh"
+    if family.hf_defaults.get("use_sliding_window") and not config.architecture.startswith("gemma"):
         fields["sliding_window"] = max(config.layer_windows, default=None)
+        if "sliding_window_pattern" in family.hf_defaults:
+            windows = config.layer_windows or (0,) * config.num_layers
+            fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
     elif config.layer_windows:
         fields["use_sliding_window"], fields["sliding_window"] = True, max(config.layer_windows)
         fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.layer_windows]
     if "none" in config.layer_ropes:
         fields["no_rope_layers"] = [int(kind != "none") for kind in config.layer_ropes]
-    if FAMILIES[config.architecture].qkv_bias:
+    if "use_bias" in family.hf_defaults:
+        fields["use_bias"] = config.qkv_bias
+    elif "attention_out_bias" in family.hf_defaults:
+        fields["attention_bias"], fields["attention_out_bias"] = config.qkv_bias, config.o_bias
+    elif family.hf_groups_heads:
+        fields["bias"] = config.qkv_bias
+    elif FAMILIES[config.architecture].qkv_bias:
         if not config.qkv_bias or config.o_bias:
             raise ValueError("a directory of this family always has q, k and v biases and no o bias")
     else:
         if config.qkv_bias != config.o_bias:
             raise ValueError("attention_bias means q, k, v and o together: give qkv_bias and o_bias, or neither")
         fields["attention_bias"] = config.qkv_bias
+    if config.mlp_bias and "use_bias" not in family.hf_defaults:
+        fields["mlp_bias"] = True
     return fields
 
 
@@ -601,6 +689,9 @@ def _hf_rope_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
         return None
     if scaling.kind == "factors":
         raise ValueError("a Hugging Face configuration has no explicit rope factors; use llama3")
+    if scaling.kind == "longrope":
+        long, short = list(scaling.factors), list(scaling.short_factors)
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short, "attention_factor": scaling.attention_factor}
     fields: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind in ("llama3", "yarn"):
         fields["original_max_position_embeddings"] = scaling.original_context_length

@@ -128,6 +128,10 @@ def make_backend(
     casts: matrices that are cast to another format at load, by name. Raises FormatError where a value does not fit its format.
     """
     check_backend(name, engine)
+    scaling, length = checkpoint.config.rope_scaling, engine.context_length
+    if scaling is not None and scaling.kind == "longrope" and length and length < checkpoint.config.context_length:
+        # The context that was asked for chooses its factors (`RopeScaling.for_context`), and not the tokens that are there.
+        checkpoint = replace(checkpoint, config=replace(checkpoint.config, context_length=length))
     if name == "torch":
         from cpuspec.backends.torch_backend import TorchBackend
 

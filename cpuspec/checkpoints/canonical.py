@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -49,6 +49,53 @@ class Names:
         return f"layers.{layer[1]}.{part}" if part else ""
 
 
+def file_names(family: Family, kind: int, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Tensors of a file by name, each with the canonical names of what it holds, one part after another along the rows.
+
+    names: of all tensors, canonical.
+    """
+    whole = {**GLOBAL_NAMES, **family.global_names}
+    joined = {part: (ours, theirs[kind]) for ours, theirs in family.layer_names.items() if theirs[kind] for part in ours.split("+")}
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if name in whole:
+            found[whole[name][kind]] = [name]
+            continue
+        _, layer, part = name.split(".")
+        ours, theirs = joined[part]
+        found[f"{('blk', 'model.layers')[kind]}.{layer}.{theirs}"] = [f"layers.{layer}.{one}" for one in ours.split("+")]
+    return {theirs: tuple(ours) for theirs, ours in found.items()}
+
+
+def joined(config: ModelConfig, family: Family, kind: int, tensors: Mapping[str, QuantTensor]) -> QuantTensor:
+    """One tensor of a file, of those that it holds by canonical name: the inverse of what `arranged` does to them.
+
+    Raises FormatError where parts of one tensor have several formats.
+    """
+    parts = [in_file_order(config, family, kind, name, tensor) for name, tensor in tensors.items()]
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    if other := next((part.format.name for part in parts if part.format is not first.format), ""):
+        raise FormatError(
+            f"{' and '.join(tensors)} are one tensor in the file; wanted one format for them, got {first.format.name} and {other}"
+        )
+    axis = -1 if len(first.shape) == 1 else 0
+    data = np.concatenate([part.data for part in parts], axis)
+    whole = QuantTensor(first.format, (sum(part.shape[0] for part in parts), *first.shape[1:]), data, first.order)
+    if family.hf_groups_heads and kind == HF and next(iter(tensors)).endswith((".q", ".q_bias")):
+        whole = whole.permute_rows(np.argsort(_of_key_heads(config)))
+    return whole
+
+
+def _of_key_heads(config: ModelConfig) -> I32:
+    """For each row of q, k and v, one after another, its place where they go key head by key head."""
+    c, queries = config, config.num_heads // config.num_kv_heads
+    rows = np.arange((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, dtype=np.int32)
+    by_head = rows.reshape(c.num_kv_heads, queries + 2, c.head_dim)
+    return np.concatenate([by_head[:, :queries].reshape(-1), by_head[:, queries].reshape(-1), by_head[:, queries + 1].reshape(-1)])
+
+
 def arranged(
     what: str, config: ModelConfig, family: Family, kind: int, named: Mapping[str, QuantTensor], wanted: Mapping[str, Shape]
 ) -> dict[str, QuantTensor]:
@@ -60,6 +107,9 @@ def arranged(
     experts: dict[str, dict[int, QuantTensor]] = {}
 
     def add(name: str, tensor: QuantTensor) -> None:
+        whole_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        if family.hf_groups_heads and kind == HF and "+v" in name and tensor.shape[0] == whole_rows:
+            tensor = tensor.permute_rows(_of_key_heads(config))
         parts = _split(what, name, tensor, wanted)
         if twice := parts.keys() & tensors.keys():
             raise CheckpointError(f"{what}: tensor {min(twice)} is there twice, alone and as a part of another; wanted it once")

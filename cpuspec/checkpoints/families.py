@@ -33,6 +33,14 @@ _LAYER_NAMES = {
     "gate": ("ffn_gate.weight", "mlp.gate_proj.weight"),
     "up": ("ffn_up.weight", "mlp.up_proj.weight"),
     "down": ("ffn_down.weight", "mlp.down_proj.weight"),
+    "gate_bias": ("ffn_gate.bias", "mlp.gate_proj.bias"),
+    "up_bias": ("ffn_up.bias", "mlp.up_proj.bias"),
+    "down_bias": ("ffn_down.bias", "mlp.down_proj.bias"),
+}
+# Of families whose Hugging Face files join q, k and v; GGUF files may, and are written without.
+_JOINED_QKV = {
+    **{part: (_LAYER_NAMES[part][0], "") for part in ("q", "k", "v", "q_bias", "k_bias", "v_bias")},
+    "q+k+v": ("", "self_attn.qkv_proj.weight"),
 }
 _EXPERT_NAMES = {
     **_LAYER_NAMES,
@@ -58,6 +66,16 @@ FUSED: Mapping[str, str] = MappingProxyType(
         "mlp.experts.down_proj": "expert_down",
     }
 )
+# gate and up are one tensor in files of both kinds.
+_JOINED_GATE = {
+    **{part: names for part, names in _LAYER_NAMES.items() if part not in ("gate", "up", "gate_bias", "up_bias")},
+    "gate+up": ("ffn_up.weight", "mlp.gate_up_proj.weight"),
+}
+_POST_NAMES = {
+    **_LAYER_NAMES,
+    "attn_post_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    "mlp_post_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
+}
 _GEMMA_NAMES = {
     **_LAYER_NAMES,
     "attn_post_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
@@ -66,11 +84,21 @@ _GEMMA_NAMES = {
 }
 
 
+_BIASED_NORMS = {
+    **_LAYER_NAMES,
+    "attn_norm_bias": ("attn_norm.bias", "input_layernorm.bias"),
+    "mlp_norm_bias": ("ffn_norm.bias", "post_attention_layernorm.bias"),
+}
+_BIASED_NORM = {"norm_bias": ("output_norm.bias", "model.norm.bias")}
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
 
-    hf_class: the class in config.json; hf_wrapper: one around it whose `text_config` describes this family, "" for none; hf_alike:
+    hf_class: the class in config.json; hf_wrapper: one around it whose `text_config` describes this family, "" for none;
+    hf_types: their names as `model_type`, where they are not the architecture's; text_alike: the family that computes the same in
+    files of texts alone, "" for this one; hf_alike:
     classes that compute the same, and have layers for multi-token prediction behind those of the model.
     flags: arguments of ModelConfig that all models of the family share.
     layer_names: as GLOBAL_NAMES, for the parts of a layer; "*" stands for the number of an expert, whose matrices are stacked.
@@ -80,8 +108,13 @@ class Family:
     hf_pairs_neighbours: and so do Hugging Face files.
     experts: arguments of `Experts` that all models of the family share; None for a family without. gates_shared: whether the part
     beside the experts, where there is one, is weighed.
+    hf_groups_heads: the joined q, k and v of Hugging Face files go key head by key head: its queries, itself, its value.
     qkv_bias: Hugging Face models have biases of queries, keys and values, unless their configuration says otherwise.
     has_scales: configurations have Granite's four factors: of embeddings, branches, scores and, inverse, logits.
+    has_logit_scale: configurations have a factor of logits. has_sections: and multimodal sections of rotary positions, which are
+    one for texts. has_local_rope: layers with a window turn by another base, or without the scaling.
+    grows: files may have a temperature of queries that grows with the position. turns_in_windows: in a model with windows, only
+    layers that have one have rotary positions.
     norm_offset: what a model adds to norm weights of Hugging Face files; GGUF files hold the sum.
     scales_embeddings: by the root of the hidden size. unrotated_every: each n-th layer has no rotary positions, 0 for none.
     """
@@ -90,6 +123,8 @@ class Family:
     hf_class: str
     gguf_architecture: str = ""
     hf_wrapper: str = ""
+    hf_types: tuple[str, str] = ("", "")
+    text_alike: str = ""
     hf_alike: tuple[str, ...] = ()
     flags: Mapping[str, Any] = field(default_factory=dict)
     hf_defaults: Mapping[str, object] = field(default_factory=dict)
@@ -102,10 +137,17 @@ class Family:
     experts: Mapping[str, Any] | None = None
     gates_shared: bool = False
     qkv_bias: bool = False
+    hf_groups_heads: bool = False
     has_scales: bool = False
+    has_logit_scale: bool = False
+    has_sections: bool = False
+    has_local_rope: bool = False
+    grows: bool = False
+    turns_in_windows: bool = False
     norm_offset: float = 0.0
     scales_embeddings: bool = False
     unrotated_every: int = 0
+    gguf_mark: str = ""  # a key of GGUF files that others of the same `gguf_architecture` have not, or at 0
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
 
@@ -120,6 +162,16 @@ _QWEN_MOE_DEFAULTS: dict[str, object] = {
     "max_window_layers": 28,
 }
 
+# transformers' Glm4Config.
+_GLM_DEFAULTS: dict[str, object] = {
+    **{"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
+    **{"attention_bias": True, "attention_out_bias": False},
+}
+# transformers' Ministral3Config.
+_MINISTRAL_ROPE: dict[str, object] = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
 _GEMMA_FLAGS = {"norms": "both", "activation": "gelu_tanh"}
 # transformers' Gemma2Config and Gemma3TextConfig: files of large models name only what differs from these.
 _GEMMA_DEFAULTS: dict[str, object] = {
@@ -153,6 +205,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "Qwen3ForCausalLM",
                 flags={"qk_norm": True},
                 hf_defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+            ),
+            Family(
+                "qwen3vl",
+                "Qwen3VLTextModel",
+                hf_wrapper="Qwen3VLForConditionalGeneration",
+                hf_types=("qwen3_vl_text", "qwen3_vl"),
+                text_alike="qwen3",
+                flags={"qk_norm": True},
+                hf_defaults={"head_dim": 128, "rope_theta": 5e5},
+                has_sections=True,
             ),
             Family(
                 "qwen3moe",
@@ -205,10 +267,137 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "Olmo2ForCausalLM",
                 flags={"norms": "after", "qk_norm": True, "norm_spans": "row"},
                 hf_defaults={"rms_norm_eps": 1e-5},
+                layer_names=_POST_NAMES,
+            ),
+            Family(
+                "olmo3",
+                "Olmo3ForCausalLM",
+                "olmo2",
+                flags={"norms": "after", "qk_norm": True, "norm_spans": "row"},
+                hf_defaults={
+                    **{"rms_norm_eps": 1e-5, "rope_theta": 5e5, "use_sliding_window": True, "sliding_window": 4096},
+                    "sliding_window_pattern": 4,
+                },
+                gguf_defaults={"attention.sliding_window_pattern": 4},
+                layer_names=_POST_NAMES,
+                has_local_rope=True,
+                gguf_mark="attention.sliding_window",
+            ),
+            Family(
+                "exaone4",
+                "Exaone4ForCausalLM",
+                flags={"norms": "after", "qk_norm": True},
+                hf_defaults={
+                    **{"rms_norm_eps": 1e-5, "use_sliding_window": True, "sliding_window": 4096, "sliding_window_pattern": 4}
+                },
+                gguf_defaults={"attention.sliding_window_pattern": 4},
+                layer_names=_POST_NAMES,
+                turns_in_windows=True,
+            ),
+            Family(
+                "phi3",
+                "Phi3ForCausalLM",
+                hf_defaults={
+                    **{"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+                    **{"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+                },
+                gguf_defaults={"attention.sliding_window_pattern": 0},
+                layer_names={**_JOINED_GATE, **_JOINED_QKV},
+            ),
+            Family(
+                "glm4",
+                "Glm4ForCausalLM",
+                flags={"norms": "both"},
+                hf_defaults=_GLM_DEFAULTS,
+                layer_names={
+                    **_JOINED_GATE,
+                    "attn_post_norm": ("post_attention_norm.weight", "post_self_attn_layernorm.weight"),
+                    "mlp_post_norm": ("post_ffw_norm.weight", "post_mlp_layernorm.weight"),
+                },
+                pairs_neighbours=True,
+                hf_pairs_neighbours=True,
+            ),
+            Family(
+                "glm",
+                "GlmForCausalLM",
+                "chatglm",
+                hf_defaults=_GLM_DEFAULTS,
+                layer_names=_JOINED_GATE,
+                pairs_neighbours=True,
+                hf_pairs_neighbours=True,
+            ),
+            Family(
+                "starcoder2",
+                "Starcoder2ForCausalLM",
+                flags={"norm_kind": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh"},
+                hf_defaults={
+                    **{"norm_epsilon": 1e-5, "use_bias": True, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+                    **{"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+                },
+                layer_names={
+                    **_BIASED_NORMS,
+                    "up": ("ffn_up.weight", "mlp.c_fc.weight"),
+                    "up_bias": ("ffn_up.bias", "mlp.c_fc.bias"),
+                    "down": ("ffn_down.weight", "mlp.c_proj.weight"),
+                    "down_bias": ("ffn_down.bias", "mlp.c_proj.bias"),
+                },
+                global_names=_BIASED_NORM,
+            ),
+            Family(
+                "cohere",
+                "CohereForCausalLM",
+                "command-r",
+                flags={"norm_kind": "layer", "parallel": True},
+                hf_defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
+                pairs_neighbours=True,
+                hf_pairs_neighbours=True,
+                has_logit_scale=True,
+            ),
+            Family(
+                "cohere2",
+                "Cohere2ForCausalLM",
+                flags={"norm_kind": "layer", "parallel": True},
+                hf_defaults={
+                    **{"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "use_sliding_window": True},
+                    **{"sliding_window": 4096, "sliding_window_pattern": 4},
+                },
+                gguf_defaults={"attention.sliding_window_pattern": 4},
+                pairs_neighbours=True,
+                hf_pairs_neighbours=True,
+                has_logit_scale=True,
+                turns_in_windows=True,
+            ),
+            Family(
+                "internlm2",
+                "InternLM2ForCausalLM",
                 layer_names={
                     **_LAYER_NAMES,
-                    "attn_post_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
-                    "mlp_post_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
+                    **_JOINED_QKV,
+                    **{"q_bias+k_bias+v_bias": ("", "attention.wqkv.bias"), "q+k+v": ("", "attention.wqkv.weight")},
+                    **{"o": ("attn_output.weight", "attention.wo.weight"), "o_bias": ("attn_output.bias", "attention.wo.bias")},
+                    "attn_norm": ("attn_norm.weight", "attention_norm.weight"),
+                    "mlp_norm": ("ffn_norm.weight", "ffn_norm.weight"),
+                    "gate": ("ffn_gate.weight", "feed_forward.w1.weight"),
+                    "up": ("ffn_up.weight", "feed_forward.w3.weight"),
+                    "down": ("ffn_down.weight", "feed_forward.w2.weight"),
+                },
+                global_names={
+                    "embed": ("token_embd.weight", "model.tok_embeddings.weight"),
+                    "output": ("output.weight", "output.weight"),
+                },
+                pairs_neighbours=True,
+                hf_groups_heads=True,
+            ),
+            Family(
+                "hunyuan_v1_dense",
+                "HunYuanDenseV1ForCausalLM",
+                "hunyuan-dense",
+                flags={"qk_norm": True, "rotates_first": True},
+                hf_defaults={"rms_norm_eps": 1e-5},
+                layer_names={
+                    **_LAYER_NAMES,
+                    "q_norm": ("attn_q_norm.weight", "self_attn.query_layernorm.weight"),
+                    "k_norm": ("attn_k_norm.weight", "self_attn.key_layernorm.weight"),
                 },
             ),
             Family(
@@ -230,8 +419,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "mistral",
                 "MistralForCausalLM",
                 "mistral3",  # older files say llama
+                hf_wrapper="Mistral3ForConditionalGeneration",
+                hf_types=("", "mistral3"),
                 hf_defaults={"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0},
                 pairs_neighbours=True,
+            ),
+            Family(
+                "ministral3",
+                "Ministral3ForCausalLM",
+                "mistral3",
+                hf_wrapper="Mistral3ForConditionalGeneration",
+                hf_types=("", "mistral3"),
+                hf_defaults={
+                    **{"rms_norm_eps": 1e-5, "head_dim": 128, "rope_parameters": _MINISTRAL_ROPE},
+                    **{"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+                },
+                pairs_neighbours=True,
+                grows=True,
+                gguf_mark="attention.temperature_scale",
             ),
             Family(
                 "smollm3",
@@ -239,6 +444,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 hf_defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "sliding_window": None},
                 pairs_neighbours=True,
                 unrotated_every=4,
+            ),
+            Family(
+                "gemma",
+                "GemmaForCausalLM",
+                flags={"activation": "gelu_tanh"},
+                hf_defaults={"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+                norm_offset=1.0,
+                scales_embeddings=True,
             ),
             Family(
                 "gemma2",
@@ -267,6 +480,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "gemma3",
                 "Gemma3ForCausalLM",
                 hf_wrapper="Gemma3ForConditionalGeneration",
+                hf_types=("gemma3_text", "gemma3"),
                 flags={**_GEMMA_FLAGS, "qk_norm": True},
                 hf_defaults={
                     **_GEMMA_DEFAULTS,
@@ -281,6 +495,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 norm_offset=1.0,
                 scales_embeddings=True,
                 gguf_wide_layers=62,
+                has_local_rope=True,
             ),
         )
     }
@@ -289,8 +504,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 # `model_type` of a config.json -> the class that transformers makes of it.
 MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        **{family.architecture: family.hf_wrapper or family.hf_class for family in FAMILIES.values()},
-        **{f"{family.architecture}_text": family.hf_class for family in FAMILIES.values() if family.hf_wrapper},
+        **{family.hf_types[0] or family.architecture: family.hf_class for family in FAMILIES.values()},
+        **{family.hf_types[1]: family.hf_wrapper for family in FAMILIES.values() if family.hf_wrapper},
     }
 )
 

@@ -20,6 +20,7 @@ from cpuspec.formats import QuantTensor
 from cpuspec.formats.nvfp import NVFP4, with_scale
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 # Sampling defaults (gguf-py's constants.py, Keys.General).
 _SAMPLING = "general.sampling."
@@ -82,17 +83,11 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     if kind != "model":
         raise CheckpointError(f"{path} holds a {kind[:40]!r}, wanted a model")
     architecture = fields.text("general.architecture")
-    known = [family for family in FAMILIES.values() if (family.gguf_architecture or family.architecture) == architecture]
-    if not known:
-        names = dict.fromkeys(family.gguf_architecture or family.architecture for family in FAMILIES.values())
-        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(names)}")
-    # Mixtral's files have the name of Llama's.
-    has_experts = Fields(str(path), file.metadata, f"{architecture}.").integer("expert_count", 0) > 0
-    family = next((one for one in known if (one.experts is not None) == has_experts), known[0])
+    family = _family_of(path, file.metadata, architecture)
     settings = _of_ollama(Fields(str(path), file.metadata, f"{architecture}.", family.gguf_defaults), family)
     named, predicting = _canonical_names(file, family, _num_layers(settings))
     try:
-        config = _read_config(settings, family, named, file.tensors.get(_ROPE_FACTORS))
+        config = _read_config(settings, family, named, {name: file.tensors[name] for name in ROPE_TENSORS if name in file.tensors})
         tensors = arranged(str(path), config, family, GGUF, named, tensor_shapes(config))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -107,6 +102,19 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
         remarks += (f"{path}: {of}; only text is read",)
     sampling = _read_sampling(file)
     return Checkpoint(path, name, config, tensors, vocabulary, sampling, predicting, pooling=pooling, remarks=remarks)
+
+
+def _family_of(path: object, metadata: Mapping[str, object], architecture: str) -> Family:
+    """The family of a file: several share a name, as Mixtral that of Llama."""
+    known = [family for family in FAMILIES.values() if (family.gguf_architecture or family.architecture) == architecture]
+    if not known:
+        names = dict.fromkeys(family.gguf_architecture or family.architecture for family in FAMILIES.values())
+        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(names)}")
+    fields = Fields(str(path), metadata, f"{architecture}.")
+    has_experts = fields.integer("expert_count", 0) > 0
+    alike = [one for one in known if (one.experts is not None) == has_experts] or known
+    marked = (one for one in alike if one.gguf_mark and fields.number(one.gguf_mark, 0.0) > 0)
+    return next(marked, next((one for one in alike if not one.gguf_mark), alike[0]))
 
 
 def _of_ollama(fields: Fields, family: Family) -> Fields:
@@ -149,12 +157,13 @@ def _unknown_keys(fields: Fields) -> tuple[str, ...]:
 
 
 def config_of(
-    what: str, metadata: Mapping[str, object], family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None
+    what: str, metadata: Mapping[str, object], family: Family, tensors: dict[str, QuantTensor], factors: Mapping[str, QuantTensor]
 ) -> ModelConfig:
     """The configuration that a file with this metadata and these tensors, by canonical names, has. what: names it in messages.
 
     Raises CheckpointError or ConfigError.
     """
+    family = _family_of(what, metadata, family.gguf_architecture or family.architecture)
     prefix = f"{family.gguf_architecture or family.architecture}."
     return _read_config(Fields(what, metadata, prefix, family.gguf_defaults), family, tensors, factors)
 
@@ -189,7 +198,7 @@ def _canonical_names(file: GgufFile, family: Family, num_layers: int) -> tuple[d
             if ours in tensors:
                 raise CheckpointError(f"{file.path}: tensor {name!r} is there under another name, too; wanted it once")
             tensors[ours] = tensor
-        elif name != _ROPE_FACTORS:
+        elif name not in ROPE_TENSORS:
             raise CheckpointError(
                 f"{file.path}: tensor {name!r} belongs to a feature this version does not compute in {family.architecture} models; "
                 "the model would be wrong without it"
@@ -222,10 +231,20 @@ def scaled(file: GgufFile) -> dict[str, QuantTensor]:
     return found
 
 
-def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: QuantTensor | None) -> ModelConfig:
+def _read_config(
+    fields: Fields, family: Family, tensors: dict[str, QuantTensor], factors: Mapping[str, QuantTensor]
+) -> ModelConfig:
     """Shapes and flags from metadata and from which tensors there are. Raises CheckpointError or ConfigError."""
+    supported = {
+        *(_SCALES if family.has_scales else ()),
+        *(("logit_scale",) if family.has_logit_scale else ()),
+        *(("rope.dimension_sections",) if family.has_sections else ()),
+        *(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier") if family.grows else ()),
+    }
     for key, neutral, feature in _UNSUPPORTED:
-        value = None if family.has_scales and key in _SCALES else fields.value(key)
+        value = fields.value(key)
+        if key in supported:
+            continue
         if value is not None and not np.isin(np.array(value), neutral).all():
             fields.fail(key, f"it absent: {feature} is not supported")
     context_length, num_layers = fields.integer("context_length"), _num_layers(fields)
@@ -240,9 +259,18 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
     for key in ("value_length", "key_length_swa", "value_length_swa", "head_dim"):
         if fields.integer(f"attention.{key}", head_dim) != head_dim:
             fields.fail(f"attention.{key}", f"the length of keys, {head_dim}")
-    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
-        if fields.integer(key, head_dim) != head_dim:
-            fields.fail(key, f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
+    turned = fields.integer("rope.dimension_count", head_dim)
+    if turned != head_dim and ("partial_rotary_factor" not in family.hf_defaults or turned < 1):
+        fields.fail("rope.dimension_count", f"all {head_dim} dimensions of a head; partial rotary positions are not supported")
+    if fields.integer("rope.dimension_count_swa", turned) != turned:
+        fields.fail("rope.dimension_count_swa", f"that of other layers, {turned}")
+    growth = fields.number("attention.temperature_scale", 0.0) if family.grows else 0.0
+    slides = _slides(fields, num_layers, context_length)
+    rotated = each_layer(num_layers, lambda i: family.unrotated_every == 0 or (i + 1) % family.unrotated_every != 0)
+    if family.turns_in_windows and any(slides):
+        rotated = slides
+    is_local = "rope.freq_base_swa" in fields or (family.has_local_rope and any(slides))
+    norm_kind = family.flags.get("norm_kind", "rms")
     if fields.integer("embedding_length_out", hidden_size) != hidden_size:
         fields.fail("embedding_length_out", f"that of the model, {hidden_size}")
     embed = tensors.get("embed")
@@ -259,28 +287,31 @@ def _read_config(fields: Fields, family: Family, tensors: dict[str, QuantTensor]
         num_kv_heads=fields.of_layers("attention.head_count_kv", num_blocks, num_heads),
         head_dim=head_dim,
         context_length=context_length,
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon" if norm_kind == "rms" else "attention.layer_norm_epsilon"),
         rope_base=fields.number("rope.freq_base", 10000.0),
-        rope_scaling=rope_scaling(fields, context_length, head_dim, factors),
+        rope_scaling=rope_scaling(fields, context_length, turned, factors),
+        rope_dims=0 if turned == head_dim else turned,
+        query_growth=growth,
+        query_growth_length=fields.integer("rope.scaling.original_context_length", context_length) if growth else 0,
+        mlp_bias="layers.0.up_bias" in tensors,
         qkv_bias=bool({"layers.0.q_bias", "layers.0.q_bias+k_bias+v_bias"} & tensors.keys()),
         o_bias="layers.0.o_bias" in tensors,
         tied_embeddings="output" not in tensors,
         **_scales(fields, family, hidden_size, num_heads, num_layers),
         attention_softcap=fields.number("attn_logit_softcapping", 0.0),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
-        local_rope_base=fields.number("rope.freq_base_swa", ModelConfig.local_rope_base),
-        **layer_flags(
-            fields.integer("attention.sliding_window", 0),
-            _slides(fields, num_layers, context_length),
-            each_layer(num_layers, lambda i: family.unrotated_every == 0 or (i + 1) % family.unrotated_every != 0),
-            "rope.freq_base_swa" in fields,
+        local_rope_base=fields.number(
+            "rope.freq_base_swa", fields.number("rope.freq_base", 10000.0) if is_local else ModelConfig.local_rope_base
         ),
+        **layer_flags(fields.integer("attention.sliding_window", 0), slides, rotated, is_local),
         **family.flags,
     )
 
 
 def _scales(fields: Fields, family: Family, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     """The factors of embeddings, scores, branches and logits, as arguments of `ModelConfig`."""
+    if family.has_logit_scale:
+        return {"logit_scale": fields.number("logit_scale", 0.0) or 1.0}
     if not family.has_scales:
         return {
             "embedding_scale": math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0,
@@ -355,25 +386,45 @@ def _slides(fields: Fields, num_layers: int, context_length: int) -> tuple[bool,
     return each_layer(num_layers, lambda i: bool(window and pattern is not None and (period == 0 or (i + 1) % period)))
 
 
-def rope_scaling(fields: Fields, context_length: int, head_dim: int, factors: QuantTensor | None) -> RopeScaling | None:
-    """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported."""
+# Tensors of divisors of rotary frequencies, a float for each.
+ROPE_TENSORS = (_ROPE_FACTORS, _LONG, _SHORT)
+
+
+def rope_scaling(fields: Fields, context_length: int, turned: int, factors: Mapping[str, QuantTensor]) -> RopeScaling | None:
+    """The file's stretching of rotary frequencies, or None. Raises CheckpointError on a kind that is not supported.
+
+    turned: dimensions of a head that turn. factors: of ROPE_TENSORS those that the file has.
+    """
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))
     # Files older than the type key mean linear scaling.
     kind = fields.text("rope.scaling.type", "linear" if factor not in (0.0, 1.0) else "none")
     if kind == "linear" and factor in (0.0, 1.0):
         kind = "none"
     attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
+    numbers: dict[str, tuple[float, ...]] = {}
+    for name, tensor in factors.items():
+        if tensor.shape != (turned // 2,) or tensor.format.block_size != 1:
+            raise CheckpointError(
+                f"{fields.what}: {name} is {tensor.format.name} {list(tensor.shape)}, "
+                f"wanted a float for each of the {turned // 2} frequencies of a head"
+            )
+        numbers[name] = tuple(tensor.dequantize().tolist())
+    if numbers and kind not in ("none", "longrope"):
+        fields.fail("rope.scaling.type", f"none beside the tensor {min(numbers)}")
+    if numbers.keys() == {_LONG, _SHORT}:
+        original = fields.integer("rope.scaling.original_context_length", context_length)
+        return RopeScaling(
+            "longrope", original_context_length=original, attention_factor=attention_factor, factors=numbers[_LONG],
+            short_factors=numbers[_SHORT],
+        )  # fmt: skip
     if kind != "yarn" and attention_factor != 1.0:
         fields.fail("rope.scaling.attn_factor", f"1 with rope scaling {kind}")
-    if factors is not None:
-        if kind != "none":
-            fields.fail("rope.scaling.type", f"none beside the tensor {_ROPE_FACTORS}")
-        if factors.shape != (head_dim // 2,) or factors.format.block_size != 1:
+    if numbers:
+        if numbers.keys() != {_ROPE_FACTORS}:
             raise CheckpointError(
-                f"{fields.what}: {_ROPE_FACTORS} is {factors.format.name} {list(factors.shape)}, "
-                f"wanted a float for each of the {head_dim // 2} frequencies of a head"
+                f"{fields.what} has {' and '.join(numbers)}; wanted {_LONG} and {_SHORT}, or {_ROPE_FACTORS} alone"
             )
-        return RopeScaling("factors", factors=tuple(factors.dequantize().tolist()))
+        return RopeScaling("factors", factors=numbers[_ROPE_FACTORS])
     if kind == "none":
         return None
     if kind == "linear":
@@ -386,10 +437,20 @@ def rope_scaling(fields: Fields, context_length: int, head_dim: int, factors: Qu
             # The second is Ollama's name for it.
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", fields.number("rope.scaling.beta_fast", 32.0)),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", fields.number("rope.scaling.beta_slow", 1.0)),
-            # GGUF's factor multiplies yarn's own: YaRN (arXiv:2309.00071) section 3.4.
-            attention_factor=None if attention_factor == 1.0 else attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+            attention_factor=_yarn_attention(fields, factor, attention_factor),
         )
-    fields.fail("rope.scaling.type", "none, linear or yarn")
+    fields.fail("rope.scaling.type", "none, linear, longrope or yarn")
+
+
+def _yarn_attention(fields: Fields, factor: float, own: float) -> float | None:
+    """YaRN's factor of attention (arXiv 2309.00071, section 3.4), or its quotient by one of another slope, times the file's own.
+
+    None for YaRN's alone.
+    """
+    slope, grows = fields.number("rope.scaling.yarn_log_multiplier", 0.0), 0.1 * math.log(max(factor, 1.0))
+    if own == 1.0 and not slope:
+        return None
+    return own * (grows + 1.0) / (slope * grows + 1.0)
 
 
 def _read_sampling(file: GgufFile) -> SamplingDefaults:

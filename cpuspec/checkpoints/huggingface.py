@@ -26,8 +26,7 @@ from cpuspec.formats import QuantTensor
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Flags that a model may set and this reader does not compute.
 _UNSUPPORTED = {
-    "mlp_bias": "biases in the feed-forward part are",
-    "use_bias": "biases of every matrix are",
+    "use_qk_norm": "layer norms of queries and keys are",
     "use_bidirectional_attention": "attention that is not causal is",
     "rope_interleaved": "rotary positions that pair neighbours are",
 }
@@ -37,6 +36,7 @@ _HARMLESS = re.compile("dropout|pdrop|flash|sdpa|xformers|attn_implementation|ma
 # Rotary settings that change nothing at these values, and those that only tell how a model was made.
 _NEUTRAL_ROPE = {"factor": 1, "attn_factor": 1, "extrapolation_factor": 1, "attention_factor": 1, "truncate": True}
 _TELLING_ROPE = ("original_max_position_embeddings", "finetuned")
+_SECTIONS = ("mrope_section", "mrope_interleaved")
 
 _SINGLE = "model.safetensors"
 _SENSES = re.compile(
@@ -150,6 +150,12 @@ def config_to_write(checkpoint: Checkpoint) -> dict[str, object]:
     ):
         kept = {key: value for key, value in values.items() if key.endswith(("_token_id", "dtype"))}
         values = {**kept, **inside, "architectures": [family.hf_class]}
+    if family.text_alike:
+        alike = FAMILIES[family.text_alike]
+        values |= {"architectures": [alike.hf_class], "model_type": alike.architecture}
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(rope := values.get(key), dict):
+                values[key] = {name: value for name, value in rope.items() if name not in _SECTIONS and value != "mrope"}
     tied = {} if checkpoint.pooling else {"tie_word_embeddings": checkpoint.config.tied_embeddings}
     return {key: value for key, value in values.items() if key != "quantization_config"} | tied
 
@@ -170,7 +176,11 @@ def _settings(fields: Fields) -> tuple[Fields, Family]:
         fields.fail("architectures", f"one of {', '.join(classes)}")
     family = classes[names[0]]
     if names[0] == family.hf_wrapper:
-        fields = fields.object("text_config")
+        is_tied, fields = fields.value("tie_word_embeddings"), fields.object("text_config")
+        inside = fields.text("model_type", "")
+        within = [one for one in FAMILIES.values() if one.hf_wrapper == family.hf_wrapper]
+        family = next((one for one in within if inside == one.architecture), within[0])
+        return fields.over({**family.hf_defaults, **({} if is_tied is None else {"tie_word_embeddings": is_tied})}), family
     return fields.over(family.hf_defaults), family
 
 
@@ -240,20 +250,31 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden_size}, or head_dim")
     context_length = fields.integer("max_position_embeddings")
     num_layers = fields.integer("num_hidden_layers")
-    attention_bias = fields.boolean("attention_bias", False) and family.architecture != "qwen2"
+    every_bias = fields.boolean("use_bias", False) or fields.boolean("bias", False)
+    attention_bias = every_bias or (fields.boolean("attention_bias", False) and family.architecture != "qwen2")
     if fields.value("clip_qkv") is not None:
         fields.fail("clip_qkv", "null; clamped queries, keys and values are not supported")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        fields.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
     if not fields.boolean("is_causal", True):
         fields.fail("is_causal", "true; attention that is not causal is not supported")
-    has_local_rope = "rope_local_base_freq" in family.hf_defaults
+    has_local_rope = family.has_local_rope
     rope, local = _rope_settings(fields, has_local_rope)
+    turned = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if (turned != 1.0 and "partial_rotary_factor" not in family.hf_defaults) or not 0 < turned <= 1:
+        where = rope if "partial_rotary_factor" in rope else fields
+        where.fail("partial_rotary_factor", "1; partial rotary positions of this family are not supported")
+    rope_dims = int(head_dim * turned)
     # Phi-3's place for it, which transformers prefers in every model.
     original = fields.integer("original_max_position_embeddings", 0)
-    if has_local_rope and _read_rope_scaling(local, context_length, 0) is not None:
+    if has_local_rope and _read_rope_scaling(local, context_length, 0, family) is not None:
         local.fail("rope_type", "default in layers with a window")
-    scaling = _read_rope_scaling(rope, context_length, original)
+    growth = rope.number("llama_4_scaling_beta", 0.0) if family.grows else 0.0
+    rope_base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    alpha = rope.number("alpha", 0.0) if rope.value("alpha") else 0.0
+    if alpha and rope.text("rope_type", rope.text("type", "")) == "dynamic":
+        if alpha < 0:
+            rope.fail("alpha", "a number above 0")
+        rope_base *= alpha ** (head_dim / max(head_dim - 2, 1))
+    scaling = _read_rope_scaling(rope, context_length, original, family)
     pre_attention = fields.number("query_pre_attn_scalar", head_dim)
     if pre_attention <= 0:
         fields.fail("query_pre_attn_scalar", "a number above 0")
@@ -261,6 +282,10 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     if "use_sliding_window" in fields or "sliding_window" in family.hf_defaults:
         fields.value("sliding_window")  # a size that is not in use
     rotated = _rotated(fields, family, num_layers)
+    slides = _slides(fields, family, window, rotated)
+    if family.turns_in_windows and window:
+        rotated = slides
+    eps = next((key for key in ("rms_norm_eps", "norm_epsilon", "layer_norm_eps") if key in fields), "rms_norm_eps")
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -272,23 +297,29 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         context_length=context_length,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        norm_eps=fields.number(eps, 1e-6),
+        rope_base=rope_base,
         rope_scaling=scaling,
+        rope_dims=0 if rope_dims == head_dim else rope_dims,
+        query_growth=growth,
+        query_growth_length=rope.integer("original_max_position_embeddings", context_length) if growth else 0,
+        mlp_bias=every_bias or fields.boolean("mlp_bias", False),
         qkv_bias=fields.boolean("qkv_bias", family.qkv_bias) or attention_bias,
         o_bias=fields.boolean("attention_out_bias", attention_bias),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         **_scales(fields, family, hidden_size, None if pre_attention == head_dim else 1 / math.sqrt(pre_attention)),
         attention_softcap=fields.number("attn_logit_softcapping", 0.0),
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
-        local_rope_base=local.number("rope_theta", fields.number("rope_local_base_freq", 1e4)) if has_local_rope else 1e4,
-        **layer_flags(window, _slides(fields, family, window, rotated), rotated, has_local_rope),
+        local_rope_base=local.number("rope_theta", _local_base(fields, rope_base)) if has_local_rope else 1e4,
+        **layer_flags(window, slides, rotated, has_local_rope),
         **{**family.flags, "activation": _ACTIVATIONS[activation]},
     )
 
 
 def _scales(fields: Fields, family: Family, hidden_size: int, query_scale: float | None) -> dict[str, Any]:
     """The factors of embeddings, scores, branches and logits, as arguments of `ModelConfig`."""
+    if family.has_logit_scale:
+        return {"query_scale": query_scale, "logit_scale": fields.number("logit_scale", 1.0)}
     if not family.has_scales:
         return {"embedding_scale": math.sqrt(max(hidden_size, 1)) if family.scales_embeddings else 1.0, "query_scale": query_scale}
     divisor = fields.number("logits_scaling", 1.0)
@@ -381,33 +412,47 @@ def _rope_settings(fields: Fields, has_local_rope: bool) -> tuple[Fields, Fields
     if has_local_rope:
         rope, local = rope.object("full_attention"), rope.object("sliding_attention")
     added = fields.object("rope_scaling")
+    if "rope_parameters" not in fields.over({}) and ("rope_scaling" in fields or "rope_theta" in fields):
+        rope = local = fields.over({}).object("rope_parameters")  # a family's own are for files that say nothing
     if added.names():
         added = added.over({key: rope.value(key) for key in ("rope_theta", "partial_rotary_factor")})
         rope, local = added, local if has_local_rope else added
     return rope, local
 
 
-def _read_rope_scaling(rope: Fields, context_length: int, original: int) -> RopeScaling | None:
+def _local_base(fields: Fields, base: float) -> float:
+    """The rotary base of layers with a window where no set of settings of theirs names it."""
+    return fields.number("rope_local_base_freq") if "rope_local_base_freq" in fields else base
+
+
+def _read_rope_scaling(rope: Fields, context_length: int, original: int, family: Family) -> RopeScaling | None:
     """The scaling of a set of rotary settings, all of which must be known. original: the trained context, 0 if it is told there."""
     for key in ("full_attention", "sliding_attention"):
         if key in rope:
             rope.fail(key, "one set of parameters for all layers")
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        rope.fail("partial_rotary_factor", "1; partial rotary positions are not supported")
-    rope.number("rope_theta", 1.0)  # read with the other settings of the model
-    scaling = _scaling(rope, context_length, original)
+    rope.number("partial_rotary_factor", 1.0)  # read with the other settings of the model, as this:
+    rope.number("rope_theta", 1.0)
+    scaling = _scaling(rope, context_length, original, family)
+    telling = (*_TELLING_ROPE, *(_SECTIONS if family.has_sections else ()))
     for key in rope.unread():
-        if key not in _TELLING_ROPE and not (key in _NEUTRAL_ROPE and rope.value(key) == _NEUTRAL_ROPE[key]):
+        if key not in telling and not (key in _NEUTRAL_ROPE and rope.value(key) == _NEUTRAL_ROPE[key]):
             rope.fail(key, f"it absent; with rope type {scaling.kind if scaling else 'default'} this version does not know it")
     return scaling
 
 
-def _scaling(rope: Fields, context_length: int, original: int) -> RopeScaling | None:
+def _scaling(rope: Fields, context_length: int, original: int, family: Family) -> RopeScaling | None:
     kind = rope.text("rope_type", rope.text("type", "default"))  # `type` is the older spelling
-    if kind == "default":
+    if kind == "default" or (kind == "mrope" and family.has_sections):
         return None
+    if kind == "dynamic" and (family.hf_groups_heads or family.flags.get("rotates_first")):
+        rope.number("factor", 1.0)  # beyond the context that the model has here; an alpha is in the base
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            rope.value(key)
+        return None
+    if kind in ("longrope", "su") or (kind == "yarn" and "short_factor" in rope):
+        return _longrope(rope, context_length, original)
     if kind not in ("linear", "llama3", "yarn"):
-        rope.fail("rope_type" if "rope_type" in rope else "type", "default, linear, llama3 or yarn")
+        rope.fail("rope_type" if "rope_type" in rope else "type", "default, linear, llama3, longrope or yarn")
     factor = rope.number("factor")
     if kind == "linear":
         return RopeScaling("linear", factor)
@@ -429,6 +474,23 @@ def _scaling(rope: Fields, context_length: int, original: int) -> RopeScaling | 
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         attention_factor=attention_factor,
+    )
+
+
+def _longrope(rope: Fields, context_length: int, original: int) -> RopeScaling:
+    """LongRoPE (arXiv 2402.13753), with Phi-3's attention factor unless the file has one."""
+    original = rope.integer("original_max_position_embeddings", original or context_length)
+    factor = rope.number("factor", context_length / max(original, 1))
+    attention_factor = rope.number("attention_factor", 0.0)
+    if not attention_factor:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    short, long = ([float(x) for x in rope.items(key) if isinstance(x, int | float)] for key in ("short_factor", "long_factor"))
+    return RopeScaling(
+        "longrope",
+        original_context_length=original,
+        attention_factor=attention_factor,
+        factors=tuple(long),
+        short_factors=tuple(short),
     )
 
 

@@ -33,6 +33,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> F64:
         return inverse / np.array(scaling.factors)
     if scaling.kind == "llama3":
         return _llama3(inverse, scaling)
+    assert scaling.kind == "yarn", "a context has chosen the factors of LongRoPE (`RopeScaling.for_context`)"
     return _yarn(inverse, scaling, rope.base)
 
 

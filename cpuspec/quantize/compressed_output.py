@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.canonical import HF, file_names, joined
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
-from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
+from cpuspec.checkpoints.families import FAMILIES, Family
 from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
@@ -145,8 +146,10 @@ class _Piece(NamedTuple):
 def _write_safetensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTensor], scheme: str) -> None:
     plain = checkpoint.tensors["embed"].format
     pieces: dict[str, _Piece] = {}
-    for name, tensor in tensors.items():
-        pieces |= dict(_pieces(checkpoint, name, tensor, plain, scheme))
+    config, family = checkpoint.config, FAMILIES[checkpoint.config.architecture]
+    for theirs, ours in file_names(family, HF, tensors).items():
+        whole = joined(config, family, HF, {name: tensors[name] for name in ours})
+        pieces |= dict(_pieces(family, theirs, ours[0], whole, plain, scheme))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, piece in pieces.items():
@@ -162,11 +165,13 @@ def _write_safetensors(path: Path, checkpoint: Checkpoint, tensors: Mapping[str,
             file.write(data.tobytes())
 
 
-def _pieces(checkpoint: Checkpoint, name: str, tensor: QuantTensor, plain: Format, scheme: str) -> Iterator[tuple[str, _Piece]]:
-    """The tensors of a file that hold a tensor of the model, and how to make them when they are written."""
-    layer, part = layer_parts(name)
-    family = FAMILIES[checkpoint.config.architecture]
-    theirs = GLOBAL_NAMES[name][1] if layer < 0 else f"model.layers.{layer}.{family.layer_names[part][1]}"
+def _pieces(
+    family: Family, theirs: str, name: str, tensor: QuantTensor, plain: Format, scheme: str
+) -> Iterator[tuple[str, _Piece]]:
+    """The tensors of a file that hold a tensor of the model, and how to make them when they are written.
+
+    theirs, name: its own name in the file, and the canonical one of its first part.
+    """
     dtype = plain.safetensors_dtype or "F32"
     if tensor.format.affine is None:
         offset = family.norm_offset if name.endswith("norm") else 0.0

@@ -5,34 +5,33 @@ tokenizer only where its ids come out the same on a text of many kinds, under on
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.canonical import GGUF, in_file_order
+from cpuspec.checkpoints.canonical import GGUF, Names, file_names, joined
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
-from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
-from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, config_of
+from cpuspec.checkpoints.families import FAMILIES
+from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, ROPE_TENSORS, config_of
 from cpuspec.checkpoints.gguf_file import Value
 from cpuspec.checkpoints.gguf_parts import read_parts
 from cpuspec.checkpoints.gguf_writer import TensorInfo, entry, read_entries, write_gguf
 from cpuspec.config import ModelConfig, Rope
 from cpuspec.errors import ConfigError
 from cpuspec.files import replacing
-from cpuspec.formats import QuantTensor, get_format
+from cpuspec.formats import Format, QuantTensor, get_format
 from cpuspec.formats.tensor import U8
 from cpuspec.model.rope import attention_factor, inverse_frequencies
-from cpuspec.quantize.weights import layer_parts
 from cpuspec.text import make_tokenizer
 from cpuspec.text.hf_vocabulary import read_hf_vocabulary
 from cpuspec.text.parts import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from cpuspec.text.pre_tokenizers import PRE_TOKENIZERS
 from cpuspec.text.tokenizer_json import read_json
 
-_ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_FACTORS, _LONG, _SHORT = ROPE_TENSORS
 _REMEDY = "write compressed-tensors (OUT without .gguf)"
 _QUANTIZATION_VERSION = 2  # ggml's GGML_QNT_VERSION: of the layouts of blocks
 _DROPPED = ("general.alignment", "split.no", "split.count", "split.tensors.count")
@@ -46,9 +45,17 @@ _PROBE = (
 
 
 def gguf_name(config: ModelConfig, name: str) -> str:
-    """The name in GGUF files of a tensor by its canonical name."""
-    layer, part = layer_parts(name)
-    return GLOBAL_NAMES[name][0] if layer < 0 else f"blk.{layer}.{FAMILIES[config.architecture].layer_names[part][0]}"
+    """The name in GGUF files of a tensor by its canonical name, or of the one that it is a part of."""
+    return next(iter(file_names(FAMILIES[config.architecture], GGUF, [name])))
+
+
+def one_format_of_joined(config: ModelConfig, formats: Mapping[str, Format], choose: Callable[..., Format]) -> dict[str, Format]:
+    """The formats of matrices, one for those that are one tensor in the file: that of most or fewest bits, by `choose`."""
+    found = dict(formats)
+    for ours in file_names(FAMILIES[config.architecture], GGUF, formats).values():
+        chosen = choose((formats[name] for name in ours), key=lambda format: format.bits)
+        found |= dict.fromkeys(ours, chosen)
+    return found
 
 
 def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -68,8 +75,7 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
         made[GGUF_SAMPLING_KEYS[name]] = value if name == "top_k" else float(value)
     if checkpoint.mask_id is not None:
         raise ConfigError(f"{checkpoint.path} drafts with a mask, which GGUF files cannot name; {_REMEDY}")
-    factors = rope_factors(config).get(_ROPE_FACTORS)
-    again = config_of(str(checkpoint.path), made, family, dict(checkpoint.tensors), factors)
+    again = config_of(str(checkpoint.path), made, family, dict(checkpoint.tensors), rope_factors(config))
     if lost := [f"{name} {getattr(config, name)!r}"[:100] for name in vars(config) if not _is_kept(name, config, again)]:
         raise ConfigError(f"{checkpoint.path}: GGUF files of {architecture} models have no place for {', '.join(lost)}; {_REMEDY}")
     return {key: entry(key, value) for key, value in made.items()} | tokenizer_entries(checkpoint)
@@ -78,8 +84,11 @@ def source_entries(checkpoint: Checkpoint) -> dict[str, bytes]:
 def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
     """Whether a field is unchanged, or changed in a way that no computation sees."""
     value, other = getattr(config, name), getattr(again, name)
+    if name == "rope_scaling" and value is not None and value.kind == "longrope":
+        numbers = [[*s.factors, *s.short_factors, s.original_context_length, s.attention_factor or 1.0] for s in (value, other)]
+        return np.allclose(numbers[0], numbers[1], rtol=1e-6, atol=0)
     if name == "rope_scaling":  # those of Llama 3 become factors
-        one, two = (Rope(c.rope_base, c.rope_scaling) for c in (config, again))
+        one, two = (Rope(c.rope_base, c.rope_scaling, c.rope_dims) for c in (config, again))
         same = np.allclose(inverse_frequencies(one, config.head_dim), inverse_frequencies(two, config.head_dim), rtol=1e-6, atol=0)
         return same and math.isclose(attention_factor(one.scaling), attention_factor(two.scaling), rel_tol=1e-6)
     if name == "local_rope_base" and "local" not in config.layer_ropes:
@@ -107,33 +116,39 @@ def write_model(
     others: dict[str, QuantTensor] = {}
     entries = {**(source_entries(checkpoint) if source is None else source)}
     if isinstance(checkpoint.vocabulary, GgufVocabulary):
-        known = {gguf_name(config, name) for name in checkpoint.tensors}
-        others = {name: tensor for name, tensor in read_parts(checkpoint.path).tensors.items() if name not in known}
+        known, names = {gguf_name(config, name) for name in checkpoint.tensors}, Names(family, GGUF)
+        stored = read_parts(checkpoint.path).tensors.items()
+        others = {name: tensor for name, tensor in stored if name not in known and not names.ours(name)}
     else:
         others = rope_factors(config)
     entries |= {key: entry(key, value) for key, value in told.items()}
-    by_file = {gguf_name(config, name): name for name in checkpoint.tensors}
+    by_file = file_names(family, GGUF, checkpoint.tensors)
 
     def data_of(name: str) -> U8:
         if name in others:
             return others[name].data
-        tensor = in_file_order(config, family, GGUF, by_file[name], tensors[by_file[name]])
+        tensor = joined(config, family, GGUF, {ours: tensors[ours] for ours in by_file[name]})
         return np.concatenate([part.data for part in tensor.parts]) if tensor.parts else tensor.data
 
     infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in others.items()}
-    infos |= {theirs: TensorInfo(tensors[ours].format, tensors[ours].shape) for theirs, ours in by_file.items()}
+    for theirs, ours in by_file.items():
+        first, num_rows = tensors[ours[0]], sum(tensors[name].shape[0] for name in ours)
+        infos[theirs] = TensorInfo(first.format, (num_rows, *first.shape[1:]))
     with replacing(path) as file:
         write_gguf(file, entries, infos, data_of)
 
 
 def rope_factors(config: ModelConfig) -> dict[str, QuantTensor]:
-    """The tensor that says how a Llama 3 slows each frequency down, by its name in the file; none for other models."""
-    if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
+    """Tensors that say how a Llama 3 or LongRoPE slows each frequency down, by their names in the file; none for other models."""
+    scaling, f32 = config.rope_scaling, get_format("f32")
+    if scaling is not None and scaling.kind == "longrope":
+        both = {_LONG: scaling.factors, _SHORT: scaling.short_factors}
+        return {name: QuantTensor.encode(f32, np.array(factors)) for name, factors in both.items()}
+    if scaling is None or scaling.kind != "llama3":
         return {}
-    plain, scaled = (
-        inverse_frequencies(Rope(config.rope_base, scaling), config.head_dim) for scaling in (None, config.rope_scaling)
-    )
-    return {_ROPE_FACTORS: QuantTensor.encode(get_format("f32"), plain / scaled)}
+    turned = config.rope_dims or config.head_dim
+    plain, scaled = (inverse_frequencies(Rope(config.rope_base, one), turned) for one in (None, scaling))
+    return {_ROPE_FACTORS: QuantTensor.encode(f32, plain / scaled)}
 
 
 def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]:
@@ -148,14 +163,22 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
         "attention.head_count_kv": c.num_kv_heads,
         "attention.key_length": c.head_dim,
         "attention.value_length": c.head_dim,
-        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        f"attention.layer_norm_{'rms_' if c.norm_kind == 'rms' else ''}epsilon": c.norm_eps,
         "rope.dimension_count": c.head_dim,
         "rope.freq_base": c.rope_base,
         "vocab_size": c.vocab_size,
     }
+    if "partial_rotary_factor" in FAMILIES[c.architecture].hf_defaults and c.rope_dims:
+        found["rope.dimension_count"] = c.rope_dims
     if c.layer_windows:
         found["attention.sliding_window"] = max(c.layer_windows)
         found["attention.sliding_window_pattern"] = np.array([window > 0 for window in c.layer_windows])
+    if c.query_growth and FAMILIES[c.architecture].grows:
+        found["attention.temperature_scale"] = c.query_growth
+    if FAMILIES[c.architecture].has_sections:
+        found["rope.dimension_sections"] = np.array([c.head_dim // 2, 0, 0, 0], np.int32)  # all of them are of the text
+    if FAMILIES[c.architecture].has_logit_scale:
+        found["logit_scale"] = c.logit_scale
     if "local" in c.layer_ropes:
         found["rope.freq_base_swa"] = c.local_rope_base
     if c.attention_softcap:
@@ -179,6 +202,9 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             "leading_dense_block_count": c.layer_experts.index(True) if c.layer_experts else 0,
         }
     scaling = c.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        found |= {"rope.scaling.original_context_length": scaling.original_context_length}
+        found |= {"rope.scaling.attn_factor": scaling.attention_factor or 1.0}
     if scaling is not None and scaling.kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
         if scaling.kind == "yarn":

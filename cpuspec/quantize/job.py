@@ -22,7 +22,7 @@ from cpuspec.model.batch import I32
 from cpuspec.quantize import budget, calibration, mixes, sensitivity
 from cpuspec.quantize.compressed_output import SCHEMES, formats_of
 from cpuspec.quantize.compressed_output import write_model as write_directory
-from cpuspec.quantize.gguf_output import gguf_name, source_entries, write_model
+from cpuspec.quantize.gguf_output import gguf_name, one_format_of_joined, source_entries, write_model
 from cpuspec.quantize.gptq import GptqSettings
 from cpuspec.quantize.imatrix import Importance, collect, of_matrices
 from cpuspec.quantize.run import gptq_all, keep_vectors, round_all
@@ -148,6 +148,7 @@ def quantize(
     elif job.bits_per_weight is None:
         measured = importance is not None or chunks is not None
         formats = mixes.choose(checkpoint.config, matrices, job.type_name, has_importance=measured, pure=job.pure, **named)
+        formats = one_format_of_joined(checkpoint.config, formats, max)
     else:
         candidates = mixes.candidates(matrices, job.candidates, **named)
         sizes = {
@@ -180,6 +181,7 @@ def quantize(
                 lambda done, total: on_step("measuring sensitivity", done, total),
             )
             formats = {name: mixes.get_format(chosen) for name, chosen in budget.choose(sizes, losses, most).items()}
+            formats = one_format_of_joined(checkpoint.config, formats, min)
         vectors = {name: mixes.get_format("f32") for name in shapes if name not in matrices}
         store = TensorStore(workspace, {**formats, **vectors}, shapes)
         if chunks is not None and "smoothquant" in job.methods:

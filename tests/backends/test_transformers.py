@@ -7,13 +7,21 @@ import numpy as np
 import pytest
 
 from cpuspec.backends.numpy_backend import NumpyBackend
-from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.config import EngineConfig, RopeScaling
 from tests.backends.models import forward
-from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf
+from tools.make_tiny_model import make_tiny_gguf, make_tiny_hf, write_huggingface
 
 LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=128)
+LONGROPE = RopeScaling(
+    "longrope",
+    original_context_length=128,
+    attention_factor=1.2,
+    factors=tuple(1.0 + i for i in range(24)),
+    short_factors=(1.5,) * 24,
+)
+TEMPERED = RopeScaling("yarn", factor=4.0, original_context_length=64, attention_factor=1.0)
 MODELS = {
     "qwen2 tied": {"architecture": "qwen2"},
     "qwen2 untied": {"architecture": "qwen2", "tied": False},
@@ -42,20 +50,50 @@ MODELS = {
     "olmo2": {"architecture": "olmo2", "tied": False},
     "seed_oss": {"architecture": "seed_oss", "head_dim": 32},
     "ernie4_5": {"architecture": "ernie4_5", "head_dim": 32},
+    "phi3": {"architecture": "phi3", "tied": False},
+    "phi3 with windows": {"architecture": "phi3", "window": 17, "num_kv_heads": 4},
+    "phi4-mini, long": {"architecture": "phi3", "rope_dims": 48, "rope_scaling": LONGROPE},
+    "phi4-mini, short": {"architecture": "phi3", "rope_dims": 48, "rope_scaling": replace(LONGROPE, original_context_length=512)},
+    "ministral3": {"architecture": "ministral3", "rope_scaling": TEMPERED, "query_growth": 0.3},
+    "qwen3vl": {"architecture": "qwen3vl", "head_dim": 64},
+    "olmo3": {"architecture": "olmo3", "tied": False, "num_layers": 3, "rope_scaling": TEMPERED, "rope_base": 5e5},
+    "starcoder2": {"architecture": "starcoder2"},
+    "starcoder2 with windows": {"architecture": "starcoder2", "window": 17},
+    "glm4": {"architecture": "glm4", "tied": False, "rope_dims": 32, "qkv_bias": True},
+    "glm": {"architecture": "glm", "tied": False, "rope_dims": 32, "qkv_bias": True},
+    "exaone4": {"architecture": "exaone4"},
+    "exaone4 with windows": {"architecture": "exaone4", "window": 17, "num_layers": 3},
+    "internlm2": {"architecture": "internlm2", "tied": False},
+    "cohere": {"architecture": "cohere"},
+    "cohere2": {"architecture": "cohere2", "num_layers": 3},
+    "hunyuan": {"architecture": "hunyuan_v1_dense"},
+    "gemma": {"architecture": "gemma"},
+    "llama with biases everywhere": {"architecture": "llama", "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "yarn rope": {"architecture": "qwen2", "rope_scaling": RopeScaling("yarn", factor=4.0, original_context_length=128)},
 }
 TOKENS = np.random.default_rng(0).integers(0, 384, 200).tolist()
 
 
+def _values(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    return {name: tensor.dequantize() for name, tensor in checkpoint.tensors.items()}
+
+
 def _difference(directory: Path, **wrong: object) -> float:
     """wrong: fields of the configuration that our model gets instead of the file's."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    checkpoint = open_checkpoint(directory)
+    family = FAMILIES[checkpoint.config.architecture]
+    auto = AutoModelForImageTextToText if family.text_alike else AutoModelForCausalLM
+    oracle = directory
+    if checkpoint.config.architecture == "internlm2":  # whose code transformers does not have: a Llama of other names
+        oracle = write_huggingface(
+            directory.with_name("oracle"), replace(checkpoint.config, architecture="llama"), _values(checkpoint)
+        )
+    model = auto.from_pretrained(oracle, dtype=torch.float32).eval()
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0].numpy()
-    checkpoint = open_checkpoint(directory)
     if "experts" in wrong:
         wrong["experts"] = replace(checkpoint.config.experts, **wrong["experts"])  # type: ignore[type-var, arg-type]
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, **wrong))
@@ -95,6 +133,24 @@ def test_logits_agree_to_1e_4(tmp_path: Path, model: str) -> None:
         ("granite", {"residual_scale": 1.0}),
         ("granite", {"logit_scale": 1.0}),
         ("olmo2", {"norm_eps": 1e-1}),
+        ("phi3 with windows", {"layer_windows": ()}),
+        ("phi4-mini, long", {"rope_dims": 0, "rope_scaling": None}),
+        ("phi4-mini, long", {"rope_scaling": replace(LONGROPE, original_context_length=512)}),
+        ("phi4-mini, short", {"rope_scaling": LONGROPE}),
+        ("ministral3", {"query_growth": 0.0}),
+        ("ministral3", {"query_growth_length": 63}),
+        ("ministral3", {"rope_scaling": replace(TEMPERED, attention_factor=None)}),
+        ("olmo3", {"layer_ropes": ()}),
+        ("olmo3", {"layer_windows": ()}),
+        ("cohere", {"norm_kind": "rms"}),
+        ("starcoder2", {"activation": "silu"}),
+        ("glm4", {"rope_dims": 0}),
+        ("exaone4 with windows", {"layer_ropes": ()}),
+        ("internlm2", {"rope_base": 20000.0}),
+        ("cohere", {"logit_scale": 1.0}),
+        ("cohere2", {"layer_ropes": ()}),
+        ("hunyuan", {"rotates_first": False}),
+        ("gemma", {"embedding_scale": 1.0}),
     ],
     ids=str,
 )

@@ -375,7 +375,7 @@ def _state(tensors: dict[str, Any], **changes: object) -> None:
         ("gptq", lambda t: _with(t, "qweight", "F32", [32, 256], bytes(32768)), r"is F32 \[32, 256\], wanted I32 of 2 dimensions"),
         ("gptq", lambda t: _with(t, "weight", "F16", [256, 256], bytes(131072)), r"is there twice, plain and quantized"),
         ("gptq", lambda t: _with_nan(t, "scales"), r"q_proj.scales has numbers that are not finite"),
-        ("gptq", lambda t: t.update({UP_BIAS: ("F16", [512], b"\1" * 1024)}), r"belongs to a feature"),
+        ("gptq", lambda t: t.update({UP_BIAS: ("F16", [512], b"\1" * 1024)}), r"has no place"),
         ("awq", lambda t: _with(t, "qzeros", "I32", [1, 32], bytes(128)), r"qzeros are \[1, 32\], wanted \[2, 32\]"),
         ("awq", lambda t: _with(t, "scales", "F16", [2, 128], bytes(512)), r"scales are \[2, 128\], wanted \[2, 256\]"),
         ("compressed-tensors int4", lambda t: t.pop(Q + "weight_scale"), r"and no weight_scale"),

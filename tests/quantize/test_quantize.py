@@ -139,7 +139,11 @@ FIELDS: dict[str, list[Any]] = {
         LLAMA3,
         RopeScaling("yarn", 4.0, original_context_length=128, beta_fast=16.0, beta_slow=2.0),
         RopeScaling("yarn", 4.0, original_context_length=128, attention_factor=0.75),
+        RopeScaling(
+            "longrope", 1.0, original_context_length=64, attention_factor=1.25, factors=(2.0,) * 8, short_factors=(1.5,) * 8
+        ),
     ],
+    "query_growth": [0.25],
     "activation": ["silu", "gelu_tanh"],
     "embedding_scale": [7.0],
     "query_scale": [0.3],
@@ -156,7 +160,8 @@ FIELDS: dict[str, list[Any]] = {
 OF_TENSORS = {
     *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("qkv_bias", "o_bias", "qk_norm", "tied_embeddings", "norms", "head"),
-    *("norm_spans", "experts", "layer_experts", "shared_size", "shared_gate"),
+    *("norm_spans", "experts", "layer_experts", "shared_size", "shared_gate", "norm_kind", "norm_bias", "gated", "mlp_bias"),
+    *("parallel", "rotates_first", "query_growth_length"),
 }
 
 
@@ -180,7 +185,12 @@ def test_no_field_of_a_configuration_is_lost_silently(
     assert {field.name for field in fields(ModelConfig)} == {*FIELDS, *OF_TENSORS}
     refused = set()
     for name, value in [(name, value) for name, values in FIELDS.items() for value in values]:
-        config = replace(source.config, **{name: value})
+        changes = {name: value}
+        if name == "query_growth" or (name == "rope_scaling" and source.config.query_growth):  # which count by one length
+            scaling = value if name == "rope_scaling" else source.config.rope_scaling
+            told = scaling.original_context_length if scaling and scaling.kind in ("yarn", "longrope") else 0
+            changes["query_growth_length"] = told or source.config.context_length
+        config = replace(source.config, **changes)
         if message := refusal(replace(source, config=config), path):
             # Where layers with windows have rotary positions of their own, both change together.
             assert f" {'layer_ropes' if name == 'layer_windows' else name} " in message
@@ -189,7 +199,7 @@ def test_no_field_of_a_configuration_is_lost_silently(
             assert not differing(config, open_checkpoint(path).config), (name, value)
     # What llama.cpp's metadata has no place for in some family.
     scales = {"embedding_scale", "query_scale", "residual_scale", "logit_scale"}
-    assert refused <= {"activation", "rope_dims", "layer_ropes", "layer_windows", "local_rope_base"} | scales
+    assert refused <= {"activation", "rope_dims", "query_growth", "layer_ropes", "layer_windows", "local_rope_base"} | scales
 
 
 def refusal(checkpoint: Checkpoint, path: Path) -> str:
@@ -203,7 +213,9 @@ def refusal(checkpoint: Checkpoint, path: Path) -> str:
 
 def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
     """Fields that are not the same, or that compute something else."""
-    tables = [np.stack(rope_table(Rope(c.rope_base, c.rope_scaling), 16, np.arange(200))) for c in (one, other)]
+    scalings = [c.rope_scaling and c.rope_scaling.for_context(c.context_length) for c in (one, other)]
+    ropes = [Rope(c.rope_base, scaling) for c, scaling in zip((one, other), scalings, strict=True)]
+    tables = [np.stack(rope_table(rope, 16, np.arange(200))) for rope in ropes]
     found = [] if np.allclose(*tables, atol=1e-4) else ["rope_scaling"]
     for name, value in vars(one).items():
         got = getattr(other, name)

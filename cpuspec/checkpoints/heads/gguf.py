@@ -168,7 +168,7 @@ def _config(files: HeadFiles, fields: Fields, head: HeadConfig, tensors: dict[st
         context_length=context,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope_base=fields.number("rope.freq_base", 10000.0),
-        rope_scaling=rope_scaling(fields, context, dims, files.tensors.get(_FACTORS)),
+        rope_scaling=rope_scaling(fields, context, dims, {_FACTORS: files.tensors[_FACTORS]} if _FACTORS in files.tensors else {}),
         qkv_bias="layers.0.q_bias" in tensors,
         o_bias="layers.0.o_bias" in tensors,
         qk_norm="layers.0.q_norm" in tensors,
