@@ -420,6 +420,26 @@ class _FrozenDict(dict[int, float]):
         return _FrozenDict, (dict(self),)
 
 
+_MEMORY_LIMIT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:(%)|([KMGT])(i?)B)", re.IGNORECASE)
+
+
+def _memory_limit(value: object) -> str:
+    if value != "auto":
+        memory_limit_bytes(value, 1 << 40)
+    return str(value)
+
+
+def memory_limit_bytes(limit: object, memory_bytes: int) -> int:
+    """The bytes that a limit such as 8GB, 8 GiB or 60% names. memory_bytes: what a share is of. Raises ValueError for others."""
+    found = _MEMORY_LIMIT.fullmatch(limit) if isinstance(limit, str) else None
+    amount = float(found[1]) if found else 0.0
+    if found is None or amount == 0 or (found[2] and amount > 100):
+        raise ValueError("not a size")
+    if found[2]:
+        return int(amount / 100 * memory_bytes)
+    return int(amount * (1024 if found[4] else 1000) ** ("KMGT".index(found[3].upper()) + 1))
+
+
 def _flag(value: object) -> bool:
     if isinstance(value, bool):
         return value
@@ -724,6 +744,13 @@ class EngineConfig:
     prefix_disk_gb: float = _setting(10.0, _NOT_NEGATIVE, "Gigabytes that this directory may have.", "GB")
     threads: int | None = _of_backend(
         None, _optional(_whole(1, 1024)), "Threads to compute with; by default every usable core.", "N"
+    )
+    memory: str = _of_backend(
+        "auto",
+        _Kind(_memory_limit, "a size such as 8GB, a share of the memory such as 60%, or auto"),
+        "Memory that weights may take with numba, as 8GB or 60%: experts of a mixture that do not fit stay on the disk and are "
+        "read when tokens need them. auto keeps all in memory.",
+        "LIMIT",
     )
     keep_packed: bool = _setting(True, _BOOLEAN, "Keep weights in the order of the kernels on the disk, for a quick next start.")
     numa_interleave: bool = _setting(

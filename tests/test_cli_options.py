@@ -26,6 +26,7 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "--head-format": ("int4", "int4"),
     "--kv-format": ("int8", "int8"),
     "--logit-bias": ("5=1.5", {5: 1.5}),
+    "--memory": ("8GB", "8GB"),
     "--output": ("csv", "csv"),
     "--pooling": ("mean", "mean"),
     "--prompt-arithmetic": ("codes", "codes"),

@@ -30,6 +30,7 @@ OWN_SETTINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingPro
         "weights": (("auto",), ("torch",)),
         "activations": (("auto",), ("onnxruntime", "openvino", "numpy")),
         "prompt_arithmetic": (("auto", "codes"), ("numba",)),
+        "memory": (("auto",), ("numba",)),
     }
 )
 
@@ -99,8 +100,8 @@ def settings_on(name: str, engine: EngineConfig) -> EngineConfig:
 
 
 def settings_of(name: str, engine: EngineConfig) -> dict[str, str]:
-    """How a backend was told to compute: the KV format, and those settings that it has, but for the device."""
-    own = (setting for setting, (_, owners) in OWN_SETTINGS.items() if name in owners and setting != "device")
+    """How a backend was told to compute: the KV format, and those settings that it has, but for the device and the memory."""
+    own = (setting for setting, (_, owners) in OWN_SETTINGS.items() if name in owners and setting not in ("device", "memory"))
     return {setting: getattr(engine, setting) for setting in ("kv_format", *own)}
 
 

@@ -22,16 +22,17 @@ from numpy.typing import NDArray
 from cpuspec import model
 from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.backends.packed import content_hash, packed_matrices
+from cpuspec.backends.stored import DiskReads, LayerExperts, Router, StoredTensor, packed_bytes, stored_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
 from cpuspec.checkpoints.mapped import place_in_file
-from cpuspec.config import EngineConfig, Experts, ModelConfig, Rope
+from cpuspec.config import EngineConfig, Experts, ModelConfig, Rope, memory_limit_bytes
 from cpuspec.environment import sources_digest, usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, hadamard_size, stored_bytes
-from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes
+from cpuspec.formats.packing import GROUP, TILE, U8, PackedTensor, aligned_bytes, paged_bytes, unpack
 from cpuspec.kernels import (
     attention,
     attention_plan,
@@ -87,7 +88,7 @@ class NumbaBackend:
     name = "numba"
     row_invariant = True
     survives_fork = True
-    _matrices: LoadedWeights[PackedTensor]
+    _matrices: LoadedWeights[PackedTensor | StoredTensor]
 
     def __init__(
         self,
@@ -106,9 +107,13 @@ class NumbaBackend:
         tensors = weight_tensors(checkpoint, casts, partial(Cast, recode=encode.recode))
         matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name != "embed"}
 
-        def load(matrices: Mapping[str, WeightTensor]) -> dict[str, PackedTensor]:
+        limit_bytes = _memory_limit(engine.memory)
+
+        def load(matrices: Mapping[str, WeightTensor]) -> Mapping[str, PackedTensor | StoredTensor]:
             nodes = nodes_to_use(SYSTEM.topology()) if engine.numa_interleave else ()
             with spread_new_pages(nodes):
+                if limit_bytes is not None and sum(map(packed_bytes, matrices.values())) > limit_bytes:
+                    return stored_matrices(checkpoint.name, matrices, self.threads, limit_bytes)
                 packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
             if nodes:
                 pages = interleave_pages((matrix.data for matrix in packed.values()), nodes)
@@ -146,26 +151,27 @@ class NumbaBackend:
         self._num_positions = 0  # whose cosines and sines are known
         self._rotations: list[tuple[F32, F32]] = []
         self._programs: list[program.Program] = []
-        self._program = self._prompt_program = self._new_program(self._writer.operations)
+        self._program = self._prompt_program = self._new_program(0)
         if self.prompt_arithmetic == "bf16":
             written = len(self._writer.operations)
             self._writer.of_prompts = True
             decode(c, self._writer)
             self._writer.of_prompts = False
-            self._prompt_program = self._new_program(self._writer.operations[written:])
+            self._prompt_program = self._new_program(written)
         self._projections: dict[str, program.Program] = {}  # by the name of the matrix
         if c.head and c.head.injects:
             written = len(self._writer.operations)
             inject(c, self._writer)
-            self._injector = self._new_program(self._writer.operations[written:])
+            self._injector = self._new_program(written)
         self._provide_rotations(255)
         self._team: Team = share._team if share else Team(self.threads)
         self._owns_team = share is None
 
-    def _new_program(self, operations: list[tuple[str, dict[str, Any]]]) -> program.Program:
-        """A program in this backend's memory."""
-        records, lists = layout.program(operations)
-        new, c = program.Program(records, self.threads, lists), self.config
+    def _new_program(self, first: int) -> program.Program:
+        """A program in this backend's memory, of the operations that were written from number `first` on."""
+        records, lists = layout.program(self._writer.operations[first:])
+        cuts = [cut - first for cut in self._writer.cuts if cut >= first]
+        new, c = program.Program(records, self.threads, lists, cuts), self.config
         for field, value in {
             **(self._routing.addresses() if self._routing else {}),
             "places": _at(self._places), "peaks": _at(self._peaks), "picked": addressof(self._picked),
@@ -245,11 +251,44 @@ class NumbaBackend:
             batch.both_ways,
         )
         self._team.run(entered)
+        if self._writer.stored:
+            self._go_on(entered)
         cache.advance(batch)
         output.weight_bytes = self._matrices.read_bytes(num_logits, int(entered.state["expert_bytes"]))
         if num_logits <= products.BLOCK_ROWS:
             output.best = self._picked[:num_logits]
         return output
+
+    def _go_on(self, entered: program.Program) -> None:
+        """Run a program that stands behind its first router to the end: each layer's experts in rounds, as they come into memory.
+
+        While a layer's experts are read, the next router is asked what it would choose for the rows as they are.
+        """
+        state, routing, num_rows = entered.state, self._routing, int(entered.state["num_rows"])
+        assert routing, "the model has experts"
+        layers = self._writer.stored
+        try:
+            for number, (layer, _) in enumerate(layers):
+                segments = routing.segments[: state["num_segments"]]
+                layer.need(segments["expert"].tolist())
+                after, router = layers[number + 1] if number + 1 < len(layers) else (None, None)
+                if after and router:
+                    after.guess(router.likeliest(num_rows))
+                for first, end in layer.rounds():
+                    some = segments[first:end]
+                    state["segments"], state["num_segments"] = _at(some), end - first
+                    state["first_pair"], state["num_pairs"] = some["first"][0], some["rows"].sum()
+                    self._team.resume(entered.jobs[2 * number + 1])
+                state["segments"] = _at(segments)
+                if after:
+                    after.settle()
+                self._team.resume(entered.jobs[2 * number + 2])
+        finally:
+            state["segments"] = _at(routing.segments)
+
+    def disk_reads(self) -> DiskReads | None:
+        """What experts that stay on the disk have cost so far; None where all weights are in memory."""
+        return self._writer.stored[0][0].store.reads() if self._writer.stored else None
 
     def project(self, rows: F32, name: str) -> F32:
         """The product of rows with one of a head's matrices, in chunks that a forward takes."""
@@ -261,7 +300,7 @@ class NumbaBackend:
             if name not in self._projections:
                 written = len(self._writer.operations)
                 self._writer.project(name)
-                self._projections[name] = self._new_program(self._writer.operations[written:])
+                self._projections[name] = self._new_program(written)
             entered, room = self._projections[name], self._writer.rooms[f"given {num_inputs}"]
             for start in range(0, len(rows), self.max_rows):
                 some = rows[start : start + self.max_rows]
@@ -301,6 +340,8 @@ class NumbaBackend:
         """End the threads, if they are this backend's own."""
         if self._owns_team:
             self._team.close()
+            if self._writer.stored:
+                self._writer.stored[0][0].store.reader.close()
 
     def _check_cache(self, cache: KVCache) -> None:
         """Raise BackendError for a cache of another model or another KV format: kernels write where this backend's lie."""
@@ -372,11 +413,12 @@ class _Routing:
         self.pairs = max_rows * experts.used
         self.factors = aligned_bytes((max_rows, 4 * _round_up(experts.used, TILE)))
         self.routed = np.zeros(1, np.int64)
+        self.segments = np.zeros(experts.count, layout.SEGMENT)
         self._arrays = {
             "chosen": np.zeros(self.pairs, np.int64),
             "pair_of": np.zeros(self.pairs, np.int64),
             "pairs": np.zeros(self.pairs, layout.PAIR),
-            "segments": np.zeros(experts.count, layout.SEGMENT),
+            "segments": self.segments,
             "of_expert": np.zeros(experts.count, np.int64),
         }
 
@@ -401,12 +443,14 @@ class _Writer:
     """
 
     def __init__(
-        self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor], vectors: Mapping[str, F32],
+        self, config: ModelConfig, max_rows: int, matrices: Mapping[str, PackedTensor | StoredTensor], vectors: Mapping[str, F32],
         orders: Mapping[str, I32], embedding: QuantTensor, kv_format: Format, centres: Mapping[int, F32],
         routing: "_Routing | None" = None,
     ) -> None:  # fmt: skip
         """orders: of inputs, by the name of the matrix that has them so (`QuantTensor.order`)."""
         self.operations: list[tuple[str, dict[str, Any]]] = []
+        self.cuts: list[int] = []  # before which operations a forward returns, for experts that stay on the disk
+        self.stored: list[tuple[LayerExperts, Router]] = []  # those experts, layer by layer
         self.of_prompts = False  # whether operations are written for tokens of prompts in bf16
         self.ropes: list[Rope] = []
         decoder = embed.row_decoder(embedding.format.name)
@@ -564,6 +608,12 @@ class _Writer:
         ]  # fmt: skip
         gather = {"features": hidden, "used": used, "num_orders": len(copies), "orders": copies}
         self.operations += [("route", route), ("gather", gather)]
+        stored = self._matrices[down]
+        if isinstance(stored, StoredTensor):
+            route["table"] = _at(stored.table)
+            self.cuts.append(len(self.operations))
+            if not self.of_prompts:
+                self.stored.append((stored.layer, self._router(layer, x, norm)))
         outputs = {name: self._rows(name.rsplit(".", 1)[-1], experts.size, pairs) for name in names}
         tensors = [self._tensor(name, orders[name], self._inputs_of_pairs[orders[name]], out) for name, out in outputs.items()]
         for name, tensor in zip(names, tensors, strict=True):
@@ -574,6 +624,8 @@ class _Writer:
         out = self._rows("expert_down", hidden, pairs)
         tensors = [self._tensor(down, orders[down], of_down, out)]
         self.operations.append(("linear", {"num_tensors": 1, "features": experts.size, "used": used, "tensors": tensors}))
+        if isinstance(stored, StoredTensor):
+            self.cuts.append(len(self.operations))
         combine = {
             "rows": _at(x.numbers), "stride": x.numbers.strides[0], "features": hidden, "factors": _at(routing.factors),
             "used": used, "outputs": _at(out), "outputs_stride": out.strides[0], "scale": c.residual_scale,
@@ -587,13 +639,22 @@ class _Writer:
         self.operations.append(("combine", combine))
         return x
 
+    def _router(self, layer: Layer, x: _Rows, norm: str | None) -> Router:
+        """What it takes to guess a layer's experts before its rows are there."""
+        experts, matrix = layer.feed.experts, self._matrices[layer.weight("router")]
+        assert experts, "the layer has them"
+        assert isinstance(matrix, PackedTensor), "a router stays in memory"
+        weights = None if norm is None else self._vectors[norm]
+        shift = self._vectors.get(layer.weight("router_shift"))
+        return Router(experts, x.numbers, weights, self._config.norm_eps, unpack(matrix).dequantize(), shift)
+
     def keep(self, layer: Layer, x: _Rows) -> None:
         operands = {"rows": _at(x.numbers), "stride": x.numbers.strides[0], "layer": layer.index}
         self.operations.append(("keep", operands | {"row_bytes": 4 * self._config.hidden_size}))
 
     def logits(self, x: _Rows, name: str, norm: str | None) -> _Rows:
         self._write_linears(x, {name: None}, norm, cap=self._config.logit_softcap)
-        tiles = len(self._matrices[name].data)
+        tiles = self._matrices[name].num_tiles
         self.operations.append(("pick", {"tiles": tiles, "stride": 4 * TILE * tiles}))
         return x
 
@@ -649,8 +710,9 @@ class _Writer:
     def _tensor(self, name: str, order: str, inputs: U8, out: F32 | None) -> dict[str, Any]:
         """A matrix, or those of experts, of a "linear" operation. out: None for the logits."""
         matrix, bias = self._matrices[name], self._vectors.get(name + "_bias")
-        return {
-            "kernel": linear.linear_kernel(matrix.format.name, order), "tiles": _at(matrix.data), "tile_bytes": matrix.tile_bytes,
+        where = {"table": _at(matrix.table)} if isinstance(matrix, StoredTensor) else {"tiles": _at(matrix.data)}
+        return where | {
+            "kernel": linear.linear_kernel(matrix.format.name, order), "tile_bytes": matrix.tile_bytes,
             "num_tiles": matrix.num_tiles, "inputs": _at(inputs), "row_bytes": products.row_bytes(order, matrix.shape[-1]),
             "bias": _at(bias), "bias_bytes": 0 if bias is None else bias.strides[0], "out": _at(out),
             "stride": 4 * TILE * matrix.num_tiles if out is None else out.strides[0],
@@ -663,6 +725,16 @@ class _Writer:
             room[:] = 0
             self.rooms[part] = room
         return self.rooms[part]
+
+
+def _memory_limit(text: str) -> int | None:
+    """The bytes that weights may take, None for no limit. Raises BackendError for a share where the memory's size is unknown."""
+    there = SYSTEM.memory().usable
+    if text == "auto":
+        return None
+    if there is None and "%" in text:
+        raise BackendError(f"memory {text}: this system does not tell how much memory there is; give a size, such as 8GB")
+    return memory_limit_bytes(text, there or 0)
 
 
 def _prompt_arithmetic(asked: str, config: ModelConfig) -> str:

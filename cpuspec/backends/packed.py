@@ -17,7 +17,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -26,11 +26,12 @@ from typing import BinaryIO
 import numpy as np
 
 from cpuspec import formats
+from cpuspec.backends.disk import DiskFile
 from cpuspec.backends.weights import WeightTensor
 from cpuspec.checkpoints.fields import Fields, parse_json_object
 from cpuspec.checkpoints.mapped import give_back_pages, map_all_pages, place_in_file
 from cpuspec.environment import cache_dir, packed_limit_bytes, sources_digest, who_else_writes
-from cpuspec.errors import CheckpointError
+from cpuspec.errors import BackendError, CheckpointError
 from cpuspec.files import replacing, write_file
 from cpuspec.formats import Cast
 from cpuspec.formats.packing import PackedTensor, aligned_bytes, num_tiles, pack, tile_bytes
@@ -71,6 +72,28 @@ def packed_matrices(
             with suppress(OSError, ValueError):
                 return file.read() or file.write()
         return dict(zip(tensors, pool.map(_pack, tensors.values()), strict=True))
+
+
+def packed_file(name: str, tensors: Mapping[str, WeightTensor], threads: int) -> tuple[DiskFile, dict[str, int]]:
+    """The file of every tensor in kernel order, to be read piece by piece, and where in it each begins. It is made if need be.
+
+    name: as for `packed_matrices`. Raises BackendError where the file cannot be kept.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        file = _PackedFile(name, tensors, pool, mmap=False)
+        try:
+            found = file.open()
+            if found is None:
+                file.write_only()
+                found = file.open()
+            if found is None:
+                raise OSError("packed weights that were written cannot be read")
+        except (OSError, ValueError) as error:
+            raise BackendError(
+                f"experts that stay on the disk need {file.num_bytes / 1e9:.1f} GB of packed weights in {packed_directory()}, and "
+                f"there are none: {error}; raise CPUSPEC_PACKED_GB, or set CPUSPEC_CACHE to a directory with room"
+            ) from error
+        return found, file.places
 
 
 def verify_packed(name: str, threads: int) -> dict[Path, bool]:
@@ -133,7 +156,8 @@ class _PackedFile:
         head = json.dumps({"cpuspec": "packed weights", "key": key, "bytes": num_bytes, "tensors": index}).encode()
         self._head = head + b"\n" * (_round_up(len(head) + 1, _PAGE) - len(head))
         self._start = len(self._head) + _checksum_bytes(num_bytes)
-        self._num_bytes = self._start + num_bytes
+        self.num_bytes = self._start + num_bytes
+        self.places = {tensor_name: self._start + offset for tensor_name, offset in self._offsets.items()}
         self._path = packed_directory() / f"{_readable(name)}-{key}.packed"
 
     def read(self) -> dict[str, PackedTensor] | None:
@@ -141,31 +165,65 @@ class _PackedFile:
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_size != self._num_bytes or file.read(len(self._head)) != self._head:
+                if status.st_size != self.num_bytes or file.read(len(self._head)) != self._head:
                     return None
-                if others := who_else_writes(status):
-                    _log.warning(
-                        "packed weights are read from %s, which %s; if you trust nobody, set CPUSPEC_CACHE to a directory of yours",
-                        self._path,
-                        others,
-                    )
                 data = self._bytes_of(file)
         except OSError:
             return None
-        if not _is_verified(self._path, status):
-            if data[len(self._head) : self._start].tobytes() != _checksums(data[self._start :], self._pool):
-                del data  # a file that is mapped cannot be removed everywhere
-                _remove_damaged(self._path)
+        weights = data[self._start :]
+        checksums = data[len(self._head) : self._start].tobytes()
+        if not self._accepts(status, lambda: checksums == _checksums(weights, self._pool)):
+            del data, weights  # a file that is mapped cannot be removed everywhere
+            _remove_damaged(self._path)
+            return None
+        return self._matrices(weights)
+
+    def open(self) -> DiskFile | None:
+        """The file to be read piece by piece; None as `read` says."""
+        try:
+            file = DiskFile(self._path)
+            if file.status.st_size != self.num_bytes or file.bytes_at(0, len(self._head)).tobytes() != self._head:
                 return None
+            checksums = file.bytes_at(len(self._head), self._start - len(self._head)).tobytes()
+        except OSError:
+            return None
+
+        def block_at(at: int) -> U8:
+            return file.bytes_at(self._start + at, min(_BLOCK_BYTES, self.num_bytes - self._start - at))
+
+        if not self._accepts(file.status, lambda: checksums == _checksums_of(block_at, self.num_bytes - self._start, self._pool)):
+            _remove_damaged(self._path)
+            return None
+        return file
+
+    def _accepts(self, status: os.stat_result, is_sound: Callable[[], bool]) -> bool:
+        """Whether the file is sound, or was so in this boot; then a note that it is used."""
+        if others := who_else_writes(status):
+            _log.warning(
+                "packed weights are read from %s, which %s; if you trust nobody, set CPUSPEC_CACHE to a directory of yours",
+                self._path,
+                others,
+            )
+        if not _is_verified(self._path, status):
+            if not is_sound():
+                return False
             _note_verified(self._path, status)
         with suppress(OSError):
             os.utime(self._path, ns=(time.time_ns(), status.st_mtime_ns))  # used just now
-        return self._matrices(data[self._start :])
+        return True
 
     def write(self) -> dict[str, PackedTensor]:
         """Pack everything into the file and read it. Raises OSError where that cannot be done, leaving nothing behind."""
+        self.write_only()
+        matrices = self.read()
+        if matrices is None:
+            raise OSError("packed weights that were written cannot be read")
+        return matrices
+
+    def write_only(self) -> None:
+        """Pack everything into the file. Raises OSError where that cannot be done, leaving nothing behind."""
         self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        _make_room(self._path.parent, self._num_bytes)
+        _make_room(self._path.parent, self.num_bytes)
         try:
             with replacing(self._path) as file:
                 self._fill(file)
@@ -173,10 +231,6 @@ class _PackedFile:
             # Windows replaces no file that another process, which was first, has mapped: then that one is read.
             if not self._path.exists():
                 raise
-        matrices = self.read()
-        if matrices is None:
-            raise OSError("packed weights that were written cannot be read")
-        return matrices
 
     def _fill(self, file: BinaryIO) -> None:
         file.write(self._head)
@@ -190,9 +244,9 @@ class _PackedFile:
 
         for _ in self._pool.map(pack_into_file, self._tensors):
             pass
-        file.truncate(self._num_bytes)
+        file.truncate(self.num_bytes)
         file.flush()
-        checksums = _checksums(map_all_pages(file.fileno(), self._num_bytes)[self._start :], self._pool)
+        checksums = _checksums(map_all_pages(file.fileno(), self.num_bytes)[self._start :], self._pool)
         file.seek(len(self._head))
         file.write(checksums)
         file.flush()
@@ -201,10 +255,10 @@ class _PackedFile:
 
     def _bytes_of(self, file: BinaryIO) -> U8:
         if self._mmap:
-            return map_all_pages(file.fileno(), self._num_bytes)
-        data = aligned_bytes((self._num_bytes,))
+            return map_all_pages(file.fileno(), self.num_bytes)
+        data = aligned_bytes((self.num_bytes,))
         file.seek(0)
-        if file.readinto(data.data) != self._num_bytes:  # type: ignore[attr-defined]
+        if file.readinto(data.data) != self.num_bytes:  # type: ignore[attr-defined]
             raise OSError("the file has become shorter")
         return data
 
@@ -233,8 +287,13 @@ def _checksum_bytes(num_bytes: int) -> int:
 
 def _checksums(data: U8, pool: Executor) -> bytes:
     """The checksums of all blocks of `data`, which is whole pages, padded with zeros to whole pages."""
-    blocks = [data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES)]
-    return b"".join(pool.map(_checksum, blocks)).ljust(_checksum_bytes(len(data)), b"\0")
+    return _checksums_of(lambda at: data[at : at + _BLOCK_BYTES], len(data), pool)
+
+
+def _checksums_of(block_at: Callable[[int], U8], num_bytes: int, pool: Executor) -> bytes:
+    """The same of bytes that a function has, the block from a place on."""
+    found = pool.map(lambda at: _checksum(block_at(at)), range(0, num_bytes, _BLOCK_BYTES))
+    return b"".join(found).ljust(_checksum_bytes(num_bytes), b"\0")
 
 
 def _checksum(block: U8) -> bytes:

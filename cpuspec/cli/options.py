@@ -26,7 +26,7 @@ MAX_PROMPT_BYTES = 64 << 20
 GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 
 # Settings of commands: how a backend computes, and what the engine of one that answers many requests reserves beside that.
-HOW = ("threads", "kv_format", "device", "dtype", "weights", "activations", "prompt_arithmetic")
+HOW = ("threads", "memory", "kv_format", "device", "dtype", "weights", "activations", "prompt_arithmetic")
 ANSWERING = (
     *("max_sequences", "context_length", "max_rows", "prompt_rows"),
     *("prefix_cache_gb", "prefix_cache_dir", "prefix_disk_gb", "mmap", "head_format"),

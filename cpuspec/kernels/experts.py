@@ -114,7 +114,10 @@ def _segment(op, state):
     for pair in range(pairs):
         state.of_expert[state.chosen[pair]] += 1
     number = first = 0
-    for expert in range(count):
+    for turn in range(count if op.table == 0 else 2 * count):  # those in memory before those that are waited for
+        expert = turn % count
+        if op.table != 0 and (simd.peek_i64(op.table + 8 * expert) != 0) != (turn < count):
+            continue
         rows = state.of_expert[expert]
         state.of_expert[expert] = first
         if rows > 0:
@@ -132,7 +135,7 @@ def _segment(op, state):
         state.of_expert[expert] = pair + 1
         state.pair_of[at] = pair
         state.pairs[pair].row = at // op.used
-    state.num_segments = number
+    state.num_segments, state.first_pair, state.num_pairs = number, 0, pairs
     state.expert_bytes += number * op.bytes
 
 

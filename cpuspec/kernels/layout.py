@@ -88,6 +88,8 @@ STATE = _record(
     pairs=to(PAIR),  # [rows * used]
     segments=to(SEGMENT),  # [experts]
     num_segments=_I64,
+    first_pair=_I64,  # of these segments
+    num_pairs=_I64,
     of_expert=to(_I64),  # [experts]: to count with
     expert_bytes=_I64,  # of weights of experts that the forward has read
 )
@@ -97,9 +99,10 @@ CALL = _words("num_rows", "num_logit_rows", "num_parents", "num_sequences", "bot
 
 # One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.
 # bias_bytes: from one expert's to the next. one_row: where the activations lie of a forward over one row, 0 for where others do.
+# table: int64 [experts], where the tiles of each expert lie that is in memory, 0 of others; no table: one after another.
 TENSOR = _words(
     "kernel", "tiles", "tile_bytes", "num_tiles", "inputs", "row_bytes", "bias", "residual", "out", "stride", "bias_bytes",
-    "one_row",
+    "one_row", "table",
 )  # fmt: skip
 # Activations in one order that "gather" copies. bytes: of a row's group. apart: not 0 where they are numbers [input][row]; padded:
 # and so are those that fill up the last group.
@@ -165,6 +168,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             ),
             bytes=_I64,  # of an expert's weights
             routed=_I64,  # address of a number that is 0 between forwards
+            table=_I64,  # that of a TENSOR: experts that are in memory get the first segments
             scale=_F32,
             least_sum=_F32,
         ),

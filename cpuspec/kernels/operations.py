@@ -62,7 +62,7 @@ def _embed(op, state, row):
 @compiled
 def _rows_to_prepare(op, state):
     if op.used != 0:
-        return state.num_rows * op.used
+        return state.num_pairs
     return state.num_logit_rows if op.select != 0 else state.num_rows
 
 
@@ -73,6 +73,8 @@ def _prepare(op, state, threads, item):
     parts = parts_of_row(op.features, rows, threads)
     part = part_of_row(features, parts)
     place, first = item // parts, item % parts * part
+    if op.used != 0:
+        place += state.first_pair
     row = state.logit_rows[place] if op.select != 0 else place
     source, other = op.rows + row * op.stride, op.other + row * op.stride if op.kind != LAYER_NORM else op.other
     block, block_rows = place // BLOCK_ROWS * BLOCK_ROWS, rows_of_block(place, rows)
@@ -166,10 +168,12 @@ def _multiply_experts(op, state, tiles_of_all, first, end):
                 if tensor.one_row != 0 and state.num_rows == 1:
                     inputs = tensor.one_row
                 bias = tensor.bias + segment.expert * tensor.bias_bytes if tensor.bias != 0 else 0
+                matrix = tensor.tiles + segment.expert * tiles * tensor.tile_bytes
+                if tensor.table != 0:
+                    matrix = simd.peek_i64(tensor.table + 8 * segment.expert)
                 operands = (
-                    tensor.tiles + segment.expert * tiles * tensor.tile_bytes, tensor.tile_bytes, op.features, max(start, 0),
-                    min(stop, tiles), inputs, tensor.row_bytes, segment.rows, bias, 0, tensor.out + pair * tensor.stride,
-                    tensor.stride,
+                    matrix, tensor.tile_bytes, op.features, max(start, 0), min(stop, tiles), inputs, tensor.row_bytes,
+                    segment.rows, bias, 0, tensor.out + pair * tensor.stride, tensor.stride,
                 )  # fmt: skip
                 _call(tensor.kernel, operands)
             start -= tiles

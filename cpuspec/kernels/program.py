@@ -56,19 +56,22 @@ def enter(state, numbers):
 class Program:
     """The operations of a forward, records of `layout.OPERATION`, and their state, for a number of threads.
 
-    held: arrays that the records have addresses of.
+    held: arrays that the records have addresses of. cuts: numbers of operations before which a run stops, until `Team.resume` runs
+    the next part. jobs: the addresses of the parts, of which `job` is the first.
     """
 
-    def __init__(self, operations: _Array, threads: int, held: Sequence[_Array] = ()) -> None:
+    def __init__(self, operations: _Array, threads: int, held: Sequence[_Array] = (), cuts: Sequence[int] = ()) -> None:
         self._held = held
         assert operations.dtype == layout.OPERATION, "an operation is a record of layout.OPERATION"
         self.operations = np.ascontiguousarray(operations)
         self.state = np.zeros((), layout.STATE)
         self.counters = aligned_bytes((8 * (threads + 1) * len(operations),))
-        self._job = np.zeros((), layout.JOB)
-        self._job["operations"], self._job["num_operations"] = self.operations.ctypes.data, len(operations)
-        self._job["state"], self._job["counters"] = self.state.ctypes.data, self.counters.ctypes.data
-        self.job: int = self._job.ctypes.data
+        self._jobs = np.zeros(len(cuts) + 1, layout.JOB)
+        for job, first, end in zip(self._jobs, (0, *cuts), (*cuts, len(operations)), strict=True):
+            job["operations"], job["num_operations"] = self.operations.ctypes.data + first * operations.itemsize, end - first
+            job["state"], job["counters"] = self.state.ctypes.data, self.counters.ctypes.data + 8 * (threads + 1) * first
+        self.jobs = [self._jobs.ctypes.data + number * layout.JOB.itemsize for number in range(len(self._jobs))]
+        self.job: int = self.jobs[0]
         self._numbers = (c_int64 * 0)()
         self.numbers = 0  # the address of what `enter` notes
 

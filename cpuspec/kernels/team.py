@@ -153,6 +153,15 @@ class Team:
             if asleep:  # workers must not read what an interrupted caller lets go; of a forward that is done nothing is run again
                 self._run(self._address, self.threads, 0)
 
+    def resume(self, job: int) -> None:
+        """Run another part of the program that `run` began, one of its `jobs`, on all threads. The caller holds the lock."""
+        try:
+            if self._publish(self._address, job, self.threads):
+                for event in self._wake:
+                    event.set()
+        finally:
+            self._run(self._address, self.threads, 0)
+
     def close(self) -> None:
         """End the workers, once no forward runs. Closing twice does nothing."""
         self._dismiss()

@@ -6,6 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import IO
 from cpuspec.errors import CpuspecError
 from cpuspec.platform.system import System
 from cpuspec.platform.topology import Core, Memory, Topology
+
+_seeking = threading.Lock()  # where a read cannot name a place of its own
 
 
 def topology() -> Topology:
@@ -41,6 +44,10 @@ def release_pages(pages: mmap, first: int, num_bytes: int) -> None:
     pass
 
 
+def lock_pages(address: int, num_bytes: int) -> bool:
+    return False
+
+
 def nothing() -> None:
     pass
 
@@ -55,6 +62,20 @@ def place_new_pages(nodes: Sequence[int]) -> bool:
 
 def move_pages(count: int, pages: int, nodes: int | None, result: int) -> None:
     pass
+
+
+def open_pages(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+
+
+def read_at(descriptor: int, into: memoryview, place: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [into], place)
+    with _seeking:
+        os.lseek(descriptor, place, os.SEEK_SET)
+        data = os.read(descriptor, len(into))
+    into[: len(data)] = data
+    return len(data)
 
 
 def try_lock(file: IO[bytes]) -> bool:
@@ -88,10 +109,13 @@ SYSTEM = System(
     zeroed_pages=zeroed_pages,
     populated_file=populated_file,
     release_pages=release_pages,
+    lock_pages=lock_pages,
     keep_freed_memory=nothing,
     may_place_pages=no,
     place_new_pages=place_new_pages,
     move_pages=move_pages,
+    open_pages=open_pages,
+    read_at=read_at,
     try_lock=try_lock,
     cache_home=cache_home,
     pipe_encoding=None,

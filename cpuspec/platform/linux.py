@@ -163,6 +163,25 @@ def release_pages(pages: mmap.mmap, first: int, num_bytes: int) -> None:
     pages.madvise(mmap.MADV_DONTNEED, start, first + num_bytes - start)
 
 
+def lock_pages(address: int, num_bytes: int) -> bool:
+    """False where that is more than this user may lock."""
+    lock = getattr(ctypes.CDLL(None), "mlock", None)
+    return lock is not None and lock(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)) == 0
+
+
+def open_pages(path: Path) -> int:
+    """Some file systems, such as those in memory, have no way past the page cache; they tell at the open or at the first read."""
+    descriptor = None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        os.preadv(descriptor, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
+    except OSError:
+        if descriptor is not None:
+            os.close(descriptor)
+        return os.open(path, os.O_RDONLY)
+    return descriptor
+
+
 def keep_freed_memory() -> None:
     """Other C libraries than glibc have no such option."""
     with suppress(OSError, AttributeError, TypeError):
@@ -235,7 +254,9 @@ SYSTEM = replace(
     zeroed_pages=zeroed_pages,
     populated_file=populated_file,
     release_pages=release_pages,
+    lock_pages=lock_pages,
     keep_freed_memory=keep_freed_memory,
+    open_pages=open_pages,
     may_place_pages=may_place_pages,
     place_new_pages=place_new_pages,
     move_pages=move_pages,

@@ -32,6 +32,8 @@ class System:
     populated_file: Callable[[int, int], mmap]
     # Stop counting pages of a mapped file (first byte, bytes) as this process's memory, until they are read again. Others: nothing.
     release_pages: Callable[[mmap, int, int], None]
+    # Keep pages (their address, bytes) in memory from now on; returns whether the system does. Others: False.
+    lock_pages: Callable[[int, int], bool]
     # Keep freed memory for this process instead of giving it back to the system. Others: nothing.
     keep_freed_memory: Callable[[], None]
 
@@ -44,6 +46,11 @@ class System:
     # look; the result is each page's node, or minus an error. Others: nothing.
     move_pages: Callable[[int, int, int | None, int], None]
 
+    # Files that are read piece by piece. The descriptor of a file that is opened to be read in whole pages, past the system's cache
+    # where that can be. Raises OSError. Others: in the usual way.
+    open_pages: Callable[[Path], int]
+    # Fill a buffer with the bytes of an open file from a place on, and return how many there are. Threads may call it at once.
+    read_at: Callable[[int, memoryview, int], int]
     # Lock an open file for this process until it is closed; returns whether no other handle has it locked.
     try_lock: Callable[[IO[bytes]], bool]
 

@@ -9,6 +9,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.errors import BackendError
 
 OTHERWISE = {"device": "cuda", "dtype": "bf16", "weights": "codes", "activations": "f32", "prompt_arithmetic": "bf16"}
+OTHERWISE["memory"] = "8GB"
 assert OTHERWISE.keys() == OWN_SETTINGS.keys()
 
 ALL = EngineConfig(threads=3, kv_format="f32", **OTHERWISE)  # type: ignore[arg-type]

@@ -1,0 +1,334 @@
+"""Experts that stay on the disk: memory for some of a layer's, and how the others come when a forward needs them.
+
+Each layer has slots for whole experts. A table for each of its tensors says where the experts lie that are in memory. Only the
+thread that runs a forward changes slots and tables; reading threads fill slots that no table names. The experts of a forward come
+in rounds: first those that are in memory, then the others as they arrive, so that a layer works with one slot, too.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuspec.backends.disk import PAGE, Reader, Reading, pages_around, resident_bytes
+from cpuspec.backends.packed import packed_file
+from cpuspec.backends.weights import WeightTensor
+from cpuspec.config import Experts
+from cpuspec.errors import BackendError
+from cpuspec.formats import Format
+from cpuspec.formats.packing import PackedTensor, num_tiles, tile_bytes
+from cpuspec.model.batch import F32
+
+_THREADS = 4  # that read; more were no faster (benchmarks/LOG.md)
+
+
+@dataclass(frozen=True)
+class DiskReads:
+    """What the experts of a model have cost so far: bytes read from the disk, seconds that forwards waited for them, experts that
+    layers needed, and how many of these were in memory.
+    """
+
+    num_bytes: int
+    waited_s: float
+    num_experts: int
+    num_found: int
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """Matrices of experts [E, N, K] in kernel order on the disk. table: int64 [E], the address of each that is in memory, or 0."""
+
+    format: Format
+    shape: tuple[int, ...]
+    table: NDArray[np.int64]
+    layer: "LayerExperts"
+
+    @property
+    def num_matrices(self) -> int:
+        """Experts."""
+        return self.shape[0]
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of one matrix."""
+        return num_tiles(self.shape) // self.num_matrices
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes from one tile to the next."""
+        return tile_bytes(self.format, self.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tiles, padding included."""
+        return packed_bytes(self)
+
+
+def packed_bytes(tensor: "WeightTensor | StoredTensor") -> int:
+    """Bytes of a tensor in kernel order."""
+    return num_tiles(tensor.shape) * tile_bytes(tensor.format, tensor.shape[-1])
+
+
+class ExpertStore:
+    """The experts of a model on the disk, and the figures of reading them."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        finalize(self, reader.close).atexit = False  # then threads end with the process, also in a forked child
+        self.waited_s, self.num_experts, self.num_found = 0.0, 0, 0
+
+    def reads(self) -> DiskReads:
+        """The figures so far."""
+        return DiskReads(self.reader.num_bytes, self.waited_s, self.num_experts, self.num_found)
+
+    def wait(self, readings: Sequence[Reading]) -> None:
+        """Return when one of the readings is done."""
+        start_s = perf_counter()
+        try:
+            self.reader.wait(readings)
+        finally:
+            self.waited_s += perf_counter() - start_s
+
+
+class LayerExperts:
+    """The experts of one layer: which are in memory, which are on their way."""
+
+    def __init__(self, store: ExpertStore, tensors: Mapping[str, WeightTensor], offsets: Mapping[str, int], num_slots: int) -> None:
+        """offsets: of the tensors in the file."""
+        self.store = store
+        self.tensors = {
+            name: StoredTensor(tensor.format, tensor.shape, np.zeros(tensor.shape[0], np.int64), self)
+            for name, tensor in tensors.items()
+        }
+        self._offsets = [offsets[name] for name in tensors]
+        self._matrix_bytes = [tensor.nbytes // tensor.num_matrices for tensor in self.tensors.values()]
+        self.num_slots = num_slots
+        self._memory = resident_bytes(num_slots * slot_bytes(tensors.values())).reshape(num_slots, -1)
+        self._empty = list(range(num_slots))
+        self._held: dict[int, int] = {}  # slots by expert, the longest unused first
+        self._coming: dict[int, tuple[int, Reading]] = {}  # slots and readings, by expert
+        self._needed: list[int] = []
+        self._num_asked = 0  # of the needed ones
+
+    def need(self, experts: list[int]) -> None:
+        """Ask for the experts of a forward, in the order in which `rounds` goes through them."""
+        if self.store.reader.after_fork():
+            self._forget_coming()
+        self.settle()
+        for expert in [one for one in self._coming if one not in set(experts)]:
+            slot, reading = self._coming[expert]
+            if self.store.reader.cancel(reading):
+                del self._coming[expert]
+                self._empty.append(slot)
+        self._needed, self._num_asked = experts, 0
+        self.store.num_experts += len(experts)
+        self.store.num_found += sum(expert in self._held for expert in experts)
+        self._ask_from(0)
+
+    def guess(self, experts: Sequence[int]) -> None:
+        """Ask for experts that may be needed soon, the likeliest first, as far as that displaces none of them."""
+        kept = set(experts)
+        for expert in experts:
+            if expert not in self._held and expert not in self._coming:
+                slot = self._free_slot(kept)
+                if slot is None:
+                    return
+                self._fetch(expert, slot, is_waited_for=False)
+
+    def settle(self) -> None:
+        """Enter into the tables what has arrived."""
+        for expert in list(self._coming):
+            slot, reading = self._coming[expert]
+            if reading.is_done:
+                del self._coming[expert]
+                if reading.error:  # of a guess, or of a forward that ended: who needs the expert asks again
+                    self._empty.append(slot)
+                else:
+                    self._hold(expert, slot)
+
+    def rounds(self) -> Iterator[tuple[int, int]]:
+        """Go through the needed experts: each pair first, end says which of them are in memory now, to be used at once.
+
+        Raises BackendError if one cannot be read.
+        """
+        needed, first = self._needed, 0
+        while first < len(needed):
+            self._ask_from(first)
+            end = first
+            while end < len(needed) and self._is_there(needed[end]):
+                end += 1
+            if end == first:
+                self._await(needed[first])
+                continue
+            if self._num_asked < len(needed):  # their slots are wanted: a part at a time, so that reading goes on meanwhile
+                end = min(end, first + max(1, self.num_slots // 4))
+            yield first, end
+            for expert in needed[first:end]:
+                self._held[expert] = self._held.pop(expert)  # used last
+            first = end
+
+    def _ask_from(self, first: int) -> None:
+        """Ask for the needed experts that were not asked for yet while there are slots. first: those before it are done with."""
+        needed, kept = self._needed, set(self._needed[first:])
+        while self._num_asked < len(needed):
+            expert = needed[self._num_asked]
+            if expert in self._coming:
+                self.store.reader.hurry(self._coming[expert][1])
+            elif expert not in self._held:
+                slot = self._free_slot(kept)
+                if slot is None:
+                    return
+                self._fetch(expert, slot, is_waited_for=True)
+            self._num_asked += 1
+
+    def _is_there(self, expert: int) -> bool:
+        """Whether an expert is in memory. Raises BackendError if it could not be read."""
+        if expert in self._coming and self._coming[expert][1].is_done:
+            slot, reading = self._coming.pop(expert)
+            if reading.error:
+                self._empty.append(slot)
+                raise reading.error
+            self._hold(expert, slot)
+        return expert in self._held
+
+    def _await(self, expert: int) -> None:
+        """Wait until an expert has arrived, or there may be a slot for it."""
+        if expert in self._coming:
+            self.store.wait([self._coming[expert][1]])
+        elif self._coming:  # guesses have the slots
+            self.store.wait([reading for _, reading in self._coming.values()])
+            self.settle()
+        else:  # later ones have the slots, as they were guessed
+            self._empty.append(self._displace(next(one for one in reversed(self._needed) if one in self._held)))
+
+    def _free_slot(self, kept: set[int]) -> int | None:
+        """A slot for another expert; None if all hold some that are kept, or are being filled."""
+        if self._empty:
+            return self._empty.pop()
+        expert = next((one for one in self._held if one not in kept), None)
+        return None if expert is None else self._displace(expert)
+
+    def _displace(self, expert: int) -> int:
+        """Take an expert's slot from it."""
+        for tensor in self.tensors.values():
+            tensor.table[expert] = 0
+        return self._held.pop(expert)
+
+    def _hold(self, expert: int, slot: int) -> None:
+        for tensor, (start, _, at) in zip(self.tensors.values(), self._places(expert), strict=True):
+            tensor.table[expert] = self._memory[slot].ctypes.data + at + start % PAGE
+        self._held[expert] = slot
+
+    def _fetch(self, expert: int, slot: int, is_waited_for: bool) -> None:
+        pieces = []
+        for start, size, at in self._places(expert):
+            first, num_bytes = pages_around(start, size)
+            pieces.append((first, self._memory[slot, at : at + num_bytes]))
+        reading = Reading(pieces)
+        self._coming[expert] = slot, reading
+        self.store.reader.start(reading, is_waited_for)
+
+    def _places(self, expert: int) -> Iterator[tuple[int, int, int]]:
+        """Of an expert's matrices the place in the file, the bytes, and the place of their pages in a slot."""
+        at = 0
+        for offset, size in zip(self._offsets, self._matrix_bytes, strict=True):
+            yield offset + expert * size, size, at
+            at += _room(size)
+
+    def _forget_coming(self) -> None:
+        self._empty += [slot for slot, _ in self._coming.values()]
+        self._coming.clear()
+
+
+@dataclass(frozen=True)
+class Router:
+    """What it takes to guess a layer's experts: rows of numbers, the weights of their norm, the router's matrix [E, C], its shift.
+
+    norm, shift: None where there is none.
+    """
+
+    experts: Experts
+    rows: F32
+    norm: F32 | None
+    eps: float
+    matrix: F32
+    shift: F32 | None
+
+    def likeliest(self, num_rows: int) -> list[int]:
+        """The experts that it would choose for the first rows as they are now, those of most rows first."""
+        rows = self.rows[:num_rows, : self.matrix.shape[1]]
+        if self.norm is not None:
+            rows = rows / np.sqrt(np.mean(rows * rows, axis=1, keepdims=True) + np.float32(self.eps)) * self.norm[: rows.shape[1]]
+        scores = rows @ self.matrix.T
+        if self.shift is not None:
+            scores = (1 / (1 + np.exp(-scores)) if self.experts.score == "sigmoid" else scores) + self.shift[: len(self.matrix)]
+        order = np.argsort(-scores, axis=1)[:, : self.experts.used]
+        wanted = np.zeros(len(self.matrix))
+        np.add.at(wanted, order, 1 - 1e-3 * np.arange(self.experts.used))
+        return [int(expert) for expert in np.argsort(-wanted)[: np.count_nonzero(wanted)]]
+
+
+def _room(matrix_bytes: int) -> int:
+    """Bytes of a slot for the pages that a matrix may lie in."""
+    return -(-matrix_bytes // PAGE) * PAGE + PAGE
+
+
+def slot_bytes(tensors: Iterable[WeightTensor]) -> int:
+    """Bytes of a slot for one expert of these tensors."""
+    return sum(_room(packed_bytes(tensor) // tensor.shape[0]) for tensor in tensors)
+
+
+def stored_matrices(
+    name: str, tensors: Mapping[str, WeightTensor], threads: int, limit_bytes: int
+) -> dict[str, PackedTensor | StoredTensor]:
+    """Every tensor in kernel order: matrices in memory, and experts on the disk with memory for as many as the limit leaves.
+
+    name: the model's. Raises BackendError where the limit is too small, or the packed weights cannot be kept on the disk.
+    """
+    layers: dict[str, dict[str, WeightTensor]] = {}
+    for one, tensor in tensors.items():
+        if len(tensor.shape) == 3:
+            layers.setdefault(one.rpartition(".")[0], {})[one] = tensor
+    in_memory = {one: tensor for one, tensor in tensors.items() if len(tensor.shape) != 3}
+    always = sum(map(packed_bytes, in_memory.values()))
+    of_slots = {layer: slot_bytes(some.values()) for layer, some in layers.items()}
+    if limit_bytes < (least := always + sum(of_slots.values())):
+        what = "weights that every token reads" if layers else "weights, of which every token reads all,"
+        more = f", and one expert of each layer {(least - always) / 1e9:.3f} GB" if layers else ""
+        raise BackendError(
+            f"memory is limited to {limit_bytes / 1e9:.3f} GB, but {what} take {always / 1e9:.3f} GB{more}; allow "
+            f"{least / 1e9:.3f} GB or more, or leave memory at auto: then the system drops parts of them and reads these again"
+        )
+    counts = _num_slots(limit_bytes - always, of_slots, {layer: _count(some) for layer, some in layers.items()})
+    file, offsets = packed_file(name, tensors, threads)
+    found: dict[str, PackedTensor | StoredTensor] = {}
+    for one, tensor in in_memory.items():
+        first, num_bytes = pages_around(offsets[one], packed_bytes(tensor))
+        data = resident_bytes(num_bytes)
+        file.read(first, data)
+        tiles = data[offsets[one] - first :][: packed_bytes(tensor)].reshape(num_tiles(tensor.shape), -1)
+        found[one] = PackedTensor(tensor.format, tensor.shape, tiles)
+    store = ExpertStore(Reader(file, _THREADS))
+    for layer, some in layers.items():
+        found |= LayerExperts(store, some, offsets, counts[layer]).tensors
+    return found
+
+
+def _count(tensors: Mapping[str, WeightTensor]) -> int:
+    """Experts of a layer."""
+    return next(iter(tensors.values())).shape[0]
+
+
+def _num_slots(num_bytes: int, of_slots: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
+    """How many slots each layer gets: the same share of its experts, and one at least."""
+    share = num_bytes / sum(size * most[layer] for layer, size in of_slots.items())
+    counts = {layer: max(1, min(most[layer], int(share * most[layer]))) for layer in of_slots}
+    left = num_bytes - sum(size * counts[layer] for layer, size in of_slots.items())
+    for layer, size in of_slots.items():  # what rounding left
+        if size <= left and counts[layer] < most[layer]:
+            counts[layer] += 1
+            left -= size
+    return counts

@@ -1,0 +1,201 @@
+"""Mixtures larger than the memory they may use: the same bits, whatever fits, and clear errors."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpuspec.backends import make_backend
+from cpuspec.backends.numba_backend import NumbaBackend
+from cpuspec.backends.packed import packed_directory
+from cpuspec.backends.stored import packed_bytes, slot_bytes
+from cpuspec.backends.weights import weight_tensors
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.config import EngineConfig
+from cpuspec.environment import cache_dir
+from cpuspec.errors import BackendError, ConfigError
+from tests.backends.models import every_backend, forward, tiny
+
+TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
+SIZES = {"num_layers": 3, "num_experts": 12, "num_used": 3, "expert_size": 256}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels").symlink_to(cache_dir() / "kernels")  # that are compiled already
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+
+
+@pytest.fixture(scope="module", params=["q4_0", "q4_k", "q6_k", "mxfp4", "f16", "bf16"])  # of each order of activations
+def of_format(request, tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory, architecture="qwen3moe", weight_format=request.param, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Checkpoint:  # type: ignore[no-untyped-def]
+    return tiny(tmp_path_factory, architecture="qwen3moe", weight_format="q4_k", **SIZES)
+
+
+def limit_for(checkpoint: Checkpoint, slots: float) -> str:
+    """The limit that leaves memory for so many experts of each layer."""
+    tensors = {n: t for n, t in weight_tensors(checkpoint, {}).items() if len(t.shape) > 1 and n != "embed"}
+    always = sum(packed_bytes(t) for t in tensors.values() if len(t.shape) == 2)
+    layers = [
+        [tensors[f"layers.{i}.expert_{part}"] for part in ("gate", "up", "down")] for i in range(checkpoint.config.num_layers)
+    ]
+    return f"{(always + slots * sum(map(slot_bytes, layers)) + 10) / 1000:.6f}KB"
+
+
+def stored(checkpoint: Checkpoint, slots: float, **settings: int) -> NumbaBackend:
+    engine = EngineConfig(**{"threads": 2, "max_rows": 64, "memory": limit_for(checkpoint, slots), **settings})  # type: ignore[arg-type]
+    backend = make_backend("numba", checkpoint, engine)
+    assert isinstance(backend, NumbaBackend)
+    return backend
+
+
+def logits(backend: NumbaBackend, size: int = 45) -> np.ndarray:
+    cache = backend.new_cache(1, 64)
+    return np.concatenate([forward(backend, cache, {0: TOKENS[i : i + size]}).logits for i in range(0, len(TOKENS), size)])
+
+
+def test_bits_are_those_of_weights_in_memory_whatever_fits(of_format: Checkpoint) -> None:
+    backend = make_backend("numba", of_format, EngineConfig(threads=2, max_rows=64, keep_packed=False))
+    assert isinstance(backend, NumbaBackend)
+    assert backend.disk_reads() is None
+    wanted = logits(backend)
+    backend.close()
+    for slots, threads in ((1, 1), (2, 3), (5, 2)):
+        backend = stored(of_format, slots, threads=threads)
+        for size in (45, 7, 1):
+            assert np.array_equal(logits(backend, size), wanted), (slots, size)
+        reads = backend.disk_reads()
+        assert reads
+        assert reads.num_bytes > 0
+        assert 0 <= reads.num_found < reads.num_experts
+        backend.close()
+
+
+def test_rows_that_share_a_forward_and_trees_get_the_same_bits(mixture: Checkpoint) -> None:
+    """Several sequences, a tree of drafts, and rows of prompts, through slots for two of the twelve experts of a layer."""
+    outputs = []
+    for backend in (make_backend("numba", mixture, EngineConfig(threads=2, max_rows=64, keep_packed=False)), stored(mixture, 2)):
+        cache = backend.new_cache(3, 64)
+        first = forward(backend, cache, {0: TOKENS[:20], 1: TOKENS[20:25], 2: TOKENS[25:26]}).logits
+        tree = forward(backend, cache, {0: TOKENS[:4]}, parents=[-1, 0, 0, 1], positions=[20, 21, 21, 22]).logits
+        outputs.append(np.concatenate([first, tree]))
+        backend.close()
+    assert np.array_equal(*outputs)
+
+
+def test_experts_that_fit_are_read_once(mixture: Checkpoint) -> None:
+    backend = stored(mixture, 10)  # of 12
+    before = None
+    for _ in range(3):
+        logits(backend, 1)
+        reads = backend.disk_reads()
+        assert reads
+        if before:
+            assert reads.num_found - before.num_found > 0.6 * (reads.num_experts - before.num_experts)
+        before = reads
+    backend.close()
+
+
+def test_a_model_that_fits_is_in_memory(mixture: Checkpoint) -> None:
+    backend = stored(mixture, 13)
+    assert backend.disk_reads() is None
+    backend.close()
+
+
+@pytest.mark.parametrize("harm", ["shortened", "changed", "removed"])
+def test_a_file_that_is_harmed_while_it_is_in_use_is_an_error_and_no_crash(mixture: Checkpoint, harm: str) -> None:
+    backend = stored(mixture, 2)
+    wanted = logits(backend)
+    (path,) = packed_directory().glob("*.packed")
+    if harm == "shortened":
+        os.truncate(path, path.stat().st_size // 2 // 4096 * 4096)
+    elif harm == "changed":
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            file.write(b"other bytes")
+    else:
+        path.unlink()  # what is open stays
+        assert np.array_equal(logits(backend), wanted)
+        backend.close()
+        return
+    for _ in range(2):
+        with pytest.raises(BackendError, match="was changed or shortened while it was in use; load the model again"):
+            logits(backend)
+    backend.close()
+    again = stored(mixture, 2)  # what a verification of this boot says holds for the file as it was
+    assert np.array_equal(logits(again), wanted)
+    again.close()
+
+
+def test_a_damaged_file_is_packed_again(mixture: Checkpoint) -> None:
+    backend = stored(mixture, 2)
+    wanted = logits(backend)
+    backend.close()
+    (path,) = packed_directory().glob("*.packed")
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.write_bytes(data)
+    backend = stored(mixture, 2)
+    assert np.array_equal(logits(backend), wanted)
+    backend.close()
+
+
+def test_a_limit_below_what_can_work_says_what_is_needed(mixture: Checkpoint) -> None:
+    with pytest.raises(
+        BackendError, match=r"memory is limited to 0\.\d+ GB, but .* and one expert of each layer .* allow 0\.\d+ GB"
+    ):
+        stored(mixture, 0.9)
+
+
+def test_a_dense_model_larger_than_its_limit_is_refused(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(
+        BackendError, match=r"weights, of which every token reads all, take 0.001 GB; allow .* or leave memory at auto"
+    ):
+        make_backend("numba", tiny(tmp_path_factory), EngineConfig(memory="100KB"))
+
+
+def test_a_disk_that_may_keep_nothing_is_a_clear_error(mixture: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPUSPEC_PACKED_GB", "0")
+    with pytest.raises(BackendError, match="raise CPUSPEC_PACKED_GB"):
+        stored(mixture, 2)
+
+
+@pytest.mark.parametrize("text", ["", "8", "0GB", "-1GB", "101%", "many", "8 PB", 8, None, "1e3GB"])
+def test_a_limit_that_is_no_size_is_refused(text: object) -> None:
+    with pytest.raises(ConfigError, match="memory must be a size such as 8GB, a share of the memory such as 60%, or auto"):
+        EngineConfig(memory=text)  # type: ignore[arg-type]
+
+
+@every_backend(("numpy", "torch"))
+def test_other_backends_have_no_limit(mixture: Checkpoint, name: str) -> None:
+    with pytest.raises(BackendError, match="memory 8GB is a setting of the numba backend"):
+        make_backend(name, mixture, EngineConfig(memory="8GB"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_reads_for_itself(mixture: Checkpoint) -> None:
+    backend = stored(mixture, 2)
+    wanted = logits(backend)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(logits(backend), wanted) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert np.array_equal(logits(backend), wanted)
+    backend.close()
+
+
+def test_layers_without_experts_and_a_part_that_all_rows_go_through_stay_in_memory(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory, architecture="qwen2moe", weight_format="q4_k", shared_size=256, **SIZES)
+    outputs = []
+    for backend in (
+        make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64, keep_packed=False)),
+        stored(checkpoint, 3),
+    ):
+        outputs.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
+        backend.close()
+    assert np.array_equal(*outputs)
