@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from linear_alone import activations, multiply
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -24,7 +25,6 @@ from record import Rounds, record, save, spread
 from cpuspec.formats import FORMATS, QuantTensor, get_format
 from cpuspec.formats.packing import PANEL, TILE, PackedTensor, aligned_bytes, pack
 from cpuspec.kernels import isa
-from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.linear import activation_order
 from cpuspec.kernels.ops import F32X16, I32X16, LANES, Ops, Value, dot_bytes, fma
 from cpuspec.metrics import read_bandwidth

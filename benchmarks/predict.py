@@ -20,7 +20,7 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.environment import usable_cores
 from cpuspec.errors import CpuspecError
-from cpuspec.speculation.planner.choose import best_chain
+from cpuspec.speculation.planner.choose import MAX_TOKENS, Option, best_length
 from cpuspec.speculation.planner.costs import Costs, measure_costs
 
 ACCEPTANCES = [0.6, 0.7, 0.75, 0.8, 0.9]
@@ -78,6 +78,16 @@ def _predicted(models: list[Timed], acceptance: float) -> dict[str, Any]:
     choices = best_chain([model.costs for model in models], acceptance)
     best, plain_s = choices[0], models[0].costs.forward_s(1)
     return {"lengths": [one.num_tokens for one in choices], "tokens": best.tokens, "over_plain": best.tokens_per_s * plain_s}
+
+
+def best_chain(costs: list[Costs], rate: float) -> list[Option]:
+    """The best lengths of a target's drafts, of their drafts, and so on, all accepted at one rate. costs: the target's first."""
+    options: list[Option] = []
+    seconds_per_token = costs[-1].forward_s(1)
+    for verifier in reversed(costs[:-1]):
+        options.insert(0, best_length(None, verifier, rate, MAX_TOKENS, seconds_per_token))
+        seconds_per_token = 1 / options[0].tokens_per_s
+    return options
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Counters, latencies and rates, each defined once. With `evaluate.speed` and the benchmarks the only place that reads a clock."""
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -151,10 +150,6 @@ class RequestStats:
     def as_dict(self) -> dict[str, Any]:
         """Every figure under its name, levels with their shares."""
         return asdict(self) | {"levels": {name: level.as_dict() for name, level in self.levels.items()}}
-
-    def to_json(self) -> str:
-        """`as_dict` as one JSON object."""
-        return json.dumps(self.as_dict())
 
 
 _Cycles = Sequence[tuple[str, int, int, int]]

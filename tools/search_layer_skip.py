@@ -7,7 +7,7 @@ least are tried (arXiv:2403.03853), for their cosine with it is known after one 
 the same, so agreement alone decides: how often draft and model, shown the same text, find the same token most likely.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -22,11 +22,16 @@ from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig
 from cpuspec.engine.own_weights import skip_layers
-from cpuspec.evaluate.quality import top_tokens
-from cpuspec.model.batch import ForwardBatch
+from cpuspec.evaluate.quality import logits_of
+from cpuspec.model.batch import I32, ForwardBatch
 from cpuspec.text import make_tokenizer
 
 Layers = tuple[int, ...]
+
+
+def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:
+    """The most likely token after each of `tokens`, which are fed to an empty cache: a greedy draft would propose it there."""
+    return np.concatenate([logits.argmax(axis=1) for logits in logits_of(backend, tokens, backend.max_rows)])
 
 
 def main(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cpuspec.backends import Backend
 from cpuspec.errors import ConfigError
 from cpuspec.model.batch import F32, I32, ForwardBatch
-from cpuspec.sampling import argmax, kl_divergence, log_softmax
+from cpuspec.sampling import kl_divergence, log_softmax
 from cpuspec.sequence import shared_prefix
 
 F64 = NDArray[np.float64]
@@ -195,8 +195,3 @@ class Scorer:
 def logits_of(backend: Backend, tokens: Sequence[int], chunk: int, first: int = 0) -> Iterator[F32]:
     """Logits [rows, V] of a text fed to an empty cache, up to `chunk` rows at a time, from the row `first` on."""
     return Scorer(backend, len(tokens)).logits(tokens, first, chunk)
-
-
-def top_tokens(backend: Backend, tokens: Sequence[int]) -> I32:
-    """The most likely token after each of `tokens`, which are fed to an empty cache: a greedy draft would propose it there."""
-    return np.concatenate([argmax(logits) for logits in logits_of(backend, tokens, backend.max_rows)])

@@ -11,7 +11,6 @@ from typing import Any
 from cpuspec.errors import ConfigError, in_one_line
 from cpuspec.load.client import Client, ServerError
 
-MAX_REQUESTS = 100_000
 _MAX_LINE_BYTES = 64 << 20
 COMPLETIONS, CHAT = "openai", "openai-chat"  # vLLM's names of the two protocols
 PATHS: Mapping[str, str] = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}

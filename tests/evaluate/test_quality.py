@@ -7,7 +7,7 @@ from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.config import EngineConfig
 from cpuspec.errors import ConfigError
-from cpuspec.evaluate.quality import compare, logits_of, top_tokens
+from cpuspec.evaluate.quality import compare, logits_of
 from tests.backends.models import tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 30).tolist()
@@ -50,10 +50,3 @@ def test_a_backend_agrees_with_itself_and_the_compiled_one_nearly(backends) -> N
 def test_one_token_is_not_a_text(backends) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="two tokens"):
         compare(backends[0], backends[0], [1])
-
-
-def test_top_tokens_are_the_argmax_of_every_row(backends) -> None:  # type: ignore[no-untyped-def]
-    fine, coarse, _ = backends
-    wanted = np.concatenate(list(logits_of(fine, TOKENS, 7))).argmax(axis=1)
-    assert np.array_equal(top_tokens(fine, TOKENS), wanted)
-    assert not np.array_equal(top_tokens(coarse, TOKENS), wanted)

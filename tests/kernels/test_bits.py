@@ -7,10 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from benchmarks.linear_alone import activations, multiply
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import PANEL, TILE, pack
 from cpuspec.kernels import isa
-from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.linear import activation_order, prompt_order
 from cpuspec.kernels.pointwise import GELU, NORM, SILU, prepare_row
 from cpuspec.kernels.products import BLOCK_ROWS

@@ -7,9 +7,9 @@ import pytest
 from numba import njit, types
 from numba.extending import intrinsic
 
+from benchmarks.linear_alone import activations, multiply
 from cpuspec.formats import FORMATS, QuantTensor
 from cpuspec.formats.packing import TILE, PackedTensor, aligned_bytes, pack
-from cpuspec.kernels.alone import activations, multiply
 from cpuspec.kernels.isa import dot_isa, features, has_bf16_tiles, lookup_isa
 from cpuspec.kernels.linear import ORDERS, activation_order
 from cpuspec.kernels.ops import Ops, lookup_bytes

@@ -10,9 +10,8 @@ from cpuspec.backends import make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig
 from cpuspec.engine.own_weights import skip_layers
-from cpuspec.evaluate.quality import top_tokens
 from tests.backends.models import tiny
-from tools.search_layer_skip import least_influential, search
+from tools.search_layer_skip import least_influential, search, top_tokens
 
 TEXTS = [np.random.default_rng(3 + n).integers(0, 300, 30).tolist() for n in range(2)]
 

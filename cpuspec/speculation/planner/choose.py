@@ -105,13 +105,3 @@ def break_even(costs: Costs, num_seqs: int) -> float:
     """
     plain_s = costs.forward_s(num_seqs)
     return min([(WORTH * costs.forward_s(num_seqs * (n + 1)) / plain_s - 1) / n for n in _LENGTHS])
-
-
-def best_chain(costs: list[Costs], rate: float) -> list[Option]:
-    """The best lengths of a target's drafts, of their drafts, and so on, all accepted at one rate. costs: the target's first."""
-    options: list[Option] = []
-    seconds_per_token = costs[-1].forward_s(1)
-    for verifier in reversed(costs[:-1]):
-        options.insert(0, best_length(None, verifier, rate, MAX_TOKENS, seconds_per_token))
-        seconds_per_token = 1 / options[0].tokens_per_s
-    return options

@@ -1,4 +1,4 @@
-"""One linear kernel called from Python, for tests and for `benchmarks/kernels.py`: a forward calls it from compiled code."""
+"""One linear kernel called from Python, for `kernels.py` and the tests of kernels. A forward calls it from compiled code."""
 
 import numpy as np
 
