@@ -61,7 +61,8 @@ class RopeScaling:
 
     kind: "linear", "llama3", "yarn", "factors" (explicit divisors, one per frequency, as GGUF's `rope_freqs`), or "longrope": as
     "factors", but `short_factors` in a context of at most `original_context_length` (`for_context`).
-    attention_factor: of cosines and sines; None for 1, or YaRN's own.
+    attention_factor: of cosines and sines; None for 1, or YaRN's own. truncate: whether YaRN's ramp goes from whole pairs to whole
+    pairs, as it does for llama.cpp in every model.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class RopeScaling:
     attention_factor: float | None = None
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3", "yarn", "factors", "longrope"):
@@ -172,6 +174,10 @@ class Experts:
             raise ConfigError(f"experts: {self.groups_used} groups of {self.count // self.groups} have no {self.used} to choose")
 
 
+# min(gate, LIMIT) * sigmoid(ALPHA * min(gate, LIMIT)) * (up clamped to +-LIMIT, + 1): the activation "swiglu_oai" of gpt-oss.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """How a head, a draft model that was trained for one target, begins and ends. Between, it is a model like any other.
@@ -217,9 +223,11 @@ class ModelConfig:
     architecture: the name of its family; nothing is computed by it.
     norms: where a branch (attention, MLP) has norms: "before", "after" (of its output) or "both". norm_kind: "rms", or "layer"
     (mean and variance); norm_bias: whether those have biases.
-    activation: of the gate in the MLP, "silu" or "gelu_tanh". gated: whether there is one; else it is of the MLP's inside itself.
+    activation: of the gate in the MLP, "silu", "gelu_tanh" or "swiglu_oai", which clamps gate and up (`SWIGLU_ALPHA`). gated:
+    whether there is one; else it is of the MLP's inside itself.
     mlp_bias: whether its matrices have biases. parallel: attention and MLP read the same norm, and are both added to its input.
     embedding_scale: factor of the embedded tokens. query_scale: factor of attention scores, None for 1 / sqrt(head_dim).
+    sinks: each query head has a score of its own that softmax counts and no value belongs to.
     attention_softcap, logit_softcap: c in c * tanh(x / c) for attention scores and for logits; 0 for none.
     head: how it begins and ends if it is a head, a draft model that takes its target's hidden states; None for other models.
     layer_windows: for each layer how many last positions a row sees, its own included, 0 for all; empty for all in every layer.
@@ -276,11 +284,12 @@ class ModelConfig:
     rotates_first: bool = False
     query_growth: float = 0.0
     query_growth_length: int = 0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         choices = {
             "norms": ("before", "after", "both"),
-            "activation": ("silu", "gelu_tanh"),
+            "activation": ("silu", "gelu_tanh", "swiglu_oai"),
             "norm_spans": ("head", "row"),
             "norm_kind": ("rms", "layer"),
         }
@@ -342,6 +351,8 @@ class ModelConfig:
             raise ConfigError('norm_bias needs norm_kind "layer"')
         if (self.parallel or not self.gated) and (self.experts or self.head):
             raise ConfigError("parallel branches and an MLP without a gate are supported in dense models that are no heads")
+        if self.activation == "swiglu_oai" and not self.gated:
+            raise ConfigError('activation "swiglu_oai" is of a gate and what it gates; wanted gated')
         if self.parallel and self.norms != "before":
             raise ConfigError('parallel branches read one norm; wanted norms "before"')
         if self.rotates_first and (self.norm_spans != "head" or not self.qk_norm):

@@ -23,7 +23,8 @@ class Attention:
     window: how many last tokens of its path a row sees, its own included; None for all. rope: of keys, None where nothing is
     rotated. query_rope: of queries.
     scale: factor of scores. softcap: c in c * tanh(x / c) for scores, 0 for none. norm: what RMS norms of queries and keys are
-    over, each "head" or the "row" of all heads; "" for none. rotates_first: they follow the rotation.
+    over, each "head" or the "row" of all heads; "" for none. rotates_first: they follow the rotation. sinks: whether softmax counts
+    a score of each head besides, which no value belongs to.
     """
 
     heads: int
@@ -38,6 +39,7 @@ class Attention:
     o_bias: bool
     query_rope: Rope | None
     rotates_first: bool
+    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Layer:
             found |= (
                 {"q_norm": (mixer.dims,), "k_norm": (mixer.dims,)} if mixer.norm == "head" else {"q_norm": (q,), "k_norm": (kv,)}
             )
+        if mixer.sinks:
+            found["sinks"] = (mixer.heads,)
         if self.normed_before and not self.parallel:
             found["mlp_norm"] = (hidden,)
         if self.norm_bias:
@@ -151,7 +155,7 @@ def layers_of(config: ModelConfig) -> list[Layer]:
         of_queries = rope and replace(rope, growth=c.query_growth, growth_length=c.query_growth_length)
         return Attention(
             c.num_heads, c.num_kv_heads, c.head_dim, windows[i] or None, rope, scale, c.attention_softcap, norm,
-            c.qkv_bias, c.o_bias, of_queries, c.rotates_first,
+            c.qkv_bias, c.o_bias, of_queries, c.rotates_first, c.sinks,
         )  # fmt: skip
 
     return [

@@ -249,6 +249,8 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return 1.0, 0.1
     if name.endswith("bias"):
         return 0.0, 0.5
+    if name.endswith("sinks"):
+        return 0.0, 2.0
     return 0.0, (2.0 if name in ("embed", "output") else 1.0) / math.sqrt(shape[-1])
 
 

@@ -555,6 +555,7 @@ class _Writer:
             "partials_at": attention.partials_offset(self._kv_format, mixer.dims),
             "partial_bytes": attention.partial_bytes(self._kv_format, mixer.dims),
             "window": mixer.window or 0, "cap": mixer.softcap, "hadamard": self._hadamard,
+            "sinks": _at(self._vectors[layer.weight("sinks")]) if mixer.sinks else 0,
         }  # fmt: skip
         self.operations.append(("attend", attend))
         return _Rows(out)
@@ -696,7 +697,10 @@ class _Writer:
         """Rows to activations. to: where they go, by their order."""
         c, kind, other = self._config, pointwise.PLAIN if norm is None else pointwise.NORM, x.up
         if x.is_gate:
-            kinds = {"silu": (pointwise.SILU, pointwise.SILU_ALONE), "gelu_tanh": (pointwise.GELU, pointwise.GELU_ALONE)}
+            kinds = {
+                "silu": (pointwise.SILU, pointwise.SILU_ALONE), "gelu_tanh": (pointwise.GELU, pointwise.GELU_ALONE),
+                "swiglu_oai": (pointwise.SWIGLU_OAI, pointwise.PLAIN),
+            }  # fmt: skip
             kind = kinds[c.activation][x.up is None]
         elif norm is not None and c.norm_kind == "layer":
             kind = pointwise.LAYER_NORM

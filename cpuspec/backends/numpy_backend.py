@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.config import EngineConfig, Experts, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, EngineConfig, Experts, ModelConfig, Rope
 from cpuspec.formats import Format, QuantTensor
 from cpuspec.formats.kv import get_kv_format, remembered
 from cpuspec.layers import Layer
@@ -173,7 +173,7 @@ class Forward:
         return self.norm(heads, layer.weight(norm)) if mixer.rotates_first else heads
 
     def attention(self, layer: Layer, q: Array, k: Array, v: Array) -> Array:
-        """Scores are q k^T times the query scale, under the softcap if the model has one."""
+        """Scores are q k^T times the query scale, under the softcap if the model has one, and the sinks beside them."""
         mixer, batch = layer.mixer, self._batch
         self._append(layer, k, v)
         out = np.empty((len(q), mixer.heads * mixer.dims), self._model.dtype)
@@ -185,8 +185,11 @@ class Forward:
             scores = np.matmul(q[rows].transpose(1, 0, 2), keys.transpose(1, 2, 0)) * self._number(mixer.scale)  # [H, T, S]
             scores = self._softcapped(scores, mixer.softcap)
             scores[:, ~visible(batch, b, prefix, mixer.window)] = -np.inf
+            if mixer.sinks:
+                sinks = self._model.weights[layer.weight("sinks")][:, None, None]
+                scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:2], 1))], axis=-1)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
+            weights = (weights / weights.sum(axis=-1, keepdims=True))[:, :, :end]
             out[rows] = np.matmul(weights, values.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(-1, out.shape[1])
         return out
 
@@ -204,6 +207,11 @@ class Forward:
                 held[layer.index, prefix : prefix + end - start] = remembered(self._model.kv_format, given)
 
     def gate(self, gate: Array, up: Array | None) -> Array:
+        if self._config.activation == "swiglu_oai":
+            assert up is not None, "`ModelConfig` has seen to it"
+            limit, alpha = self._number(SWIGLU_LIMIT), self._number(SWIGLU_ALPHA)
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            return gate / (1 + np.exp(-alpha * gate)) * (up + self._number(1))
         if self._config.activation == "silu":
             active = gate / (1 + np.exp(-gate))
         else:

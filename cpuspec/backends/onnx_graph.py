@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuspec.backends.weights import WeightTensor, key_centres
-from cpuspec.config import ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, ModelConfig, Rope
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, QuantTensor
 from cpuspec.formats.grouped import GroupedIntegers, group_integers
@@ -212,6 +212,10 @@ class _Writer:
     def attention(self, layer: Layer, q: str, k: str, v: str) -> str:
         """Attention over the past and the rows, which are not copied together."""
         c = self._config
+        if layer.mixer.sinks:
+            raise BackendError(
+                f"layer {layer.index} has attention sinks, which this graph cannot compute; use the numba, numpy or torch backend"
+            )
         if layer.index in self._centres:
             k = self._node("Sub", k, self._constant(self._centres[layer.index], np.float32))
         keys, values = (self._cached(x, f"{kind}.{layer.index}") for x, kind in ((k, "keys"), (self._heads(v), "values")))
@@ -229,6 +233,12 @@ class _Writer:
         return self._node("Reshape", self._node("Transpose", out, perm=[2, 0, 1, 3]), self._integers(-1, c.num_heads * c.head_dim))
 
     def gate(self, gate: str, up: str | None) -> str:
+        if self._config.activation == "swiglu_oai":
+            assert up is not None, "`ModelConfig` has seen to it"
+            gate = self._node("Min", gate, self._number(SWIGLU_LIMIT))
+            active = self._node("Mul", gate, self._node("Sigmoid", self._scaled(gate, SWIGLU_ALPHA)))
+            clamped = self._node("Clip", up, self._number(-SWIGLU_LIMIT), self._number(SWIGLU_LIMIT))
+            return self._node("Mul", active, self._node("Add", clamped, self._number(1)))
         if self._config.activation == "silu":
             active = self._node("Mul", gate, self._node("Sigmoid", gate))
         else:

@@ -25,7 +25,7 @@ from cpuspec.backends.torch_weights import Codes, Matrix, OfExperts, Values, few
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
-from cpuspec.config import EngineConfig, Experts, ModelConfig, Rope
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT, EngineConfig, Experts, ModelConfig, Rope
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
 from cpuspec.formats import Cast, Format
@@ -318,6 +318,10 @@ class _Forward:
             part.storage.append(layer.index, self._tensors["at", b], k[part.rows], v[part.rows])
 
     def gate(self, gate: Tensor, up: Tensor | None) -> Tensor:
+        if self._config.activation == "swiglu_oai":
+            assert up is not None, "`ModelConfig` has seen to it"
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1)
         silu = self._config.activation == "silu"
         active = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
         return active if up is None else active * up
@@ -385,7 +389,11 @@ class _Forward:
             rows = slice(start, start + at_once)
             some = q[:, :, rows]
             scores = _softcapped((some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], part.span), layer.mixer.softcap)
-            weights = scores.masked_fill(~mask[rows], -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~mask[rows], -torch.inf)
+            if layer.mixer.sinks:
+                sinks = self._vectors[layer.weight("sinks")].view(groups, -1, 1, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat([scores, sinks], -1)
+            weights = scores.softmax(-1)[..., : part.span]
             out[rows] = (weights.flatten(1, 2) @ values).view(some.shape).permute(2, 0, 1, 3)
         return self._heads.turned(out).flatten(1)
 

@@ -64,15 +64,16 @@ def key_centres(config: ModelConfig, kv_format: Format, tensors: Mapping[str, We
 
     It shifts all scores of a query alike, and softmax does not see that. A bias may be many times larger than what tells keys apart
     (Qwen2.5: 354 in one dimension), and the steps of a format are as long as the largest number wants them; so are those of
-    bf16, in which keys of prompts are multiplied. Nothing in f32, for soft-capped scores, which see it, and where a norm
-    follows the bias.
+    bf16, in which keys of prompts are multiplied. Nothing in f32, for soft-capped scores, which see it, beside sinks, which are not
+    shifted, and where a norm follows the bias.
     """
     if kv_format.name == "f32":
         return {}
     return {
         layer.index: mean_over_positions(layer.mixer.rope, bias.dequantize().reshape(layer.mixer.kv_heads, -1))
         for layer in layers_of(config)
-        if (bias := tensors.get(layer.weight("k_bias"))) is not None and not layer.mixer.softcap and not layer.mixer.norm
+        if (bias := tensors.get(layer.weight("k_bias"))) is not None
+        and not (layer.mixer.softcap or layer.mixer.norm or layer.mixer.sinks)
     }
 
 

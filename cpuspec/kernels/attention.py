@@ -119,9 +119,15 @@ def merge(partial, later, size):
 
 
 @compiled
-def finish(partial, size, dims, out):
-    """out[dims] = the partial's sums over its sum of weights."""
-    scale = simd.splat_f32(1.0) / simd.load_f32(partial + size - 128)
+def finish(partial, size, dims, out, sink):
+    """out[dims] = the partial's sums over its sum of weights. sink: address of a score that has a weight and no value, or 0."""
+    total = simd.load_f32(partial + size - 128)
+    scale = simd.splat_f32(1.0) / total
+    if sink != 0:
+        largest, score = simd.load_f32(partial + size - 64), simd.splat_f32(simd.peek_f32(sink))
+        both = simd.max_f32(largest, score)
+        kept = exp_f32(largest - both)
+        scale = kept / simd.fma(total, kept, exp_f32(score - both))
     for dim in range(0, dims, LANES):
         value = simd.load_f32(partial + 4 * dim) * scale
         if dims - dim >= LANES:

@@ -154,6 +154,7 @@ OPERANDS: Mapping[str, _DType] = MappingProxyType(
             window=_I64,  # positions that a row sees, itself included; 0 for all
             cap=_F32,  # of soft-capped scores
             hadamard=_I64,  # of results
+            sinks=_I64,  # f32 [heads], or 0
         ),
         # rows += scale * `branch`, after an RMS norm times weight where that is not 0
         "add": _record(**dict.fromkeys(("rows", "branch", "stride", "weight", "features"), _I64), eps=_F32, scale=_F32),

@@ -267,7 +267,7 @@ def _attend(op, state, counter, threads, thread):
                 partial += earliest * size
             head = kv_head * group + query % group
             out = op.out + here * op.out_stride + head * op.dims * 4
-            finish(partial, size, op.dims, out)
+            finish(partial, size, op.dims, out, op.sinks + 4 * head if op.sinks != 0 else 0)
             if op.hadamard != 0:
                 hadamard_head(out, op.dims, op.hadamard)
 

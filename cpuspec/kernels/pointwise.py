@@ -3,6 +3,7 @@
 Everything works on one row (or one head) by addresses. Row buffers are padded with zeros to whole vectors of 16 numbers.
 """
 
+from cpuspec.config import SWIGLU_ALPHA, SWIGLU_LIMIT
 from cpuspec.kernels import isa, simd
 from cpuspec.kernels.options import compiled, inlined
 from cpuspec.kernels.products import (
@@ -24,7 +25,7 @@ _INT8_RECORD, _INT16_RECORD, _BF16_RECORD = ORDERS["int8"], ORDERS["int16"], ORD
 _IN_PAIRS = isa.dot_isa() == "avx2"  # how "int16" records hold their numbers, see `products`
 
 # What `prepare_row` does before it writes activations.
-PLAIN, NORM, SILU, GELU, LAYER_NORM, SILU_ALONE, GELU_ALONE = range(7)
+PLAIN, NORM, SILU, GELU, LAYER_NORM, SILU_ALONE, GELU_ALONE, SWIGLU_OAI = range(8)
 
 
 @compiled
@@ -160,6 +161,14 @@ def _gelu(x):
     return simd.splat_f32(0.5) * x * (simd.splat_f32(1.0) + tanh_f32(inner))
 
 
+@compiled
+def _swiglu_oai(gate, up):
+    limit, one = simd.splat_f32(SWIGLU_LIMIT), simd.splat_f32(1.0)
+    gate = simd.min_f32(gate, limit)
+    kept = simd.clamp(up, simd.splat_f32(-SWIGLU_LIMIT), limit) + one
+    return gate / (one + exp_f32(gate * simd.splat_f32(-SWIGLU_ALPHA))) * kept
+
+
 @inlined
 def _numbers(row, order, at):
     """Sixteen numbers of a row, those at byte offset `at` of it, or those that `order` names there."""
@@ -184,6 +193,8 @@ def _prepared(kind, row, other, weight, order, scale, mean, at):
         return x / (simd.splat_f32(1.0) + exp_f32(simd.splat_f32(0.0) - x))
     if kind == GELU_ALONE:
         return _gelu(x)
+    if kind == SWIGLU_OAI:
+        return _swiglu_oai(x, _numbers(other, order, at))
     return x
 
 
@@ -192,10 +203,10 @@ def prepare_row(kind, row, other, weight, order, eps, features, first, end, int8
     """Write activations of inputs first..end (multiples of 32, or the row's end) of one row.
 
     kind: PLAIN x; NORM x / rms(x) * weight; SILU silu(x) * other; GELU gelu(x) * other; LAYER_NORM (x - mean(x)) / deviation(x) *
-    weight + other; SILU_ALONE silu(x); GELU_ALONE gelu(x). int8 to rounded: address of the row's block
-    in that order, 0 where it is not wanted; place: the row's place in its block of block_rows. Rows, others and weights are padded
-    with zeros to whole groups. order: address of int32 indices, padded likewise with their own, where a matrix has the inputs in
-    another order; else 0.
+    weight + other; SILU_ALONE silu(x); GELU_ALONE gelu(x); SWIGLU_OAI as `config.SWIGLU_ALPHA`, of x and other. int8 to
+    rounded: address of the row's block in that order, 0 where it is not wanted; place: the row's place in its block of block_rows.
+    Rows, others and weights are padded with zeros to whole groups. order: address of int32 indices, padded likewise with their own,
+    where a matrix has the inputs in another order; else 0.
     """
     scale, mean = simd.splat_f32(1.0), simd.splat_f32(0.0)
     if kind == NORM:

@@ -53,8 +53,10 @@ def _yarn(inverse: F64, scaling: RopeScaling, base: float) -> F64:
         return half * math.log(wavelength) / math.log(base)
 
     half = len(inverse)
-    low = max(math.floor(pair_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_of(scaling.beta_slow)), 2 * half - 1)
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
     divide = np.clip((np.arange(half) - low) / max(high - low, 1e-3), 0.0, 1.0)
     return divide * inverse / scaling.factor + (1 - divide) * inverse
 

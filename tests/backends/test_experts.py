@@ -9,6 +9,7 @@ import pytest
 from cpuspec.backends import Backend, make_backend
 from cpuspec.backends.numpy_backend import Forward, NumpyBackend
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.config import EngineConfig, Experts
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
@@ -23,6 +24,8 @@ ROUTERS: dict[str, dict[str, object]] = {
     "a softmax over the chosen": {"score": "chosen", "normalised": False},
     "a shift for the choice alone": {"score": "sigmoid", "shifted": True},
     "groups": {"score": "sigmoid", "shifted": True, "groups": 4, "groups_used": 2},
+    "biases": {"bias": True},
+    "biases, a softmax over the chosen": {"bias": True, "score": "chosen", "normalised": False},
     "as many experts as no vector has": {"count": 19, "used": 5},
     "more chosen than a vector has": {"count": 24, "used": 20, "score": "chosen"},
 }
@@ -36,6 +39,9 @@ def _mixture(tmp_path_factory: pytest.TempPathFactory, shared: int = 0, weight_f
     experts: Experts = replace(base.config.experts, **facts)  # type: ignore[arg-type]
     config = replace(base.config, experts=experts, shared_size=shared, shared_gate=bool(shared))
     rng, tensors, f32 = np.random.default_rng(1), dict(base.tensors), get_format("f32")
+    for name, shape in tensor_shapes(config).items() if experts.bias else ():
+        if "_bias" in name:
+            tensors[name] = QuantTensor.encode(f32, 0.5 * rng.standard_normal(shape))
     for i in range(2 if shared or experts.shifted else 0):
         if experts.shifted:
             tensors[f"layers.{i}.router_shift"] = QuantTensor.encode(f32, 0.3 * rng.standard_normal(experts.count))

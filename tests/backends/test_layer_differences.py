@@ -10,6 +10,7 @@ from cpuspec.backends import make_backend
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.config import EngineConfig, ModelConfig, RopeScaling
+from cpuspec.errors import BackendError
 from cpuspec.formats import QuantTensor, get_format
 from tests.backends.models import every_backend, forward
 from tools.make_tiny_model import random_weights, tiny_config
@@ -44,9 +45,16 @@ FAMILIES = {
     "norms behind the rotation": {"qk_norm": True, "rotates_first": True},
     "a part of a head turns": {"rope_dims": 24},
     "queries that grow": {"query_growth": 0.3, "query_growth_length": 5, "rope_dims": 16, "layer_ropes": ("local", "global")},
+    "a clamped gate": {"activation": "swiglu_oai"},
     "short factors": {"rope_scaling": replace(LONGROPE, original_context_length=512)},
     "long factors": {"rope_scaling": LONGROPE},
 }  # fmt: skip
+GRAPHS = ("onnxruntime", "openvino")  # refuse these
+SINKS = {
+    "sinks": {"sinks": True},
+    "sinks beside windows": {"num_layers": 3, "sinks": True, "layer_windows": (9, 0, 3)},
+    "sinks and softcaps": {"sinks": True, "attention_softcap": 2.0},
+}
 TOKENS = np.random.default_rng(0).integers(0, 300, 640).tolist()
 # 0 -> 1 -> 3 -> 4 -> 5, 0 -> 2, all after a prefix
 TREE, PARENTS, DEPTHS = [9, 8, 7, 6, 5, 4], [-1, 0, 0, 1, 3, 4], [0, 1, 1, 2, 3, 4]
@@ -70,13 +78,13 @@ def _model(weight_format: str = "f32", *, num_layers: int = 2, **flags: object) 
     return _Model(config, {name: QuantTensor.encode(get_format(formats[w.ndim]), w) for name, w in weights.items()})
 
 
-def _settings(threads: int = 1, max_rows: int = 640) -> EngineConfig:
-    return EngineConfig(threads=threads, max_rows=max_rows, kv_format="f32", keep_packed=False)
+def _settings(threads: int = 1, max_rows: int = 640, kv_format: str = "f32") -> EngineConfig:
+    return EngineConfig(threads=threads, max_rows=max_rows, kv_format=kv_format, keep_packed=False)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=FAMILIES | SINKS)
 def model(request: pytest.FixtureRequest) -> _Model:
-    return _model(**FAMILIES[request.param])
+    return _model(**(FAMILIES | SINKS)[request.param])
 
 
 def _in_chunks(backend, tokens: list[int], size: int) -> np.ndarray:  # type: ignore[no-untyped-def]
@@ -84,30 +92,36 @@ def _in_chunks(backend, tokens: list[int], size: int) -> np.ndarray:  # type: ig
     return np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, len(tokens), size)])
 
 
-def _computed(model: _Model, tokens: list[int], size: int, threads: int = 1, name: str = "numba") -> np.ndarray:
-    backend = make_backend(name, model, _settings(threads))  # type: ignore[arg-type]
+def _computed(
+    model: _Model, tokens: list[int], size: int, threads: int = 1, name: str = "numba", kv_format: str = "f32"
+) -> np.ndarray:
+    backend = make_backend(name, model, _settings(threads, kv_format=kv_format))  # type: ignore[arg-type]
     try:
         return _in_chunks(backend, tokens, size)
     finally:
         backend.close()
 
 
-def _reference(model: _Model, tokens: list[int]) -> np.ndarray:
-    return _in_chunks(NumpyBackend(model, _settings(), np.float64), tokens, len(tokens))  # type: ignore[arg-type]
+def _reference(model: _Model, tokens: list[int], kv_format: str = "f32") -> np.ndarray:
+    return _in_chunks(NumpyBackend(model, _settings(kv_format=kv_format), np.float64), tokens, len(tokens))  # type: ignore[arg-type]
 
 
 @every_backend()
 def test_each_difference_means_what_the_reference_means(model: _Model, name: str) -> None:
     wanted = _reference(model, TOKENS[:60])
+    if model.config.sinks and name in GRAPHS:
+        with pytest.raises(BackendError, match="layer 0 has attention sinks, which this graph cannot compute"):
+            _computed(model, TOKENS, 1, name=name)
+        return
     for size in (60, 13):
         got = _computed(model, TOKENS[:60], size, name=name)
         assert np.abs(got - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | SINKS)
 def test_each_difference_makes_one(name: str) -> None:
     """The flags reach the forward: without them, logits are others."""
-    model = _model(**FAMILIES[name])
+    model = _model(**(FAMILIES | SINKS)[name])
     plain = _model(num_layers=model.config.num_layers, hidden_size=model.config.hidden_size)
     config = replace(plain.config, qk_norm=model.config.qk_norm)
     plain = _Model(config, {name: (plain.tensors | model.tensors)[name] for name in tensor_shapes(config)})
@@ -138,10 +152,24 @@ def test_windows_over_several_chunks_of_the_cache(windows: tuple[int, int], soft
     assert name != "numba" or np.array_equal(in_chunks, together)
 
 
+@pytest.mark.parametrize(("kv_format", "most"), [("f32", 1e-4), ("f16", 1e-3), ("int8", 0.05)])
+@every_backend(("numba", "torch"))
+def test_sinks_over_several_chunks_of_each_cache(kv_format: str, most: float, name: str) -> None:
+    """Biases of keys shift all scores of a query, but not its sink."""
+    model = _model(sinks=True, layer_windows=(300, 0), qkv_bias=True, o_bias=True)
+    wanted = _reference(model, TOKENS, kv_format)
+    together = _computed(model, TOKENS, 640, 1, name, kv_format)
+    assert np.abs(together - wanted).max() < most * np.abs(wanted).max()
+    without = _Model(replace(model.config, sinks=False), {n: t for n, t in model.tensors.items() if not n.endswith("sinks")})
+    assert np.abs(_reference(without, TOKENS, kv_format) - wanted).max() > 4 * most * np.abs(wanted).max()
+    for size, threads in ((200, 2), (7, 3)):
+        assert name != "numba" or np.array_equal(_computed(model, TOKENS, size, threads, kv_format=kv_format), together)
+
+
 @pytest.mark.parametrize("windows", [(4, 0), (2, 20), (300, 33)])
 @every_backend()
 def test_a_tree_row_means_its_path_in_a_window(windows: tuple[int, int], name: str) -> None:
-    model = _model(layer_windows=windows, attention_softcap=2.0)
+    model = _model(layer_windows=windows, attention_softcap=2.0, sinks=name not in GRAPHS)
     backend = make_backend(name, model, _settings())  # type: ignore[arg-type]
     for prefix in (0, 3, 21, 300):
         cache = backend.new_cache(1, 700)
@@ -161,7 +189,7 @@ def test_a_tree_row_means_its_path_in_a_window(windows: tuple[int, int], name: s
 @pytest.mark.parametrize("windows", [(4, 0), (2, 20), (300, 33)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_tree_row_has_the_bits_of_its_path_in_a_window(windows: tuple[int, int], threads: int) -> None:
-    backend = make_backend("numba", _model(layer_windows=windows), _settings(threads))  # type: ignore[arg-type]
+    backend = make_backend("numba", _model(layer_windows=windows, sinks=True), _settings(threads))  # type: ignore[arg-type]
     for prefix in (0, 3, 16, 21, 255, 258, 300):
         cache = backend.new_cache(1, 700)
         if prefix:

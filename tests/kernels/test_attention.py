@@ -78,7 +78,7 @@ class _Head:
                 if first:
                     attention.merge(merged[number], walked[place], self.size)
         for partial, row in zip(merged, out, strict=True):
-            attention.finish(partial, self.size, self.dims, row.ctypes.data)
+            attention.finish(partial, self.size, self.dims, row.ctypes.data, 0)
         assert np.isnan(out[:, -1]).all(), "wrote past the head"
         return out[:, :-1]
 

@@ -8,7 +8,7 @@ import pytest
 
 from cpuspec.config import ModelConfig, Rope, RopeScaling
 from cpuspec.errors import ConfigError
-from cpuspec.model.rope import rope_table
+from cpuspec.model.rope import attention_factor, inverse_frequencies, rope_table
 from tools.make_tiny_model import tiny_config
 
 VALID = {
@@ -80,6 +80,22 @@ def test_every_scaling_that_is_accepted_makes_finite_rotations(kind: str, base: 
             for values in table(replace(tiny_config(), rope_base=base, rope_scaling=scaling)):
                 assert np.isfinite(values).all()
                 assert np.abs(values).max() <= 100
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_turns_as_transformers_does_with_and_without_whole_pairs(truncate: bool) -> None:
+    """gpt-oss's settings: without rounding, the ramp goes from pair 8.09 to pair 17.40."""
+    from transformers import GptOssConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": truncate}
+    settings |= {"original_max_position_embeddings": 4096, "rope_theta": 150000.0}
+    wanted, factor = ROPE_INIT_FUNCTIONS["yarn"](GptOssConfig(rope_parameters=settings), "cpu")
+    scaling = RopeScaling("yarn", 32.0, original_context_length=4096, truncate=truncate)
+    assert np.allclose(inverse_frequencies(Rope(150000.0, scaling), 64), wanted.numpy(), rtol=1e-5, atol=0)
+    other = inverse_frequencies(Rope(150000.0, replace(scaling, truncate=not truncate)), 64)
+    assert np.abs(other / wanted.numpy() - 1).max() > 0.01
+    assert math.isclose(attention_factor(scaling), factor)
 
 
 def test_a_model_without_scaling_turns_as_before() -> None:
