@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpuspec.config import ModelConfig, SamplingParams
-from cpuspec.model.batch import ForwardBatch, ForwardOutput
+from cpuspec.model.batch import ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.sampling import Noise, Row, TokenHistory, dense, distribution
 from cpuspec.speculation.draft import Draft
@@ -43,6 +43,8 @@ class ToyBackend:
         self.num_forwards = 0
         self.num_rows = 0
         self.closed = False
+        self.while_running: Callable[[], object] = lambda: None  # is called in the middle of each forward
+        self._stop = False
         self._recent = rng.normal(size=(53, vocab_size)).astype(np.float32)
         self._whole = np.float32(memory) * rng.normal(size=(97, vocab_size)).astype(np.float32)
 
@@ -80,9 +82,16 @@ class ToyBackend:
                 rows[index] = token, (int(hashed) * 31 + token * 7 + int(batch.positions[t]) * 13 + 3) % 1_000_003
                 logits[t] = self._recent[(token * 11 + int(before)) % 53] + self._whole[rows[index, 1] % 97]
                 hidden[t] = token, batch.positions[t], rows[index, 1] % 997, 0
+        self._stop = False
+        self.while_running()
+        if self._stop and batch.stops_early:
+            raise ForwardStoppedError
         cache.advance(batch)
         scored = logits if batch.logit_rows is None else logits[batch.logit_rows]
         return ForwardOutput(scored, tuple(hidden + np.float32(layer) for layer in batch.hidden_layers))
+
+    def stop(self) -> None:
+        self._stop = True
 
     def close(self) -> None:
         self.closed = True

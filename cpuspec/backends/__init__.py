@@ -52,7 +52,10 @@ class Backend(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> ForwardOutput:
-        """Run the rows, append their keys and values, advance the cache's lengths, return logits and hidden states."""
+        """Run the rows, append their keys and values, advance the cache's lengths, return logits and hidden states.
+
+        Raises ForwardStoppedError where the batch `stops_early`, and `stop_forward` was called while it ran.
+        """
         ...
 
     def close(self) -> None:
@@ -113,6 +116,12 @@ def device_of(backend: Backend) -> str:
 def has_prompt_arithmetic(backend: Backend) -> bool:
     """Whether it gives a token of a prompt other bits than a generated one (`ForwardBatch.of_prompts`)."""
     return getattr(backend, "prompt_arithmetic", "codes") != "codes"  # of those that have a choice
+
+
+def stop_forward(backend: Backend) -> None:
+    """End the forward that runs if its batch `stops_early` and the backend can. Any thread may call this at any time."""
+    if stop := getattr(backend, "stop", None):
+        stop()
 
 
 def make_backend(

@@ -53,7 +53,7 @@ from cpuspec.kernels import (
 from cpuspec.kernels.layout import MAX_QUERIES
 from cpuspec.kernels.team import Team
 from cpuspec.layers import Layer
-from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
+from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.model.cache import BlockAccess, KVCache
 from cpuspec.model.rope import rope_table
 from cpuspec.model.transformer import decode, inject
@@ -249,8 +249,11 @@ class NumbaBackend:
             kept,
             logits,
             batch.both_ways,
+            batch.stops_early and not self._writer.stored,
         )
         self._team.run(entered)
+        if entered.state["stopped"]:
+            raise ForwardStoppedError
         if self._writer.stored:
             self._go_on(entered)
         cache.advance(batch)
@@ -289,6 +292,11 @@ class NumbaBackend:
     def disk_reads(self) -> DiskReads | None:
         """What experts that stay on the disk have cost so far; None where all weights are in memory."""
         return self._writer.stored[0][0].store.reads() if self._writer.stored else None
+
+    def stop(self) -> None:
+        """End the forward that runs behind its running operation, some milliseconds later, if its batch `stops_early`."""
+        for entered in (self._program, self._prompt_program):
+            entered.state["stop"]["asked"] = 1
 
     def project(self, rows: F32, name: str) -> F32:
         """The product of rows with one of a head's matrices, in chunks that a forward takes."""

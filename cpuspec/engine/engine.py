@@ -8,6 +8,7 @@ import itertools
 from collections import abc, defaultdict
 from dataclasses import dataclass, field
 
+from cpuspec.backends import stop_forward
 from cpuspec.config import SamplingParams
 from cpuspec.engine.scheduler import Scheduler
 from cpuspec.engine.text import StopText
@@ -15,7 +16,7 @@ from cpuspec.errors import ConfigError
 from cpuspec.metrics import LevelCounters, Reads, RequestMeter, RequestStats
 from cpuspec.sampling import TokenLogprobs, logprobs
 from cpuspec.sequence import Sequence
-from cpuspec.speculation.context import Context
+from cpuspec.speculation.context import Context, PromptChunk
 from cpuspec.speculation.draft import Cycle
 from cpuspec.speculation.proposer import Proposer
 from cpuspec.speculation.round import Round, speculate
@@ -80,6 +81,9 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._ready: list[Output] = []  # outputs that a failed step leaves for the next one to return
         self._ids = itertools.count()
+        self._num_only_read = 0  # rows of the running forward, where it only reads prompts
+        self._hastens = False  # whether the last step's forward was ended for a request that waits
+        self._may_stop = True  # whether the last forward that only read prompts ran to its end
 
     @property
     def has_work(self) -> bool:
@@ -148,6 +152,14 @@ class Engine:
         self._requests[request.seq.id] = request
         self._scheduler.add(request.seq)
 
+    def hasten(self, request: Request) -> None:
+        """End a forward that only reads longer prompts, so that a request which waits to be added begins now.
+
+        The rows of that forward are read again, and the next one that only reads runs to its end. Any thread may call this.
+        """
+        if len(request.seq.tokens) < self._num_only_read:
+            stop_forward(self._context.backend)
+
     def abort(self, request_id: int) -> Output | None:
         """End a request and free its slot; returns its last output, or None if it is unknown or has finished.
 
@@ -184,7 +196,7 @@ class Engine:
 
     def _step(self) -> None:
         self._admit()
-        seqs, chunks = self._scheduler.schedule(self._context.num_unfed)
+        seqs, chunks = self._scheduler.schedule(self._context.num_unfed, self._hastens)
         if not seqs and not chunks:
             if self._scheduler.waiting:
                 self._context.wait_for_prefix(_WAIT_S)
@@ -199,7 +211,7 @@ class Engine:
             limits.append(0 if waits else min(request.max_length - len(seq.tokens) - 1, request.max_draft_tokens))
         for context in self._contexts:
             context.num_running = len(self._scheduler.running)
-        rounds = speculate(self._context, self._proposer, seqs, limits, chunks, is_answer=True)
+        rounds = self._run(seqs, limits, chunks)
         reads = self.reads()
         for request, done in zip(requests, rounds, strict=True):
             error = request.seq.error or done.error
@@ -210,6 +222,20 @@ class Engine:
                 num_cached = request.meter.num_cached_tokens
                 num_read = len(chunk.seq.tokens) - 1 - self._context.num_unfed(chunk.seq)
                 self._ready.append(Output(chunk.seq.id, "", [], [], num_cached_tokens=num_cached, num_read_tokens=num_read))
+
+    def _run(self, seqs: list[Sequence], limits: list[int], chunks: list[PromptChunk]) -> list[Round]:
+        """`speculate`, which a shorter prompt may end where it only reads."""
+        num_stopped = self._context.num_stopped
+        if not seqs and self._may_stop:
+            self._num_only_read = sum(chunk.num_tokens for chunk in chunks)
+        try:
+            rounds = speculate(self._context, self._proposer, seqs, limits, chunks, is_answer=True)
+        finally:
+            self._num_only_read = 0
+        self._hastens = self._context.num_stopped > num_stopped
+        if not seqs:
+            self._may_stop = not self._hastens
+        return rounds
 
     def _admit(self) -> None:
         """Begin waiting requests in their order while there are free slots.

@@ -33,10 +33,11 @@ class Scheduler:
         if self.waiting.pop(seq.id, None) is None:
             self.running = [other for other in self.running if other is not seq]
 
-    def schedule(self, num_unfed: Callable[[Sequence], int]) -> tuple[list[Sequence], list[PromptChunk]]:
+    def schedule(self, num_unfed: Callable[[Sequence], int], hastens: bool = False) -> tuple[list[Sequence], list[PromptChunk]]:
         """The sequences that gain tokens in the next step, and the parts of prompts that are read beside them.
 
         num_unfed: how many tokens before its last one a sequence still has to be fed.
+        hastens: whether prompts that end in this step are read without others beside them.
         """
         reading = [seq for seq in self.running if not seq.num_output_tokens]
         if not reading:
@@ -44,9 +45,12 @@ class Scheduler:
         wanted = [num_unfed(seq) + 1 for seq in reading]  # the last token's row gives the first logits
         most = self._prompt_rows if len(reading) < len(self.running) else self._max_rows
         ending = [number for number in accumulate(sorted(wanted)) if number <= most]
-        # Where prompts end in this step, many rows of others would delay their first tokens.
-        num_rows = min(ending[-1] + self._prompt_rows // 4, most) if ending else most
-        granted = shortest_first(wanted, num_rows)
+        if hastens and ending:
+            longest = sorted(wanted)[len(ending) - 1]
+            granted = shortest_first([number if number <= longest else 0 for number in wanted], ending[-1])
+        else:
+            # Where prompts end in this step, many rows of others would delay their first tokens.
+            granted = shortest_first(wanted, min(ending[-1] + self._prompt_rows // 4, most) if ending else most)
         unread = [PromptChunk(seq, rows) for seq, number, rows in zip(reading, wanted, granted, strict=True) if rows < number]
         later = {chunk.seq.id for chunk in unread}
         return [seq for seq in self.running if seq.id not in later], [chunk for chunk in unread if chunk.num_tokens]

@@ -68,6 +68,7 @@ class SharedEngine:
             receiver = inbox.put
         self._receivers[request.seq.id] = receiver
         self._commands.append(partial(self._engine.add, request))
+        self._engine.hasten(request)
         return request.seq.id
 
     def outputs(self, request_id: int) -> Iterator[Output]:

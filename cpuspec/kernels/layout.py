@@ -60,6 +60,9 @@ STATE = _record(
     num_rows=_I64,
     num_logit_rows=_I64,
     num_picked=_I64,  # rows of logits whose largest is looked for: all of a few, or none
+    stops_early=_I64,  # not 0: the forward ends behind the running operation once it is asked to
+    stop=_words("asked"),  # by another thread
+    stopped=_I64,  # whether the forward ended early
     tokens=to(_I64),  # [rows]
     positions=to(_I64),  # [rows]
     logit_rows=to(_I64),  # rows to project
@@ -95,7 +98,9 @@ STATE = _record(
 )
 
 # What `Program.enter` notes of a forward begins with this. `logits` and `kept` are addresses of the numpy objects, not of numbers.
-CALL = _words("num_rows", "num_logit_rows", "num_parents", "num_sequences", "both_ways", "head_bytes", "logits", "kept")
+CALL = _words(
+    "num_rows", "num_logit_rows", "num_parents", "num_sequences", "both_ways", "stops_early", "head_bytes", "logits", "kept"
+)
 
 # One matrix of a "linear" operation, or that of each expert one after another. bias and residual are added where they are not 0.
 # bias_bytes: from one expert's to the next. one_row: where the activations lie of a forward over one row, 0 for where others do.

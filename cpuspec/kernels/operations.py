@@ -411,6 +411,16 @@ def first_operation(job, number, threads):
     return DONE
 
 
+@compiled
+def _next_operation(job, number, threads):
+    """The operation behind a finished one, DONE if there is none or the forward is to end early."""
+    state = job.state
+    if state.stops_early != 0 and simd.acquire(address(state.stop)) != 0:
+        state.stopped = 1
+        return DONE
+    return first_operation(job, number + 1, threads)
+
+
 def run(at, threads, thread):
     """One thread's part of the forward that is published in the team at address `at`, until it is done.
 
@@ -428,7 +438,7 @@ def run(at, threads, thread):
         completed = _take_part(job, number, items, threads, thread)
         done = job.counters + 8 * (threads * job.num_operations + number)
         if completed > 0 and simd.fetch_add(done, completed) + completed == items:
-            begin(step, here - number + first_operation(job, number + 1, threads))
+            begin(step, here - number + _next_operation(job, number, threads))
         else:
             leave(worker)
             await_step(step, here, worker)

@@ -16,6 +16,10 @@ F32 = NDArray[np.float32]
 MAX_POSITIONS = 1 << 26
 
 
+class ForwardStoppedError(Exception):
+    """The forward ended before its end, as `backends.stop_forward` asked. The cache is as it was before."""
+
+
 class Slots(Protocol):
     """What a batch must know of a cache (`model.cache.KVCache`)."""
 
@@ -58,12 +62,14 @@ class ForwardBatch:
         hidden: F32 | None = None,
         both_ways: bool = False,
         of_prompts: bool = False,
+        stops_early: bool = False,
     ) -> None:
         """As the properties below. Raises BackendError for other arrays.
 
         hidden_layers: layers whose outputs a proposer asked for. hidden: [T, C] hidden states that the rows begin with, where the
         model takes them (`ModelConfig.takes_hidden`). both_ways: whether a row sees the rows behind it in its sequence, too.
         of_prompts: whether the rows are tokens of prompts, which a backend may compute in an arithmetic of their own.
+        stops_early: whether `backends.stop_forward` ends it.
         """
         fields: Any = (tokens, positions, slots, q_start, parents, logit_rows)
         if not _LISTED.issuperset(map(type, fields)):
@@ -73,6 +79,7 @@ class ForwardBatch:
         self.hidden = hidden
         self.both_ways = both_ways
         self.of_prompts = of_prompts
+        self.stops_early = stops_early
 
     @cached_property
     def tokens(self) -> I32:

@@ -25,7 +25,7 @@ from cpuspec.backends import Backend, has_prompt_arithmetic
 from cpuspec.config import EngineConfig
 from cpuspec.errors import CacheError, ConfigError
 from cpuspec.metrics import PrefixStats
-from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput
+from cpuspec.model.batch import F32, I32, ForwardBatch, ForwardOutput, ForwardStoppedError
 from cpuspec.sequence import Mark, Sequence, shared_prefix
 from cpuspec.speculation.draft import Draft
 from cpuspec.speculation.prefix_files import PrefixPart
@@ -107,6 +107,7 @@ class Context:
         self.prompt_rows = min(prompt_rows, backend.max_rows)
         self.num_forwards = self.num_rows = self.weight_bytes = 0  # of all forwards; bytes of weights that they read
         self.num_running = 0  # sequences of the engine, also those that a draft model has no slot for; the engine sets it
+        self.num_stopped = 0  # forwards that ended early
         self.num_acquired_tokens = self.num_cached_tokens = 0  # that sequences came with, and of these what was there already
         self._separates = has_prompt_arithmetic(backend)  # tokens of prompts from generated ones
         self._fits = self.vocab_size == backend.config.vocab_size and possible is None
@@ -282,14 +283,18 @@ class Context:
 
         Returns logits [n+1, V], and hidden [rows fed, C] for each asked layer, whose last n+1 rows belong to the logits. Rows of
         chunks are added to those of the sequence's next score; until then they take 4 C bytes a token and layer.
+        Where there are chunks alone, `stop_forward` ends the call with what has been read by then.
         Afterwards the slot holds committed and drafted tokens, of a tree only those that `keep_path` keeps. Raises CacheError when
         they exceed the capacity, and ConfigError for a tree of more rows than a forward takes.
         """
         assert len(seqs) == len(drafts), "every sequence has a draft, be it empty"
         feeds, read = list(map(self._feed, seqs, drafts)), list(map(self._read, chunks or ()))
         waiting = feeds + read
-        while waiting:
-            waiting = self._forward(waiting, hidden_layers)
+        try:
+            while waiting:
+                waiting = self._forward(waiting, hidden_layers, stops_early=not seqs)
+        except ForwardStoppedError:
+            self.num_stopped += 1
         if hidden_layers:
             for chunk, feed in zip(chunks or (), read, strict=True):
                 self._assignments[chunk.seq.id].hidden += [output.hidden for output in feed.outputs]
@@ -466,7 +471,7 @@ class Context:
             output = replace(output, logits=np.where(self.possible, output.logits, np.float32(-np.inf)), best=None)
         return output
 
-    def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...]) -> list[_Feed]:
+    def _forward(self, feeds: list[_Feed], hidden_layers: tuple[int, ...], stops_early: bool) -> list[_Feed]:
         """Run as many rows as one forward takes; returns the feeds that have rows left. Tokens of prompts go first, and alone."""
         of_prompts = any(feed.num_prompt for feed in feeds)
         others = [feed for feed in feeds if of_prompts and not feed.num_prompt]
@@ -491,7 +496,9 @@ class Context:
             q_start.append(first + size)
             num_scored.append(len(logit_rows))
         parents = _tree_parents(feeds, q_start, positions) if not of_prompts and any(feed.tree for feed in feeds) else None
-        batch = ForwardBatch(tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts)
+        batch = ForwardBatch(
+            tokens, positions, slots, q_start, parents, logit_rows, hidden_layers, of_prompts=of_prompts, stops_early=stops_early
+        )
         output = self.backend.forward(batch, self.cache)
         self.num_forwards += 1
         self.num_rows += len(tokens)

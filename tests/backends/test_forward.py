@@ -1,17 +1,19 @@
 """One forward, two backends: the compiled one means what the reference means, and keeps its row-invariance promise."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import BACKENDS, OWN_SETTINGS, make_backend, packed
+from cpuspec.backends import BACKENDS, OWN_SETTINGS, Backend, make_backend, packed, stop_forward
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, RopeScaling
 from cpuspec.errors import BackendError, CacheError
 from cpuspec.formats import FORMATS, QuantTensor
-from cpuspec.model.batch import ForwardBatch, Lists
+from cpuspec.model.batch import ForwardBatch, ForwardStoppedError, Lists
+from cpuspec.model.cache import KVCache
 from cpuspec.sampling import argmax
 from tests.backends.models import SMALLEST, every_backend, forward, missing, tiny
 
@@ -427,6 +429,37 @@ def test_threads_that_slept_wake_for_the_next_forward(tmp_path_factory) -> None:
         assert np.array_equal(forward(backend, cache, {0: [TOKENS[i]]}).logits[0], alone[i])
     backend.close()
     backend.close()
+
+
+def _read_again_and_again(backend: Backend, cache: KVCache) -> None:
+    """Until a forward is stopped: another thread may not come to run within one, which takes a millisecond."""
+    while True:
+        backend.forward(ForwardBatch(TOKENS, list(range(len(TOKENS))), [0], [0, len(TOKENS)], stops_early=True), cache)
+        cache.truncate(0, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forward_that_was_stopped_leaves_the_cache_as_it_was(tmp_path_factory, threads: int) -> None:  # type: ignore[no-untyped-def]
+    backend = _backend(tiny(tmp_path_factory, **SMALLEST), threads=threads)
+    cache, over = backend.new_cache(1, 64), threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            stop_forward(backend)
+
+    wanted = forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        with pytest.raises(ForwardStoppedError):
+            _read_again_and_again(backend, cache)
+        assert cache.lengths == [0]
+        got = forward(backend, cache, {0: TOKENS}).logits  # a batch that does not stop early
+    finally:
+        over.set()
+        thread.join()
+        backend.close()
+    assert np.array_equal(got, wanted)
 
 
 def test_weights_from_the_disk_give_the_same_bits(of_format: Checkpoint, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -1,5 +1,7 @@
 """Who gets the rows of a step: every sequence that generates, then the shortest prompts, with a part for the oldest."""
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 
@@ -135,8 +137,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.backend = ToyBackend(1, max_rows=256, context_length=LONG + 500)
-        context = Context(self.backend, 4, LONG + 500, prompt_rows=ROWS)
-        self.engine = Engine(context, NullProposer(), ToyTokenizer(8))  # type: ignore[arg-type]
+        self.context = Context(self.backend, 4, LONG + 500, prompt_rows=ROWS)
+        self.engine = Engine(self.context, NullProposer(), ToyTokenizer(8))  # type: ignore[arg-type]
         self.time, self._first = 0.0, dict[int, float]()
 
     def add(self, num_tokens: int, max_tokens: int = 60) -> int:
@@ -187,6 +189,48 @@ def test_a_long_prompt_ends_however_many_short_ones_come() -> None:
         clock.step()
         short = [clock.add(200, max_tokens=1) if clock.has_begun(request) else request for request in short]
     assert clock.backend.num_rows <= 33 * 600
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 254])
+def test_a_forward_that_only_reads_ends_for_a_shorter_prompt_and_answers_stay(num_tokens: int) -> None:
+    def answers(arriving: bool) -> tuple[list[list[int]], int]:
+        clock, tokens = Clock(), defaultdict[int, list[int]](list)
+        prompts = [np.random.default_rng(size).integers(4, 8, size).tolist() for size in (600, num_tokens)]
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        requests = [clock.engine.prepare(prompt, params) for prompt in prompts]
+        arrivals = [requests[1]] if arriving else []
+
+        def hasten() -> None:
+            if arrivals:
+                clock.engine.hasten(arrivals[0])
+
+        clock.backend.while_running = hasten
+        clock.engine.add(requests[0])
+        for _ in range(2):
+            clock.engine.step()
+        num_rows = clock.backend.num_rows
+        clock.engine.add(requests[1])
+        arrivals.clear()
+        while clock.engine.has_work:
+            for output in clock.engine.step():
+                tokens[output.request_id] += output.token_ids
+        return [tokens[request.seq.id] for request in requests], num_rows
+
+    (alone, alone_rows), (stopped, stopped_rows) = answers(False), answers(True)
+    assert alone == stopped
+    assert stopped_rows == alone_rows == 512, "the second forward, behind one that was stopped, runs to its end"
+
+
+@pytest.mark.parametrize(("num_tokens", "streams", "num_stopped"), [(20, 0, 1), (20, 1, 0), (300, 0, 0)])
+def test_only_a_forward_of_longer_prompts_beside_no_stream_is_stopped(num_tokens: int, streams: int, num_stopped: int) -> None:
+    clock = Clock()
+    for _ in range(streams):
+        clock.first_token(clock.add(1))
+    clock.add(600)
+    request = clock.engine.prepare([4] * num_tokens, SamplingParams())
+    clock.backend.while_running = lambda: clock.engine.hasten(request)
+    clock.engine.step()
+    assert clock.context.num_stopped == num_stopped
 
 
 def test_a_thousand_waiting_requests_are_admitted_in_their_order() -> None:
