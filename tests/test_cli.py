@@ -28,9 +28,9 @@ import cpuspec
 from cpuspec import LLM, SamplingParams, environment, kernels, metrics
 from cpuspec.backends import BACKENDS, packed
 from cpuspec.checkpoints import open_checkpoint
-from cpuspec.cli import machine, reports
+from cpuspec.cli import machine, models
 from cpuspec.cli.answer import Answer, collect, figures
-from cpuspec.cli.app import app
+from cpuspec.cli.app import COMMANDS, app, whole_command
 from cpuspec.cli.chat import Chat, converse
 from cpuspec.cli.console import deliver_again, emit_generated, note, print_table, size
 from cpuspec.config import EngineConfig, SamplingDefaults
@@ -90,7 +90,7 @@ def ok(*arguments: str, stdin: str | bytes | None = None) -> str:
 
 def commands() -> dict[str, Any]:
     """Every command by its name; those of a group by both names, as in "eval kl"."""
-    found = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    found = {name: whole_command(name) for name in COMMANDS}
     for group, one in list(found.items()):
         found |= {f"{group} {name}": command for name, command in getattr(one, "commands", {}).items()}
     return found
@@ -452,7 +452,7 @@ def test_a_certificate_is_of_the_settings_that_were_asked_for(
     seen: dict[str, Any] = {}
     certificate = Certificate("ngram", 1, Greedy(1, 8, (ARM,)), SAMPLED, SAMPLED)
     monkeypatch.setattr("cpuspec.backends.find_spec", lambda module: module)
-    monkeypatch.setattr("cpuspec.cli.app.certify_drafts", lambda *_, **given: seen.update(given) or certificate)
+    monkeypatch.setattr("cpuspec.cli.certify.certify_drafts", lambda *_, **given: seen.update(given) or certificate)
     options = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", value)]
     result = run("certify", model, "--draft", "ngram", "--backend", backend, "--threads", "1", *options, "--json")
     assert (seen["backend"], seen["settings"]) == (backend, EngineConfig(threads=1, **settings))  # type: ignore[arg-type]
@@ -461,7 +461,7 @@ def test_a_certificate_is_of_the_settings_that_were_asked_for(
 
 def test_a_refused_certificate_exits_with_1(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate = Certificate("ngram", 1, Greedy(2, 16, (ARM,)), SAMPLED, SAMPLED)
-    monkeypatch.setattr("cpuspec.cli.app.certify_drafts", lambda *_, **__: certificate)
+    monkeypatch.setattr("cpuspec.cli.certify.certify_drafts", lambda *_, **__: certificate)
     result = run("certify", model, "--draft", "ngram", "--backend", "numpy")
     assert result.exit_code == 1
     for wanted in ("NOT CERTIFIED", "1 of 2 prompts", "NOTHING WAS DRAFTED", "DOES NOT FOLLOW", "A LIE IS NOT SEEN"):
@@ -1180,7 +1180,7 @@ def test_a_recipe_that_cannot_be_read_costs_a_line_of_models_and_nothing_else(re
 @pytest.mark.parametrize("tied", [True, False])
 def test_inspect_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     path = make_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", weight_format="q4_0", embed_format="q8_0", tied=tied, **SMALL)
-    monkeypatch.setattr(reports, "read_bandwidth", lambda threads: 1e9 * threads)
+    monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9 * threads)
     report = json.loads(ok("inspect", str(path), "--json", "--tensors", "--threads", "3"))
     tensors = report["tensors"]
     assert report["bytes"] == sum(t["bytes"] for t in tensors) == sum(f["bytes"] for f in report["formats"].values())
@@ -1197,7 +1197,7 @@ def test_inspect_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: 
 
 
 def test_inspect_verifies_the_file_and_packed_weights(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "read_bandwidth", lambda threads: 1e9)
+    monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9)
     monkeypatch.setattr(packed, "_SMALLEST_BYTES", 0)
     ok("pull", "tiny")
     checkpoint = open_checkpoint(recipe.path)
@@ -1231,7 +1231,7 @@ def test_inspect_verifies_the_file_and_packed_weights(recipe: SimpleNamespace, m
 
 
 def test_files_that_no_recipe_knows_have_a_hash_and_no_verdict(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "read_bandwidth", lambda threads: 1e9)
+    monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9)
     verified = json.loads(ok("inspect", model, "--verify", "--json"))["verified"]
     assert verified["files"][0]["sha256"] == hashlib.sha256(Path(model).read_bytes()).hexdigest()
     assert (verified["recipe"], verified["recipe_sha256"], verified["passed"]) == (None, None, True)
@@ -1277,7 +1277,7 @@ SHORT = ("-p", "9", "-n", "2", "-r", "2", "--rows-depth", "3", "--backend", "num
 
 @pytest.mark.usefixtures("bandwidth")
 def test_a_chain_is_inspected_and_measured_as_its_target(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "read_bandwidth", lambda threads: 1e9 * threads)
+    monkeypatch.setattr(models, "read_bandwidth", lambda threads: 1e9 * threads)
     recipe = tmp_path / "fast.toml"
     recipe.write_text(f'name = "fast"\ndescription = "x"\ntarget = "{model}"\nlevels = ["ngram@2"]\n')
     chain, target = (json.loads(ok("inspect", one, "--json", "--threads", "1")) for one in (str(recipe), model))
@@ -1374,7 +1374,7 @@ def test_a_bench_that_cannot_be_is_wrong_usage(model: str, options: tuple[str, .
 def test_a_bench_beyond_the_model_is_an_error_before_it_is_loaded(
     model: str, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], wanted: str
 ) -> None:
-    monkeypatch.setattr("cpuspec.cli.app.make_backend", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("cpuspec.cli.bench.make_backend", lambda *_: pytest.fail("loaded"))
     result = run("bench", model, *options)
     assert result.exit_code == 1
     assert result.stdout == ""

@@ -12,7 +12,8 @@ import pytest
 import typer
 
 import cpuspec
-from cpuspec.cli.app import app
+from cpuspec.cli.app import COMMANDS as NAMES
+from cpuspec.cli.app import load, whole_command
 from cpuspec.config import EngineConfig, SamplingParams, ServerConfig
 
 # Options whose texts have a grammar: a text, and what the command gets.
@@ -36,22 +37,26 @@ _OF_TRAINING = {"--layers": ("1,3", (1, 3))}
 _NEEDS = {"--grammar-trigger": ("--regex", "a+")}  # options that another one goes with
 
 
-def _commands(group: typer.Typer, *before: str) -> Iterator[tuple[tuple[str, ...], Callable[..., Any]]]:
-    for one in group.registered_commands:
-        assert one.callback is not None
-        yield (*before, one.name or one.callback.__name__.replace("_", "-")), one.callback
-    for inner in group.registered_groups:
-        assert inner.typer_instance is not None
-        yield from _commands(inner.typer_instance, *before, str(inner.name))
+def _commands() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in NAMES:
+        found = load(name)
+        if not isinstance(found, typer.Typer):
+            yield name, found
+            continue
+        for one in found.registered_commands:
+            assert one.callback is not None
+            yield f"{name} {one.name or one.callback.__name__.replace('_', '-')}", one.callback
 
 
-PROGRAM: Any = typer.main.get_command(app)
-COMMANDS = {" ".join(name): callback for name, callback in _commands(app)}
+PROGRAM = {name: whole_command(name) for name in NAMES}
+COMMANDS = dict(_commands())
 
 
 def _declared(callback: Callable[..., Any]) -> Iterator[tuple[inspect.Parameter, Any, Any]]:
     """Every parameter of a command, its type without None, and what Typer is told of it."""
     for parameter in inspect.signature(callback, eval_str=True).parameters.values():
+        if parameter.name == "model_option":  # says the same as the argument MODEL
+            continue
         assert get_origin(parameter.annotation) is Annotated, parameter
         kind, told = get_args(parameter.annotation)[:2]
         yield parameter, next((one for one in get_args(kind) if type(None) in get_args(kind) and one is not type(None)), kind), told
@@ -75,6 +80,10 @@ REQUIRED = {
     name: [(parameter, told) for parameter, _, told in _declared(callback) if parameter.default is parameter.empty]
     for name, callback in COMMANDS.items()
 }
+ARGUMENTS = {
+    name: [(parameter, told) for parameter, _, told in _declared(callback) if isinstance(told, typer.models.ArgumentInfo)]
+    for name, callback in COMMANDS.items()
+}
 SETTINGS = (EngineConfig, ServerConfig, SamplingParams)
 
 
@@ -82,19 +91,22 @@ def _body(**arguments: Any) -> None:
     raise LookupError(arguments)
 
 
-def arguments_of(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *given: str) -> dict[str, Any]:
-    """What the function of a command is called with: settings by their own names."""
-    positional, required = [], []
+def arguments_of(
+    name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *given: str, positional: list[str] | None = None
+) -> dict[str, Any]:
+    """What the function of a command is called with: settings by their own names. positional: by default what it requires."""
+    required, needed = [], []
     file = directory / "file"
     file.write_text("text")
     for parameter, told in REQUIRED[name]:
         if isinstance(told, typer.models.ArgumentInfo):
-            positional.append(str(file if told.file_okay else directory))
+            needed.append(str(file if told.file_okay else directory))
         elif not set(given) & set(_spellings(parameter, told)):
             required += [_spellings(parameter, told)[0], str(directory / "usual")]
     monkeypatch.setattr(inspect.unwrap(COMMANDS[name]), "__code__", _body.__code__)
+    first, *inner = name.split()
     with pytest.raises(LookupError) as reached:
-        PROGRAM.main([*name.split(), *given, *required, *positional], standalone_mode=False)
+        PROGRAM[first].main([*inner, *given, *required, *(needed if positional is None else positional)], standalone_mode=False)
     (own,) = reached.value.args
     found = own.pop("chosen", {}) | own.pop("sampling", {})
     if running := own.pop("running", None):
@@ -142,6 +154,27 @@ def test_an_option_sets_what_it_is_called_by(
         got = arguments_of(name, tmp_path, monkeypatch, spelling, text, *more)[parameter.name]
         assert (list(got) if isinstance(wanted, list) else got) == wanted
         assert got != usual
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_how_the_help_of_each_begins(name: str) -> None:
+    if name in NAMES:
+        told = (COMMANDS[name].__doc__ or "").replace("\n", " ")
+        assert told.startswith(NAMES[name][1].rstrip("."))
+
+
+MODELS = {name: first for name in COMMANDS if (first := ARGUMENTS[name][:1]) and first[0][0].name in ("model", "models")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_named_by_its_place_or_by_an_option(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((parameter, _),) = MODELS[name]
+    others = [str(tmp_path / "file" if told.file_okay else tmp_path) for _, told in ARGUMENTS[name][1:]]
+    for positional in (["this", *others], ["-m", "this", *others], [*others, "--model=this"]):
+        found = arguments_of(name, tmp_path, monkeypatch, positional=positional)[parameter.name]
+        assert found == (["this"] if parameter.name == "models" else "this")
+    if parameter.default is not parameter.empty:
+        assert arguments_of(name, tmp_path, monkeypatch, positional=others)[parameter.name] == parameter.default
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
 import cpuspec
-from cpuspec.cli.app import app
+from cpuspec.cli.app import whole_command
 from cpuspec.config import SpecConfig
 from cpuspec.engine.assemble import check_spec
 
@@ -64,8 +63,7 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
 
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
 def test_commands_have_the_options_that_examples_use(words: list[str]) -> None:
-    group = typer.main.get_command(app)
-    command = group.commands[words[0]]
+    command = whole_command(words[0])
     if words[0] == "eval":
         command = command.commands[words[1]]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}

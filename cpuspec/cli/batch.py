@@ -4,13 +4,74 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from cpuspec.batch.run import Summary, run_batch
-from cpuspec.cli.console import accepted, counted, note
-from cpuspec.cli.options import Running
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
+from cpuspec.cli import INTERRUPTED, options
+from cpuspec.cli.console import accepted, counted, emit_json, exit_codes, note
+from cpuspec.cli.opening import open_with_drafts, sampling_defaults
+from cpuspec.cli.options import Running, argument, flag, option
+from cpuspec.cli.progress import StepProgress, busy
 from cpuspec.environment import usable_cores
 from cpuspec.errors import BackendError
+
+
+@exit_codes()
+@options.takes_running(*options.ANSWERING)
+@options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
+def batch(
+    *,
+    model: options.ModelArgument = DEFAULT_RECIPE,
+    source: Annotated[
+        Path,
+        argument("IN.jsonl", "Requests, one a line: OpenAI's batch format, or objects with prompt or messages.", dir_okay=False),
+    ],
+    out: Annotated[Path, argument("OUT.jsonl", "Answers in the same order; one that exists is gone on with.", dir_okay=False)],
+    draft: options.DraftOption = None,
+    over_ray: Annotated[bool, flag("--ray", "Answer with workers on the machines of a Ray cluster (extra cpuspec[ray]).")] = False,
+    address: Annotated[
+        str | None,
+        option(
+            "ADDRESS", "The cluster of --ray, as auto or HOST:6379; by default RAY_ADDRESS, else a cluster of this machine alone."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, option("N", "Of --ray, with --threads each; by default as many as the cluster has room for.", min=1)
+    ] = None,
+    as_json: options.JsonOption = False,
+    sampling: dict[str, Any],
+    running: options.Running,
+) -> None:
+    """Answer a file of prompts, many at once. A run that was broken off goes on where it ended.
+
+    What a line asks for goes before the options. A line that cannot be answered gets its error as the answer, and the others go on.
+    """
+    if not source.is_file():
+        raise typer.BadParameter(f"{source} is no file; give one with a request in each line")
+    if not over_ray and (address or workers):
+        raise typer.BadParameter("--address and --workers go with --ray")
+    with StepProgress(tenths=True) as progress:
+        on_progress = partial(progress, "batch")
+        if over_ray:
+            summary = run_on_cluster(source, out, model, draft, running, sampling, address, workers, on_progress)
+        else:
+            from cpuspec.batch.answer import answer_lines
+            from cpuspec.engine.llm import LLM
+
+            checkpoint, spec = open_with_drafts(model, draft, running.settings.mmap)
+            with busy(f"loading {model}"):
+                llm = LLM(checkpoint, spec, running.backend, settings=running.settings)
+            with llm:
+                sampling_defaults(llm)
+                summary = run_batch(source, out, lambda lines: answer_lines(llm, lines, sampling), on_progress)
+    if as_json:
+        emit_json(summary.as_dict())
+    note(describe_batch(summary))
+    if summary.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def describe_batch(summary: Summary) -> str:

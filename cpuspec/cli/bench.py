@@ -4,13 +4,19 @@ import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-from cpuspec.backends import Backend, device_of
-from cpuspec.cli.console import counted, emit, emit_json, size
+import typer
+
+from cpuspec.backends import Backend, device_of, make_backend
+from cpuspec.cli import options
+from cpuspec.cli.console import counted, emit, emit_json, exit_codes, note, size
 from cpuspec.cli.machine import describe_run
+from cpuspec.cli.opening import open_target
+from cpuspec.cli.options import option
+from cpuspec.cli.progress import busy
 from cpuspec.config import EngineConfig
-from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport
+from cpuspec.evaluate.speed import Plan, RowsSpeed, Speed, SpeedReport, measure_speed
 
 Setting = dict[str, Any]
 
@@ -74,6 +80,61 @@ def show_markdown(setting: Setting, report: SpeedReport) -> None:
 
 
 OUTPUTS: Mapping[str, Callable[[Setting, SpeedReport], None]] = {"md": show_markdown, "csv": show_csv, "json": show_json}
+
+
+def _known_output(name: str | None) -> str | None:
+    if name is not None and name not in OUTPUTS:
+        raise typer.BadParameter(f"there is no format {name!r}; wanted one of {', '.join(OUTPUTS)}")
+    return name
+
+
+@exit_codes()
+@options.takes_running(*options.HOW)
+def bench(
+    model: options.ModelArgument,
+    *,
+    prompt_tokens: Annotated[
+        int, option("N", "Prefill this many tokens at once; 0 does not.", "--prompt-tokens", "-p", min=0)
+    ] = 512,
+    new_tokens: Annotated[int, option("N", "Decode this many tokens one by one; 0 does not.", "--new-tokens", "-n", min=0)] = 128,
+    depth: Annotated[str, option("LIST", "Do both after this many tokens of context, as 0,4096.", "--depth", "-d")] = "0",
+    sequences: Annotated[str, option("LIST", "Decode with this many sequences together, as 1,32.", "--sequences", "-s")] = "1",
+    rows: Annotated[str, option("LIST", "Forwards over this many rows, with the logits of all; or none.")] = "1,2,3,4,5,8,16",
+    rows_depth: Annotated[int, option("N", "Tokens of context that the forwards of --rows have.", min=0)] = 64,
+    repetitions: Annotated[int, option("N", "Rounds; everything has its turn in each.", "--repetitions", "-r", min=1)] = 5,
+    running: options.Running,
+    output: Annotated[
+        str | None, option("FORMAT", "md, csv or json; md by default.", "--output", "-o", callback=_known_output)
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Measure a model's speed: prefill, decoding, and forwards over a few rows. Random tokens, no sampling; of a chain, the target.
+
+    Figures are means with standard deviations, and medians. Everything is measured in turn, round by round.
+    """
+    if as_json and output not in (None, "json"):
+        raise typer.BadParameter(f"got --json and --output {output}; wanted one of them")
+    with options.usage_errors():
+        plan = Plan(
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            depths=options.read_numbers(depth, "--depth"),
+            sequences=options.read_numbers(sequences, "--sequences"),
+            rows=options.read_numbers(rows, "--rows"),
+            rows_depth=rows_depth,
+            repetitions=repetitions,
+        )
+    checkpoint = open_target(model)
+    backend, settings = running
+    plan.check(checkpoint.config, settings.max_rows)
+    with busy(f"loading {model}"):
+        loaded = make_backend(backend, checkpoint, settings)
+    try:
+        # Lines and no spinner: it would take turns with the measured threads.
+        report = measure_speed(loaded, plan, note)
+        OUTPUTS["json" if as_json else output or "md"](describe_bench(model, loaded, settings, plan), report)
+    finally:
+        loaded.close()
 
 
 def _rate_cells(speed: Speed) -> tuple[str, ...]:

@@ -12,8 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
+from cpuspec.cli import options
 from cpuspec.cli.answer import Answer, collect, cut_off_by, describe_sampling, figures, memory, with_seed
-from cpuspec.cli.console import emit, emit_generated, note
+from cpuspec.cli.console import emit, emit_generated, exit_codes, note
+from cpuspec.cli.opening import load_llm, sampling_defaults
 from cpuspec.cli.options import CHAT_TOKENS, read_logit_bias
 from cpuspec.config import SAMPLING_FIELDS, SamplingParams
 from cpuspec.engine.llm import LLM, Message
@@ -21,6 +24,28 @@ from cpuspec.errors import ConfigError, CpuspecError
 
 _PROMPT, _MORE = "> ", ". "
 _BLOCK = '"""'
+
+
+@exit_codes()
+@options.takes_running("context_length", "mmap", "head_format", *options.HOW)
+@options.takes_sampling(options.CHAT_TOKENS, without=("n", "max_draft_tokens", "draft", "ignore_eos", "logprobs", "parse_special"))
+def chat(
+    model: options.ModelArgument = DEFAULT_RECIPE,
+    *,
+    draft: options.DraftOption = None,
+    system: options.SystemOption = None,
+    sampling: dict[str, Any],
+    running: options.Running,
+) -> None:
+    """Talk with a model. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."""
+    if system is not None:
+        options.checked_text(system, "--system")
+
+    with load_llm(model, draft, running) as llm:
+        if not llm.tokenizer.has_chat_template:
+            raise ConfigError(f"{model} has no chat template; `cpuspec generate --raw` continues plain text with it")
+        sampling_defaults(llm)
+        converse(Chat(llm, model, sampling, system))
 
 
 @dataclass

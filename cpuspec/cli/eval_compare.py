@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from cpuspec.cli import options
-from cpuspec.cli.console import Report, StepProgress, emit, exit_codes, print_facts, print_report, print_table, size
+from cpuspec.cli.console import Report, emit, exit_codes, print_facts, print_report, print_table, size
 from cpuspec.cli.eval_tasks import (
     AllowOption,
     IsolationOption,
@@ -19,6 +19,8 @@ from cpuspec.cli.eval_tasks import (
     show_cost,
 )
 from cpuspec.cli.opening import load_llm, open_with_drafts
+from cpuspec.cli.options import argument, flag, option
+from cpuspec.cli.progress import StepProgress
 from cpuspec.config import SamplingParams
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.prompts import Prompt, read_prompts
@@ -29,18 +31,14 @@ from cpuspec.server.parsing import opens_reasoning
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", *options.HOW)
 def drift(
-    a: Annotated[str, typer.Argument(metavar="A", help=f"The reference. {options.MODEL_HELP}")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The model that is compared with it, likewise.")],
+    a: Annotated[str, argument("A", f"The reference. {options.MODEL_HELP}")],
+    b: Annotated[str, argument("B", "The model that is compared with it, likewise.")],
     *,
     prompts: Annotated[
         list[str],
-        typer.Option(
-            "--prompts",
-            metavar="FILE:FIELD:N",
-            help="A field of the first N lines of a JSON-lines file, :chat after it for conversations. Repeatable.",
-        ),
+        option("FILE:FIELD:N", "A field of the first N lines of a JSON-lines file, :chat after it for conversations. Repeatable."),
     ],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Of each answer.")] = 128,
+    max_tokens: Annotated[int, option("N", "Of each answer.", min=1)] = 128,
     draft: options.DraftOption = None,
     running: options.Running,
     as_json: options.JsonOption = False,
@@ -74,14 +72,11 @@ def drift(
 @options.takes_running("max_sequences", "context_length", *options.HOW)
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def forms(
+    model: options.ModelArgument,
     data: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DATA.jsonl", help="Lines with messages or prompt, and with tools (OpenAI's) or schema, a JSON schema."
-        ),
+        Path, argument("DATA.jsonl", "Lines with messages or prompt, and with tools (OpenAI's) or schema, a JSON schema.")
     ],
     *,
-    model: options.ModelOption,
     draft: options.DraftOption = None,
     limit: LimitOption = None,
     sampling: dict[str, Any],
@@ -121,15 +116,13 @@ def forms(
 @options.takes_running("max_sequences", "context_length", *options.HOW)
 def arms(
     model: options.ModelArgument,
-    tasks: Annotated[
-        list[str], typer.Argument(metavar="TASK:DATA...", help="As humaneval:humaneval.jsonl; several are told apart.")
-    ],
+    tasks: Annotated[list[str], argument("TASK:DATA...", "As humaneval:humaneval.jsonl; several are told apart.")],
     *,
     draft: options.DraftOption = "auto",
-    wide: Annotated[str, typer.Option("--wide", metavar="FORMAT", help="Of the unquantized target: bf16, f16 or f32.")] = "bf16",
-    chat: Annotated[bool, typer.Option("--chat", help="Ask in conversations.")] = False,
+    wide: Annotated[str, option("FORMAT", "Of the unquantized target: bf16, f16 or f32.")] = "bf16",
+    chat: Annotated[bool, flag("--chat", "Ask in conversations.")] = False,
     limit: LimitOption = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Of each answer.")] = 256,
+    max_tokens: Annotated[int, option("N", "Of each answer.", min=1)] = 256,
     allow_code_execution: AllowOption = False,
     no_isolation: IsolationOption = False,
     price_per_hour: PriceOption = None,
@@ -173,16 +166,15 @@ def arms(
 def beside(
     files: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="FILE...",
-            help="JSON of llama-bench, vllm bench serve or latency, cpuspec parity --record, eval or bench; or an object with "
+        argument(
+            "FILE...",
+            "JSON of llama-bench, vllm bench serve or latency, cpuspec parity --record, eval or bench; or an object with "
             "engine, model and figures such as decode_tokens_per_s.",
         ),
     ],
     *,
     price_per_hour: Annotated[
-        list[float] | None,
-        typer.Option("--price-per-hour", metavar="X", min=0, help="Of the machine: once for all files, or once for each in order."),
+        list[float] | None, option("X", "Of the machine: once for all files, or once for each in order.", min=0)
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:

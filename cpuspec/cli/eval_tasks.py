@@ -13,10 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from cpuspec.cli import options
-from cpuspec.cli.console import Report, StepProgress, accepted, emit, exit_codes, note, print_facts, print_report, size
+from cpuspec.cli.console import Report, accepted, emit, exit_codes, note, print_facts, print_report, size
 from cpuspec.cli.machine import describe_run
+from cpuspec.cli.models import totals
 from cpuspec.cli.opening import load_llm, open_target, open_with_drafts
-from cpuspec.cli.reports import totals
+from cpuspec.cli.options import argument, flag, option
+from cpuspec.cli.progress import StepProgress
 from cpuspec.config import SamplingParams
 from cpuspec.engine.assemble import model_and_spec
 from cpuspec.environment import usable_cores
@@ -27,50 +29,46 @@ from cpuspec.evaluate.tasks import TASKS, Problem, Score, Task, Verdict, find_ta
 from cpuspec.files import write_file
 
 AllowOption = Annotated[
-    bool,
-    typer.Option("--allow-code-execution", help="Run programs that the model wrote, in a sandbox. Nothing is run without it."),
+    bool, flag("--allow-code-execution", "Run programs that the model wrote, in a sandbox. Nothing is run without it.")
 ]
 IsolationOption = Annotated[
     bool,
-    typer.Option(
-        "--no-isolation",
-        help="Run them with limits alone where the kernel gives no namespaces, as in a container that may be broken.",
+    flag(
+        "--no-isolation", "Run them with limits alone where the kernel gives no namespaces, as in a container that may be broken."
     ),
 ]
-ProcessorOption = Annotated[int, typer.Option("--cpu-seconds", metavar="S", min=1, help="Processor time of a program.")]
-MemoryOption = Annotated[int, typer.Option("--memory-mb", metavar="MB", min=64, help="Memory of a program.")]
+ProcessorOption = Annotated[int, option("S", "Processor time of a program.", "--cpu-seconds", min=1)]
+MemoryOption = Annotated[int, option("MB", "Memory of a program.", "--memory-mb", min=64)]
 PriceOption = Annotated[
-    float | None,
-    typer.Option("--price-per-hour", metavar="X", min=0, help="Of the machine: then a million tokens and a right answer have one."),
+    float | None, option("X", "Of the machine: then a million tokens and a right answer have one.", "--price-per-hour", min=0)
 ]
-LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Problems at most; by default all.")]
+LimitOption = Annotated[int | None, option("N", "Problems at most; by default all.", "--limit", min=1)]
 
 
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", *options.HOW)
 @options.takes_sampling(options.GENERATE_TOKENS, without=("n", "max_draft_tokens", "draft", "logprobs"))
 def task(
-    name: Annotated[str, typer.Argument(metavar="TASK", help=f"One of {', '.join(TASKS)}.")],
-    data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", help="The problems, one a line, in the data set's own fields.")],
+    model: options.ModelArgument,
+    name: Annotated[str, argument("TASK", f"One of {', '.join(TASKS)}.")],
+    data: Annotated[Path, argument("DATA.jsonl", "The problems, one a line, in the data set's own fields.")],
     *,
-    model: options.ModelOption,
     draft: options.DraftOption = None,
     base_url: Annotated[
-        str | None,
-        typer.Option("--base-url", metavar="URL", help="Ask a server of this machine instead; --model is its name for the model."),
+        str | None, option("URL", "Ask a server of this machine instead; --model is its name for the model.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask in a conversation; by default the model continues raw text.")] = False,
-    skip: Annotated[int, typer.Option("--skip", metavar="N", min=0, help="Leave out the first N problems.")] = 0,
+    chat: Annotated[bool, flag("--chat", "Ask in a conversation; by default the model continues raw text.")] = False,
+    skip: Annotated[int, option("N", "Leave out the first N problems.", min=0)] = 0,
     limit: LimitOption = None,
-    shots: Annotated[int, typer.Option("--shots", metavar="N", min=0, help="The file's first N lines are solved examples.")] = 0,
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Answers to each problem.")] = 1,
-    pass_at: Annotated[str, typer.Option("--pass-at", metavar="LIST", help="The k of pass@k, as 1,10.")] = "1",
+    shots: Annotated[int, option("N", "The file's first N lines are solved examples.", min=0)] = 0,
+    samples: Annotated[int, option("N", "Answers to each problem.", min=1)] = 1,
+    pass_at: Annotated[str, option("LIST", "The k of pass@k, as 1,10.")] = "1",
     allow_code_execution: AllowOption = False,
     no_isolation: IsolationOption = False,
     cpu_seconds: ProcessorOption = Limits.cpu_s,
     memory_mb: MemoryOption = Limits.memory_bytes >> 20,
     price_per_hour: PriceOption = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write answers and verdicts as JSON lines.")] = None,
+    out: Annotated[Path | None, option("FILE", "Write answers and verdicts as JSON lines.")] = None,
     as_json: options.JsonOption = False,
     sampling: dict[str, Any],
     running: options.Running,
@@ -124,18 +122,14 @@ def task(
 @exit_codes()
 @options.takes_running("max_sequences", "context_length", *options.HOW)
 def harness(
-    tasks: Annotated[list[str], typer.Argument(metavar="TASK...", help="Tasks of lm-eval, or of --include-path.")],
+    model: options.ModelArgument,
+    tasks: Annotated[list[str], argument("TASK...", "Tasks of lm-eval, or of --include-path.")],
     *,
-    model: options.ModelOption,
     draft: options.DraftOption = None,
-    include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="DIR", help="A directory with tasks of your own, as YAML.")
-    ] = None,
-    shots: Annotated[
-        int | None, typer.Option("--shots", metavar="N", min=0, help="Solved examples before each; by default the task's.")
-    ] = None,
+    include_path: Annotated[Path | None, option("DIR", "A directory with tasks of your own, as YAML.")] = None,
+    shots: Annotated[int | None, option("N", "Solved examples before each; by default the task's.", min=0)] = None,
     limit: LimitOption = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    chat: Annotated[bool, flag("--chat", "Ask through the model's chat template.")] = False,
     as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:

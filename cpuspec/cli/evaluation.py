@@ -12,11 +12,13 @@ import typer
 from cpuspec.backends import Backend, make_backend
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.cli import options
-from cpuspec.cli.console import Report, StepProgress, busy, exit_codes, print_facts, print_report, print_table
+from cpuspec.cli.console import Report, exit_codes, print_facts, print_report, print_table
 from cpuspec.cli.eval_compare import arms, beside, drift, forms
 from cpuspec.cli.eval_tasks import describe_eval, harness, task
+from cpuspec.cli.models import totals
 from cpuspec.cli.opening import open_target
-from cpuspec.cli.reports import totals
+from cpuspec.cli.options import argument, option
+from cpuspec.cli.progress import StepProgress, busy
 from cpuspec.evaluate.logits_file import LogitsFile, writing
 from cpuspec.evaluate.perplexity import CONTEXT, compare_with_file, measure_perplexity, side_by_side, sliding
 from cpuspec.evaluate.prompts import read_text
@@ -24,42 +26,34 @@ from cpuspec.evaluate.quality import TOP_K, compare_rows, last_rows
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.text import Tokenizer, make_tokenizer
 
-eval_app = typer.Typer(no_args_is_help=True, help="Measure how good a model is: texts, tasks, formats, and what answers cost.")
-for command in (task, forms, drift, arms, beside, harness):
-    eval_app.command()(command)
-
-ChunksOption = Annotated[
-    int | None, typer.Option("--chunks", metavar="N", min=1, help="Windows at most, from the beginning; by default all.")
-]
+ChunksOption = Annotated[int | None, option("N", "Windows at most, from the beginning; by default all.", "--chunks", min=1)]
 
 
-@eval_app.command()
 @exit_codes()
 @options.takes_running(*options.HOW)
 def perplexity(
     model: options.ModelArgument,
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A file of plain text, such as WikiText-2's test split.")],
+    text: Annotated[Path, argument("TEXT", "A file of plain text, such as WikiText-2's test split.")],
     *,
-    context: Annotated[int, typer.Option("--context", "-c", metavar="N", min=4, help="Tokens of a window.")] = CONTEXT,
+    context: Annotated[int, option("N", "Tokens of a window.", "--context-length", "--context", "-c", min=4)] = CONTEXT,
     stride: Annotated[
         int | None,
-        typer.Option(
-            "--stride",
-            metavar="N",
-            min=1,
-            help="Windows begin N tokens after one another, and each token counts once, as in transformers' documentation. By "
+        option(
+            "N",
+            "Windows begin N tokens after one another, and each token counts once, as in transformers' documentation. By "
             "default as llama-perplexity has it: windows side by side, the second half of each counts.",
+            min=1,
         ),
     ] = None,
     chunks: ChunksOption = None,
     save_logits: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "FILE",
+            "Keep the rows that count, for `cpuspec eval kl` and for llama-perplexity --kl-divergence; two bytes for each id "
+            "of the vocabulary in each row.",
             "--save-logits",
             "--kl-divergence-base",
-            metavar="FILE",
-            help="Keep the rows that count, for `cpuspec eval kl` and for llama-perplexity --kl-divergence; two bytes for each id "
-            "of the vocabulary in each row.",
         ),
     ] = None,
     running: options.Running,
@@ -94,16 +88,12 @@ def perplexity(
     print_report(report, as_json, _show_perplexity)
 
 
-@eval_app.command()
 @exit_codes()
 @options.takes_running(*options.HOW)
 def kl(
     model: options.ModelArgument,
     reference: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="What `cpuspec eval perplexity --save-logits` or llama-perplexity --kl-divergence-base wrote."
-        ),
+        Path, argument("FILE", "What `cpuspec eval perplexity --save-logits` or llama-perplexity --kl-divergence-base wrote.")
     ],
     *,
     chunks: ChunksOption = None,
@@ -128,18 +118,15 @@ def kl(
     print_report({"benchmark": "kl", **about, "top_k": TOP_K, **asdict(found)}, as_json, _show_kl)
 
 
-@eval_app.command()
 @exit_codes()
 @options.takes_running(*(name for name in options.HOW if name != "kv_format"))
 def kv(
     model: options.ModelArgument,
-    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A file of plain text that is long enough.")],
+    text: Annotated[Path, argument("TEXT", "A file of plain text that is long enough.")],
     *,
-    depths: Annotated[str, typer.Option("--depth", "-c", metavar="N,N", help="Tokens of a window, the text's first.")] = "4096",
-    formats: Annotated[
-        str, typer.Option("--formats", metavar="F,F", help="Formats of keys and values, each against f32.")
-    ] = "f16,int8,int4",
-    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Rows that count: a window's last ones.")] = 512,
+    depths: Annotated[str, option("N,N", "Tokens of a window, the text's first.", "--depth", "-c")] = "4096",
+    formats: Annotated[str, option("F,F", "Formats of keys and values, each against f32.")] = "f16,int8,int4",
+    rows: Annotated[int, option("N", "Rows that count: a window's last ones.", min=1)] = 512,
     running: options.Running,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -251,3 +238,10 @@ def _show_kl(report: Report) -> None:
             ("probability", f"of the text's next token: root mean square difference {report['probability_rms']:.3%}"),
         ]
     )
+
+
+eval_app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure how good a model is: texts, tasks, formats, and what answers cost."
+)
+for command in (task, forms, drift, arms, beside, harness, perplexity, kl, kv):
+    options.register(eval_app, command)

@@ -12,8 +12,10 @@ from cpuspec import __version__
 from cpuspec.backends import OWN_SETTINGS
 from cpuspec.backends.numa import nodes_to_use
 from cpuspec.backends.packed import packed_directory, packed_files
-from cpuspec.cli.console import Report, counted, print_facts, size
-from cpuspec.cli.reports import known_models
+from cpuspec.cli import options
+from cpuspec.cli.console import Report, counted, exit_codes, print_facts, print_report, size
+from cpuspec.cli.models import known_models
+from cpuspec.cli.progress import busy
 from cpuspec.config import EngineConfig
 from cpuspec.environment import (
     cache_dir,
@@ -40,6 +42,14 @@ TELLING_FEATURES = (
 )
 
 _PREFERRED = ("avx512vnni", "avxvnni")  # how kernels like to multiply bytes, best first
+
+
+@exit_codes()
+def info(as_json: options.JsonOption = False) -> None:
+    """Show what cpuspec makes of this machine: processor, kernels chosen for it, memory, versions, caches."""
+    with busy("measuring this machine's memory bandwidth"):
+        report = describe_machine()
+    print_report(report, as_json, show_machine)
 
 
 def describe_machine() -> Report:

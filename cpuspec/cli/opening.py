@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.cli import options
-from cpuspec.cli.console import FetchProgress, busy, note
+from cpuspec.cli.console import note
+from cpuspec.cli.progress import FetchProgress, busy
 from cpuspec.config import SamplingDefaults, SpecConfig
 from cpuspec.engine.assemble import draft_models, model_and_spec
 

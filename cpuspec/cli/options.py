@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.checkpoints.recipes import known_names
@@ -51,6 +52,21 @@ def known_draft(text: str | None) -> str | None:
     return text
 
 
+def option(metavar: str, text: str, *spellings: str, **more: Any) -> Any:
+    """An option with a value. Without spellings, its name is that of the parameter."""
+    return typer.Option(*spellings, metavar=metavar, help=text, **more)
+
+
+def flag(spelling: str, text: str, **more: Any) -> Any:
+    """An option without a value, as --explain or --mmap/--no-mmap."""
+    return typer.Option(spelling, help=text, **more)
+
+
+def argument(metavar: str, text: str, **more: Any) -> Any:
+    """A positional argument."""
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
 MODEL_HELP = (
     "A model's or chain's name (see `cpuspec models`), owner/name:QUANT or hf:owner/name/file of the Hugging Face hub, "
     "ollama:NAME:TAG, a GGUF file, or a Hugging Face directory."
@@ -62,25 +78,66 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in known_names() if name.startswith(incomplete)]
 
 
-ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
+ModelArgument = Annotated[str, argument("MODEL", MODEL_HELP, autocompletion=complete_model)]
+
+
+class ModelCommand(TyperCommand):
+    """A command with the arguments MODEL and others, as `cpuspec generate MODEL PROMPT`.
+
+    `-m MODEL` says the same. Where MODEL has a default, it may be left out: then there are no more arguments than the others.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the model that -m names, or the default, before the other arguments."""
+        (model, *others), named = [one for one in self.params if one.param_type_name == "argument"], self._options_only
+        given, positional, _ = named.make_parser(ctx).parse_args(list(args))
+        many = -1 in (model.nargs, *(one.nargs for one in others))
+        if given.get("model_option") is not None:
+            args = [*given["model_option"], *args] if model.nargs == -1 else [given["model_option"][-1], *args]
+        elif not model.required and not many and len(positional) <= len(others):
+            args = [str(model.default or ""), *args]
+        return super().parse_args(ctx, args)
+
+    @property
+    def _options_only(self) -> TyperCommand:
+        return TyperCommand(self.name, params=[one for one in self.params if one.param_type_name == "option"])
+
+
+def register(group: typer.Typer, command: Command, name: str | None = None) -> None:
+    """Make the function a command of the group. One whose first parameter is MODEL takes `-m MODEL`, too."""
+    declared = signature(command, eval_str=True)
+    if next(iter(declared.parameters), "") not in ("model", "models"):
+        group.command(name)(command)
+        return
+
+    @wraps(command)
+    def run(model_option: list[str] | None = None, **values: Any) -> None:
+        command(**values)
+
+    again = option("MODEL", "The same as the argument MODEL.", "--model", "-m", autocompletion=complete_model)
+    annotation = Annotated[list[str] | None, again]
+    extra = Parameter("model_option", Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    run.__signature__ = declared.replace(parameters=[*declared.parameters.values(), extra])  # type: ignore[attr-defined]
+    group.command(name, cls=ModelCommand)(run)
+
+
 DraftOption = Annotated[
     str | None,
-    typer.Option(
-        "--draft",
-        "--speculative-config",
-        metavar="SPEC",
-        callback=known_draft,
-        help="How to draft tokens: auto, the default, where that pays; none; or levels separated by commas, the cheapest "
+    option(
+        "SPEC",
+        "How to draft tokens: auto, the default, where that pays; none; or levels separated by commas, the cheapest "
         "first, after auto to be chosen from, as auto,self:mxfp4: a look-up in the text "
         f"({', '.join(LOOKUPS)}, or FILE.py:CLASS), the model's own weights (self, skip, as self:mxfp4 and skip:4), another model, "
         "text:MODEL, one with another vocabulary by its text, a trained head's directory or GGUF file (HEAD, tree:HEAD, "
         "draw:HEAD), or mtp, the model's own head. vLLM's JSON is read, too. NAME@8 drafts at most 8 tokens a round. Drafts keep "
         "the distribution of sampled answers, and with numba every answer, greedy or of a seed.",
+        "--draft",
+        "--speculative-config",
+        callback=known_draft,
     ),
 ]
-SystemOption = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message of the conversation.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+SystemOption = Annotated[str | None, option("TEXT", "The system message of the conversation.", "--system")]
+JsonOption = Annotated[bool, flag("--json", "Print one JSON document instead.")]
 
 
 BACKEND_HELP = (

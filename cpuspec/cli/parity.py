@@ -1,22 +1,31 @@
 """Reads the two sides of `cpuspec parity`, by name or as records, and prints their comparison."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from cpuspec.backends import BACKENDS, check_backend
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import options
-from cpuspec.cli.console import Report, accepted, counted, emit, print_facts
+from cpuspec.cli.console import ERROR, Report, accepted, counted, emit, exit_codes, note, print_facts, print_report, size
 from cpuspec.cli.machine import versions
-from cpuspec.config import EngineConfig, SpecConfig, read_backend
+from cpuspec.cli.opening import open_with_drafts
+from cpuspec.cli.options import argument, flag, option
+from cpuspec.cli.progress import StepProgress, busy
+from cpuspec.config import AUTO, EngineConfig, SpecConfig, read_backend
 from cpuspec.errors import ConfigError
 from cpuspec.evaluate.certify import PROMPTS
 from cpuspec.evaluate.parity import (
+    NUM_TOKENS,
+    TOP,
+    WHOLE_ROWS,
+    Limits,
     ModelIdentity,
     OnStep,
     Parity,
@@ -31,6 +40,91 @@ from cpuspec.evaluate.parity_file import read_recording, write_recording
 from cpuspec.evaluate.prompts import Prompt, prompt_ids, read_prompts, read_text_ids
 from cpuspec.formats.kv import get_kv_format
 from cpuspec.text import make_tokenizer
+
+
+@exit_codes()
+@options.takes_running("threads", "kv_format", with_backend=False)
+def parity(
+    *,
+    model: options.ModelArgument = "",
+    a: Annotated[
+        str,
+        argument("A", f"The reference: {', '.join(BACKENDS)}, with settings as in numba:threads=1, or a file that --record wrote."),
+    ],
+    b: Annotated[str | None, argument("B", "What is compared with it, likewise; without it A is recorded.")] = None,
+    draft: Annotated[
+        str | None, option("SPEC", "Answer with these drafts, too; by default none.", callback=options.known_draft)
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        option(
+            "FILE:FIELD:N",
+            "Answer a field of the first N lines of a JSON-lines file, :chat after it for conversations; by default some "
+            "prompts of its own. Repeatable.",
+        ),
+    ] = None,
+    texts: Annotated[
+        list[str] | None,
+        option("FILE:TOKENS", "Read the first tokens of a file, too, and compare the logits. Repeatable.", "--text"),
+    ] = None,
+    tokens: Annotated[int | None, option("N", f"Tokens of each answer; by default {NUM_TOKENS}, 0 reads only.", min=0)] = None,
+    record: Annotated[Path | None, option("FILE", "Write what A said, to be compared with on another machine.")] = None,
+    top: Annotated[int, option("N", "Likeliest ids that a record keeps of each row.", min=1)] = TOP,
+    whole_rows: Annotated[int, option("N", "Rows of which a record keeps every logit.", min=0)] = WHOLE_ROWS,
+    min_same_top: Annotated[float | None, option("SHARE", "Fail below this share of rows.", min=0, max=1)] = None,
+    max_kl: Annotated[float | None, option("NATS", "Fail above this mean divergence, as far as it is known.", min=0)] = None,
+    max_difference: Annotated[
+        float | None, option("X", "Fail above this difference of two logits, as far as it is known.", min=0)
+    ] = None,
+    identical: Annotated[bool, flag("--identical", "Fail where a greedy answer differs.")] = False,
+    as_json: options.JsonOption = False,
+    running: options.Running,
+) -> None:
+    """Compare two backends, or a backend and a record from another machine: logits, greedy answers, drafts, speed.
+
+    Exit code 0 says that the comparison was made, whatever differs; 1 that a limit given is not kept, or that drafts changed an
+    answer of a backend which promises that they cannot.
+    """
+    names = [a] if b is None else [a, b]
+    sides = [read_side(options.checked_text(name, "AB"[number]), running.settings) for number, name in enumerate(names)]
+    check_record(record)
+    if b is None and record is None:
+        raise typer.BadParameter("there is nothing to compare with; name a second backend or record, or a file with --record")
+    if record is not None and isinstance(sides[0], Recording):
+        raise typer.BadParameter(f"--record writes what a backend says, and {a} is a record already")
+    checkpoint, spec = None, SpecConfig()
+    if not model and not all(isinstance(side, Recording) for side in sides):
+        model = DEFAULT_RECIPE
+    if model:
+        checkpoint, spec = open_with_drafts(model, draft)
+        spec = SpecConfig() if draft is None and spec == AUTO else spec
+    identity = (
+        ModelIdentity.from_checkpoint(checkpoint)
+        if checkpoint
+        else next(side.model for side in sides if isinstance(side, Recording))
+    )
+    questions = shared_questions(sides, identity)
+    if questions is None:
+        assert checkpoint is not None, "where there is no record there is a backend, which runs a model"
+        questions = make_questions(checkpoint, prompts or [], texts or [], NUM_TOKENS if tokens is None else tokens)
+    elif prompts or texts or tokens is not None:
+        raise typer.BadParameter("--prompts, --text and --tokens are the record's own; leave them out")
+    with ExitStack() as stack:
+        loaded = []
+        for side in sides:
+            with nullcontext() if isinstance(side, Recording) else busy(f"loading {side.name}"):
+                loaded.append(stack.enter_context(loaded_side(side, checkpoint, questions, spec)))
+        with StepProgress() as progress:
+            found = measure(loaded, identity, questions, record, (top, whole_rows), progress)
+    if record is not None:
+        note(f"{record} has what {a} said ({size(record.stat().st_size)})")
+    if found is None:
+        return
+    failures = found.failures(Limits(min_same_top, max_kl, max_difference, identical))
+    report = describe_parity(identity, found, failures)
+    print_report(report, as_json, show_parity)
+    if failures:
+        raise typer.Exit(ERROR)
 
 
 @dataclass(frozen=True)

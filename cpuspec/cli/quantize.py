@@ -5,22 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cpuspec.cli import options
-from cpuspec.cli.console import (
-    StepProgress,
-    counted,
-    emit,
-    emit_json,
-    exit_codes,
-    interruptible,
-    note,
-    print_facts,
-    print_table,
-    size,
-)
+from cpuspec.cli.console import counted, emit, emit_json, exit_codes, interruptible, note, print_facts, print_table, size
 from cpuspec.cli.opening import open_model
+from cpuspec.cli.options import argument, flag, option
+from cpuspec.cli.progress import StepProgress
 from cpuspec.environment import usable_cores
 from cpuspec.errors import ConfigError
 from cpuspec.files import read_file
@@ -28,84 +17,56 @@ from cpuspec.files import read_file
 _MOST_TEXT_BYTES = 1 << 30
 
 CalibrationOption = Annotated[
-    Path | None,
-    typer.Option("--calibration", metavar="FILE", help="A text of the kind that the model will meet; inputs are measured on it."),
+    Path | None, option("FILE", "A text of the kind that the model will meet; inputs are measured on it.", "--calibration")
 ]
-ChunksOption = Annotated[int, typer.Option("--chunks", metavar="N", min=1, help="Pieces of the calibration text that are used.")]
-ContextOption = Annotated[int, typer.Option("--ctx-size", "-c", metavar="N", min=2, help="Tokens of such a piece.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", metavar="N", min=1, help="Threads; by default every core.")]
+ChunksOption = Annotated[int, option("N", "Pieces of the calibration text that are used.", "--chunks", min=1)]
+ContextOption = Annotated[int, option("N", "Tokens of such a piece.", "--context-length", "--ctx-size", "-c", min=2)]
+ThreadsOption = Annotated[int | None, option("N", "Threads; by default every core.", "--threads", "-t", min=1)]
 
 
 @exit_codes()
 def quantize(
     model: options.ModelArgument,
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The file to write, NAME.gguf; or a directory, for compressed-tensors.")
-    ],
+    out: Annotated[Path, argument("OUT", "The file to write, NAME.gguf; or a directory, for compressed-tensors.")],
     *,
     type_name: Annotated[
         str | None,
-        typer.Option(
-            "--type",
-            metavar="TYPE",
-            help="Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32 or nl4_xs. "
+        option(
+            "TYPE",
+            "Of a file: a type of llama-quantize, by default q4_k_m, or nl4_g32 or nl4_xs. "
             "Of a directory: w4a16, w4a16_asym, w8a8, w8a16, fp8_dynamic.",
+            "--type",
         ),
     ] = None,
     bits_per_weight: Annotated[
         float | None,
-        typer.Option(
-            "--bits-per-weight",
-            metavar="BITS",
-            help="Instead of a type: give each matrix the format by which the model's answers change least within these bits, "
+        option(
+            "BITS",
+            "Instead of a type: give each matrix the format by which the model's answers change least within these bits, "
             "as measured on the calibration text.",
         ),
     ] = None,
-    candidates: Annotated[
-        str | None,
-        typer.Option("--candidates", metavar="FORMATS", help="With --bits-per-weight, the formats to choose from, with commas."),
-    ] = None,
+    candidates: Annotated[str | None, option("FORMATS", "With --bits-per-weight, the formats to choose from, with commas.")] = None,
     method: Annotated[
         str,
-        typer.Option(
-            "--method",
-            metavar="METHOD",
-            help="round; or gptq, awq, smoothquant, or several with commas, as awq,gptq: they need a calibration text.",
-        ),
+        option("METHOD", "round; or gptq, awq, smoothquant, or several with commas, as awq,gptq: they need a calibration text."),
     ] = "round",
-    imatrix: Annotated[
-        Path | None,
-        typer.Option("--imatrix", metavar="FILE", help="Weigh errors by this importance matrix, llama.cpp's .gguf or .dat."),
-    ] = None,
+    imatrix: Annotated[Path | None, option("FILE", "Weigh errors by this importance matrix, llama.cpp's .gguf or .dat.")] = None,
     calibration: CalibrationOption = None,
     chunks: ChunksOption = 32,
     ctx_size: ContextOption = 512,
-    pure: Annotated[bool, typer.Option("--pure", help="Give every matrix the type's own format instead of a mix.")] = False,
-    output_tensor_type: Annotated[
-        str | None, typer.Option("--output-tensor-type", metavar="FORMAT", help="The format of the output matrix.")
-    ] = None,
-    token_embedding_type: Annotated[
-        str | None, typer.Option("--token-embedding-type", metavar="FORMAT", help="The format of the token embedding.")
-    ] = None,
+    pure: Annotated[bool, flag("--pure", "Give every matrix the type's own format instead of a mix.")] = False,
+    output_tensor_type: Annotated[str | None, option("FORMAT", "The format of the output matrix.")] = None,
+    token_embedding_type: Annotated[str | None, option("FORMAT", "The format of the token embedding.")] = None,
     tensor_type: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tensor-type", metavar="PATTERN=FORMAT", help="The format of matrices whose name has the pattern. Repeatable."
-        ),
+        list[str] | None, option("PATTERN=FORMAT", "The format of matrices whose name has the pattern. Repeatable.")
     ] = None,
-    dampening_frac: Annotated[
-        float, typer.Option("--dampening-frac", metavar="SHARE", min=0, help="Of gptq: what is added to the Hessian's diagonal.")
-    ] = 0.01,
+    dampening_frac: Annotated[float, option("SHARE", "Of gptq: what is added to the Hessian's diagonal.", min=0)] = 0.01,
     no_act_order: Annotated[
-        bool, typer.Option("--no-act-order", help="Of gptq: round columns from first to last, not by the size of their inputs.")
+        bool, flag("--no-act-order", "Of gptq: round columns from first to last, not by the size of their inputs.")
     ] = False,
-    smoothing_strength: Annotated[
-        float,
-        typer.Option("--smoothing-strength", metavar="SHARE", min=0, max=1, help="Of smoothquant: 0 moves nothing into weights."),
-    ] = 0.5,
-    group_size: Annotated[
-        int, typer.Option("--group-size", metavar="N", help="Of w4a16: weights that share a scale, 32, 64 or 128.")
-    ] = 128,
+    smoothing_strength: Annotated[float, option("SHARE", "Of smoothquant: 0 moves nothing into weights.", min=0, max=1)] = 0.5,
+    group_size: Annotated[int, option("N", "Of w4a16: weights that share a scale, 32, 64 or 128.")] = 128,
     threads: ThreadsOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -191,11 +152,9 @@ def _print_mix(matrices: Mapping[str, str]) -> None:
 @exit_codes()
 def imatrix(
     model: options.ModelArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: .dat for llama.cpp's legacy format, else GGUF.")],
+    out: Annotated[Path, argument("OUT", "The file to write: .dat for llama.cpp's legacy format, else GGUF.")],
     *,
-    calibration: Annotated[
-        Path, typer.Option("--calibration", "-f", metavar="FILE", help="A text of the kind that the model will meet.")
-    ],
+    calibration: Annotated[Path, option("FILE", "A text of the kind that the model will meet.", "--calibration", "-f")],
     chunks: ChunksOption = 100,
     ctx_size: ContextOption = 512,
 ) -> None:

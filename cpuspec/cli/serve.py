@@ -4,18 +4,81 @@ import asyncio
 import ipaddress
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpuspec.cli.console import note
-from cpuspec.config import ServerConfig
-from cpuspec.environment import api_key, cache_dir
+from cpuspec.backends import BACKENDS
+from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
+from cpuspec.cli import options
+from cpuspec.cli.console import exit_codes, note
+from cpuspec.cli.models import size_of
+from cpuspec.cli.opening import open_with_drafts
+from cpuspec.cli.options import argument, option
+from cpuspec.config import ANY_NAME, EngineConfig, ServerConfig, SpecConfig
+from cpuspec.environment import api_key, cache_dir, default_prefix_cache_bytes
 from cpuspec.errors import BackendError
 
 if TYPE_CHECKING:
     from cpuspec.engine.llm import LLM
+
+
+@exit_codes()
+@options.takes_serving()
+@options.takes_running(*options.ANSWERING)
+def serve(
+    models: Annotated[
+        list[str] | None,
+        argument(
+            "MODEL",
+            f"{options.MODEL_HELP} By default {DEFAULT_RECIPE}. Of several, the first is loaded at the start, others when "
+            "they are first asked for.",
+            autocompletion=options.complete_model,
+        ),
+    ] = None,
+    *,
+    draft: options.DraftOption = None,
+    api_key_file: Annotated[
+        Path | None,
+        option("FILE", "Take only requests with one of this file's keys, one a line; CPUSPEC_API_KEY may hold a key, too."),
+    ] = None,
+    running: options.Running,
+    serving: ServerConfig,
+) -> None:
+    """Serve models over HTTP to clients of OpenAI's and Anthropic's APIs. It listens to this machine alone unless --host says more.
+
+    Each request has a line of JSON on stderr, without its texts. SIGTERM or Ctrl-C ends it when running answers are done.
+    """
+
+    models = models or [DEFAULT_RECIPE]
+    keys = read_keys(api_key_file)
+    check_directory(serving.slot_save_path)
+    directory = prefix_directory(running.settings.prefix_cache_dir)
+    settings = replace(running.settings, prefix_cache_dir=directory, plain_on_draft_error=True)
+    if len(models) > 1:
+        if set(serving.aliases) - {ANY_NAME}:
+            raise typer.BadParameter("--alias goes with one model; with several, requests use their names")
+        if BACKENDS[0] == running.backend:  # the others keep no prefixes by default
+            gb = default_prefix_cache_bytes() / 1e9 if settings.prefix_cache_gb is None else settings.prefix_cache_gb
+            settings = replace(settings, prefix_cache_gb=gb / len(models))
+    loaders = {}
+    for model in models:
+        checkpoint, spec = open_with_drafts(model, draft, settings.mmap)
+        name = checkpoint.name if Path(model).exists() else model
+        if name in loaders:
+            raise typer.BadParameter(f"there are two models {name!r}")
+        loaders[name] = partial(_load_served, checkpoint, spec, running.backend, settings), size_of(checkpoint.path)
+    run_server(loaders, serving, keys)
+
+
+def _load_served(checkpoint: Checkpoint, spec: SpecConfig, backend: str, settings: EngineConfig) -> "LLM":
+    from cpuspec.engine.llm import LLM
+
+    return LLM(checkpoint, spec, backend, settings=settings)
 
 
 def read_keys(file: Path | None) -> list[str]:

@@ -8,8 +8,10 @@ import typer
 
 from cpuspec.backends import make_backend
 from cpuspec.cli import INTERRUPTED, options
-from cpuspec.cli.console import busy, counted, emit_json, exit_codes, note
+from cpuspec.cli.console import counted, emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
+from cpuspec.cli.options import argument, flag, option
+from cpuspec.cli.progress import busy
 from cpuspec.cli.train_heads import block, distill, eagle3, export
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import now_s
@@ -17,10 +19,6 @@ from cpuspec.metrics import now_s
 if TYPE_CHECKING:
     from cpuspec.train import answers as answering
     from cpuspec.train import extract as extracting
-
-train_app = typer.Typer(no_args_is_help=True, help="Train heads that draft for a model, from its own answers.")
-for command in (block, eagle3, distill, export):
-    train_app.command()(command)
 
 _NOTES_APART_S = 10.0
 _SHOWN_REFUSALS = 20
@@ -32,37 +30,28 @@ def extract(
     model: options.ModelArgument,
     texts: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="TEXTS...",
-            help="Files of `cpuspec train answers`; .jsonl files with text, messages or ids in each line; plain text.",
+        argument(
+            "TEXTS...",
+            "Files of `cpuspec train answers`; .jsonl files with text, messages or ids in each line; plain text.",
             dir_okay=False,
         ),
     ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The directory to write; one that exists is gone on with.", file_okay=False)
-    ],
+    out: Annotated[Path, argument("OUT", "The directory to write; one that exists is gone on with.", file_okay=False)],
     *,
     layers: Annotated[
         str | None,
-        typer.Option(
-            "--layers",
-            metavar="LIST",
-            help="Layers whose outputs are kept, from 0, with commas; last is the last one's, final the state behind the last "
+        option(
+            "LIST",
+            "Layers whose outputs are kept, from 0, with commas; last is the last one's, final the state behind the last "
             "norm. By default those that EAGLE-3 reads, and final.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="Of hidden states: bf16, f32 or int8.")] = "bf16",
-    top: Annotated[
-        int, typer.Option("--top", metavar="N", min=0, help="Keep the N likeliest tokens behind each token, and their logits.")
-    ] = 0,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", metavar="N", min=2, help="Tokens of a sample; longer texts are cut. 2048, or the context."),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", metavar="N", min=1, help="End after this many in all.")] = None,
+    dtype: Annotated[str, option("TYPE", "Of hidden states: bf16, f32 or int8.")] = "bf16",
+    top: Annotated[int, option("N", "Keep the N likeliest tokens behind each token, and their logits.", min=0)] = 0,
+    max_length: Annotated[int | None, option("N", "Tokens of a sample; longer texts are cut. 2048, or the context.", min=2)] = None,
+    max_tokens: Annotated[int | None, option("N", "End after this many in all.", min=1)] = None,
     all_count: Annotated[
-        bool,
-        typer.Option("--all-count", help="Mark every token of texts that are no answers as one to train on, too."),
+        bool, flag("--all-count", "Mark every token of texts that are no answers as one to train on, too.")
     ] = False,
     as_json: options.JsonOption = False,
     running: options.Running,
@@ -101,57 +90,37 @@ def extract(
         raise typer.Exit(INTERRUPTED)
 
 
-@train_app.command()
 @exit_codes()
 @options.takes_running("max_sequences", "mmap", *options.HOW)
 def answers(
     model: options.ModelArgument,
     prompts: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="PROMPTS...",
-            help="JSON-lines files with messages, text or ids in each line; none with the options below.",
+        argument(
+            "PROMPTS...",
+            "JSON-lines files with messages, text or ids in each line; none with the options below.",
             default_factory=list,
             show_default=False,
             dir_okay=False,
         ),
     ],
-    out: Annotated[
-        Path,
-        typer.Argument(metavar="OUT.jsonl", help="The file to write; one that exists is gone on with.", dir_okay=False),
-    ],
+    out: Annotated[Path, argument("OUT.jsonl", "The file to write; one that exists is gone on with.", dir_okay=False)],
     *,
     functions: Annotated[
-        str | None,
-        typer.Option(
-            "--functions", metavar="LIST", help="Have it write functions of these installed packages anew, as numpy,networkx."
-        ),
+        str | None, option("LIST", "Have it write functions of these installed packages anew, as numpy,networkx.")
     ] = None,
-    num_self_made: Annotated[
-        int, typer.Option("--self-made", metavar="N", min=0, help="Have it make up N things that a user might say.")
-    ] = 0,
+    num_self_made: Annotated[int, option("N", "Have it make up N things that a user might say.", "--self-made", min=0)] = 0,
     exclude: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--exclude",
-            metavar="FILE",
-            dir_okay=False,
-            help="An evaluation set, JSON or text: nothing that has 13 words in a row of it is kept. Repeatable.",
+        option(
+            "FILE", "An evaluation set, JSON or text: nothing that has 13 words in a row of it is kept. Repeatable.", dir_okay=False
         ),
     ] = None,
-    temperatures: Annotated[
-        str, typer.Option("--temperatures", metavar="LIST", help="Each prompt is answered at these; 0 is greedy.")
-    ] = "0,0.7",
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="End after this many tokens of answers in all.")
-    ] = None,
-    max_answer_tokens: Annotated[
-        int, typer.Option("--max-answer-tokens", metavar="N", min=1, help="Tokens that one answer may have.")
-    ] = 256,
-    max_prompt_tokens: Annotated[
-        int, typer.Option("--max-prompt-tokens", metavar="N", min=1, help="Longer prompts are left out.")
-    ] = 512,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Of every answer's own seed.")] = 0,
+    temperatures: Annotated[str, option("LIST", "Each prompt is answered at these; 0 is greedy.")] = "0,0.7",
+    max_tokens: Annotated[int | None, option("N", "End after this many tokens of answers in all.", min=1)] = None,
+    max_answer_tokens: Annotated[int, option("N", "Tokens that one answer may have.", min=1)] = 256,
+    max_prompt_tokens: Annotated[int, option("N", "Longer prompts are left out.", min=1)] = 512,
+    seed: Annotated[int, option("S", "Of every answer's own seed.", min=0)] = 0,
     as_json: options.JsonOption = False,
     running: options.Running,
 ) -> None:
@@ -271,3 +240,10 @@ def _check_files(paths: list[Path], name: str) -> None:
     for path in paths:
         if not path.is_file():
             raise typer.BadParameter(f"{path} is no file; {name} are files")
+
+
+train_app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Train heads that draft for a model, from its own answers."
+)
+for command in (block, eagle3, distill, export, answers):
+    options.register(train_app, command)

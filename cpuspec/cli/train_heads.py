@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cpuspec.cli import options
-from cpuspec.cli.console import StepProgress, emit_json, exit_codes, note
+from cpuspec.cli.console import emit_json, exit_codes, note
 from cpuspec.cli.opening import open_target
+from cpuspec.cli.options import argument, flag, option
+from cpuspec.cli.progress import StepProgress
 
 if TYPE_CHECKING:
     from cpuspec.train.block import BlockLoss
@@ -22,16 +24,9 @@ _HOW = ("device", "dtype", "threads")
 _OF_SHAPE = ("layers", "intermediate_size")
 _OF_SCHEDULE = ("epochs", "minutes", "tokens", "longest", "rate", "weight_decay", "held_back", "measured_every", "seed")
 
-SamplesArgument = Annotated[
-    Path, typer.Argument(metavar="SAMPLES", help="A directory of `cpuspec extract`, of this model.", file_okay=False)
-]
+SamplesArgument = Annotated[Path, argument("SAMPLES", "A directory of `cpuspec extract`, of this model.", file_okay=False)]
 OutArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="OUT",
-        help="The head's directory. A run that was interrupted there goes on, with the same options.",
-        file_okay=False,
-    ),
+    Path, argument("OUT", "The head's directory. A run that was interrupted there goes on, with the same options.", file_okay=False)
 ]
 
 
@@ -99,15 +94,11 @@ def block(
     samples: SamplesArgument,
     out: OutArgument,
     *,
-    block_size: Annotated[int, typer.Option("--block", metavar="N", min=2, max=32, help="Tokens that it drafts at once.")] = 5,
-    num_layers: Annotated[int, typer.Option("--num-layers", metavar="N", min=1, help="Its layers.")] = 1,
-    markov_rank: Annotated[
-        int, typer.Option("--markov-rank", metavar="N", min=1, help="Rank of the bias that a token has on the next one.")
-    ] = 64,
-    mask_id: Annotated[
-        int | None, typer.Option("--mask-id", metavar="ID", min=0, help="The mask's token; by default one that no answer has.")
-    ] = None,
-    anchors: Annotated[int, typer.Option("--anchors", metavar="N", min=1, help="Blocks of a sample in a step.")] = 32,
+    block_size: Annotated[int, option("N", "Tokens that it drafts at once.", "--block", min=2, max=32)] = 5,
+    num_layers: Annotated[int, option("N", "Its layers.", min=1)] = 1,
+    markov_rank: Annotated[int, option("N", "Rank of the bias that a token has on the next one.", min=1)] = 64,
+    mask_id: Annotated[int | None, option("ID", "The mask's token; by default one that no answer has.", min=0)] = None,
+    anchors: Annotated[int, option("N", "Blocks of a sample in a step.", min=1)] = 32,
     as_json: options.JsonOption = False,
     chosen: dict[str, Any],
 ) -> None:
@@ -128,9 +119,7 @@ def eagle3(
     samples: SamplesArgument,
     out: OutArgument,
     *,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, max=16, help="Tokens of a chain, drafted on the head's own outputs.")
-    ] = 5,
+    steps: Annotated[int, option("N", "Tokens of a chain, drafted on the head's own outputs.", min=1, max=16)] = 5,
     as_json: options.JsonOption = False,
     chosen: dict[str, Any],
 ) -> None:
@@ -144,19 +133,15 @@ def eagle3(
 @takes_training(of_head=False, rate=3e-5, tokens=512, epochs=2)
 def distill(
     model: options.ModelArgument,
-    answers: Annotated[Path, typer.Argument(metavar="ANSWERS", help="A file of `cpuspec train answers`.", dir_okay=False)],
+    answers: Annotated[Path, argument("ANSWERS", "A file of `cpuspec train answers`.", dir_okay=False)],
     out: OutArgument,
     *,
-    target: Annotated[
-        str | None, typer.Option("--target", metavar="MODEL", help="The model that answered; by default MODEL itself.")
-    ] = None,
-    num_drafted: Annotated[int, typer.Option("--drafted", metavar="N", min=1, max=32, help="Tokens of its drafts.")] = 4,
+    target: Annotated[str | None, option("MODEL", "The model that answered; by default MODEL itself.")] = None,
+    num_drafted: Annotated[int, option("N", "Tokens of its drafts.", "--drafted", min=1, max=32)] = 4,
     masks: Annotated[
-        bool, typer.Option("--masks", help="Also learn to draft them in one pass, as PARD; for targets with the same tokens.")
+        bool, flag("--masks", "Also learn to draft them in one pass, as PARD; for targets with the same tokens.")
     ] = False,
-    mask_id: Annotated[
-        int | None, typer.Option("--mask-id", metavar="ID", min=0, help="The mask's token; by default one that no text has.")
-    ] = None,
+    mask_id: Annotated[int | None, option("ID", "The mask's token; by default one that no text has.", min=0)] = None,
     as_json: options.JsonOption = False,
     chosen: dict[str, Any],
 ) -> None:
@@ -179,16 +164,12 @@ def distill(
 @exit_codes()
 def export(
     model: options.ModelArgument,
-    head: Annotated[
-        Path, typer.Argument(metavar="HEAD", help="A head's directory or GGUF file, as --draft takes it.", exists=True)
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.", dir_okay=False)],
+    head: Annotated[Path, argument("HEAD", "A head's directory or GGUF file, as --draft takes it.", exists=True)],
+    out: Annotated[Path, argument("OUT.gguf", "The file to write.", dir_okay=False)],
     *,
-    type_name: Annotated[
-        str, typer.Option("--type", metavar="TYPE", help=f"Of its matrices: {', '.join(_EXPORTED)}; vectors are f32.")
-    ] = "f16",
+    type_name: Annotated[str, option("TYPE", f"Of its matrices: {', '.join(_EXPORTED)}; vectors are f32.", "--type")] = "f16",
     has_tokenizer: Annotated[
-        bool, typer.Option("--tokenizer/--no-tokenizer", help="Without the tokenizer the file is smaller, and for cpuspec alone.")
+        bool, flag("--tokenizer/--no-tokenizer", "Without the tokenizer the file is smaller, and for cpuspec alone.")
     ] = True,
 ) -> None:
     """Write an EAGLE-3, DFlash or DSpark head as a GGUF file, for llama-server (--spec-draft-model) and for cpuspec.

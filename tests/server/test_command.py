@@ -67,7 +67,7 @@ def test_without_a_name_the_default_model_is_served(monkeypatch: pytest.MonkeyPa
         asked.append(model)
         raise typer.BadParameter("it is not opened")
 
-    monkeypatch.setattr(module, "open_with_drafts", open_with_drafts)
+    monkeypatch.setattr("cpuspec.cli.serve.open_with_drafts", open_with_drafts)
     assert "it is not opened" in run().stderr
     assert asked == [DEFAULT_RECIPE]
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from cpuspec.checkpoints.download import find_model
 from cpuspec.checkpoints.recipes import Recipe
-from cpuspec.cli.app import app
+from cpuspec.cli.app import whole_command
 from cpuspec.config import ServerConfig
 from cpuspec.server.gate import OPEN_PATHS
 
@@ -40,8 +39,7 @@ def serve_options(arguments: list[str]) -> dict[str, Any]:
     """What `cpuspec serve` understands of a command line; typer raises for what it does not know."""
     program, command, *rest = arguments
     assert (Path(program).name, command) == ("cpuspec", "serve")
-    found: Any = typer.main.get_command(app)
-    return dict(found.commands["serve"].make_context("serve", rest).params)
+    return dict(whole_command("serve").make_context("serve", rest).params)
 
 
 def unit() -> RawConfigParser:

@@ -3,21 +3,110 @@
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from cpuspec.backends.packed import verify_packed
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import norm_sha256
-from cpuspec.checkpoints.download import find_fetched
+from cpuspec.checkpoints.download import fetch, find_fetched, find_model
 from cpuspec.checkpoints.gguf_parts import part_paths
-from cpuspec.checkpoints.hub import revision_of
+from cpuspec.checkpoints.hub import HubModel, revision_of
 from cpuspec.checkpoints.local_models import local_models
 from cpuspec.checkpoints.recipes import load_all, recipe_of
-from cpuspec.cli.console import Report, emit, print_facts, print_table, size
+from cpuspec.cli import options
+from cpuspec.cli.console import ERROR, Report, emit, emit_json, exit_codes, note, print_facts, print_report, print_table, size
+from cpuspec.cli.opening import open_target
+from cpuspec.cli.options import argument, flag
+from cpuspec.cli.progress import FetchProgress, busy
 from cpuspec.config import EngineConfig
+from cpuspec.engine.assemble import draft_models, model_and_spec
+from cpuspec.environment import usable_cores
 from cpuspec.evaluate.certify import file_identity
 from cpuspec.formats import QuantTensor
 from cpuspec.formats.kv import get_kv_format, stored_bytes
 from cpuspec.metrics import read_bandwidth
+
+
+@exit_codes()
+def pull(
+    names: Annotated[
+        list[str],
+        argument(
+            "NAME...", "Models to fetch: names from `cpuspec models` (of a chain target and drafts), owner/name:QUANT of the hub."
+        ),
+    ],
+    as_json: options.JsonOption = False,
+) -> None:
+    """Fetch models, check them, and print where they are. What is already there is not fetched again.
+
+    For a name of the hub's, it is asked whether there is a newer one.
+    """
+    wanted = dict.fromkeys(model for name in names for model in _named_models(options.checked_text(name, "NAME")))
+    found = {name: find_model(name) for name in wanted}
+    done = []
+    for name, model in found.items():
+        was_there = path = model if isinstance(model, Path) else find_fetched(model)
+        if not isinstance(model, Path) and (path is None or isinstance(model, HubModel)):
+            with FetchProgress(name) as progress:
+                path = fetch(model, progress, refresh=True)
+        assert path is not None, "fetch returns a path"
+        num_bytes, revision = size_of(path), revision_of(path)
+        note(
+            f"{name} {'is already there' if path == was_there else 'fetched and verified'} ({size(num_bytes)}"
+            f"{f', revision {revision}' if revision else ''})"
+        )
+        done.append({"name": name, "path": str(path), "bytes": num_bytes, "was_there": path == was_there, "revision": revision})
+        if not as_json:
+            emit(f"{path}\n")
+    if as_json:
+        emit_json(done)
+
+
+def _named_models(name: str) -> list[str]:
+    """The model of that name, or the target and the draft models of that chain."""
+    target, spec = model_and_spec(name, None)
+    return [target, *draft_models(spec)]
+
+
+@exit_codes()
+def models(as_json: options.JsonOption = False) -> None:
+    """List the models that can be named: recipes, with size, licence, and whether they are fetched; chains of drafts; local models.
+
+    Local models are those that huggingface_hub, LM Studio and Ollama hold on this machine.
+    """
+    (rows, problems), chains, found = known_models(), known_chains(), found_models()
+    for problem in problems:
+        note(f"warning: left out: {problem}")
+    print_report(rows + chains + found, as_json, lambda _: show_models(rows, chains, found))
+
+
+@exit_codes()
+@options.takes_running("threads", with_backend=False)
+def inspect(
+    model: options.ModelArgument,
+    *,
+    tensors: Annotated[bool, flag("--tensors", "List every tensor.")] = False,
+    verify: Annotated[
+        bool,
+        flag(
+            "--verify", "Read the model's files and packed weights whole, and compare their checksums; exit code 1 if one differs."
+        ),
+    ] = False,
+    as_json: options.JsonOption = False,
+    running: options.Running,
+) -> None:
+    """Show a model's shape and formats, and how fast this machine's memory could feed it; of a chain, the target's."""
+    checkpoint, threads = open_target(model), running.settings.threads or usable_cores()
+    with busy("measuring this machine's memory bandwidth"):
+        report = describe_model(checkpoint, threads, tensors)
+    if verify:
+        with busy("reading the model's files"):
+            report["verified"] = verify_model(checkpoint, threads)
+    print_report(report, as_json, show_model)
+    if verify and not report["verified"]["passed"]:
+        raise typer.Exit(ERROR)
 
 
 def known_models() -> tuple[list[Report], list[str]]:

@@ -1,0 +1,110 @@
+"""The command `generate`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cpuspec.checkpoints.download import resolve_model
+from cpuspec.checkpoints.hub import revision_of
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
+from cpuspec.cli import INTERRUPTED, options
+from cpuspec.cli.console import ERROR, emit, emit_generated, emit_json, exit_codes, note
+from cpuspec.cli.opening import load_llm, sampling_defaults
+from cpuspec.cli.options import argument, flag, option
+from cpuspec.engine.assemble import model_and_spec
+from cpuspec.errors import ConfigError
+
+
+@exit_codes()
+@options.takes_running("context_length", "mmap", "head_format", *options.HOW)
+@options.takes_sampling(options.GENERATE_TOKENS)
+def generate(
+    model: options.ModelArgument = DEFAULT_RECIPE,
+    prompt: Annotated[str | None, argument("PROMPT", "What to answer. Without it stdin is read, and -m names the model.")] = None,
+    *,
+    file: Annotated[Path | None, option("FILE", "Take the prompt from a file; - is stdin.", "--file", "-f")] = None,
+    draft: options.DraftOption = None,
+    explain: Annotated[bool, flag("--explain", "Tell what auto decided from: costs, acceptance, choices.")] = False,
+    system: options.SystemOption = None,
+    raw: Annotated[bool, flag("--raw", "Continue the prompt as it is, without the model's chat template.")] = False,
+    as_json: options.JsonOption = False,
+    verify_exact: Annotated[
+        bool,
+        flag(
+            "--verify-exact",
+            "Answer greedily, or as --temperature says, then without drafts, and compare: exit code 1 if greedy ids differ.",
+        ),
+    ] = False,
+    sampling: dict[str, Any],
+    running: options.Running,
+) -> None:
+    """Answer one prompt. The text goes to stdout, everything else to stderr.
+
+    Models that have a chat template get the prompt as a user's message; --raw continues it as it is.
+    """
+    if raw and system is not None:
+        raise typer.BadParameter("--raw has no place for --system; put the text into the prompt")
+    logprobs = sampling.get("logprobs")
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs are printed with --json only")
+    if verify_exact and "temperature" not in sampling:
+        sampling["temperature"] = 0.0  # greedy answers are the ones that must be identical
+    text = options.read_prompt(prompt, file)
+    if not text and not raw:
+        raise typer.BadParameter("the prompt is empty; give some text")
+    messages = [{"role": "system", "content": options.checked_text(system, "--system")}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+
+    from cpuspec.cli.answer import check_exact, collect, describe_params, explanation, figures, keep_quiet, memory, with_seed
+
+    question = text if raw else messages
+    with load_llm(model, draft, running) as llm:
+        if not raw and not llm.tokenizer.has_chat_template:
+            raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
+        defaults = sampling_defaults(llm)
+        params = with_seed(defaults.under(sampling))
+        answer = collect(llm, question, params, keep_quiet if as_json else emit_generated)
+        shown = {
+            "model": model,
+            "revision": _revision(model),
+            "backend": running.backend,
+            "threads": llm.threads,
+            "draft": str(llm.spec),
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "sampling_params": describe_params(params),
+            "logprobs": None if logprobs is None else [asdict(one) for one in answer.logprobs],
+            "stats": answer.stats and answer.stats.as_dict(),
+            "memory": [asdict(one) for one in llm.memory()],
+            "reads": [asdict(one) for one in llm.reads()],
+            "plan": [asdict(one) for one in llm.explain()],
+        }
+        held, told = memory(llm), explanation(llm) if explain else []
+    if not as_json and not answer.text.endswith("\n"):
+        emit("\n")
+    check = None
+    if verify_exact and answer.finish_reason != "aborted":
+        # A model loaded anew, so that nothing of the first answer can help the second.
+        with load_llm(model, "none", running) as llm:
+            check = check_exact(answer, collect(llm, question, params, keep_quiet), llm.row_invariant)
+    if as_json:
+        emit_json(shown | {"verify_exact": check and asdict(check)})
+    note(figures(answer, defaults))
+    for line in told:
+        note(line)
+    if held:
+        note(held)
+    if check:
+        note(str(check))
+    if answer.finish_reason == "aborted" or (verify_exact and not check):
+        raise typer.Exit(INTERRUPTED)
+    if check and not check.passed:
+        raise typer.Exit(ERROR)
+
+
+def _revision(model: str) -> str | None:
+    """The commit of the model of that name, or of the target of that chain, which was fetched, if it is the hub's."""
+    return revision_of(resolve_model(model_and_spec(model, None)[0]))
