@@ -167,6 +167,8 @@ def explanation(llm: LLM) -> list[str]:
         if one.name == "none":
             rows = ", ".join(f"{n}: {cost:.2f}" for n, cost in one.cost_of_rows.items())
             lines.append(f"{one.verifies}: a forward by its rows costs {rows}; {one.num_rounds} rounds without a draft")
+            if one.read_share is not None:
+                lines.append(f"  its rows read {one.read_share:.0%} of the further experts that rows of unrelated tokens read")
             continue
         judged = f"each judged by its confidences times {one.acceptance or 0:.2f}"
         if one.speedup is None:

@@ -245,10 +245,11 @@ def marker(rng: random.Random, directory: Path) -> None:
 def kept_costs(rng: random.Random, directory: Path) -> None:
     """What forwards cost, as an earlier process measured it: damaged, it is measured again."""
     path = directory / "costs.json"
-    path.write_bytes(mutate_json({"rows": [1, 2, 4, 8], "seconds": [0.01, 0.011, 0.012, 0.02]}, rng))
+    kept = {"rows": [1, 2, 4], "seconds": [0.01, 0.011, 0.012], "num_bytes": [10, 12, 15], "further_s": [0, 0.0005, 0.001]}
+    path.write_bytes(mutate_json(kept, rng))
     found = costs._read(path)
     if found is not None:
-        found.observe(2, 0.02)
+        found.observe(2, 0.02, 11)
         assert all(math.isfinite(found.forward_s(rows)) and found.forward_s(rows) > 0 for rows in (1, 3, 8, 100))
 
 

@@ -30,11 +30,11 @@ STEEP = Costs([1, 2], [1.0, 2.0])  # each row costs a forward
 class Clock:
     """Stands still unless a test moves it: nothing here depends on how long something took.
 
-    num_rows: that were fed to the verifier, as its context counts them.
+    num_rows: that were fed to the verifier, and weight_bytes that it read, as its context counts them.
     """
 
     now_s = 0.0
-    num_rows = 0
+    num_rows = weight_bytes = 0
 
 
 @pytest.fixture(autouse=True)
@@ -184,11 +184,14 @@ def test_costs_grow_between_what_was_measured_and_beyond() -> None:
     [
         "",
         "[]",
-        '{"rows": [1, 2], "seconds": [1]}',
-        '{"rows": [2, 1], "seconds": [1, 2]}',
-        '{"rows": [1], "seconds": ["x"]}',
-        '{"rows": [1.0, 2.0], "seconds": [1, 2]}',
-        '{"rows": [1, 999999], "seconds": [1, 2]}',
+        '{"rows": [1, 2], "seconds": [1, 2]}',
+        '{"rows": [1, 2], "seconds": [1], "num_bytes": [1, 1], "further_s": [0, 0]}',
+        '{"rows": [2, 1], "seconds": [1, 2], "num_bytes": [1, 1], "further_s": [0, 0]}',
+        '{"rows": [1], "seconds": ["x"], "num_bytes": [1], "further_s": [0]}',
+        '{"rows": [1.0, 2.0], "seconds": [1, 2], "num_bytes": [1, 1], "further_s": [0, 0]}',
+        '{"rows": [1, 999999], "seconds": [1, 2], "num_bytes": [1, 1], "further_s": [0, 0]}',
+        '{"rows": [1, 2], "seconds": [1, 2], "num_bytes": [1], "further_s": [0, 0]}',
+        '{"rows": [1, 2], "seconds": [1, 2], "num_bytes": [1, 2], "further_s": [0, 2]}',
     ],
 )
 def test_costs_are_measured_once_and_nonsense_is_measured_anew(
@@ -379,7 +382,7 @@ def test_plain_rounds_are_all_counted_and_one_of_four_is_timed(clock: Clock, mon
     text, costs, timed = TimedText(clock, 0.1), rising(0.05), list[int]()
     planner, seq = Planner(costs, [text], [], context=clock), _sequence()  # type: ignore[arg-type]
     _rounds(planner, seq, 100, 0.0, clock)  # learns that asking does not pay
-    monkeypatch.setattr(costs, "observe", lambda rows, seconds: timed.append(rows))
+    monkeypatch.setattr(costs, "observe", lambda rows, *_: timed.append(rows))
     asked = text.num_asked
     _rounds(planner, seq, 400, 0.0, clock)
     assert planner.num_plain_rounds == 500
@@ -525,7 +528,7 @@ def test_a_round_is_learned_from_with_all_rows_that_it_fed_unless_most_are_of_pr
 ) -> None:
     planner, seq = Planner(rising(0.05), [Text(0.9)], [], context=clock), _sequence()  # type: ignore[arg-type]
     rows: list[int] = []
-    monkeypatch.setattr(planner.costs, "observe", lambda number, seconds: rows.append(number))
+    monkeypatch.setattr(planner.costs, "observe", lambda number, *_: rows.append(number))
     assert planner.propose([seq], [1])[0].tokens.tolist() == [1]
     clock.num_rows += 2 + beside
     seq.extend([1])
@@ -625,9 +628,9 @@ def test_forwards_are_measured_until_a_round_finds_none_quicker(tmp_path: Path, 
     for busy_rounds, wanted_rounds in ((0, 3), (4, 6), (99, 10)):
         calls: list[int] = []
 
-        def time(*_: object, calls: list[int] = calls, busy: int = busy_rounds) -> float:
+        def time(*_: object, calls: list[int] = calls, busy: int = busy_rounds) -> tuple[float, int]:
             calls.append(1)
-            return max(1.0, 2.0 - 0.1 * ((len(calls) - 1) // 2)) if (len(calls) - 1) // 2 < busy else 1.0
+            return max(1.0, 2.0 - 0.1 * ((len(calls) - 1) // 2)) if (len(calls) - 1) // 2 < busy else 1.0, 5
 
         monkeypatch.setattr(costs_module, "_time", time)
         assert costs_module.measure_costs(backend).seconds == [1.0 if busy_rounds < 99 else pytest.approx(1.1)] * 2

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from cpuspec.backends import Backend
 from cpuspec.environment import cache_dir, sources_digest
 from cpuspec.files import write_file
 from cpuspec.metrics import elapsed_s
-from cpuspec.model.batch import ForwardBatch
+from cpuspec.model.batch import ForwardBatch, ForwardOutput
 from cpuspec.model.cache import KVCache
 from cpuspec.platform import SYSTEM
+from cpuspec.speculation.planner.acceptance import Ratio
 
 MEASURED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24)  # the numbers of rows that are measured; between them cost grows evenly
 LEARNING = 0.1  # weight of the latest draft in the seconds that drafting takes
@@ -32,10 +33,12 @@ _DRIFT = 0.01  # share of the prior variance that returns with every round
 _AGREES = 0.05  # a deviation (of logarithms) below this is noise
 _FAR_OFF = math.log(2)  # a larger deviation counts as this one: something else took the time
 _BOUND = math.log(4)  # the most that rounds may correct what was measured
-_VERSION = 2  # costs of before had been corrected by forwards whose rows of prompts were not counted
+_VERSION = 3  # costs of before knew no bytes
 _WORTH_KEEPING = 0.1  # a correction of this share is written to the disk
 _MOST_ROWS = 384  # a round over more rows takes several forwards, and tells nothing of drafts
 _STEP = 4  # from the largest known number of rows to the next, if a batch has more
+_FADING = 0.8  # weight that a round's bytes keep from one round to the next: a text changes within some drafts
+_MOST_READ = 2.0  # of what rows of unrelated tokens read: the most that a round is believed to
 
 
 class Costs:
@@ -44,49 +47,93 @@ class Costs:
     They begin as measured and follow the time of rounds (`observe`): a machine that was busy during the measurement would mislead
     the planner for ever. A batch of more rows than were measured adds a larger number, whose seconds begin as the smaller ones
     suggest and are corrected likewise.
+
+    Rows of a mixture read more experts the less they have in common, and rows of a text have much in common, above all those of a
+    draft that is right. So a part of the seconds, the further experts', counts as much as the bytes of recent rounds say.
     """
 
-    def __init__(self, rows: list[int], seconds: Iterable[float], path: Path | None = None) -> None:
-        """Seconds of forwards over `rows` rows, which rise from 1. path: the file that keeps them."""
-        self._path = path
-        self._start(rows, list(accumulate(seconds, max)))
-        self._kept = self.seconds
+    def __init__(
+        self,
+        rows: list[int],
+        seconds: Iterable[float],
+        path: Path | None = None,
+        num_bytes: Sequence[float] = (),
+        further_s: Sequence[float] = (),
+    ) -> None:
+        """Seconds of forwards over `rows` rows, which rise from 1. path: the file that keeps them.
 
-    def _start(self, rows: list[int], seconds: list[float]) -> None:
-        """Believe these seconds as if they had been measured."""
+        Of a mixture, for each number of rows: num_bytes: of weights that a forward over rows of unrelated tokens reads.
+        further_s: the part of its seconds that takes reading more than one row does.
+        """
+        self.path = path
+        self._read = Ratio()  # bytes beyond one row's that recent rounds read, over those of rows of unrelated tokens
+        further = list(further_s) or [0.0] * len(rows)
+        alike = [all_s - of_further for all_s, of_further in zip(accumulate(seconds, max), further, strict=True)]
+        self._start(rows, list(accumulate(alike, max)), further, list(accumulate(num_bytes, max)) or [0.0] * len(rows))
+        self._kept = self._with(1.0)
+
+    def _start(self, rows: list[int], alike: list[float], further: list[float], num_bytes: list[float]) -> None:
+        """Believe these seconds, of rows that read no more than one and of what they read further, as if they were measured."""
         self.rows = rows
-        self.seconds = self._measured = seconds
+        self._alike, self._further, self._bytes = alike, further, num_bytes
         self._between = [_between(rows, number) for number in range(rows[-1] + 1)]
         self._corrections = [0.0] * len(rows)  # logarithms of the seconds that rounds take over those that were measured
         # The covariance of the corrections: those of neighbouring numbers of rows go together.
         self._prior = [[_PACE**2 + _SHAPE**2 * math.exp(-abs(math.log2(one / other))) for other in rows] for one in rows]
         self._covariance = self._prior
+        self.seconds = self._with(self.read_share)
+
+    @property
+    def read_share(self) -> float:
+        """The bytes beyond one row's that rows of this text read, over those of rows of unrelated tokens. 1 but for mixtures."""
+        return self._read.expected(1.0)
+
+    @property
+    def reads_more(self) -> bool:
+        """Whether more rows read more weights, as those of a mixture do."""
+        return self._bytes[-1] > self._bytes[0]
+
+    def _with(self, share: float) -> list[float]:
+        """Seconds by the number of rows, where they read that share of what rows of unrelated tokens read beyond one row's."""
+        parts = zip(self._alike, self._further, self._corrections, strict=True)
+        return list(accumulate([(alike + share * further) * math.exp(c) for alike, further, c in parts], max))
 
     def forward_s(self, rows: int) -> float:
         """Seconds of a forward over `rows` rows. Beyond the largest known number each row costs what the last ones did."""
-        seconds = self.seconds
-        if rows >= len(self._between):
-            return seconds[-1] + self.row_s * (rows - self.rows[-1])
-        below, above, share = self._between[rows]
-        return seconds[below] + share * (seconds[above] - seconds[below])
+        return self._at(self.seconds, rows)
+
+    def _at(self, values: list[float], rows: int) -> float:
+        """The value at a number of rows, of values at the known ones."""
+        if rows < len(self._between):
+            below, above, share = self._between[rows]
+            return values[below] + share * (values[above] - values[below])
+        slope = (values[-1] - values[-2]) / (self.rows[-1] - self.rows[-2]) if len(self.rows) > 1 else values[0]
+        return values[-1] + slope * (rows - self.rows[-1])
 
     @property
     def row_s(self) -> float:
         """Seconds that one row more takes where there are many."""
-        if len(self.rows) == 1:
-            return self.seconds[0]
-        return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+        return self.forward_s(self.rows[-1] + 1) - self.seconds[-1]
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Learn from the seconds of a round over `rows` rows.
+    def observe(self, rows: int, seconds: float, num_bytes: int = 0) -> None:
+        """Learn from a round over `rows` rows: its seconds, and the bytes of weights that it read, 0 for unknown.
 
-        One round counts for a factor of 2 at most, and all of them together for a factor of 4.
+        The seconds of one round count for a factor of 2 at most, and those of all together for a factor of 4.
         """
         if rows > _MOST_ROWS or seconds <= 0:
             return
         while rows > self.rows[-1]:
-            self._start([*self.rows, _STEP * self.rows[-1]], [*self.seconds, self.forward_s(_STEP * self.rows[-1])])
-        deviation = math.log(seconds / self.forward_s(rows))
+            more = _STEP * self.rows[-1]
+            scales = [math.exp(c) for c in self._corrections]
+            corrected = [[s * scale for s, scale in zip(part, scales, strict=True)] for part in (self._alike, self._further)]
+            self._start([*self.rows, more], *([*values, self._at(values, more)] for values in (*corrected, self._bytes)))
+        seconds_now, further_bytes = self.seconds, self._at(self._bytes, rows) - self._bytes[0]
+        if num_bytes and further_bytes > 0:
+            share = min(max((num_bytes - self._bytes[0]) / further_bytes, 0.0), _MOST_READ)
+            self._read.record((rows - 1) * share, rows - 1, _FADING)
+            seconds_now = self._with(share)
+            self.seconds = self._with(self.read_share)
+        deviation = math.log(seconds / self._at(seconds_now, rows))
         if abs(deviation) < _AGREES:
             return
         deviation = min(max(deviation, -_FAR_OFF), _FAR_OFF)
@@ -105,15 +152,26 @@ class Costs:
         self._covariance = [
             [c - gain * one for c, one in zip(row, shared, strict=True)] for row, gain in zip(covariance, gains, strict=True)
         ]
-        self.seconds = list(accumulate((s * math.exp(c) for s, c in zip(self._measured, self._corrections, strict=True)), max))
+        self.seconds = self._with(self.read_share)
 
     def keep(self) -> None:
-        """Write the corrections to the disk for the next process, if they are worth it."""
-        changes = [abs(math.log(now / kept)) for now, kept in zip(self.seconds, self._kept, strict=False)]
-        if self._path is None or max(changes) < _WORTH_KEEPING:
+        """Write the corrections to the disk for the next process, if they are worth it. What a text reads is not among them."""
+        now = self._with(1.0)
+        changes = [abs(math.log(one / kept)) for one, kept in zip(now, self._kept, strict=False)]
+        if self.path is None or max(changes) < _WORTH_KEEPING:
             return
-        self._kept = self.seconds
-        _write(self._path, self)
+        self._kept = now
+        _write(self.path, self)
+
+    def as_dict(self) -> dict[str, list[float]]:
+        """The arguments to make them again, without numbers of rows that were never measured."""
+        scales = [math.exp(c) for c in self._corrections]
+        further = [s * scale for s, scale in zip(self._further, scales, strict=True)]
+        known = [one for one in zip(self.rows, self._with(1.0), self._bytes, further, strict=True) if one[0] in MEASURED_ROWS]
+        return {
+            name: list(one)
+            for name, one in zip(("rows", "seconds", "num_bytes", "further_s"), zip(*known, strict=True), strict=True)
+        }
 
 
 def _between(rows: list[int], number: int) -> tuple[int, int, float]:
@@ -131,17 +189,16 @@ def find_costs(backend: Backend) -> Costs:
     if costs:
         return costs
     costs = measure_costs(backend)
+    costs.path = path
     _write(path, costs)
-    return Costs(costs.rows, costs.seconds, path)
+    return costs
 
 
 def _write(path: Path, costs: Costs) -> None:
-    """Keep the costs for later starts and for other processes, without those of rows that were never measured."""
-    known = [(n, s) for n, s in zip(costs.rows, costs.seconds, strict=True) if n in MEASURED_ROWS]
-    rows, seconds = zip(*known, strict=True)
+    """Keep the costs for later starts and for other processes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps({"rows": rows, "seconds": seconds}))
+        write_file(path, json.dumps(costs.as_dict()))
     except OSError:
         pass  # measured again at the next start
 
@@ -150,48 +207,58 @@ def _read(path: Path) -> Costs | None:
     """Kept costs, or None where the file is missing or holds nonsense."""
     try:
         kept = json.loads(path.read_text())
-        rows, seconds = kept["rows"], kept["seconds"]
+        rows, *others = numbers = [kept[name] for name in ("rows", "seconds", "num_bytes", "further_s")]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    numbers = [rows, seconds]
-    if not all(isinstance(one, list) and one and all(isinstance(n, int | float) and 0 < n < 1e6 for n in one) for one in numbers):
+    if not all(isinstance(one, list) and one and all(isinstance(n, int | float) and 0 <= n < 1e15 for n in one) for one in numbers):
         return None
+    seconds, num_bytes, further_s = others
     if (
-        len(rows) != len(seconds)
+        not len(rows) == len(seconds) == len(num_bytes) == len(further_s)
         or rows != sorted(set(rows))
         or rows[0] != 1
         or not all(isinstance(n, int) and n in MEASURED_ROWS for n in rows)
+        or not all(0 <= further < s < 1e6 for s, further in zip(seconds, further_s, strict=True))
     ):
         return None
-    return Costs(rows, seconds, path)
+    return Costs(rows, seconds, path, num_bytes, further_s)
 
 
 def measure_costs(backend: Backend) -> Costs:
-    """Time forwards, each by its quickest round, until a round finds none quicker. Disturbances only ever add time."""
+    """Time forwards, each by its quickest round, until a round finds none quicker. Disturbances only ever add time.
+
+    Of a mixture also forwards over rows of one token, which read fewer experts: what these save tells what reading takes.
+    """
     rows = [n for n in MEASURED_ROWS if n <= min(backend.max_rows, backend.config.context_length - _DEPTH)] or [1]
     depth = min(_DEPTH, backend.max_rows, backend.config.context_length - rows[-1])
     cache = backend.new_cache(1, depth + rows[-1])
     backend.forward(_batch(backend, 0, depth), cache)
-    seconds = np.full(len(rows), np.inf)
+    seconds = np.full((2 if backend.config.experts else 1, len(rows)), np.inf)  # of unrelated tokens, and of one token
+    num_bytes = np.zeros(seconds.shape)
     for number in range(_MOST_ROUNDS):
         before = seconds.copy()
-        for i, n in enumerate(rows):
-            seconds[i] = min(seconds[i], _time(backend, cache, depth, n))
+        for kind, i in np.ndindex(seconds.shape):
+            taken_s, num_bytes[kind, i] = _time(backend, cache, depth, rows[i], bool(kind))
+            seconds[kind, i] = min(seconds[kind, i], taken_s)
         if number + 1 >= _LEAST_ROUNDS and (seconds > (1 - _SETTLED) * before).all():
             break
-    return Costs(rows, seconds.tolist())
+    saved_bytes, saved_s = num_bytes[0] - num_bytes[-1], seconds[0] - seconds[-1]
+    byte_s = max(saved_s @ saved_bytes, 0.0) / max(saved_bytes @ saved_bytes, 1.0)
+    more_bytes, more_s = num_bytes[0] - num_bytes[0, 0], np.maximum.accumulate(seconds[0]) - seconds[0, 0]
+    return Costs(rows, seconds[0].tolist(), None, num_bytes[0].tolist(), np.clip(byte_s * more_bytes, 0.0, more_s).tolist())
 
 
-def _time(backend: Backend, cache: KVCache, depth: int, rows: int) -> float:
-    batch = _batch(backend, depth, rows)
-    seconds = elapsed_s(lambda: backend.forward(batch, cache))
+def _time(backend: Backend, cache: KVCache, depth: int, rows: int, one_token: bool) -> tuple[float, int]:
+    """Seconds of a forward, and the bytes of weights that it read."""
+    batch, outputs = _batch(backend, depth, rows, one_token), list[ForwardOutput]()
+    seconds = elapsed_s(lambda: outputs.append(backend.forward(batch, cache)))
     cache.truncate(0, depth)
-    return seconds
+    return seconds, outputs[0].weight_bytes
 
 
-def _batch(backend: Backend, depth: int, rows: int) -> ForwardBatch:
+def _batch(backend: Backend, depth: int, rows: int, one_token: bool = False) -> ForwardBatch:
     positions = np.arange(depth, depth + rows, dtype=np.int32)
-    tokens = (positions * 31 + 7) % backend.config.vocab_size
+    tokens = ((depth if one_token else positions) * np.ones(rows, np.int32) * 31 + 7) % backend.config.vocab_size
     # Numbers of any size take the same time.
     hidden = np.ones((rows, backend.config.hidden_size), np.float32) if backend.config.takes_hidden else None
     slots, q_start = np.array([0], np.int32), np.array([0, rows], np.int32)

@@ -50,7 +50,7 @@ class PlannedDrafter:
 
     verifies: the model that its drafts are for. cost_of_drafting: of a model's token, or of a whole lookup, in plain forwards of
     that model; cost_of_rows: of forwards over the rows measured, likewise. acceptance: expected now, of what confidences claim.
-    num_tokens, speedup: of a model's usual draft, None for lookups.
+    num_tokens, speedup: of a model's usual draft, None for lookups. read_share: `Costs.read_share` of a mixture, else None.
     """
 
     name: str
@@ -63,6 +63,7 @@ class PlannedDrafter:
     cost_of_rows: dict[int, float]
     num_tokens: int | None
     speedup: float | None
+    read_share: float | None = None
 
 
 class Planner:
@@ -104,7 +105,8 @@ class Planner:
         self._left_to_models: set[int] = set()  # ids of sequences in whose round a model promises more than lookups
         self._plain_s = 0.0  # seconds of the round that is out for each sequence, had nothing been drafted
         self._num_plain_forwards = 0
-        self._begun: tuple[int, int, float] | None = None  # rows that will be judged, rows fed before, and when that was
+        # Rows that will be judged; rows fed, and bytes of weights read, before; and when that was.
+        self._begun: tuple[int, int, int, float] | None = None
 
     def begin(self, seq: Sequence, num_cached: int) -> None:
         """Tell the drafters."""
@@ -199,15 +201,16 @@ class Planner:
         """Time the forward, of which `rows` rows will be judged. Of plain ones time one of four."""
         self._num_plain_forwards += rows == num_seqs
         timed = rows > num_seqs or self._num_plain_forwards % _PLAIN_LOOKS == 0
-        self._begun = (rows, self._context.num_rows, self._now_s()) if self._context and timed else None
+        context = self._context
+        self._begun = (rows, context.num_rows, context.weight_bytes, self._now_s()) if context and timed else None
 
     def _end_timing(self) -> None:
-        """Learn from the seconds of the forward, unless most of its rows were prompts', which take less than judged ones."""
+        """Learn from the forward's seconds and bytes, unless most of its rows were prompts', which take less than judged ones."""
         if self._begun and self._context:
-            rows, num_before, begin_s = self._begun
+            rows, num_before, bytes_before, begin_s = self._begun
             num_fed = self._context.num_rows - num_before
             if num_fed <= _MOST_FED * rows:
-                self.costs.observe(num_fed, self._now_s() - begin_s)
+                self.costs.observe(num_fed, self._now_s() - begin_s, self._context.weight_bytes - bytes_before)
         self._begun = None
 
     def accept(self, seq: Sequence, verdict: Verdict, hidden: tuple[F32, ...]) -> None:
@@ -252,7 +255,8 @@ class Planner:
         """The figures that it decides from, and those of the planners below."""
         plain_s = self.costs.forward_s(1)
         cost_of_rows = {n: self.costs.forward_s(n) / plain_s for n in self.costs.rows}
-        table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0)]
+        read_share = self.costs.read_share if self.costs.reads_more else None
+        table = [PlannedDrafter("none", verifies, self.num_plain_rounds, 0, 0, None, 0.0, cost_of_rows, 0, 1.0, read_share)]
         for one in self._drafters:
             costs = (one.acceptance.usual(), one.seconds / plain_s, cost_of_rows)
             best = one.promise(self.costs, 1) if isinstance(one, ModelDrafter) else None
