@@ -485,7 +485,8 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
 
     writer = gguf.GGUFWriter(path, _gguf_architecture(config))
     writer.add_type("model")
-    writer.add_name(f"tiny random {config.architecture}")
+    # By the name phi3 llama.cpp looks for tokens that this vocabulary has not.
+    writer.add_name(f"tiny random {config.architecture.replace('phi3', 'phi')}")
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
@@ -500,7 +501,7 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
     if FAMILIES[config.architecture].has_logit_scale:
         writer.add_logit_scale(config.logit_scale)
     if FAMILIES[config.architecture].has_sections:
-        writer.add_rope_dimension_sections([config.head_dim // 2 - 16, 8, 8, 0])
+        writer.add_rope_dimension_sections([(config.head_dim // 2 + 2 - i) // 3 for i in range(3)] + [0])
     if config.query_growth:
         writer.add_attn_temperature_scale(config.query_growth)
     if config.experts:
@@ -666,7 +667,7 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     elif config.layer_windows:
         fields["use_sliding_window"], fields["sliding_window"] = True, max(config.layer_windows)
         fields["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.layer_windows]
-    if "none" in config.layer_ropes:
+    if "none" in config.layer_ropes and family.unrotated_every:
         fields["no_rope_layers"] = [int(kind != "none") for kind in config.layer_ropes]
     if "use_bias" in family.hf_defaults:
         fields["use_bias"] = config.qkv_bias

@@ -176,7 +176,10 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
     if c.query_growth and FAMILIES[c.architecture].grows:
         found["attention.temperature_scale"] = c.query_growth
     if FAMILIES[c.architecture].has_sections:
-        found["rope.dimension_sections"] = np.array([c.head_dim // 2, 0, 0, 0], np.int32)  # all of them are of the text
+        # Of time, height and width, which are one for texts: those of every published model, or of so many pairs in turns.
+        turned = c.head_dim // 2
+        sections = [24, 20, 20] if turned == 64 else [(turned + 2 - i) // 3 for i in range(3)]
+        found["rope.dimension_sections"] = np.array([*sections, 0], np.int32)
     if FAMILIES[c.architecture].has_logit_scale:
         found["logit_scale"] = c.logit_scale
     if "local" in c.layer_ropes:

@@ -32,14 +32,25 @@ _CHARS_PER_TOKEN, _CHARS_AT_LEAST = 16, 4096  # of a text; languages and program
 _STEP_S = 1.0  # that metrics wait for the end of a step
 _MOST_STOPS, _STOP_CHARS, _MOST_BIASES = 32, 4096, 1024
 
-# What surrounds the text before and behind the gap, by model family: Qwen2.5-Coder and CodeGemma; StarCoder, Granite and SmolLM;
-# DeepSeek-Coder.
+# What surrounds the text before and behind the gap, by model family: Qwen2.5-Coder and CodeGemma; StarCoder 2, Granite and SmolLM;
+# the first StarCoder's relatives; DeepSeek-Coder; CodeLlama; GLM-4.5; Falcon-H1-Coder (llama.cpp's list).
 _FILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )
-_FILL_ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "<fim_pad>", "<|endoftext|>")
+# What stands before the names of a repository and of a file.
+_REPOSITORIES = ("<|repo_name|>", "<|fim_repo|>", "<repo_name>", "<reponame>", "<fim-repo>", "<REPO>")
+_FILES = ("<|file_sep|>", "<file_sep>")
+_FILL_ENDS = (
+    "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "<fim_pad>", "<|endoftext|>",
+    "<repo_name>", "<fim-pad>", "▁<EOT>", "<EOT>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -418,5 +429,6 @@ def _fill_tokens(llm: LLM) -> FillTokens | None:
         prefix, suffix, middle = map(find, names)
         if prefix is not None and suffix is not None and middle is not None:
             ends = tuple(found for text in _FILL_ENDS if (found := find(text)) is not None)
-            return FillTokens(prefix, suffix, middle, ends, find("<|repo_name|>"), find("<|file_sep|>"))
+            others = (next((text for text in texts if find(text) is not None), "") for texts in (_REPOSITORIES, _FILES))
+            return FillTokens(prefix, suffix, middle, ends, *map(find, others))
     return None

@@ -201,10 +201,30 @@ def test_a_tree_row_has_the_bits_of_its_path_in_a_window(windows: tuple[int, int
     backend.close()
 
 
+IN_CODES = (
+    *("gemma 3", "layer norms with biases", "parallel branches of a layer norm", "norms behind the rotation"),
+    "queries that grow",
+)
+
+
 @pytest.mark.parametrize("weight_format", ["q4_0", "bf16"])
-def test_gemma_3_in_codes_is_row_invariant(weight_format: str) -> None:
-    model = _model(weight_format, **FAMILIES["gemma 3"])
-    alone = _computed(model, TOKENS[:40], 1)
-    assert np.array_equal(_computed(model, TOKENS[:40], 40, 2), alone)
-    reference = _reference(model, TOKENS[:40])
+@pytest.mark.parametrize("name", IN_CODES)
+def test_weights_in_codes_are_row_invariant(name: str, weight_format: str) -> None:
+    model = _model(weight_format, **FAMILIES[name])
+    alone = _computed(model, TOKENS[:80], 1)
+    for size, threads in ((7, 1), (64, 2), (80, 1)):
+        assert np.array_equal(_computed(model, TOKENS[:80], size, threads), alone)
+    reference = _reference(model, TOKENS[:80])
     assert np.corrcoef(alone.ravel(), reference.ravel())[0, 1] > 0.99
+
+
+@every_backend()
+def test_the_context_that_is_asked_for_chooses_the_factors_of_longrope(name: str) -> None:
+    """Not the tokens that are there: keys in the cache would have been turned by other factors than new queries."""
+    model, settings = _model(rope_scaling=LONGROPE), _settings()
+    for length, factors in ((None, LONGROPE.factors), (257, LONGROPE.factors), (256, LONGROPE.short_factors)):
+        plain = RopeScaling("factors", attention_factor=LONGROPE.attention_factor, factors=factors)
+        wanted = _reference(_Model(replace(model.config, rope_scaling=plain), model.tensors), TOKENS[:20])
+        backend = make_backend(name, model, replace(settings, context_length=length))  # type: ignore[arg-type]
+        assert np.abs(_in_chunks(backend, TOKENS[:20], 20) - wanted).max() < 1e-4 * np.abs(wanted).max()
+        backend.close()

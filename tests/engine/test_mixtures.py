@@ -1,20 +1,38 @@
-"""Mixtures of experts in the engine: drafts, threads and company change no answer."""
+"""Families with operations of their own in the engine: drafts, threads and company change no answer."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cpuspec import LLM, SamplingParams
+from cpuspec.config import RopeScaling
 from tools.make_tiny_model import make_tiny_gguf
 
 SPECS = ("ngram@4", "suffix:tree@8", "self:mxfp4@4", "skip:1@3", "ngram,self:q4_0@4", "auto", "auto,self:mxfp4@4")
 PROMPTS = ("the cat sat on the mat and the", "a list of words", "return return the", "x")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+MODELS: dict[str, dict[str, Any]] = {
+    "a mixture": {"architecture": "qwen3moe", "num_experts": 12, "num_used": 3},
+    "layer norms, no gate": {"architecture": "starcoder2"},
+    "parallel branches, windows": {"architecture": "cohere2", "num_layers": 3},
+    "norms behind a rotation": {"architecture": "hunyuan_v1_dense"},
+    "queries that grow": {"architecture": "ministral3", "context_length": 512},
+    "LongRoPE of a part of a head": {
+        "architecture": "phi3",
+        "rope_dims": 48,
+        "rope_scaling": RopeScaling(
+            "longrope", original_context_length=64, attention_factor=1.2, factors=(3.0,) * 24, short_factors=(1.5,) * 24
+        ),
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     path: Path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    return str(make_tiny_gguf(path, "qwen3moe", weight_format="q8_0", num_layers=2, num_experts=12, num_used=3))
+    return str(make_tiny_gguf(path, weight_format="q8_0", **{"num_layers": 2, **MODELS[request.param]}))
 
 
 def answers(model: str, spec: str, params: SamplingParams, together: bool, **settings: int) -> list[list[int]]:

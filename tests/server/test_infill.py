@@ -20,13 +20,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_fill_tokens(make_tiny_hf(tmp_path_factory.mktemp("model") / "hf", context_length=2048, vocab_size=512))
 
 
-def with_fill_tokens(directory: Path) -> Path:
+def with_fill_tokens(directory: Path, marks: tuple[str, ...] = MARKS) -> Path:
     """The model with the marks in its vocabulary."""
     file = directory / "tokenizer.json"
     content = json.loads(file.read_text())
     free = 1 + max([*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])])
     same = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    content["added_tokens"] += [{"id": free + number, "content": text, **same} for number, text in enumerate(MARKS)]
+    content["added_tokens"] += [{"id": free + number, "content": text, **same} for number, text in enumerate(marks)]
     file.write_text(json.dumps(content))
     return directory
 
@@ -77,6 +77,27 @@ def test_other_files_come_first(running: Running, llm: LLM) -> None:
         reply = client.post("/infill", json=BODY | {"input_extra": [{"filename": "a.py", "text": "x = 1"}]}).json()
     assert reply["content"] == wanted(llm, text).text
     assert reply["tokens_evaluated"] == len(llm.tokenizer.encode(text, parse_special=True))
+
+
+# StarCoder 2, CodeLlama, GLM-4.5.
+OTHERS = (
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+)
+
+
+@pytest.mark.parametrize("marks", OTHERS)
+def test_marks_of_other_families_are_known(tmp_path: Path, marks: tuple[str, ...]) -> None:
+    directory = with_fill_tokens(make_tiny_hf(tmp_path / "hf", "starcoder2", context_length=512, vocab_size=512), marks)
+    prefix, suffix, middle, *others = marks
+    files = f"{others[0]}project\n{others[1]}a.py\nx = 1\n{others[1]}file\n" if others else ""
+    with serving(lambda: load(directory)) as running, running.client() as client:
+        reply = client.post("/infill", json=BODY | {"input_extra": [{"filename": "a.py", "text": "x = 1"}] if others else []})
+        assert reply.status_code == 200, reply.text
+    with LLM(str(directory)) as llm:
+        answer = wanted(llm, f"{files}{prefix}def f({suffix}return 1{middle}")
+    assert (reply.json()["content"], reply.json()["tokens_predicted"]) == (answer.text, len(answer.token_ids))
 
 
 def test_no_text_of_a_file_becomes_a_mark(running: Running, llm: LLM) -> None:
