@@ -10,14 +10,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.checkpoints.canonical import HF, file_names, joined
 from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
-from cpuspec.checkpoints.families import FAMILIES, GLOBAL_NAMES
+from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
 from cpuspec.files import write_file
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.quantize.gguf_output import write_model
-from cpuspec.quantize.weights import layer_parts
 
 GGUF_NAME = "model.gguf"
 
@@ -77,11 +77,11 @@ class ModelWeights:
         config = config_to_write(model)
         if self.mask_id is not None:
             config["pard_token"] = self.mask_id
-        family, written = FAMILIES[model.config.architecture], {}
-        for name, values in self.trained.items():
-            layer, part = layer_parts(name)
-            theirs = GLOBAL_NAMES[name][1] if layer < 0 else f"model.layers.{layer}.{family.layer_names[part][1]}"
-            offset = family.norm_offset if name.endswith("norm") else 0.0
-            written[theirs] = (values.detach().cpu() - offset).to(dtype).contiguous()
+        family, written, f32 = FAMILIES[model.config.architecture], {}, get_format("f32")
+        tensors = {name: QuantTensor.encode(f32, values.detach().cpu().numpy()) for name, values in self.trained.items()}
+        for theirs, ours in file_names(family, HF, tensors).items():
+            offset = family.norm_offset if ours[0].endswith("norm") else 0.0
+            whole = joined(model.config, family, HF, {name: tensors[name] for name in ours}).dequantize()
+            written[theirs] = (torch.from_numpy(whole) - offset).to(dtype).contiguous()
         write_file(directory / "model.safetensors", save(written, {"format": "pt"}))
         write_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
