@@ -163,10 +163,13 @@ def tiny_config(
     softcaps are small enough to matter.
     """
     family = FAMILIES[architecture]
-    if architecture in ("mixtral", "olmoe"):
+    if architecture in ("mixtral", "olmoe", "gpt-oss"):
         intermediate_size = expert_size  # their files have one number for both
+    if architecture == "gpt-oss":
+        qkv_bias = o_bias = True
+        rope_scaling = rope_scaling or RopeScaling("yarn", 32.0, original_context_length=64)
     gemma = architecture in ("gemma2", "gemma3")
-    has_windows = gemma or architecture in ("olmo3", "cohere2")
+    has_windows = gemma or architecture in ("olmo3", "cohere2", "gpt-oss")
     every = family.unrotated_every or num_layers + 1
     mixture: dict[str, Any] = {}
     if family.experts is not None:
@@ -247,6 +250,8 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a tensor's random values."""
     if name.endswith("norm"):
         return 1.0, 0.1
+    if name.endswith(("expert_gate_bias", "expert_up_bias")):
+        return 0.0, 4.0  # some are clamped
     if name.endswith("bias"):
         return 0.0, 0.5
     if name.endswith("sinks"):
@@ -303,7 +308,7 @@ def write_gguf(
     rows = {name: _file_rows(name, values, config, family.pairs_neighbours) for name, values in weights.items()}
     for theirs, ours in _gguf_parts(config, list(weights)).items():
         values = np.concatenate([rows[name] for name in ours])
-        format_name = _fitting_format(chosen.get(ours[0], weight_format), values.shape)
+        format_name = "f32" if ours[0].endswith("_bias") else _fitting_format(chosen.get(ours[0], weight_format), values.shape)
         stored = QuantTensor.encode(get_format(format_name), values)
         writer.add_tensor(theirs, stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
     writer.write_header_to_file()
@@ -331,7 +336,8 @@ def write_random_gguf(
     formats = []
     for theirs, ours in _gguf_parts(config, list(shapes)).items():
         name, dims = ours[0], (sum(shapes[one][0] for one in ours), *shapes[ours[0]][1:])
-        format = get_format(_fitting_format(output_format if name == "output" and output_format else weight_format, dims))
+        asked = output_format if name == "output" and output_format else weight_format
+        format = get_format("f32" if name.endswith("_bias") else _fitting_format(asked, dims))
         formats.append((name, format, dims))
         byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))
         writer.add_tensor_info(
@@ -367,7 +373,10 @@ def write_huggingface(
         for name, values in weights.items()
     }
     prefix = "model.language_model." if family.text_alike else "model."
-    for name, ours in file_names(family, HF, weights).items():
+    if config.architecture == "gpt-oss":
+        stored |= {name: QuantTensor.encode(get_format(dtype), values) for name, values in gpt_oss_experts(rows).items()}
+    others = [name for name in weights if not any(f"expert_{part}" in name for part in ("gate", "up", "down") if config.sinks)]
+    for name, ours in file_names(family, HF, others).items():
         values = _of_key_heads(config, [rows[name] for name in ours]) if family.hf_groups_heads else rows[ours[0]]
         values = values if family.hf_groups_heads else np.concatenate([rows[name] for name in ours])
         theirs = prefix + name.removeprefix("model.") if name.startswith("model.") else name
@@ -396,6 +405,21 @@ def write_huggingface(
     (directory / "config.json").write_text(json.dumps(settings, indent=2), "utf-8")
     _write_hf_tokenizer(directory, config)
     return directory
+
+
+def gpt_oss_experts(weights: Mapping[str, F32]) -> dict[str, F32]:
+    """The experts' tensors of a gpt-oss in transformers' layout, inputs first, gate and up in turns."""
+    found = {}
+    for layer in [name.removesuffix("expert_gate") for name in weights if name.endswith("expert_gate")]:
+        gate, up, down = (weights[f"{layer}expert_{part}"] for part in ("gate", "up", "down"))
+        biases = [weights[f"{layer}expert_{part}_bias"] for part in ("gate", "up")]
+        experts = f"model.{layer}mlp.experts."
+        both = np.stack([gate, up], axis=2).reshape(len(gate), -1, gate.shape[2])
+        found[f"{experts}gate_up_proj"] = np.ascontiguousarray(both.swapaxes(1, 2))
+        found[f"{experts}gate_up_proj_bias"] = np.stack(biases, axis=2).reshape(len(gate), -1)
+        found[f"{experts}down_proj"] = np.ascontiguousarray(down.swapaxes(1, 2))
+        found[f"{experts}down_proj_bias"] = weights[f"{layer}expert_down_bias"]
+    return found
 
 
 def _hf_tensors(name: str, tensor: QuantTensor) -> dict[str, QuantTensor]:
@@ -440,7 +464,7 @@ def _of_key_heads(config: ModelConfig, parts: list[F32]) -> F32:
 def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, ...]]:
     """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
     family = FAMILIES[config.architecture]
-    if family.hf_groups_heads:  # the converter takes them apart
+    if family.hf_groups_heads or config.architecture == "gpt-oss":  # the converter takes them apart
         return file_names(family, GGUF, names)
     return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}
 
@@ -592,6 +616,7 @@ _MODEL_TYPES = {
     "qwen3moe": "qwen3_moe",
     "qwen2moe": "qwen2_moe",
     "qwen3vl": "qwen3_vl_text",
+    "gpt-oss": "gpt_oss",
 }  # where it is not the name of the architecture
 
 
@@ -627,7 +652,7 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
             "mlp_only_layers": [i for i, has in enumerate(config.layer_experts) if not has],
             "shared_expert_intermediate_size": config.shared_size,
         }
-    if config.architecture in ("mixtral", "olmoe"):
+    if config.architecture in ("mixtral", "olmoe", "gpt-oss"):
         del fields["moe_intermediate_size"]
         fields |= {
             "num_local_experts": config.experts and config.experts.count,
@@ -645,6 +670,9 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         fields["partial_rotary_factor"] = (config.rope_dims or config.head_dim) / config.head_dim
     if config.rope_scaling and config.rope_scaling.kind == "longrope":
         fields["original_max_position_embeddings"] = config.rope_scaling.original_context_length
+    if config.architecture == "gpt-oss":
+        del fields["num_experts"]
+        fields["rope_parameters"] = {"rope_theta": config.rope_base, **(fields.pop("rope_scaling") or {"rope_type": "default"})}  # type: ignore[dict-item]
     if config.query_growth:
         fields["rope_parameters"] = {
             **fields.pop("rope_scaling"),  # type: ignore[dict-item]
@@ -658,7 +686,7 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         if config.architecture == "gemma3":
             fields["rope_local_base_freq"] = config.local_rope_base
     else:
-        fields["hidden_act"] = "silu" if config.activation == "silu" else "gelu_pytorch_tanh"
+        fields["hidden_act"] = "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else "silu"
     if family.hf_defaults.get("use_sliding_window") and not config.architecture.startswith("gemma"):
         fields["sliding_window"] = max(config.layer_windows, default=None)
         if "sliding_window_pattern" in family.hf_defaults:
@@ -702,6 +730,7 @@ def _hf_rope_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
         fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.kind == "yarn":
         fields |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        fields |= {} if scaling.truncate else {"truncate": False}
         if scaling.attention_factor is not None:
             fields["attention_factor"] = scaling.attention_factor
     return fields

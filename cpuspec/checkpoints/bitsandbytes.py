@@ -29,6 +29,7 @@ class BitsAndBytes:
         "weight", "SCB", "weight_format", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
         *(_STATE + type for type in _TYPES),
     )  # fmt: skip
+    separator = "."
     unused: tuple[str, ...] = ()
 
     def __init__(self, config: Fields) -> None:

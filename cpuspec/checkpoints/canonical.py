@@ -37,7 +37,7 @@ class Names:
         return int(found[1]) if found else -1
 
     def ours(self, name: str) -> str:
-        """The canonical name; those of several parts joined by "+", that of one expert with its number behind "@"; "" for none."""
+        """The canonical name; parts are joined as in `Family.other_names`, one expert has "@" and its number; "" for none."""
         layer = self._layer.fullmatch(name)
         if layer is None:
             return self._globals.get(name, "")
@@ -142,15 +142,20 @@ def arranged(
 
 
 def _split(what: str, name: str, tensor: QuantTensor, wanted: Mapping[str, Shape]) -> dict[str, QuantTensor]:
-    """The parts of a tensor whose name joins theirs by "+", one after another along its rows."""
+    """The parts of a tensor whose name joins theirs, as `Family.other_names` has it, along its rows."""
     start, _, last = name.rpartition(".")
-    parts = [f"{start}.{part}" if start else part for part in last.split("+")]
+    last, transposed, _ = last.partition("^T")
+    if transposed:
+        tensor = _transposed(what, name, tensor)
+    parts = [f"{start}.{part}" if start else part for part in re.split("[+&]", last)]
     if len(parts) == 1:
-        return {name: tensor}
+        return {parts[0]: tensor}
     axis = -1 if last.endswith("_bias") or len(tensor.shape) == 1 else -2
     sizes = [wanted[part][axis] if part in wanted else 0 for part in parts]
     if 0 in sizes or sum(sizes) != tensor.shape[axis]:
         raise CheckpointError(f"{what}: {name} has {tensor.shape[axis]} rows, wanted those of its parts, {sizes}")
+    if "&" in last:
+        return {part: _each(tensor, axis, number, len(parts)) for number, part in enumerate(parts)}
     found, first = {}, 0
     for part, size in zip(parts, sizes, strict=True):
         found[part] = _some(tensor, axis, first, first + size)
@@ -164,6 +169,25 @@ def _some(tensor: QuantTensor, axis: int, first: int, last: int) -> QuantTensor:
     size = tensor.format.block_bytes
     data = np.ascontiguousarray(tensor.data[..., first * size : last * size])
     return QuantTensor(tensor.format, (*tensor.shape[:-1], last - first), data)
+
+
+def _each(tensor: QuantTensor, axis: int, first: int, step: int) -> QuantTensor:
+    """Rows first, first + step, and so on, or such numbers of vectors: a copy."""
+    units = tensor.data.reshape(*tensor.shape, tensor.format.block_bytes) if axis == -1 else tensor.data
+    data = np.ascontiguousarray(units[..., first::step, :])
+    shape = (*tensor.shape[:axis], data.shape[-2], *tensor.shape[axis:][1:])
+    return QuantTensor(tensor.format, shape, data.reshape(*shape[:-1], -1))
+
+
+def _transposed(what: str, name: str, tensor: QuantTensor) -> QuantTensor:
+    """The matrices of experts with their inputs side by side: a copy."""
+    if len(tensor.shape) != 3 or tensor.format.block_size != 1:
+        raise CheckpointError(
+            f"{what}: {name.partition('^')[0]} is {tensor.format.name} {list(tensor.shape)}, wanted f32, f16 or bf16 of each expert"
+        )
+    count, columns, rows = tensor.shape
+    units = tensor.data.reshape(count, columns, rows, -1).swapaxes(1, 2)
+    return QuantTensor(tensor.format, (count, rows, columns), np.ascontiguousarray(units).reshape(count, rows, -1))
 
 
 def with_offset(tensor: QuantTensor, offset: float) -> QuantTensor:

@@ -8,6 +8,8 @@ What a layer holds is seen from its tensors; its scales multiply.
       mxfp4; under E4M3 scales [N, K / 16] and the divisor `weight_global_scale` it is nvfp4
   `weight` F8_E4M3 [N, K] under `weight_scale`, or `weight_scale_inv` as DeepSeek calls it, of the matrix, of each row, or of blocks
   `weight` I8 [N, K] under `weight_scale` [N, groups], with `weight_zero_point` of that shape where asymmetric
+gpt-oss has mxfp4 of experts as `X_blocks` U8 [experts, N, K / 32, 16], the first code of a byte low, under `X_scales` U8
+[experts, N, K / 32], for what would be X.
 ModelOpt has nvfp4 as `weight` U8 [N, K / 2] under `weight_scale`, and the factor `weight_scale_2` instead of a divisor.
 Sources: compressed-tensors 0.20, compressors; transformers, integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
 """
@@ -43,6 +45,7 @@ class CompressedTensors:
     """The settings of a file by compressed-tensors. Raises CheckpointError for a kind that is not supported."""
 
     parts: tuple[str, ...] = _PARTS
+    separator = "."
     unused: tuple[str, ...] = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "output_scale")
 
     def __init__(self, config: Fields) -> None:
@@ -124,6 +127,7 @@ class Fp8:
     """The settings of a file whose `quant_method` is fp8 or fbgemm_fp8. Raises CheckpointError for a kind that is not supported."""
 
     parts: tuple[str, ...] = _PARTS
+    separator = "."
     unused: tuple[str, ...] = CompressedTensors.unused
 
     def __init__(self, config: Fields) -> None:
@@ -146,6 +150,7 @@ class ModelOpt:
     """The settings of a file by ModelOpt. Raises CheckpointError for a kind that is not supported."""
 
     parts: tuple[str, ...] = (*_PARTS, "weight_scale_2", "pre_quant_scale")
+    separator = "."
     unused: tuple[str, ...] = (*CompressedTensors.unused, "k_bmm_quantizer._amax", "v_bmm_quantizer._amax")
 
     def __init__(self, config: Fields) -> None:
@@ -169,6 +174,33 @@ class ModelOpt:
         if len(scale.shape) == 4 and scale.shape[1] == scale.shape[3] == 1:  # of blocks
             scale = replace(scale, shape=(scale.shape[0], scale.shape[2]))
         return fp8_matrix(what, weight, scale, [(128, 128)])
+
+
+class Mxfp4:
+    """The settings of a file whose `quant_method` is mxfp4, as gpt-oss's is."""
+
+    kind = "mxfp4"
+    parts: tuple[str, ...] = ("blocks", "scales")
+    separator = "_"
+    unused: tuple[str, ...] = ()
+
+    def __init__(self, config: Fields) -> None:
+        pass
+
+    def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
+        """Whether experts with these tensors are quantized: all are."""
+        return True
+
+    def matrix(self, what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
+        """The matrices [E, N, K] of experts. Raises CheckpointError where their tensors do not belong together."""
+        blocks, e = part_of(what, parts, "blocks").array("U8", 4), part_of(what, parts, "scales").array("U8", 3)
+        if e.shape != blocks.shape[:3] or blocks.shape[3] != 16:
+            raise CheckpointError(
+                f"{what}: blocks are {list(blocks.shape)} and scales {list(e.shape)}, wanted 16 bytes and a scale for 32 inputs"
+            )
+        count, rows, groups = e.shape
+        flat = _mxfp4_rows(what, blocks.reshape(count * rows, 16 * groups), e.reshape(count * rows, groups))
+        return QuantTensor(flat.format, (count, rows, 32 * groups), flat.data.reshape(count, rows, -1))
 
 
 def _dense_words(count: int, bits: int) -> int:
@@ -261,10 +293,17 @@ def _mxfp4(what: str, parts: Mapping[str, StoredTensor]) -> QuantTensor:
     outputs, inputs = len(packed), 2 * packed.shape[1]
     if inputs % 32 or e.shape != (outputs, inputs // 32):
         raise CheckpointError(f"{what}: weight_scale is {list(e.shape)} for {outputs} x {inputs} weights, wanted one for 32 inputs")
+    return _mxfp4_rows(what, packed, e)
+
+
+def _mxfp4_rows(what: str, packed: U8, e: U8) -> QuantTensor:
+    """Codes [N, K / 2] under exponents [N, K / 32]."""
     if (e == 255).any():
         raise CheckpointError(f"{what} has scales that are not finite; the file is damaged")
     format = get_format("mxfp4")
-    return assembled(format, (outputs, inputs), lambda some: format.join({"e": e[some], "codes": _nibbles(packed[some])}))
+    return assembled(
+        format, (len(packed), 2 * packed.shape[1]), lambda some: format.join({"e": e[some], "codes": _nibbles(packed[some])})
+    )
 
 
 def _nvfp4(what: str, codes: StoredTensor, scale: StoredTensor, whole: F32) -> QuantTensor:

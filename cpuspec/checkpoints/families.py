@@ -102,7 +102,8 @@ class Family:
     classes that compute the same, and have layers for multi-token prediction behind those of the model.
     flags: arguments of ModelConfig that all models of the family share.
     layer_names: as GLOBAL_NAMES, for the parts of a layer; "*" stands for the number of an expert, whose matrices are stacked.
-    other_names: further names in files, of any kind: several parts are joined by "+" (`canonical`). global_names: as GLOBAL_NAMES,
+    other_names: further names in files, of any kind: parts are joined by "+", or by "&" where their rows take turns; "^T" behind
+    them says that the file has their inputs first. global_names: as GLOBAL_NAMES,
     where they are others.
     pairs_neighbours: GGUF files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head;
     hf_pairs_neighbours: and so do Hugging Face files.
@@ -162,6 +163,26 @@ _QWEN_MOE_DEFAULTS: dict[str, object] = {
     "max_window_layers": 28,
 }
 
+_GPT_OSS_NAMES = {
+    **_EXPERT_NAMES,
+    "sinks": ("attn_sinks.weight", "self_attn.sinks"),
+    "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    "router": ("ffn_gate_inp.weight", "mlp.router.weight"),
+    "router_bias": ("ffn_gate_inp.bias", "mlp.router.bias"),
+    **{f"expert_{part}": (f"ffn_{part}_exps.weight", "") for part in ("gate", "up", "down")},
+    **{f"expert_{part}_bias": (f"ffn_{part}_exps.bias", "") for part in ("gate", "up", "down")},
+}
+# transformers' GptOssConfig.
+_GPT_OSS_DEFAULTS: dict[str, object] = {
+    **{"num_local_experts": 128, "num_experts_per_tok": 4, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64},
+    **{"num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 201088},
+    **{"attention_bias": True, "use_sliding_window": True, "sliding_window": 128, "sliding_window_pattern": 2},
+    **{"rope_theta": 150000.0, "max_position_embeddings": 131072},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+}
 # transformers' Glm4Config.
 _GLM_DEFAULTS: dict[str, object] = {
     **{"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5},
@@ -260,6 +281,25 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "expert_down": ("ffn_down_exps.weight", "block_sparse_moe.experts.*.w2.weight"),
                 },
                 pairs_neighbours=True,
+            ),
+            Family(
+                "gpt-oss",
+                "GptOssForCausalLM",
+                hf_types=("gpt_oss", ""),
+                flags={"activation": "swiglu_oai", "sinks": True},
+                experts={"score": "chosen", "normalised": False, "bias": True},
+                hf_defaults=_GPT_OSS_DEFAULTS,
+                gguf_defaults={"attention.sliding_window_pattern": 2, "expert_weights_norm": False},
+                layer_names=_GPT_OSS_NAMES,
+                other_names={
+                    "mlp.experts.gate_up_proj": "expert_gate&expert_up^T",
+                    "mlp.experts.gate_up_proj_bias": "expert_gate_bias&expert_up_bias",
+                    "mlp.experts.down_proj": "expert_down^T",
+                    "mlp.experts.down_proj_bias": "expert_down_bias",
+                    # In mxfp4 (`compressed.Mxfp4`).
+                    "mlp.experts.gate_up_proj.weight": "expert_gate&expert_up",
+                    "mlp.experts.down_proj.weight": "expert_down",
+                },
             ),
             Family("granite", "GraniteForCausalLM", pairs_neighbours=True, has_scales=True),
             Family(

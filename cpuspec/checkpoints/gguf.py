@@ -438,6 +438,8 @@ def rope_scaling(fields: Fields, context_length: int, turned: int, factors: Mapp
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", fields.number("rope.scaling.beta_fast", 32.0)),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", fields.number("rope.scaling.beta_slow", 1.0)),
             attention_factor=_yarn_attention(fields, factor, attention_factor),
+            # Our own key: llama.cpp goes by whole pairs in every model, also in gpt-oss, which was trained without.
+            truncate=fields.boolean("rope.scaling.yarn_truncate", True),
         )
     fields.fail("rope.scaling.type", "none, linear, longrope or yarn")
 

@@ -33,6 +33,7 @@ class Gptq:
     """The settings of a file by GPTQ. Raises CheckpointError for a kind that is not supported."""
 
     parts: tuple[str, ...] = _PARTS
+    separator = "."
     unused: tuple[str, ...] = ()
 
     def __init__(self, config: Fields, version: str = "") -> None:
@@ -106,6 +107,7 @@ class Awq:
     """The settings of a file by AWQ. Raises CheckpointError for a kind that is not supported."""
 
     parts: tuple[str, ...] = _PARTS
+    separator = "."
     unused: tuple[str, ...] = ()
 
     def __init__(self, config: Fields) -> None:

@@ -19,7 +19,16 @@ from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, Family, each_lay
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
-from cpuspec.config import NO_DEFAULTS, SAMPLING_FIELDS, Experts, ModelConfig, RopeScaling, SamplingDefaults
+from cpuspec.config import (
+    NO_DEFAULTS,
+    SAMPLING_FIELDS,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    Experts,
+    ModelConfig,
+    RopeScaling,
+    SamplingDefaults,
+)
 from cpuspec.errors import CheckpointError, ConfigError
 from cpuspec.formats import QuantTensor
 
@@ -312,8 +321,18 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
         local_rope_base=local.number("rope_theta", _local_base(fields, rope_base)) if has_local_rope else 1e4,
         **layer_flags(window, slides, rotated, has_local_rope),
-        **{**family.flags, "activation": _ACTIVATIONS[activation]},
+        **{**family.flags, "activation": _clamped(fields, family) or _ACTIVATIONS[activation]},
     )
+
+
+def _clamped(fields: Fields, family: Family) -> str:
+    """The activation of a family that clamps its gates, "" for others. Raises CheckpointError for other numbers than gpt-oss's."""
+    if family.flags.get("activation") != "swiglu_oai":
+        return ""
+    for key, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if fields.number(key, value) != value:
+            fields.fail(key, f"{value}")
+    return "swiglu_oai"
 
 
 def _scales(fields: Fields, family: Family, hidden_size: int, query_scale: float | None) -> dict[str, Any]:
@@ -460,8 +479,6 @@ def _scaling(rope: Fields, context_length: int, original: int, family: Family) -
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         return RopeScaling("llama3", factor, low_freq_factor=low, high_freq_factor=high, original_context_length=original)
-    if not rope.boolean("truncate", True):
-        rope.fail("truncate", "true")
     mscale, of_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     attention_factor = rope.number("attention_factor") if "attention_factor" in rope else None
     if attention_factor is None and mscale and of_all:
@@ -474,6 +491,7 @@ def _scaling(rope: Fields, context_length: int, original: int, family: Family) -
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         attention_factor=attention_factor,
+        truncate=rope.boolean("truncate", True),
     )
 
 

@@ -23,6 +23,7 @@ class Method(Protocol):
 
     kind: str  # for people
     parts: tuple[str, ...]  # the ends of the names of its tensors
+    separator: str  # between a layer's name and such an end
     unused: tuple[str, ...]  # the ends of the names of tensors that no forward here needs, as scales of a cache
 
     def takes(self, parts: Mapping[str, StoredTensor]) -> bool:
@@ -46,6 +47,7 @@ METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
         "awq": gptq.Awq,
         "compressed-tensors": compressed.CompressedTensors,
         "modelopt": compressed.ModelOpt,
+        "mxfp4": compressed.Mxfp4,
         "fp8": compressed.Fp8,
         "fbgemm_fp8": compressed.Fp8,
         "bitsandbytes": bitsandbytes.BitsAndBytes,
@@ -85,16 +87,16 @@ def read_quantized(directory: Path, method: Method, stored: Mapping[str, StoredT
     for name, tensor in stored.items():
         if name.endswith(tuple(f".{part}" for part in method.unused)):
             continue
-        part = next((part for part in method.parts if name.endswith(f".{part}")), None)
+        part = next((part for part in method.parts if name.endswith(method.separator + part)), None)
         if part is None:
             tensors[name] = tensor.floats()
         else:
-            layers.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
+            layers.setdefault(name.removesuffix(method.separator + part), {})[part] = tensor
     for layer, parts in layers.items():
         if method.takes(parts):
             found = {f"{layer}.weight": method.matrix(f"{directory}: {layer}", parts)}
         else:
-            found = {f"{layer}.{part}": tensor.floats() for part, tensor in parts.items()}
+            found = {f"{layer}{method.separator}{part}": tensor.floats() for part, tensor in parts.items()}
         if twice := found.keys() & tensors.keys():
             raise CheckpointError(f"{directory}: {min(twice)} is there twice, plain and quantized")
         tensors |= found

@@ -35,6 +35,7 @@ class TorchAo:
     """The settings of a file by torchao. The tensors of each layer say how it is stored."""
 
     parts: tuple[str, ...] = (_QDATA, _SCALE, _ZERO, _PRE_SCALE, *_OF_ACTIVATIONS)
+    separator = "."
     unused: tuple[str, ...] = ()
 
     def __init__(self, config: Fields) -> None:

@@ -70,6 +70,8 @@ def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str
             f"{checkpoint.path} is a GGUF file, which has no config.json and no tokenizer.json; compressed-tensors are made from a "
             "Hugging Face directory. Name an output that ends in .gguf, or start from the directory"
         )
+    if checkpoint.config.experts:
+        raise ConfigError(f"{checkpoint.path} is a mixture of experts, which is written as a GGUF file only; name OUT.gguf")
     if group_size not in (32, 64, 128):
         raise ConfigError(f"the group size is {group_size}; wanted 32, 64 or 128")
     if checkpoint.tensors["embed"].format.affine:

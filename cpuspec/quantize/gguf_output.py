@@ -219,6 +219,8 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
                 "rope.scaling.yarn_beta_fast": scaling.beta_fast,
                 "rope.scaling.yarn_beta_slow": scaling.beta_slow,
             }
+            if not scaling.truncate:
+                found["rope.scaling.yarn_truncate"] = False
     general: dict[str, Value] = {"general.architecture": architecture, "general.type": "model", "general.name": checkpoint.name}
     return general | {f"{architecture}.{key}": value for key, value in found.items()}
 

@@ -97,6 +97,9 @@ def choose(
         elif is_output:
             chosen[name] = _output_format(own, type_name, shape[1])
         else:
+            if type_name == "mxfp4" and config.experts and "expert_" not in part:  # llama.cpp's MXFP4_MOE
+                chosen[name] = _fitting("q8_0", shape[1])
+                continue
             gqa = config.num_heads // config.num_kv_heads
             # llama.cpp mixes the matrices of experts as those of a dense layer.
             part = part.removeprefix("expert_").removeprefix("shared_")

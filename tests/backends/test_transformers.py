@@ -8,6 +8,7 @@ import pytest
 
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.checkpoint import tensor_shapes
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.config import EngineConfig, RopeScaling
 from tests.backends.models import forward
@@ -46,6 +47,10 @@ MODELS = {
     "qwen2moe": {"architecture": "qwen2moe", "num_layers": 3, "dense_layers": (1,), "shared_size": 96},
     "olmoe": {"architecture": "olmoe", "tied": False},
     "mixtral": {"architecture": "mixtral", "tied": False},
+    "gpt-oss": {
+        **{"architecture": "gpt-oss", "num_layers": 3, "tied": False, "rope_base": 150000.0},
+        "rope_scaling": RopeScaling("yarn", 32.0, original_context_length=64, truncate=False),
+    },
     "granite": {"architecture": "granite", "head_dim": 64},
     "olmo2": {"architecture": "olmo2", "tied": False},
     "seed_oss": {"architecture": "seed_oss", "head_dim": 32},
@@ -96,7 +101,8 @@ def _difference(directory: Path, **wrong: object) -> float:
         wanted = model(torch.tensor([TOKENS])).logits[0].numpy()
     if "experts" in wrong:
         wrong["experts"] = replace(checkpoint.config.experts, **wrong["experts"])  # type: ignore[type-var, arg-type]
-    checkpoint = replace(checkpoint, config=replace(checkpoint.config, **wrong))
+    config = replace(checkpoint.config, **wrong)
+    checkpoint = replace(checkpoint, config=config, tensors={name: checkpoint.tensors[name] for name in tensor_shapes(config)})
     backend = NumpyBackend(checkpoint, EngineConfig(kv_format="f32"))
     got = forward(backend, backend.new_cache(1, 256), {0: TOKENS}).logits
     return float(np.abs(got - wanted).max())
@@ -128,6 +134,13 @@ def test_logits_agree_to_1e_4(tmp_path: Path, model: str) -> None:
         ("qwen2moe", {"experts": {"normalised": True}}),
         ("olmoe", {"experts": {"normalised": True}}),
         ("mixtral", {"experts": {"normalised": False}}),
+        ("gpt-oss", {"experts": {"score": "softmax"}}),
+        ("gpt-oss", {"experts": {"bias": False}}),
+        ("gpt-oss", {"activation": "silu"}),
+        ("gpt-oss", {"layer_windows": ()}),
+        ("gpt-oss", {"layer_windows": (0, 8, 0)}),
+        ("gpt-oss", {"rope_scaling": RopeScaling("yarn", 32.0, original_context_length=64)}),
+        ("gpt-oss", {"sinks": False}),
         ("granite", {"embedding_scale": 1.0}),
         ("granite", {"query_scale": None}),
         ("granite", {"residual_scale": 1.0}),

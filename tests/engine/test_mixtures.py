@@ -15,6 +15,7 @@ PROMPTS = ("the cat sat on the mat and the", "a list of words", "return return t
 
 MODELS: dict[str, dict[str, Any]] = {
     "a mixture": {"architecture": "qwen3moe", "num_experts": 12, "num_used": 3},
+    "sinks, windows, biases of experts": {"architecture": "gpt-oss", "weight_format": "mxfp4", "num_experts": 12},
     "layer norms, no gate": {"architecture": "starcoder2"},
     "parallel branches, windows": {"architecture": "cohere2", "num_layers": 3},
     "norms behind a rotation": {"architecture": "hunyuan_v1_dense"},
@@ -32,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     path: Path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    return str(make_tiny_gguf(path, weight_format="q8_0", **{"num_layers": 2, **MODELS[request.param]}))
+    return str(make_tiny_gguf(path, **{"weight_format": "q8_0", "num_layers": 2, **MODELS[request.param]}))
 
 
 def answers(model: str, spec: str, params: SamplingParams, together: bool, **settings: int) -> list[list[int]]:

@@ -139,6 +139,7 @@ FIELDS: dict[str, list[Any]] = {
         LLAMA3,
         RopeScaling("yarn", 4.0, original_context_length=128, beta_fast=16.0, beta_slow=2.0),
         RopeScaling("yarn", 4.0, original_context_length=128, attention_factor=0.75),
+        RopeScaling("yarn", 4.0, original_context_length=128, truncate=False),
         RopeScaling(
             "longrope", 1.0, original_context_length=64, attention_factor=1.25, factors=(2.0,) * 8, short_factors=(1.5,) * 8
         ),
@@ -161,7 +162,7 @@ OF_TENSORS = {
     *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("qkv_bias", "o_bias", "qk_norm", "tied_embeddings", "norms", "head"),
     *("norm_spans", "experts", "layer_experts", "shared_size", "shared_gate", "norm_kind", "norm_bias", "gated", "mlp_bias"),
-    *("parallel", "rotates_first", "query_growth_length"),
+    *("parallel", "rotates_first", "query_growth_length", "sinks"),
 }
 
 
