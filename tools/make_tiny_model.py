@@ -663,7 +663,7 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         fields |= {"residual_multiplier": config.residual_scale, "logits_scaling": 1 / config.logit_scale}
     family = FAMILIES[config.architecture]
     if config.norm_kind == "layer":
-        fields["norm_epsilon" if config.norm_bias else "layer_norm_eps"] = fields.pop("rms_norm_eps")
+        fields[next(key for key in ("norm_epsilon", "layer_norm_eps") if key in family.hf_defaults)] = fields.pop("rms_norm_eps")
     if family.has_logit_scale:
         fields["logit_scale"] = config.logit_scale
     if config.rope_dims or family.hf_defaults.get("partial_rotary_factor", 1.0) != 1.0:
@@ -701,8 +701,8 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         fields["use_bias"] = config.qkv_bias
     elif "attention_out_bias" in family.hf_defaults:
         fields["attention_bias"], fields["attention_out_bias"] = config.qkv_bias, config.o_bias
-    elif family.hf_groups_heads:
-        fields["bias"] = config.qkv_bias
+    elif family.hf_groups_heads or config.architecture == "stablelm":
+        fields["bias" if family.hf_groups_heads else "use_qkv_bias"] = config.qkv_bias
     elif FAMILIES[config.architecture].qkv_bias:
         if not config.qkv_bias or config.o_bias:
             raise ValueError("a directory of this family always has q, k and v biases and no o bias")

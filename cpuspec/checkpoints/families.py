@@ -384,6 +384,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 global_names=_BIASED_NORM,
             ),
             Family(
+                "stablelm",
+                "StableLmForCausalLM",
+                flags={"norm_kind": "layer", "norm_bias": True},
+                hf_defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+                layer_names=_BIASED_NORMS,
+                global_names=_BIASED_NORM,
+            ),
+            Family(
                 "cohere",
                 "CohereForCausalLM",
                 "command-r",

@@ -238,6 +238,8 @@ def _read_config(
     supported = {
         *(_SCALES if family.has_scales else ()),
         *(("logit_scale",) if family.has_logit_scale else ()),
+        # llama.cpp's converter writes true for StableLMs that are not: their norm before the MLP decides.
+        *(("use_parallel_residual",) if family.architecture == "stablelm" else ()),
         *(("rope.dimension_sections",) if family.has_sections else ()),
         *(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier") if family.grows else ()),
     }

@@ -36,6 +36,8 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Flags that a model may set and this reader does not compute.
 _UNSUPPORTED = {
     "use_qk_norm": "layer norms of queries and keys are",
+    "qk_layernorm": "layer norms of queries and keys are",
+    "use_parallel_residual": "parallel residuals are",
     "use_bidirectional_attention": "attention that is not causal is",
     "rope_interleaved": "rotary positions that pair neighbours are",
 }
@@ -313,7 +315,7 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         query_growth=growth,
         query_growth_length=rope.integer("original_max_position_embeddings", context_length) if growth else 0,
         mlp_bias=every_bias or fields.boolean("mlp_bias", False),
-        qkv_bias=fields.boolean("qkv_bias", family.qkv_bias) or attention_bias,
+        qkv_bias=fields.boolean("qkv_bias", fields.boolean("use_qkv_bias", family.qkv_bias)) or attention_bias,
         o_bias=fields.boolean("attention_out_bias", attention_bias),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         **_scales(fields, family, hidden_size, None if pre_attention == head_dim else 1 / math.sqrt(pre_attention)),

@@ -252,6 +252,47 @@ def test_parts_that_see_or_hear_are_passed_over_by_name(tmp_path: Path) -> None:
     assert "2 tensors, as 'multi_modal_projector.norm.weight', are of a part that sees or hears" in remark
 
 
+# Wrapper, its `model_type`, the family of its text, and how its files begin names of the text's tensors and of what sees.
+GEMMA, MISTRAL = "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"
+WRAPPED = {
+    "Gemma 3": (GEMMA, "gemma3", "gemma3", "language_model.model.", "vision_tower."),
+    "Gemma 3, transformers 5": (
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        "gemma3",
+        "model.language_model.",
+        "model.vision_tower.",
+    ),
+    "Mistral Small 3.1": (
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        "mistral",
+        "language_model.model.",
+        "multi_modal_projector.",
+    ),
+    "Ministral 3": (MISTRAL, "mistral3", "ministral3", "model.language_model.", "model.vision_tower."),
+}
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_text_part_of_a_file_that_sees_is_the_text_model(tmp_path: Path, name: str, is_named: bool) -> None:
+    wrapper, model_type, family, prefix, sees = WRAPPED[name]
+    directory = directory_of(tmp_path / "hf", family, {})
+    wanted = open_checkpoint(directory)
+    text = json.loads((directory / "config.json").read_text())
+    told = {"architectures": [wrapper]} if is_named else {}
+    del text["architectures"]
+    (directory / "config.json").write_text(json.dumps({**told, "model_type": model_type, "text_config": text, "vision_config": {}}))
+    tensors = {prefix + name.removeprefix("model."): values for name, values in load_file(directory / "model.safetensors").items()}
+    rewrite(directory, tensors | {f"{sees}patch.weight": np.ones((2, 3), np.float32)})
+    checkpoint = open_checkpoint(directory)
+    assert checkpoint.config == wanted.config
+    assert all(np.array_equal(checkpoint.tensors[part].data, tensor.data) for part, tensor in wanted.tensors.items())
+    (remark,) = checkpoint.remarks
+    assert "are of a part that sees or hears; only text is read" in remark
+
+
 @pytest.mark.parametrize("fault", ["not in the index", "of another shard", "in no shard"])
 def test_an_index_that_disagrees_with_its_shards_is_told_and_the_shards_count(tmp_path: Path, fault: str) -> None:
     directory = make_tiny_hf(tmp_path / "hf", num_shards=2)
