@@ -919,7 +919,7 @@ class Scripted:
     aborted_stats = None
     sampling_defaults = SamplingDefaults()
     context_length = 100
-    tokenizer = SimpleNamespace(encode_chat=lambda messages: [])
+    tokenizer = SimpleNamespace(encode_chat=lambda messages: [], chat_template=None)
 
     def __init__(self, *answers: str | type[BaseException]) -> None:
         self.answers = list(answers)
@@ -946,6 +946,18 @@ def test_at_a_terminal_an_error_ends_the_answer_and_not_the_chat(monkeypatch: py
     turns, unread = at_terminal(monkeypatch, (ConfigError, "yes"), "one\n", "/set temperature hot\n", "two\n")
     assert (turns, unread) == (["two", "yes"], 0)
     assert capsys.readouterr().out == "yes\n"
+
+
+def test_what_is_said_in_channels_is_shown_apart_and_not_told_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Harmony's templates refuse messages with marks of channels, and leave out reasoning of earlier turns."""
+    harmony = SimpleNamespace(encode_chat=lambda messages: [], chat_template="<|channel|>analysis")
+    monkeypatch.setattr(Scripted, "tokenizer", harmony)
+    answer = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes."
+    assert at_terminal(monkeypatch, (answer,), "one\n") == (["one", "Yes."], 0)
+    shown = capsys.readouterr()
+    assert (shown.out, "Hm.\n" in shown.err) == ("Yes.\n", True)
 
 
 def test_a_message_that_was_stopped_before_a_word_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

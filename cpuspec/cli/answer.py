@@ -13,23 +13,56 @@ from cpuspec.engine.llm import LLM, Message
 from cpuspec.metrics import RequestStats
 from cpuspec.sampling import TokenLogprobs
 from cpuspec.sequence import shared_prefix
+from cpuspec.server.parsing import Piece, answer_parser, tool_format
 
 
 @dataclass
 class Answer:
-    """An answer as far as it came. finish_reason "aborted": it was interrupted, and its stats are those until then."""
+    """An answer as far as it came. finish_reason "aborted": it was interrupted, and its stats are those until then.
+
+    content, reasoning: of a model that answers in channels, what its text says in each; of others the text, and nothing.
+    """
 
     params: SamplingParams
     text: str = ""
+    content: str = ""
+    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = "aborted"
     stats: RequestStats | None = None
 
 
-def collect(llm: LLM, prompt: str | list[Message], params: SamplingParams, show: Callable[[str], None]) -> Answer:
-    """Stream the answer through `show`. An interrupt ends it and nothing else: what was said is returned."""
+def keep_quiet(text: str) -> None:
+    """For answers that are not shown as they come."""
+
+
+def collect(
+    llm: LLM,
+    prompt: str | list[Message],
+    params: SamplingParams,
+    show: Callable[[str], None],
+    show_apart: Callable[[str], None] = keep_quiet,
+) -> Answer:
+    """Stream the answer through `show`. An interrupt ends it and nothing else: what was said is returned.
+
+    show_apart: what a model that answers in channels says in others than the answer's: reasoning, and calls.
+    """
     answer = Answer(params)
+    template = "" if isinstance(prompt, str) else llm.tokenizer.chat_template
+    parser = answer_parser(template, {}) if tool_format(template).channels else None
+
+    def take(pieces: list[Piece]) -> None:
+        for piece in pieces:
+            if piece.kind == "content":
+                if answer.reasoning and not answer.content:
+                    show_apart("\n")
+                answer.content += piece.text
+                show(piece.text)
+            else:
+                answer.reasoning += piece.text if piece.kind == "reasoning" else ""
+                show_apart(f"[{piece.text}] " if piece.kind == "call" else piece.text)
+
     try:
         with closing(cast(Generator, llm.stream(prompt, params))) as outputs:
             for output in outputs:
@@ -38,14 +71,12 @@ def collect(llm: LLM, prompt: str | list[Message], params: SamplingParams, show:
                 answer.logprobs += output.logprobs
                 answer.finish_reason = output.finish_reason or answer.finish_reason
                 answer.stats = output.stats
-                show(output.text)
+                take(parser.push(output.text) if parser else [Piece("content", output.text)])
+            if parser:
+                take(parser.finish())
     except KeyboardInterrupt:
         answer.stats = answer.stats or llm.aborted_stats
     return answer
-
-
-def keep_quiet(text: str) -> None:
-    """For answers that are not shown as they come."""
 
 
 @dataclass(frozen=True)

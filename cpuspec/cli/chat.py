@@ -15,7 +15,7 @@ from typing import Any
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import options
 from cpuspec.cli.answer import Answer, collect, cut_off_by, describe_sampling, figures, memory, with_seed
-from cpuspec.cli.console import emit, emit_generated, exit_codes, note
+from cpuspec.cli.console import emit, emit_apart, emit_generated, exit_codes, note
 from cpuspec.cli.opening import load_llm, sampling_defaults
 from cpuspec.cli.options import CHAT_TOKENS, read_logit_bias
 from cpuspec.config import SAMPLING_FIELDS, SamplingParams
@@ -189,21 +189,21 @@ def _answer(chat: Chat, text: str) -> bool:
     params = with_seed(chat.params)
     try:
         try:
-            answer = collect(chat.llm, chat.messages, params, emit_generated)
+            answer = collect(chat.llm, chat.messages, params, emit_generated, emit_apart)
         except ConfigError:
             if not _make_room(chat):
                 raise
-            answer = collect(chat.llm, chat.messages, params, emit_generated)
+            answer = collect(chat.llm, chat.messages, params, emit_generated, emit_apart)
     except BaseException:
         chat.turns.pop()
         raise
-    emit("" if answer.text.endswith("\n") else "\n")
+    emit("" if answer.content.endswith("\n") else "\n")
     chat.last = answer
     if answer.finish_reason == "aborted" and not answer.text:
         chat.turns.pop()
         note("(stopped before the first word; the message is forgotten)")
         return False
-    chat.turns.append({"role": "assistant", "content": answer.text})
+    chat.turns.append({"role": "assistant", "content": answer.content})
     if answer.finish_reason == "aborted":
         note("(stopped; what was said stays in the conversation)")
     elif reason := cut_off_by(answer):

@@ -46,6 +46,12 @@ def emit_generated(text: str) -> None:
     emit(_OBEYED.sub(lambda found: printable(found[0]), text) if sys.stdout.isatty() else text)
 
 
+def emit_apart(text: str) -> None:
+    """Write on stderr what a model generated that is not its answer."""
+    sys.stderr.write(_OBEYED.sub(lambda found: printable(found[0]), text))
+    sys.stderr.flush()
+
+
 def note(text: str) -> None:
     """A line on stderr."""
     print(printable(text), file=sys.stderr, flush=True)

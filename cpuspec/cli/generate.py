@@ -10,7 +10,7 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.hub import revision_of
 from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import INTERRUPTED, options
-from cpuspec.cli.console import ERROR, emit, emit_generated, emit_json, exit_codes, note
+from cpuspec.cli.console import ERROR, emit, emit_apart, emit_generated, emit_json, exit_codes, note
 from cpuspec.cli.opening import load_llm, sampling_defaults
 from cpuspec.cli.options import argument, flag, option
 from cpuspec.engine.assemble import model_and_spec
@@ -65,7 +65,8 @@ def generate(
             raise ConfigError(f"{model} has no chat template; use --raw to continue the prompt as it is")
         defaults = sampling_defaults(llm)
         params = with_seed(defaults.under(sampling))
-        answer = collect(llm, question, params, keep_quiet if as_json else emit_generated)
+        shows = (keep_quiet, keep_quiet) if as_json else (emit_generated, emit_apart)
+        answer = collect(llm, question, params, *shows)
         shown = {
             "model": model,
             "revision": _revision(model),
@@ -73,6 +74,7 @@ def generate(
             "threads": llm.threads,
             "draft": str(llm.spec),
             "text": answer.text,
+            **({"content": answer.content, "reasoning": answer.reasoning} if answer.content != answer.text else {}),
             "token_ids": answer.token_ids,
             "finish_reason": answer.finish_reason,
             "sampling_params": describe_params(params),
@@ -83,7 +85,7 @@ def generate(
             "plan": [asdict(one) for one in llm.explain()],
         }
         held, told = memory(llm), explanation(llm) if explain else []
-    if not as_json and not answer.text.endswith("\n"):
+    if not as_json and not answer.content.endswith("\n"):
         emit("\n")
     check = None
     if verify_exact and answer.finish_reason != "aborted":

@@ -126,11 +126,13 @@ def chat_prompt(
         listed = _without_tools(listed, tools, model.llm.tokenizer.chat_template or "")
     tokenizer = model.llm.tokenizer
     template = tokenizer.chat_template_for(given) or ""
+    form, prefix, lost = model.tool_format, "", set[str]()
+    if form.channels:
+        listed = list(map(_in_channels, listed))
     marks = reasoning_marks(template)
     reasons, closing = any(mark in template for mark in marks), marks[1]
     ids, begun, thinking = _encoded(tokenizer, template, listed, given, ending.adds_prompt, continues)
     closed = f"\n{closing}\n\n" if thinking else ""
-    form, prefix, lost = model.tool_format, "", set[str]()
     keeps_to, unkept = loose_format(answer_format or {})
     if tools and (named or tool_choice == "required"):
         prefix = closed + form.begins + (named + form.arguments if named else "")
@@ -272,6 +274,14 @@ def _message(number: int, message: Mapping[str, Any], left_out: set[str]) -> dic
     if calls:
         found["tool_calls"] = [_tool_call(number, call) for call in calls]
     return found
+
+
+def _in_channels(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as harmony's templates take it: reasoning is `thinking`; before a call they refuse a text beside it."""
+    thought = message.get("reasoning_content", "")
+    if thought and message.get("tool_calls") and message["content"]:
+        return message | {"thinking": f"{thought}\n\n{message['content']}", "content": ""}
+    return message | ({"thinking": thought} if thought else {})
 
 
 def _tool_call(number: int, call: Any) -> dict[str, Any]:
