@@ -41,7 +41,7 @@ from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import read_prompts
 from cpuspec.load.address import local_address
 from cpuspec.load.client import Client, ServerError
-from cpuspec.load.figures import Answer, summarize
+from cpuspec.load.figures import RequestResult, summarize
 from cpuspec.load.requests import LoadRequest
 from cpuspec.load.run import LoadPlan, first_model, run_load, warm_up
 
@@ -226,7 +226,7 @@ def turn(
             yield figures, [_text(one) for one in done.answers]
 
 
-def _text(answer: Answer) -> str:
+def _text(answer: RequestResult) -> str:
     return answer.error or answer.text
 
 

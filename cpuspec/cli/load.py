@@ -18,7 +18,7 @@ from cpuspec.cli.progress import StepProgress
 from cpuspec.environment import api_key
 from cpuspec.errors import BackendError
 from cpuspec.files import write_file
-from cpuspec.load.figures import Answer, summarize
+from cpuspec.load.figures import RequestResult, summarize
 from cpuspec.metrics import epoch_s
 
 try:
@@ -104,7 +104,7 @@ def bench_serve(
     if not (request_rate > 0 and 0 < burstiness < float("inf")):
         raise typer.BadParameter(f"--request-rate and --burstiness must be above 0; got {request_rate:g} and {burstiness:g}")
     with options.usage_errors():
-        wanted = Wanted(
+        wanted = Measurement(
             num_prompts=num_prompts,
             dataset=dataset_path,
             num_random_tokens=random_input_len,
@@ -143,7 +143,7 @@ def bench_serve(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Measurement:
     """The requests to send, and the figures to compute of their answers. dataset: None for random words."""
 
     num_prompts: int
@@ -161,7 +161,7 @@ class Wanted:
         return self.num_prompts + self.num_warmups
 
 
-def measure_load(url: str, plan: LoadPlan, wanted: Wanted) -> tuple[dict[str, Any], LoadResult]:
+def measure_load(url: str, plan: LoadPlan, wanted: Measurement) -> tuple[dict[str, Any], LoadResult]:
     """Run a load against a server of this machine; returns the report and the answers. plan.model: "" for the server's first.
 
     Raises ConfigError for other machines and for requests that cannot be sent, CpuspecError where the server does not answer.
@@ -187,7 +187,7 @@ def measure_load(url: str, plan: LoadPlan, wanted: Wanted) -> tuple[dict[str, An
 
 
 async def _run(
-    client: Client, requests: list[LoadRequest], plan: LoadPlan, wanted: Wanted
+    client: Client, requests: list[LoadRequest], plan: LoadPlan, wanted: Measurement
 ) -> tuple[LoadPlan, list[LoadRequest], LoadResult]:
     plan = replace(plan, model=plan.model or await first_model(client))
     if wanted.dataset is None:
@@ -199,7 +199,7 @@ async def _run(
         return plan, requests, await run_load(client, requests, plan, lambda done, total: progress("requests", done, total))
 
 
-def details(answers: Sequence[Answer]) -> dict[str, Any]:
+def details(answers: Sequence[RequestResult]) -> dict[str, Any]:
     """Every answer's own figures, in seconds, in the names of `vllm bench serve`."""
     return {
         "input_lens": [one.num_prompt_tokens for one in answers],
@@ -220,7 +220,7 @@ def result_path(report: Mapping[str, Any], directory: Path, name: str | None) ->
     return directory / (name or f"{report['backend']}-{report['request_rate']}qps{at_once}-{model}-{report['date']}.json")
 
 
-def note_errors(answers: Sequence[Answer]) -> None:
+def note_errors(answers: Sequence[RequestResult]) -> None:
     """Tell on stderr which errors came, and how often."""
     errors = [answer.error for answer in answers if answer.error]
     for error in list(dict.fromkeys(errors))[:5]:
@@ -256,17 +256,3 @@ def _targets(goodput: Mapping[str, float]) -> str:
 
 def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-__all__ = [
-    "CHAT",
-    "COMPLETIONS",
-    "STOPPED_BY_USER",
-    "LoadPlan",
-    "Wanted",
-    "details",
-    "measure_load",
-    "note_errors",
-    "result_path",
-    "show_load",
-]

@@ -128,7 +128,7 @@ def parity(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NamedBackend:
     """A backend to be loaded. name: as the user wrote it."""
 
     name: str
@@ -136,7 +136,7 @@ class Wanted:
     settings: EngineConfig
 
 
-def read_side(text: str, settings: EngineConfig) -> Wanted | Recording:
+def read_side(text: str, settings: EngineConfig) -> NamedBackend | Recording:
     """A backend with its settings, as numba:threads=1; otherwise the record in the file of that name.
 
     Raises BadParameter where it is neither.
@@ -147,7 +147,7 @@ def read_side(text: str, settings: EngineConfig) -> Wanted | Recording:
         backend, settings = read_backend(text, settings)
         check_backend(backend, settings)
         get_kv_format(settings.kv_format)
-    return Wanted(text, backend, settings)
+    return NamedBackend(text, backend, settings)
 
 
 def check_record(path: Path | None) -> None:
@@ -158,7 +158,7 @@ def check_record(path: Path | None) -> None:
 
 @contextmanager
 def loaded_side(
-    side: Wanted | Recording, checkpoint: Checkpoint | None, questions: list[Question], spec: SpecConfig
+    side: NamedBackend | Recording, checkpoint: Checkpoint | None, questions: list[Question], spec: SpecConfig
 ) -> Iterator[Side]:
     """A backend, loaded and closed in the end; a record as it is."""
     if isinstance(side, Recording):
@@ -181,7 +181,7 @@ def make_questions(checkpoint: Checkpoint, prompts: list[str], texts: list[str],
     return answered + [Question(read_text_ids(options.checked_text(text, "--text"), tokenizer), 0) for text in texts]
 
 
-def shared_questions(sides: list[Wanted | Recording], model: ModelIdentity | None) -> list[Question] | None:
+def shared_questions(sides: list[NamedBackend | Recording], model: ModelIdentity | None) -> list[Question] | None:
     """The questions of the records among the sides, None without a record. Raises ConfigError unless they and the model agree."""
     runs = [side for side in sides if isinstance(side, Recording)]
     for run in runs:

@@ -11,7 +11,7 @@ from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import LLM
 from cpuspec.errors import CpuspecError
 from cpuspec.evaluate.prompts import Prompt, prompt_ids
-from cpuspec.load.figures import Answer as LoadAnswer
+from cpuspec.load.figures import RequestResult
 from cpuspec.metrics import LevelCounters, RequestStats, now_s
 from cpuspec.server.parsing import answer_parser, opens_reasoning, reasoning_marks
 
@@ -150,7 +150,7 @@ def _cost(llm: LLM, stats: Sequence[RequestStats], duration_s: float, took_s: Se
     )
 
 
-def cost_of_server(answers: Sequence[LoadAnswer], duration_s: float) -> Cost:
+def cost_of_server(answers: Sequence[RequestResult], duration_s: float) -> Cost:
     """The cost of a server's answers, all of which came. What it does not tell counts as 0."""
     num_new = sum(one.num_new_tokens for one in answers)
     times = [one.tpot_s for one in answers if one.tpot_s]

@@ -11,7 +11,7 @@ from cpuspec.errors import ConfigError
 
 
 @dataclass
-class Answer:
+class RequestResult:
     """What became of one request. Seconds; start_s counts from the beginning of the load. error: "" for one that was answered.
 
     ttft_s: until the first text came, or until the end of an empty answer. itl_s: the gaps between pieces of text; a server that
@@ -37,7 +37,7 @@ class Answer:
 
 
 # The seconds of one answer under each name.
-METRICS: Mapping[str, Callable[[Answer], Sequence[float]]] = {
+METRICS: Mapping[str, Callable[[RequestResult], Sequence[float]]] = {
     "ttft": lambda answer: [answer.ttft_s],
     "tpot": lambda answer: [] if answer.tpot_s is None else [answer.tpot_s],
     "itl": lambda answer: answer.itl_s,
@@ -81,7 +81,7 @@ def read_goodput(entries: Sequence[str]) -> dict[str, float]:
 
 
 def summarize(
-    answers: Sequence[Answer],
+    answers: Sequence[RequestResult],
     duration_s: float,
     metrics: Sequence[str],
     percentiles: Sequence[float],
@@ -124,7 +124,7 @@ def percentile(values: Sequence[float], rank: float) -> float | None:
     return float(np.percentile(values, rank)) if len(values) else None
 
 
-def most_at_once(answers: Sequence[Answer]) -> int:
+def most_at_once(answers: Sequence[RequestResult]) -> int:
     """The largest number of requests that were under way at one moment."""
     changes = sorted([(one.start_s + one.e2el_s, -1) for one in answers] + [(one.start_s, 1) for one in answers])
     return max(np.cumsum([change for _, change in changes]).tolist(), default=0)

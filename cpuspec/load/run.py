@@ -11,7 +11,7 @@ import numpy as np
 
 from cpuspec.errors import CpuspecError, in_one_line
 from cpuspec.load.client import Client, ServerError
-from cpuspec.load.figures import Answer
+from cpuspec.load.figures import RequestResult
 from cpuspec.load.requests import PATHS, LoadRequest
 from cpuspec.metrics import now_s
 
@@ -56,7 +56,7 @@ class LoadPlan:
 class LoadResult:
     """The answers in the order of their requests, those that were never sent left out. stopped: "" for a whole run."""
 
-    answers: list[Answer]
+    answers: list[RequestResult]
     duration_s: float
     stopped: str
 
@@ -84,11 +84,11 @@ async def run_load(
     paths = [plan.endpoint or PATHS[request.protocol(plan.backend)] for request in requests]
     times_s = arrival_times(len(requests), plan.request_rate, plan.burstiness, plan.seed)
     places = asyncio.Semaphore(plan.max_concurrency or len(requests))
-    answers: list[Answer] = []
+    answers: list[RequestResult] = []
     tasks: list[asyncio.Task[None]] = []
     num_done, stopped, begin_s = 0, "", now_s()
 
-    async def send(path: str, body: dict[str, Any], answer: Answer) -> None:
+    async def send(path: str, body: dict[str, Any], answer: RequestResult) -> None:
         nonlocal num_done
         try:
             await _ask(client, path, body, answer, begin_s, plan.keep_texts)
@@ -103,7 +103,7 @@ async def run_load(
                 if (wait_s := begin_s + time_s - now_s()) > 0:
                     await asyncio.sleep(wait_s)
                 await places.acquire()
-                answers.append(Answer(now_s() - begin_s))
+                answers.append(RequestResult(now_s() - begin_s))
                 tasks.append(asyncio.create_task(send(path, body, answers[-1])))
             await asyncio.gather(*tasks)
     except TimeoutError:
@@ -123,7 +123,7 @@ async def run_load(
     return LoadResult(answers, now_s() - begin_s, stopped)
 
 
-async def _ask(client: Client, path: str, body: dict[str, Any], answer: Answer, begin_s: float, keep_text: bool) -> None:
+async def _ask(client: Client, path: str, body: dict[str, Any], answer: RequestResult, begin_s: float, keep_text: bool) -> None:
     """Send one request, and note in `answer` what comes and when."""
     sent_s = now_s()
     answer.start_s, answer.error = sent_s - begin_s, "broken off"
@@ -141,7 +141,7 @@ async def _ask(client: Client, path: str, body: dict[str, Any], answer: Answer, 
 class _Watch:
     """Reads the events of one answer."""
 
-    def __init__(self, answer: Answer, sent_s: float, keep_text: bool) -> None:
+    def __init__(self, answer: RequestResult, sent_s: float, keep_text: bool) -> None:
         self.finished = False
         self._answer, self._sent_s, self._keep_text = answer, sent_s, keep_text
         self._last_s: float | None = None  # when the last text came
@@ -231,7 +231,7 @@ async def first_model(client: Client) -> str:
 async def warm_up(client: Client, requests: Sequence[LoadRequest], plan: LoadPlan) -> None:
     """Send these requests one after the other, unmeasured. Raises CpuspecError where the first of them fails."""
     for request in requests:
-        answer = Answer(0.0)
+        answer = RequestResult(0.0)
         await _ask(client, plan.endpoint or PATHS[request.protocol(plan.backend)], plan.request_body(request), answer, 0.0, False)
         if answer.error:
             raise CpuspecError(f"the server does not answer the first request: {answer.error}")

@@ -1,33 +1,21 @@
-"""Bodies of requests: what an endpoint declares, and the route that reads what a client sent as that."""
+"""The route that reads what a client sent as the body that an endpoint declares."""
 
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, get_args
+from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-from cpuspec.server.fields import REFUSED, Declared, read
+from cpuspec.server.fields import REFUSED, read
 from cpuspec.server.gate import context_of
 from cpuspec.server.observe import log_event
+from cpuspec.server.schema import Body, body_in
 from cpuspec.server.server import server_of
 
 _ODD = re.compile(r"[^A-Za-z0-9_.\-]")  # what no header and no log line takes from a client
 _LONGEST_NAME, _MOST_NAMES, _MOST_NOTED = 64, 32, 256
-
-
-class Body(BaseModel):
-    """A body, or a part of one. Numbers may be written as texts, or whole ones with a fraction of zero, as clients do."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    @classmethod
-    def declared(cls) -> Declared:
-        """The names of its fields, and of its parts'."""
-        parts = {one.alias or name: _part(one.annotation) for name, one in cls.model_fields.items()}
-        return {name: None if part is None else part.declared() for name, part in parts.items()}
 
 
 class BodyRoute(APIRoute):
@@ -40,7 +28,7 @@ class BodyRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI."""
         handler = super().get_route_handler()
-        body = _part(self.body_field.field_info.annotation) if self.body_field else None
+        body = body_in(self.body_field.field_info.annotation) if self.body_field else None
 
         async def handle(request: Request) -> Response:
             return await handler(_ReadRequest(request, body) if body else request)
@@ -71,9 +59,3 @@ class _ReadRequest(Request):
                 server.ignored_fields.add(name)
                 log_event("ignored", {"field": name, "path": self.url.path})
         return found
-
-
-def _part(annotation: Any) -> type[Body] | None:
-    """The body that a field holds, if it holds one."""
-    kinds = (annotation, *get_args(annotation))
-    return next((one for one in kinds if isinstance(one, type) and issubclass(one, Body)), None)

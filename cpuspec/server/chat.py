@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
-from uuid import uuid4
 
 from cpuspec.config import SamplingParams
 from cpuspec.engine.changing_lines import without_changing_lines
-from cpuspec.engine.engine import Output
 from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
-from cpuspec.server.model import ServedModel, Wanted
+from cpuspec.server.model import RequestedAnswer, ServedModel
 from cpuspec.server.parsing import Parser, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
 from cpuspec.server.structured import call_grammar, loose_format, loosened_note
@@ -80,13 +78,13 @@ class ChatPrompt:
         """The parser of one answer."""
         return answer_parser(self.template, self.functions, self.thinking, self.begun)
 
-    def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[Wanted]:
+    def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[RequestedAnswer]:
         """The answers to compute. prediction: token ids that they may repeat.
 
         Raises ConfigError for params that a grammar excludes.
         """
         params = replace(params, **self.keeps_to)
-        return [Wanted(self.ids, one, shows_progress, prediction) for one in answer_params(params)]
+        return [RequestedAnswer(self.ids, one, shows_progress, prediction) for one in answer_params(params)]
 
     def call_id(self, digits: str) -> str:
         """An id for a tool call, such as the model's template takes, from 32 hexadecimal digits."""
@@ -324,57 +322,3 @@ def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, 
         return [{"role": role, "content": words}, *told]
     told[first] = told[first] | {"content": f"{told[first]['content']}\n\n{words}"}
     return told
-
-
-@dataclass
-class Said:
-    """What one answer holds, collected from its pieces."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple["SaidCall", ...] = ()
-
-
-@dataclass(frozen=True)
-class SaidCall:
-    """A tool call: its id, the function's name, and the JSON text of its arguments."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-def said(prompt: ChatPrompt, text: str) -> Said:
-    """A finished answer, taken apart."""
-    parser, found = prompt.parser(), Said()
-    for piece in [*parser.push(prompt.prefix + text), *parser.finish()]:
-        match piece.kind:
-            case "reasoning":
-                found.reasoning += piece.text
-            case "content":
-                found.content += piece.text
-            case "call":
-                found.calls += (SaidCall(prompt.call_id(uuid4().hex), piece.text),)
-            case "arguments":
-                last = found.calls[-1]
-                found.calls = (*found.calls[:-1], replace(last, arguments=last.arguments + piece.text))
-    return found
-
-
-def message_of(found: Said) -> dict[str, Any]:
-    """An answer as OpenAI's message."""
-    message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
-    if found.reasoning:
-        message["reasoning_content"] = found.reasoning
-    if found.calls:
-        message["content"] = found.content or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in found.calls
-        ]
-    return message
-
-
-def reason_of(output: Output, has_calls: bool) -> str:
-    """OpenAI's reason why an answer has ended, from its last output."""
-    return "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason or "stop"

@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from cpuspec.engine.embedding import EmbeddingJob
 from cpuspec.model.batch import F32
-from cpuspec.server.bodies import Body, BodyRoute
+from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.errors import BusyError, NotSupportedError, RequestError, TimeUpError
 from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.replies import json_response, unless_gone
+from cpuspec.server.schema import Body
 from cpuspec.server.server import server_of
 
 router = APIRouter(route_class=BodyRoute)

@@ -88,7 +88,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("typical_p", "typical", "tfs_z", "tfs", "length_penalty", "best_of"), (1,)),
     **dict.fromkeys(("id_slot", "slot_id", "top_n_sigma", "t_max_predict_ms", "t_max_prompt_ms", "truncate_prompt_tokens"), (-1,)),
-    **dict.fromkeys(("lora", "image_data", "bad_words", "logits_processors", "preserved_tokens", "grammar_triggers"), ([],)),
+    **dict.fromkeys(
+        ("lora", "image_data", "tools", "bad_words", "logits_processors", "preserved_tokens", "grammar_triggers"), ([],)
+    ),
     **dict.fromkeys(("documents", "response_fields", "transforms", "plugins", "images", "context"), ([],)),
     "functions": ([],),
     "function_call": ("auto", "none"),
@@ -165,14 +167,6 @@ def read(declared: Declared, given: Mapping[str, Any], strict: bool = False, whe
             found[name] = [one for one, _ in done] if isinstance(value, list) else done[0][0]
             left += [one for _, more in done for one in more]
     return {name: value for name, value in found.items() if value is not None}, left
-
-
-def plain_number(value: Any) -> Any:
-    """A number that was written as a text or, a whole one, with a fraction of zero; other values as they are."""
-    if not _is_number(value):
-        return value
-    number = float(value)
-    return value if isinstance(value, int) else int(number) if number.is_integer() else number
 
 
 def _is_number(value: Any) -> bool:

@@ -84,11 +84,6 @@ def log_figures(stats: Sequence[RequestStats]) -> dict[str, Any]:
     }
 
 
-def stats_of(outputs: Sequence[Output]) -> list[RequestStats]:
-    """The stats of finished answers, from their last outputs."""
-    return [one.stats for one in outputs if one.stats is not None]
-
-
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
     """A token's text and bytes; of a special token its name."""
     meaning = tokenizer.meaning(token)

@@ -3,7 +3,7 @@
 Source: llama.cpp's server README.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,14 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cpuspec.engine.engine import Output
-from cpuspec.metrics import now_s
-from cpuspec.server.bodies import Body, BodyRoute
+from cpuspec.metrics import RequestStats, now_s
+from cpuspec.server.answering import respond
+from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.completions import fill_params, fill_prompt
-from cpuspec.server.figures import log_figures, stats_of, timings
+from cpuspec.server.figures import timings
 from cpuspec.server.gate import context_of, model_of
-from cpuspec.server.model import Answers, Wanted
-from cpuspec.server.replies import EventStream, event, json_response, unless_gone
-from cpuspec.server.schema import SamplingFields, sampling_params
+from cpuspec.server.model import RequestedAnswer
+from cpuspec.server.schema import Body, SamplingFields, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import loose_format, loosened_note
 
@@ -63,50 +63,49 @@ async def infill(body: InfillBody, request: Request) -> Response:
     params = fill_params(model, params)
     others = [(one.filename, one.text) for one in body.input_extra]
     prompt = await model.in_worker(partial(fill_prompt, model, body.input_prefix + body.prompt, body.input_suffix, others))
-    answers = await model.answers(context.client, context.id, [Wanted(prompt, params)], context.rng)
-    name = server_of(request).shown_name(model)
-    if body.stream:
-        return EventStream(_events(body, answers, name, context.figures), answers, request, context.id)
-    return await unless_gone(request, _whole(body, answers, name, context.figures), answers.close)
+    answers = await model.answers(context.client, context.id, [RequestedAnswer(prompt, params)], context.rng)
+    writer = _InfillWriter(body, server_of(request).shown_name(model), len(prompt))
+    return await respond(request, answers, writer, body.stream)
 
 
-async def _timed(body: InfillBody, answers: Answers) -> AsyncGenerator[Output]:
-    """The outputs, as long as the body's limit on time allows."""
-    first_s = None
-    async for _, output in answers.outputs():
-        yield output
-        first_s = now_s() if first_s is None else first_s
-        if body.t_max_predict_ms > 0 and 1000 * (now_s() - first_s) > body.t_max_predict_ms:
-            return
+class _InfillWriter:
+    """Writes the text in a gap (`answering.Writer`)."""
 
+    closing = ""
+    is_done = False
 
-def _end(answers: Answers, model: str, last: Output | None, num_new: int, figures: dict[str, Any]) -> dict[str, Any]:
-    """What the last event says, and a whole answer besides its content."""
-    found: dict[str, Any] = {
-        "model": model,
-        "stop": True,
-        "stop_type": {"length": "limit", "stop": "eos"}.get(last.finish_reason or "", "limit") if last else "limit",
-        "tokens_predicted": num_new,
-        "tokens_evaluated": len(answers.wanted[0].prompt),
-        "truncated": False,
-    }
-    if last is not None and last.stats is not None:
-        figures |= log_figures(stats_of([last]))
-        found["timings"] = timings(last.stats)
-    return found
+    def __init__(self, body: InfillBody, model: str, num_prompt_tokens: int) -> None:
+        self._body, self._model, self._num_prompt_tokens = body, model, num_prompt_tokens
+        self._num_new = 0
+        self._first_s: float | None = None  # when the first output came
+        self._last: Output | None = None
 
+    def begin(self) -> tuple[()]:
+        """Nothing."""
+        return ()
 
-async def _whole(body: InfillBody, answers: Answers, model: str, figures: dict[str, Any]) -> Response:
-    outputs = [output async for output in _timed(body, answers)]
-    content = "".join(output.text for output in outputs) if body.n_predict else ""
-    num_new = sum(len(output.token_ids) for output in outputs)
-    return json_response({"content": content, **_end(answers, model, outputs[-1], num_new, figures)})
+    def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
+        """The text of an output. When the body's time is up, the answer ends with it."""
+        self._num_new, self._last = self._num_new + len(output.token_ids), output
+        if output.text and self._body.n_predict:
+            yield {"content": output.text, "stop": False}
+        self._first_s = now_s() if self._first_s is None else self._first_s
+        self.is_done = self._body.t_max_predict_ms > 0 and 1000 * (now_s() - self._first_s) > self._body.t_max_predict_ms
 
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
+        """The figures of the answer."""
+        reason = self._last.finish_reason if self._last else None
+        yield {
+            "content": "",
+            "model": self._model,
+            "stop": True,
+            "stop_type": "eos" if reason == "stop" else "limit",
+            "tokens_predicted": self._num_new,
+            "tokens_evaluated": self._num_prompt_tokens,
+            "truncated": False,
+            **({"timings": timings(stats[0])} if stats else {}),
+        }
 
-async def _events(body: InfillBody, answers: Answers, model: str, figures: dict[str, Any]) -> AsyncGenerator[str]:
-    num_new, last = 0, None
-    async for output in _timed(body, answers):
-        num_new, last = num_new + len(output.token_ids), output
-        if output.text and body.n_predict:
-            yield event({"content": output.text, "stop": False})
-    yield event({"content": "", **_end(answers, model, last, num_new, figures)})
+    def whole(self, events: Sequence[dict[str, Any]], stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """The last event, with the whole text."""
+        return {**events[-1], "content": "".join(one["content"] for one in events)}

@@ -4,7 +4,7 @@ Sources: Anthropic's Messages API reference (bodies, order of stream events), an
 """
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,16 @@ from starlette.responses import Response
 from cpuspec.engine.changing_lines import without_lines
 from cpuspec.engine.engine import Output
 from cpuspec.metrics import RequestStats
-from cpuspec.server.bodies import Body, BodyRoute
-from cpuspec.server.chat import ChatPrompt, chat_prompt, said
+from cpuspec.server.answering import respond
+from cpuspec.server.bodies import BodyRoute
+from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
-from cpuspec.server.figures import log_figures, stats_of
 from cpuspec.server.gate import context_of, model_of
-from cpuspec.server.model import Answers, ServedModel, gather
+from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
-from cpuspec.server.replies import EventStream, event, json_response, unless_gone
-from cpuspec.server.schema import SamplingFields, sampling_params
+from cpuspec.server.replies import event, json_response
+from cpuspec.server.schema import Body, SamplingFields, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 
@@ -86,10 +86,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         "stop_reason": None,
         "stop_sequence": None,
     }
-    if body.stream:
-        events = _events(prompt, answers, head, stops, context.figures)
-        return EventStream(events, answers, request, context.id, lambda: _named({"type": "ping"}))
-    return await unless_gone(request, _message(prompt, answers, head, stops, context.figures), answers.close)
+    writer = _MessageWriter(prompt, head, stops, answers.new_id)
+    return await respond(request, answers, writer, body.stream, lambda: event({"type": "ping"}))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -211,23 +209,6 @@ def _ending(prompt: ChatPrompt, last: Output, token_ids: Sequence[int], stops: S
     return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
 
-async def _message(
-    prompt: ChatPrompt, answers: Answers, head: dict[str, Any], stops: Sequence[str], figures: dict[str, Any]
-) -> Response:
-    (output,) = await gather(answers)
-    found = said(prompt, output.text)
-    content: list[dict[str, Any]] = []
-    if found.reasoning:
-        content.append({"type": "thinking", "thinking": found.reasoning, "signature": ""})
-    if found.content or not found.calls:
-        content.append({"type": "text", "text": found.content})
-    content += [{"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)} for call in found.calls]
-    stats = stats_of([output])
-    figures |= log_figures(stats)
-    ending = _ending(prompt, output, output.token_ids, stops, bool(found.calls))
-    return json_response({**head, "content": content, **ending, "usage": _usage(stats[0])})
-
-
 def _object(arguments: str) -> dict[str, Any]:
     """The arguments of a call; empty where the model wrote no object, as it does when its tokens run out."""
     try:
@@ -244,71 +225,88 @@ _DELTAS = {
 }
 
 
-async def _events(
-    prompt: ChatPrompt, answers: Answers, head: dict[str, Any], stops: Sequence[str], figures: dict[str, Any]
-) -> AsyncGenerator[str]:
-    blocks = _Blocks(prompt, answers)
-    usage = {"input_tokens": len(prompt.ids), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
-    yield _named({"type": "message_start", "message": {**head, "usage": usage}})
-    parser, token_ids = prompt.parser(), []
-    pieces = parser.push(prompt.prefix)
-    async for _, output in answers.outputs():
-        token_ids += output.token_ids
-        pieces += parser.push(output.text)
-        if output.finish_reason is not None:
-            pieces += parser.finish()
-        for piece in pieces:
-            for one in blocks.show(piece):
-                yield one
-        pieces = []
-        if output.finish_reason is not None:
-            for one in blocks.close():
-                yield one
-            stats = stats_of([output])
-            figures |= log_figures(stats)
-            ending = _ending(prompt, output, token_ids, stops, parser.num_calls > 0)
-            yield _named({"type": "message_delta", "delta": ending, "usage": _usage(stats[0])})
-    yield _named({"type": "message_stop"})
+class _MessageWriter:
+    """Writes a message (`answering.Writer`). One content block is open at a time, and each piece belongs to one."""
 
+    closing = ""
+    is_done = False
 
-class _Blocks:
-    """The content blocks of a stream: one is open at a time, and each piece belongs to one."""
-
-    def __init__(self, prompt: ChatPrompt, answers: Answers) -> None:
-        self._prompt = prompt
-        self._answers = answers
+    def __init__(self, prompt: ChatPrompt, head: dict[str, Any], stops: Sequence[str], new_id: Callable[[], str]) -> None:
+        self._prompt, self._head, self._stops, self._new_id = prompt, head, stops, new_id
+        self._parser = prompt.parser()
+        self._token_ids: list[int] = []
         self._number = -1
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
+        self._last: Output | None = None
 
-    def show(self, piece: Piece) -> list[str]:
-        """The events of a piece."""
-        kind = "arguments" if piece.kind == "call" else piece.kind
-        events = [] if self._open == (kind, piece.call) else [*self.close(), self._begin(kind, piece)]
-        if piece.kind != "call":
-            name, key = _DELTAS[kind]
-            events.append(self._delta({"type": name, key: piece.text}))
-        return events
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The message without content, and what was written for the model."""
+        usage = {"input_tokens": len(self._prompt.ids), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        yield {"type": "message_start", "message": {**self._head, "usage": {**usage, "output_tokens": 0}}}
+        self._waiting = self._parser.push(self._prompt.prefix)  # is sent with the first output
 
-    def close(self) -> list[str]:
+    def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
+        """The events of an output."""
+        self._token_ids += output.token_ids
+        self._last = output
+        pieces, self._waiting = [*self._waiting, *self._parser.push(output.text)], []
+        if output.finish_reason is not None:
+            pieces += self._parser.finish()
+        for piece in pieces:
+            kind = "arguments" if piece.kind == "call" else piece.kind
+            if self._open != (kind, piece.call):
+                yield from self._close()
+                yield self._begin_block(kind, piece)
+            if piece.kind != "call":
+                name, key = _DELTAS[kind]
+                yield self._delta({"type": name, key: piece.text})
+
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
+        """The end of the last block, why the answer ended, and its usage."""
+        yield from self._close()
+        assert self._last is not None, "an answer has outputs"
+        ending = _ending(self._prompt, self._last, self._token_ids, self._stops, self._parser.num_calls > 0)
+        yield {"type": "message_delta", "delta": ending, "usage": _usage(stats[0])}
+        yield {"type": "message_stop"}
+
+    def whole(self, events: Sequence[dict[str, Any]], stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """The message: reasoning, text and calls, in this order."""
+        calls = [one["content_block"] for one in events if one["type"] == "content_block_start"]
+        inputs = {one["index"]: "" for one in events if one["type"] == "content_block_start"}
+        texts = {"thinking_delta": "", "text_delta": ""}
+        for one in events:
+            if one["type"] == "content_block_delta":
+                kind, delta = one["delta"]["type"], one["delta"]
+                if kind == "input_json_delta":
+                    inputs[one["index"]] += delta["partial_json"]
+                elif kind in texts:
+                    texts[kind] += delta[kind.removesuffix("_delta")]
+        content: list[dict[str, Any]] = []
+        if texts["thinking_delta"]:
+            content.append({"type": "thinking", "thinking": texts["thinking_delta"], "signature": ""})
+        tools = [{**call, "input": _object(inputs[number])} for number, call in enumerate(calls) if call["type"] == "tool_use"]
+        if texts["text_delta"] or not tools:
+            content.append({"type": "text", "text": texts["text_delta"]})
+        ending, usage = events[-2]["delta"], events[-2]["usage"]
+        return {**self._head, "content": [*content, *tools], **ending, "usage": usage}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
         """The events that end the open block."""
         if self._open is None:
-            return []
-        signed = [self._delta({"type": "signature_delta", "signature": ""})] if self._open[0] == "reasoning" else []
+            return
+        if self._open[0] == "reasoning":
+            yield self._delta({"type": "signature_delta", "signature": ""})
         self._open = None
-        return [*signed, _named({"type": "content_block_stop", "index": self._number})]
+        yield {"type": "content_block_stop", "index": self._number}
 
-    def _begin(self, kind: str, piece: Piece) -> str:
+    def _begin_block(self, kind: str, piece: Piece) -> dict[str, Any]:
         self._open, self._number = (kind, piece.call), self._number + 1
         block: dict[str, Any] = {"type": "text", "text": ""}
         if kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
         elif kind == "arguments":
-            block = {"type": "tool_use", "id": self._prompt.call_id(self._answers.new_id()), "name": piece.text, "input": {}}
-        return _named({"type": "content_block_start", "index": self._number, "content_block": block})
+            block = {"type": "tool_use", "id": self._prompt.call_id(self._new_id()), "name": piece.text, "input": {}}
+        return {"type": "content_block_start", "index": self._number, "content_block": block}
 
-    def _delta(self, delta: dict[str, Any]) -> str:
-        return _named({"type": "content_block_delta", "index": self._number, "delta": delta})
-
-
-def _named(value: dict[str, Any]) -> str:
-    return event(value, value["type"])
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._number, "delta": delta}

@@ -66,7 +66,7 @@ class FillTokens:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedAnswer:
     """One answer to compute. prediction: token ids that it may repeat."""
 
     prompt: list[int]
@@ -131,7 +131,7 @@ class ServedModel:
         """What the function returns, run beside the event loop: for tokenization and templates, which may take a while."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, partial(contained, function))
 
-    async def answers(self, client: str, request_id: str, wanted: Sequence[Wanted], rng: Random | None) -> "Answers":
+    async def answers(self, client: str, request_id: str, wanted: Sequence[RequestedAnswer], rng: Random | None) -> "Answers":
         """The answers to one request, all or none; its grammar is compiled beside the event loop. rng: as `Answers` has it.
 
         client: whom they count for; where clients have keys, nothing that is computed for one is shared with another.
@@ -241,7 +241,9 @@ class Answers:
     tells how much of a prompt has been read.
     """
 
-    def __init__(self, model: ServedModel, client: str, request_id: str, wanted: Sequence[Wanted], rng: Random | None) -> None:
+    def __init__(
+        self, model: ServedModel, client: str, request_id: str, wanted: Sequence[RequestedAnswer], rng: Random | None
+    ) -> None:
         self.wanted = wanted if rng is None else [_seeded(one, rng) for one in wanted]
         self.stamp = None if rng is None else 0
         self._rng = rng
@@ -361,20 +363,12 @@ class Answers:
             slot.meter, slot.request_id = None, ""
 
 
-async def gather(answers: Answers) -> list[Output]:
-    """Each answer as one output when the last has ended, in their order."""
-    parts: list[list[Output]] = [[] for _ in answers.wanted]
-    async for number, output in answers.outputs():
-        parts[number].append(output)
-    return [_merged(outputs) for outputs in parts]
-
-
 def shown_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     """Special tokens that are part of an answer's text."""
     return frozenset(found for text in MARKS if (found := tokenizer.token_id(text)) is not None)
 
 
-def _seeded(one: Wanted, rng: Random) -> Wanted:
+def _seeded(one: RequestedAnswer, rng: Random) -> RequestedAnswer:
     """The same answer, with a seed where it is sampled."""
     is_fixed = one.params.greedy or one.params.seed is not None
     return one if is_fixed else replace(one, params=replace(one.params, seed=rng.getrandbits(64)))

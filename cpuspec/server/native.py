@@ -11,7 +11,7 @@ from starlette.responses import Response
 from cpuspec import __version__
 from cpuspec.errors import CacheError
 from cpuspec.metrics import now_s
-from cpuspec.server.bodies import Body, BodyRoute
+from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, chat_prompt
 from cpuspec.server.errors import NotSupportedError, RequestError
 from cpuspec.server.figures import token_text
@@ -19,7 +19,7 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.observe import METRICS_TYPE, metrics_text
 from cpuspec.server.replies import json_response
 from cpuspec.server.runner import beside
-from cpuspec.server.schema import EndingBody
+from cpuspec.server.schema import Body, EndingBody
 from cpuspec.server.server import Server, server_of
 
 router = APIRouter(route_class=BodyRoute)

@@ -55,17 +55,19 @@ def error_response(path: str, error: RequestError, request_id: str) -> Response:
     return json_response(error_body(path, error, request_id), error.status, headers)
 
 
-def event(value: Any, name: str | None = None) -> str:
-    """A server-sent event."""
-    return f"event: {name}\ndata: {json_text(value)}\n\n" if name else f"data: {json_text(value)}\n\n"
+def event(value: Mapping[str, Any]) -> str:
+    """A server-sent event, named by its `type` if it has one."""
+    data = f"data: {json_text(value)}\n\n"
+    return f"event: {value['type']}\n{data}" if "type" in value else data
 
 
 def error_event(path: str, error: RequestError, request_id: str) -> str:
     """An event that says what went wrong in a stream that has begun."""
-    return event(error_body(path, error, request_id), "error" if path.startswith("/v1/messages") else None)
+    return event(error_body(path, error, request_id))
 
 
-def _comment() -> str:
+def comment() -> str:
+    """What a silent stream sends: no event."""
     return ": keep-alive\n\n"
 
 
@@ -81,9 +83,10 @@ class EventStream(StreamingResponse):
         answers: Answers,
         request: Request,
         request_id: str,
-        sign_of_life: Callable[[], str] = _comment,
+        sign_of_life: Callable[[], str] = comment,
+        failed: Callable[[RequestError], Mapping[str, Any]] | None = None,
     ) -> None:
-        super().__init__(_with_errors(events, request.url.path, request_id), media_type="text/event-stream")
+        super().__init__(_with_errors(events, request.url.path, request_id, failed), media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # a proxy must not hold events back
         self._answers, self._request_id = answers, request_id
@@ -138,13 +141,16 @@ class _LivelySender:
                 await self.send({"type": "http.response.body", "body": self._sign_of_life().encode(), "more_body": True})
 
 
-async def _with_errors(events: AsyncGenerator[str], path: str, request_id: str) -> AsyncGenerator[str]:
+async def _with_errors(
+    events: AsyncGenerator[str], path: str, request_id: str, failed: Callable[[RequestError], Mapping[str, Any]] | None
+) -> AsyncGenerator[str]:
     """The events; an error on the way is one more, for its status can no longer be sent."""
     try:
         async for one in events:
             yield one
     except CpuspecError as error:
-        yield error_event(path, as_request_error(error), request_id)
+        told = as_request_error(error)
+        yield event(failed(told)) if failed else error_event(path, told, request_id)
     except (GeneratorExit, asyncio.CancelledError):
         raise
     except BaseException:  # a panic of a Rust library is no Exception

@@ -4,7 +4,7 @@ Sources: OpenAI's API reference for bodies, and for the order of stream events; 
 (codex-rs/codex-api/src/sse/responses.rs, codex-rs/protocol/src/models.rs, issues 23186 and 36942).
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,16 +12,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cpuspec.engine.engine import Output
-from cpuspec.errors import CpuspecError
 from cpuspec.metrics import RequestStats
+from cpuspec.server.answering import respond
 from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.chat import ChatPrompt, Ending, chat_prompt
 from cpuspec.server.errors import ContextExceededError, RequestError
-from cpuspec.server.figures import log_figures, stats_of
 from cpuspec.server.gate import context_of, model_of
-from cpuspec.server.model import Answers, ServedModel, gather
+from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
-from cpuspec.server.replies import EventStream, as_request_error, event, json_response, unless_gone
+from cpuspec.server.replies import event
 from cpuspec.server.schema import SamplingFields, UnusedBody, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
@@ -113,16 +112,13 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         if not body.stream:
             raise
         # Codex shortens its conversation where a stream says so, and at no status.
-        events = [numbered({"type": "response.created", "response": head}), numbered(_failed(head, error))]
+        events = [event(numbered({"type": "response.created", "response": head})), event(numbered(_failed(head, error)))]
         return Response("".join(events), media_type="text/event-stream")
-    items = _Items(prompt, answers, owners)
-    if body.stream:
-        stream = _events(prompt, answers, head, items, numbered, context.figures)
-        # Codex counts events alone, and no comments, when it waits for a long prompt to be read.
-        # It takes no number of a stream that may be repeated, where others come at other times.
-        sign = partial(numbered, {"type": "keepalive"}, counts=context.rng is None)
-        return EventStream(stream, answers, request, context.id, sign)
-    return await unless_gone(request, _whole(prompt, answers, head, items, context.figures), answers.close)
+    writer = _ResponseWriter(prompt, answers.new_id, owners, head, numbered)
+    # Codex counts events alone, and no comments, when it waits for a long prompt to be read.
+    # It takes no number of a stream that may be repeated, where others come at other times.
+    sign = partial(numbered, {"type": "keepalive"}, counts=context.rng is None)
+    return await respond(request, answers, writer, body.stream, lambda: event(sign()), writer.failed)
 
 
 # Items about tools that OpenAI runs itself. They hold nothing that this model could read.
@@ -225,66 +221,16 @@ def _usage(prompt: ChatPrompt, stats: RequestStats, items: Sequence[Mapping[str,
     }
 
 
-def _ended(prompt: ChatPrompt, head: Mapping[str, Any], last: Output, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The response object at its end."""
-    (stats,) = stats_of([last])
-    complete = last.finish_reason != "length"
-    return {
-        **head,
-        "status": "completed" if complete else "incomplete",
-        "incomplete_details": None if complete else {"reason": "max_output_tokens"},
-        "output": list(items),
-        "usage": _usage(prompt, stats, items),
-    }
-
-
-async def _whole(prompt: ChatPrompt, answers: Answers, head: dict[str, Any], items: "_Items", figures: dict[str, Any]) -> Response:
-    (output,) = await gather(answers)
-    figures |= log_figures(stats_of([output]))
-    parser = prompt.parser()
-    for piece in [*parser.push(prompt.prefix + output.text), *parser.finish()]:
-        items.show(piece)
-    items.close("completed" if output.finish_reason != "length" else "incomplete")
-    return json_response(_ended(prompt, head, output, items.done))
-
-
 class _Numbered:
     """The events of a stream, numbered from 0 on as they are made."""
 
     def __init__(self) -> None:
         self._number = 0
 
-    def __call__(self, value: Mapping[str, Any], counts: bool = True) -> str:
+    def __call__(self, value: Mapping[str, Any], counts: bool = True) -> dict[str, Any]:
         number = self._number
         self._number += counts
-        return event({**value, "sequence_number": number}, str(value["type"]))
-
-
-async def _events(
-    prompt: ChatPrompt, answers: Answers, head: dict[str, Any], items: "_Items", numbered: _Numbered, figures: dict[str, Any]
-) -> AsyncGenerator[str]:
-    yield numbered({"type": "response.created", "response": head})
-    yield numbered({"type": "response.in_progress", "response": head})
-    parser = prompt.parser()
-    pieces = parser.push(prompt.prefix)
-    try:
-        async for _, output in answers.outputs():
-            pieces += parser.push(output.text)
-            if output.finish_reason is not None:
-                pieces += parser.finish()
-            for piece in pieces:
-                for one in items.show(piece):
-                    yield numbered(one)
-            pieces = []
-            if output.finish_reason is not None:
-                figures |= log_figures(stats_of([output]))
-                complete = output.finish_reason != "length"
-                for one in items.close("completed" if complete else "incomplete"):
-                    yield numbered(one)
-                kind = "response.completed" if complete else "response.incomplete"
-                yield numbered({"type": kind, "response": _ended(prompt, head, output, items.done)})
-    except CpuspecError as error:
-        yield numbered(_failed(head, as_request_error(error)))
+        return {**value, "sequence_number": number}
 
 
 def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
@@ -293,31 +239,80 @@ def _failed(head: Mapping[str, Any], error: RequestError) -> dict[str, Any]:
     return {"type": "response.failed", "response": {**head, "status": "failed", "error": told}}
 
 
-class _Items:
-    """The output items of a response: one is open at a time, and each piece belongs to one. done: those that are complete.
+class _ResponseWriter:
+    """Writes a response (`answering.Writer`). One output item is open at a time, and each piece belongs to one.
 
     owners: of tools in a namespace, how the client names them.
     """
 
-    def __init__(self, prompt: ChatPrompt, answers: Answers, owners: Mapping[str, dict[str, Any]]) -> None:
-        self.done: list[dict[str, Any]] = []
-        self._prompt = prompt
-        self._answers = answers
-        self._owners = owners
+    closing = ""
+    is_done = False
+
+    def __init__(
+        self,
+        prompt: ChatPrompt,
+        new_id: Callable[[], str],
+        owners: Mapping[str, dict[str, Any]],
+        head: Mapping[str, Any],
+        numbered: _Numbered,
+    ) -> None:
+        self._prompt, self._new_id, self._owners, self._head, self._numbered = prompt, new_id, owners, head, numbered
+        self._parser = prompt.parser()
+        self._done: list[dict[str, Any]] = []  # items that are complete
         self._open: tuple[str, int] | None = None  # kind of its pieces, and call
         self._item: dict[str, Any] = {}
         self._text = ""
+        self._last: Output | None = None
 
-    def show(self, piece: Piece) -> list[dict[str, Any]]:
-        """The events of a piece."""
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The response without output."""
+        yield self._numbered({"type": "response.created", "response": self._head})
+        yield self._numbered({"type": "response.in_progress", "response": self._head})
+        self._waiting = self._parser.push(self._prompt.prefix)  # is sent with the first output
+
+    def show(self, index: int, output: Output) -> Iterator[dict[str, Any]]:
+        """The events of an output."""
+        self._last = output
+        pieces, self._waiting = [*self._waiting, *self._parser.push(output.text)], []
+        if output.finish_reason is not None:
+            pieces += self._parser.finish()
+        for piece in pieces:
+            for one in self._show_piece(piece):
+                yield self._numbered(one)
+
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[dict[str, Any]]:
+        """The end of the last item, and the whole response."""
+        complete = self._last is None or self._last.finish_reason != "length"
+        status = "completed" if complete else "incomplete"
+        for one in self._close(status):
+            yield self._numbered(one)
+        response = {
+            **self._head,
+            "status": status,
+            "incomplete_details": None if complete else {"reason": "max_output_tokens"},
+            "output": list(self._done),
+            "usage": _usage(self._prompt, stats[0], self._done),
+        }
+        yield self._numbered({"type": f"response.{status}", "response": response})
+
+    def whole(self, events: Sequence[dict[str, Any]], stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """The response of the last event."""
+        response: dict[str, Any] = events[-1]["response"]
+        return response
+
+    def failed(self, error: RequestError) -> dict[str, Any]:
+        """The event of a response that ends with an error."""
+        return self._numbered(_failed(self._head, error))
+
+    def _show_piece(self, piece: Piece) -> list[dict[str, Any]]:
         kind = "arguments" if piece.kind == "call" else piece.kind
-        events = [] if self._open == (kind, piece.call) else [*self.close("completed"), *self._begin(kind, piece)]
+        events = [] if self._open == (kind, piece.call) else [*self._close("completed"), *self._begin_item(kind, piece)]
         if piece.kind != "call":
             self._text += piece.text
             events.append({**self._where(f"{self._name()}.delta"), "delta": piece.text} | self._no_logprobs())
         return events
 
-    def close(self, status: str) -> list[dict[str, Any]]:
+    def _close(self, status: str) -> list[dict[str, Any]]:
         """The events that end the open item."""
         if self._open is None:
             return []
@@ -330,27 +325,27 @@ class _Items:
             events.append({**self._where(f"{self._name()}.done"), "text": text} | self._no_logprobs())
             events.append({**self._where("response.content_part.done"), "part": self._part(text)})
         self._item["status"] = status
-        events.append({"type": "response.output_item.done", "output_index": len(self.done), "item": dict(self._item)})
-        self.done.append(self._item)
+        events.append({"type": "response.output_item.done", "output_index": len(self._done), "item": dict(self._item)})
+        self._done.append(self._item)
         self._open = None
         return events
 
-    def _begin(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
+    def _begin_item(self, kind: str, piece: Piece) -> list[dict[str, Any]]:
         self._open, self._text = (kind, piece.call), ""
         if kind == "arguments":
             own = {
                 "type": "function_call",
-                "call_id": self._prompt.call_id(self._answers.new_id()),
+                "call_id": self._prompt.call_id(self._new_id()),
                 "name": piece.text,
                 "arguments": "",
             }
-            self._item = {"id": f"fc_{self._answers.new_id()}", **own, **self._owners.get(piece.text, {})}
+            self._item = {"id": f"fc_{self._new_id()}", **own, **self._owners.get(piece.text, {})}
         elif kind == "reasoning":
-            self._item = {"id": f"rs_{self._answers.new_id()}", "type": "reasoning", "summary": [], "content": []}
+            self._item = {"id": f"rs_{self._new_id()}", "type": "reasoning", "summary": [], "content": []}
         else:
-            self._item = {"id": f"msg_{self._answers.new_id()}", "type": "message", "role": "assistant", "content": []}
+            self._item = {"id": f"msg_{self._new_id()}", "type": "message", "role": "assistant", "content": []}
         self._item["status"] = "in_progress"
-        events = [{"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._item)}]
+        events = [{"type": "response.output_item.added", "output_index": len(self._done), "item": dict(self._item)}]
         if kind != "arguments":
             events.append({**self._where("response.content_part.added"), "part": self._part("")})
         return events
@@ -361,7 +356,7 @@ class _Items:
         return f"response.{names[self._open[0]]}"
 
     def _where(self, kind: str) -> dict[str, Any]:
-        place: dict[str, Any] = {"type": kind, "item_id": self._item["id"], "output_index": len(self.done)}
+        place: dict[str, Any] = {"type": kind, "item_id": self._item["id"], "output_index": len(self._done)}
         return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
 
     def _no_logprobs(self) -> dict[str, Any]:

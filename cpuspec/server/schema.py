@@ -4,17 +4,46 @@ Fields that change no answer here are listed as ignored; other names and unknown
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, Self, get_args
 
-from pydantic import Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from cpuspec.config import SamplingParams, SpecConfig
-from cpuspec.server.bodies import Body
 from cpuspec.server.chat import Ending
+from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
+from cpuspec.server.fields import Declared
 from cpuspec.server.model import ServedModel
 from cpuspec.server.structured import ANY_OBJECT, answer_format
+
+
+class Body(BaseModel):
+    """A body, or a part of one. Numbers may be written as texts, or whole ones with a fraction of zero, as clients do."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def declared(cls) -> Declared:
+        """The names of its fields, and of its parts'."""
+        parts = {one.alias or name: body_in(one.annotation) for name, one in cls.model_fields.items()}
+        return {name: None if part is None else part.declared() for name, part in parts.items()}
+
+    @classmethod
+    def of_fields(cls, given: Mapping[str, Any]) -> Self:
+        """A body with these fields. Raises RequestError for a value of another type."""
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:500]) from None
+
+
+def body_in(annotation: Any) -> type[Body] | None:
+    """The body that a field holds, if it holds one."""
+    kinds = (annotation, *get_args(annotation))
+    return next((one for one in kinds if isinstance(one, type) and issubclass(one, Body)), None)
 
 
 class StreamOptions(Body):
@@ -31,6 +60,8 @@ class Speculation(Body):
 class CpuspecOptions(Body):
     tokens: bool = False  # stream one token a chunk, with the level that drafted it
 
+
+_MOST_LOGPROBS = 20
 
 # The scalar fields, under their own names; the others are spelled differently in requests.
 _SCALARS = {one.name: one for one in fields(SamplingParams) if one.type in (int, float, bool, int | None)}
@@ -153,6 +184,12 @@ class ChatBody(SamplingBody, UnusedBody, EndingBody):
     modalities: Any = None
     verbosity: Any = None
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        given, effort = self.chat_template_kwargs or {}, self.reasoning_effort
+        return dict(given) if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none", **given}
+
 
 def sampling_params(model: ServedModel, body: SamplingFields, **own: Any) -> SamplingParams:
     """The params that a body asks for. own: fields whose spelling is the endpoint's own; None is absent. Raises ConfigError."""
@@ -163,6 +200,39 @@ def sampling_params(model: ServedModel, body: SamplingFields, **own: Any) -> Sam
     if isinstance(given.get("stop"), list):
         given["stop"] = tuple(text for text in given["stop"] if text)
     return model.params({name: value for name, value in given.items() if value is not None})
+
+
+def predicted_ids(model: ServedModel, prediction: Prediction | None) -> list[int]:
+    """Token ids of OpenAI's predicted output."""
+    if prediction is None:
+        return []
+    text = content_text(prediction.content, "prediction")
+    model.check_text(len(text))
+    return model.llm.tokenizer.encode(text, add_special=False)[: model.llm.context_length]
+
+
+def chat_params(model: ServedModel, body: ChatBody) -> SamplingParams:
+    """The params of a chat completion. Raises RequestError or ConfigError."""
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    num_top = _checked_logprobs(body.top_logprobs or (0 if body.logprobs is True else body.logprobs or 0), "top_logprobs")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return sampling_params(model, body, n=body.n, stop=body.stop, max_tokens=limit, logprobs=num_top if body.logprobs else None)
+
+
+def completion_params(
+    model: ServedModel, body: CompletionBody, keeps_to: Mapping[str, Any], max_tokens: int | None
+) -> SamplingParams:
+    """The params of a plain completion. keeps_to: the fields that restrict it. Raises RequestError or ConfigError."""
+    num_top = None if body.logprobs is None else _checked_logprobs(body.logprobs, "logprobs")
+    own = {"n": body.n, "stop": body.stop, "max_tokens": max_tokens, "logprobs": num_top, "parse_special": body.parse_special}
+    return sampling_params(model, body, **own, **keeps_to)
+
+
+def _checked_logprobs(number: int, name: str) -> int:
+    if not 0 <= number <= _MOST_LOGPROBS:
+        raise RequestError(f"{name} must be from 0 to {_MOST_LOGPROBS}, got {str(number)[:20]}", name)
+    return number
 
 
 def grammar_of(body: SamplingBody) -> dict[str, Any]:

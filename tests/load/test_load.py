@@ -13,7 +13,7 @@ import pytest
 from cpuspec.errors import ConfigError
 from cpuspec.load.address import LocalAddress, local_address
 from cpuspec.load.client import Client, ServerError
-from cpuspec.load.figures import Answer, most_at_once, percentile, read_goodput, read_metrics, read_percentiles, summarize
+from cpuspec.load.figures import RequestResult, most_at_once, percentile, read_goodput, read_metrics, read_percentiles, summarize
 from cpuspec.load.requests import CHAT, COMPLETIONS, LoadRequest, random_requests, read_requests
 from cpuspec.load.run import INTERRUPTED, OUT_OF_TIME, LoadPlan, LoadResult, arrival_times, run_load, warm_up
 
@@ -91,8 +91,8 @@ def test_percentiles_of_a_known_sample() -> None:
     assert percentile([], 50) is None
 
 
-def answered(ttft_s: float, e2el_s: float, num_new_tokens: int, **more: Any) -> Answer:
-    return Answer(0.0, ttft_s, e2el_s, num_new_tokens=num_new_tokens, **more)
+def answered(ttft_s: float, e2el_s: float, num_new_tokens: int, **more: Any) -> RequestResult:
+    return RequestResult(0.0, ttft_s, e2el_s, num_new_tokens=num_new_tokens, **more)
 
 
 def test_figures_are_those_of_the_answers_that_came() -> None:
@@ -132,7 +132,7 @@ def test_a_load_without_answers_has_figures() -> None:
 
 def test_requests_at_once_are_counted() -> None:
     assert most_at_once([]) == 0
-    assert most_at_once([Answer(0.0, e2el_s=2.0), Answer(1.0, e2el_s=2.0), Answer(2.0, e2el_s=1.0)]) == 2
+    assert most_at_once([RequestResult(0.0, e2el_s=2.0), RequestResult(1.0, e2el_s=2.0), RequestResult(2.0, e2el_s=1.0)]) == 2
 
 
 @pytest.mark.parametrize("entries", [["ttft"], ["ttft:"], ["ttft:0"], ["itl:5"], ["ttft:1", "ttft:2"], ["ttft:inf"], ["ttft:nan"]])

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from cpuspec import LLM, SamplingParams
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import plain_pattern
-from cpuspec.server.model import ServedModel, Wanted
+from cpuspec.server.model import RequestedAnswer, ServedModel
 from cpuspec.server.parsing import tool_format
 from cpuspec.server.structured import call_grammar
 from cpuspec.text import MOST_BYTES, GrammarConstraint
@@ -472,7 +472,7 @@ def test_clients_take_turns_at_the_compiler_and_a_compiled_grammar_waits_for_non
 
         async def answer(client: str, regex: str) -> None:
             params = SamplingParams(regex=regex, max_tokens=1)
-            (await served.answers(client, regex, [Wanted([5], params)], None)).close()
+            (await served.answers(client, regex, [RequestedAnswer([5], params)], None)).close()
 
         await answer("a", "known")
         served.llm.check = slow  # type: ignore[method-assign]

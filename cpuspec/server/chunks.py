@@ -1,0 +1,221 @@
+"""OpenAI's chat and plain completions as chunks, and a whole completion as the sum of its chunks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from cpuspec.engine.engine import Output
+from cpuspec.metrics import RequestStats
+from cpuspec.server.chat import ChatPrompt
+from cpuspec.server.figures import chat_logprobs, completion_logprobs, prompt_progress, timings, token_parts, usage
+from cpuspec.server.meter import AnswerMeter
+from cpuspec.server.parsing import Piece
+from cpuspec.server.schema import StreamOptions
+from cpuspec.text import Tokenizer
+
+Chunk = dict[str, Any]
+
+
+class Usages:
+    """The `usage` of chunks: absent, null until the last chunk, or (vLLM's option) that of the chunk's answer until then."""
+
+    def __init__(self, options: StreamOptions | None, prompt_lengths: Sequence[int]) -> None:
+        self.in_last_chunk = options is not None and options.include_usage
+        self._is_continuous = options is not None and options.continuous_usage_stats
+        self._num_prompt = prompt_lengths
+        self._num_new = [0] * len(prompt_lengths)
+
+    def count(self, index: int, output: Output) -> None:
+        """Add the tokens of an output."""
+        self._num_new[index] += len(output.token_ids)
+
+    def of_chunk(self, index: int) -> dict[str, Any]:
+        """The fields of a chunk of an answer."""
+        if not (self.in_last_chunk and self._is_continuous):
+            return {"usage": None} if self.in_last_chunk else {}
+        num_prompt, num_new = self._num_prompt[index], self._num_new[index]
+        return {"usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}}
+
+
+class ChatChunks:
+    """Writes chat completions, as `answering.Writer` has it. head: id, created and model.
+
+    new_id: makes 32 hexadecimal digits for a tool call. by_token: each token gets a chunk, with a `cpuspec` object. meters: the
+    times of the answers, for reports of how far a prompt has been read.
+    """
+
+    closing = "data: [DONE]\n\n"
+    is_done = False
+
+    def __init__(
+        self,
+        prompt: ChatPrompt,
+        head: Mapping[str, Any],
+        usages: Usages,
+        num_answers: int,
+        new_id: Callable[[], str],
+        *,
+        logprobs: bool = False,
+        by_token: bool = False,
+        meters: Sequence[AnswerMeter] = (),
+    ) -> None:
+        self._prompt, self._head, self._usages, self._new_id = prompt, head, usages, new_id
+        self._has_logprobs, self._by_token, self._meters = logprobs, by_token, meters
+        self._parsers = [prompt.parser() for _ in range(num_answers)]
+
+    def begin(self) -> Iterator[Chunk]:
+        """Each answer's role, and the beginning that was written for the model."""
+        for index, parser in enumerate(self._parsers):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+            for piece in parser.push(self._prompt.prefix):
+                yield self._chunk(index, self._delta(piece))
+
+    def show(self, index: int, output: Output) -> Iterator[Chunk]:
+        """The chunks of an output."""
+        parser, tokenizer = self._parsers[index], self._prompt.model.llm.tokenizer
+        self._usages.count(index, output)
+        if output.num_read_tokens is not None:
+            meter = self._meters[index]
+            progress = prompt_progress(output, meter.num_prompt_tokens, meter.running_s)
+            yield self._chunk(index, {}, prompt_progress=progress)
+        for text, tokens, more in token_parts(output) if self._by_token else [(output.text, output.logprobs, {})]:
+            deltas = [self._delta(piece) for piece in parser.push(text)]
+            logprobs = chat_logprobs(tokenizer, tokens) if self._has_logprobs and tokens else None
+            if (logprobs or more) and not deltas:
+                deltas = [{"content": ""}]
+            for number, delta in enumerate(deltas):
+                yield self._chunk(index, delta, None if number else logprobs, **({} if number else more))
+        if output.finish_reason is not None:
+            for piece in parser.finish():
+                yield self._chunk(index, self._delta(piece))
+            called = parser.num_calls > 0 and output.finish_reason == "stop"
+            reason = "tool_calls" if called else output.finish_reason
+            yield self._chunk(index, {}, reason=reason, **_timings_of_one([output.stats], len(self._parsers)))
+
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[Chunk]:
+        """The usage, if it was asked for."""
+        if self._usages.in_last_chunk:
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(stats)}
+
+    def whole(self, events: Sequence[Chunk], stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """The chat completion."""
+        choices: list[dict[str, Any]] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "", "refusal": None},
+                "logprobs": {"content": [], "refusal": None} if self._has_logprobs else None,
+                "finish_reason": None,
+            }
+            for index in range(len(self._parsers))
+        ]
+        for part in (part for chunk in events for part in chunk["choices"]):
+            choice = choices[part["index"]]
+            _add_delta(choice["message"], part["delta"])
+            if part["logprobs"]:
+                choice["logprobs"]["content"] += part["logprobs"]["content"]
+            choice["finish_reason"] = part["finish_reason"]
+        for choice in choices:
+            if "tool_calls" in choice["message"]:
+                choice["message"]["content"] = choice["message"]["content"] or None
+        found = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage(stats)}
+        return found | _timings_of_one(stats, len(self._parsers))
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None, **more: Any) -> Chunk:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **self._usages.of_chunk(index), **more}
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        match piece.kind:
+            case "content":
+                return {"content": piece.text}
+            case "reasoning":
+                return {"reasoning_content": piece.text}
+            case "call":
+                function = {"name": piece.text, "arguments": ""}
+                call_id = self._prompt.call_id(self._new_id())
+                return {"tool_calls": [{"index": piece.call, "id": call_id, "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+
+
+def _add_delta(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    for name in ("content", "reasoning_content"):
+        if delta.get(name):
+            message[name] = message.get(name, "") + delta[name]
+    for call in delta.get("tool_calls", ()):
+        if "id" in call:
+            own = {"id": call["id"], "type": "function", "function": dict(call["function"])}
+            message.setdefault("tool_calls", []).append(own)
+        else:
+            message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+
+
+class TextChunks:
+    """Writes plain completions, as `answering.Writer` has it.
+
+    head: id, object, created and model. echoes: the prompts' texts, empty where none is wanted.
+    """
+
+    closing = "data: [DONE]\n\n"
+    is_done = False
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        head: Mapping[str, Any],
+        usages: Usages,
+        echoes: Sequence[str],
+        num_answers: int,
+        *,
+        logprobs: bool = False,
+    ) -> None:
+        self._tokenizer, self._head, self._usages, self._echoes = tokenizer, head, usages, echoes
+        self._has_logprobs = logprobs
+        self._num_chars = [0] * num_answers  # of the tokens that have come, for the offsets of logprobs
+
+    def begin(self) -> Iterator[Chunk]:
+        """The prompt's text, where it is echoed."""
+        per_prompt = len(self._num_chars) // len(self._echoes)
+        for index in range(len(self._num_chars)):
+            if echo := self._echoes[index // per_prompt]:
+                yield self._chunk(index, echo)
+
+    def show(self, index: int, output: Output) -> Iterator[Chunk]:
+        """The chunk of an output, unless it has neither text nor anything else to tell."""
+        logprobs = None
+        self._usages.count(index, output)
+        if self._has_logprobs:
+            logprobs = completion_logprobs(self._tokenizer, output.logprobs, self._num_chars[index])
+            self._num_chars[index] += sum(map(len, logprobs["tokens"]))
+        more = {} if output.finish_reason is None else _timings_of_one([output.stats], len(self._num_chars))
+        if output.text or logprobs or output.finish_reason is not None:
+            yield self._chunk(index, output.text, logprobs, output.finish_reason, **more)
+
+    def end(self, stats: Sequence[RequestStats]) -> Iterator[Chunk]:
+        """The usage, if it was asked for."""
+        if self._usages.in_last_chunk:
+            yield {**self._head, "choices": [], "usage": usage(stats, len(self._echoes))}
+
+    def whole(self, events: Sequence[Chunk], stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """The completion."""
+        none = completion_logprobs(self._tokenizer, [], 0)
+        choices: list[dict[str, Any]] = [
+            {"index": index, "text": "", "logprobs": dict(none) if self._has_logprobs else None, "finish_reason": None}
+            for index in range(len(self._num_chars))
+        ]
+        for part in (part for chunk in events for part in chunk["choices"]):
+            choice = choices[part["index"]]
+            choice["text"] += part["text"]
+            choice["finish_reason"] = part["finish_reason"]
+            for name, values in (part["logprobs"] or {}).items():
+                if values is not None:
+                    choice["logprobs"][name] = (choice["logprobs"][name] or []) + values
+        found = {**self._head, "choices": choices, "usage": usage(stats, len(self._echoes))}
+        return found | _timings_of_one(stats, len(self._num_chars))
+
+    def _chunk(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, **more: Any) -> Chunk:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice], **self._usages.of_chunk(index), **more}
+
+
+def _timings_of_one(stats: Sequence[RequestStats | None], num_answers: int) -> dict[str, Any]:
+    """llama-server's `timings`, of a request for one answer alone."""
+    return {"timings": timings(stats[0])} if num_answers == 1 and stats and stats[0] is not None else {}
