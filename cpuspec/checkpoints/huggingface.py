@@ -282,8 +282,8 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     rope_base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     alpha = rope.number("alpha", 0.0) if rope.value("alpha") else 0.0
     if alpha and rope.text("rope_type", rope.text("type", "")) == "dynamic":
-        if alpha < 0:
-            rope.fail("alpha", "a number above 0")
+        if not 0 < alpha <= 1e6:
+            rope.fail("alpha", "a number above 0, at most 1e6")
         rope_base *= alpha ** (head_dim / max(head_dim - 2, 1))
     scaling = _read_rope_scaling(rope, context_length, original, family)
     pre_attention = fields.number("query_pre_attn_scalar", head_dim)
@@ -504,13 +504,17 @@ def _longrope(rope: Fields, context_length: int, original: int) -> RopeScaling:
     attention_factor = rope.number("attention_factor", 0.0)
     if not attention_factor:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
-    short, long = ([float(x) for x in rope.items(key) if isinstance(x, int | float)] for key in ("short_factor", "long_factor"))
+    found: dict[str, tuple[float, ...]] = {}
+    for key in ("long_factor", "short_factor"):
+        values = rope.items(key)
+        numbers = Fields(f"{rope.what}: {key}", {str(i): value for i, value in enumerate(values)})
+        found[key] = tuple(numbers.number(str(i)) for i in range(len(values)))
     return RopeScaling(
         "longrope",
         original_context_length=original,
         attention_factor=attention_factor,
-        factors=tuple(long),
-        short_factors=tuple(short),
+        factors=found["long_factor"],
+        short_factors=found["short_factor"],
     )
 
 

@@ -151,6 +151,44 @@ def test_a_setting_that_is_not_computed_is_refused_by_name(tmp_path: Path, chang
         open_checkpoint(directory_of(tmp_path / "hf", "llama", changes))
 
 
+def long(factors: list[Any], short: list[float]) -> dict[str, Any]:
+    """LongRoPE's settings."""
+    return {"rope_type": "longrope", "original_max_position_embeddings": 128, "long_factor": factors, "short_factor": short}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1e300}}, "alpha is 1e.300, wanted a number above 0"),
+        (
+            "phi3",
+            {"rope_scaling": long([10**400] * 32, [1.0] * 32)},
+            "long_factor: 0 is 10.*finite",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": long([1.0] * 31, [1.0] * 31)},
+            "half of 64 dimensions, got 31",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": long([1.0] * 32, [])},
+            "short_factors is '0 numbers', wanted 32",
+        ),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ("glm4", {"partial_rotary_factor": 0.05}, "rope_dims must be an integer from 0 to 64, got 3"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, wanted 1"),
+        ("cohere", {"use_qk_norm": True}, "layer norms of queries and keys are not supported"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1.0}}, "query_growth -1.0 over"),
+    ],
+)
+def test_a_setting_of_a_family_that_is_not_computed_is_refused_by_name(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(directory_of(tmp_path / "hf", family, changes))
+
+
 def test_an_unknown_setting_of_attention_is_told(tmp_path: Path) -> None:
     changes = {"attention_sharpness": 2, "position_noise": 0.5, "sliding_window": 64, "attention_off": False, "colour": 3}
     checkpoint = open_checkpoint(directory_of(tmp_path / "hf", "llama", changes))
