@@ -754,7 +754,7 @@ class Interrupted:
 def test_an_interrupted_answer_keeps_what_was_said() -> None:
     llm, shown = Interrupted(), []
     answer = collect(llm, "hi", SamplingParams(), shown.append)  # type: ignore[arg-type]
-    assert answer == Answer(SamplingParams(), "Hello wor", [1, 2, 3], [], "aborted", None)
+    assert answer == Answer(SamplingParams(), "Hello wor", [1, 2, 3], [], "aborted", None, "Hello wor")
     assert shown == ["Hello", " wor"]
     assert figures(answer, SamplingDefaults()) == "interrupted after 3 tokens | greedy"
     assert llm.closed
@@ -1206,6 +1206,12 @@ def test_inspect_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: 
     shown = ok("inspect", str(path), "--tensors")
     assert all(text in shown for text in ("qwen3", "q8_0", "layers.0.down", "tokens/s", "4.50"))
     assert "layers.0.down" not in ok("inspect", str(path))
+
+
+def test_inspect_shows_experts_and_windows(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "tiny.gguf", "gpt-oss", num_layers=3)
+    shown = " ".join(ok("inspect", str(path), "--threads", "1").split())
+    assert "experts 8 of 128, 3 for a token windows 8 tokens in 2 layers" in shown
 
 
 def test_inspect_verifies_the_file_and_packed_weights(recipe: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,26 @@ SHAPES: Mapping[str, ModelConfig] = {
     "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, qkv_bias=True),
     "qwen3-0.6b": ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
     "qwen3-1.7b": ModelConfig("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
+    "gpt-oss-20b": ModelConfig(
+        "gpt-oss",
+        201088,
+        2880,
+        2880,
+        24,
+        64,
+        8,
+        64,
+        131072,
+        1e-5,
+        150000.0,
+        RopeScaling("yarn", 32.0, original_context_length=4096),
+        qkv_bias=True,
+        o_bias=True,
+        activation="swiglu_oai",
+        sinks=True,
+        layer_windows=(128, 0) * 12,
+        experts=Experts(32, 4, 2880, "chosen", normalised=False, bias=True),
+    ),
 }
 
 # What llama-quantize takes where the rows do not fill superblocks.
@@ -337,6 +357,8 @@ def write_random_gguf(
     for theirs, ours in _gguf_parts(config, list(shapes)).items():
         name, dims = ours[0], (sum(shapes[one][0] for one in ours), *shapes[ours[0]][1:])
         asked = output_format if name == "output" and output_format else weight_format
+        if asked == "mxfp4" and "expert_" not in name:  # as files of gpt-oss have it
+            asked = "q8_0"
         format = get_format("f32" if name.endswith("_bias") else _fitting_format(asked, dims))
         formats.append((name, format, dims))
         byte_shape = (*dims[:-1], format.row_bytes(dims[-1]))

@@ -654,8 +654,8 @@ class _Writer:
         assert experts, "the layer has them"
         assert isinstance(matrix, PackedTensor), "a router stays in memory"
         weights = None if norm is None else self._vectors[norm]
-        shift = self._vectors.get(layer.weight("router_shift"))
-        return Router(experts, x.numbers, weights, self._config.norm_eps, unpack(matrix).dequantize(), shift)
+        bias, shift = (self._vectors.get(layer.weight(part)) for part in ("router_bias", "router_shift"))
+        return Router(experts, x.numbers, weights, self._config.norm_eps, unpack(matrix).dequantize(), bias, shift)
 
     def keep(self, layer: Layer, x: _Rows) -> None:
         operands = {"rows": _at(x.numbers), "stride": x.numbers.strides[0], "layer": layer.index}

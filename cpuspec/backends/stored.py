@@ -245,9 +245,9 @@ class LayerExperts:
 
 @dataclass(frozen=True)
 class Router:
-    """What it takes to guess a layer's experts: rows of numbers, the weights of their norm, the router's matrix [E, C], its shift.
+    """What it takes to guess a layer's experts: rows of numbers, weights of their norm, the router's matrix [E, C], bias and shift.
 
-    norm, shift: None where there is none.
+    norm, bias, shift: None where there is none.
     """
 
     experts: Experts
@@ -255,6 +255,7 @@ class Router:
     norm: F32 | None
     eps: float
     matrix: F32
+    bias: F32 | None
     shift: F32 | None
 
     def likeliest(self, num_rows: int) -> list[int]:
@@ -263,6 +264,8 @@ class Router:
         if self.norm is not None:
             rows = rows / np.sqrt(np.mean(rows * rows, axis=1, keepdims=True) + np.float32(self.eps)) * self.norm[: rows.shape[1]]
         scores = rows @ self.matrix.T
+        if self.bias is not None:
+            scores += self.bias[: len(self.matrix)]
         if self.shift is not None:
             scores = (1 / (1 + np.exp(-scores)) if self.experts.score == "sigmoid" else scores) + self.shift[: len(self.matrix)]
         order = np.argsort(-scores, axis=1)[:, : self.experts.used]

@@ -25,12 +25,12 @@ class Answer:
 
     params: SamplingParams
     text: str = ""
-    content: str = ""
-    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = "aborted"
     stats: RequestStats | None = None
+    content: str = ""
+    reasoning: str = ""
 
 
 def keep_quiet(text: str) -> None:

@@ -285,6 +285,7 @@ def show_model(report: Report) -> None:
     config = report["config"]
     output = "output tied to the embedding" if config["tied_embeddings"] else "output of its own"
     scaling = f", {config['rope_scaling']['kind']} scaling" if config["rope_scaling"] else ""
+    experts, windows = config["experts"], config["layer_windows"]
     per_second = f"{report['read_bytes_per_s'] / 1e9:.1f} GB/s"
     facts = [
         ("model", report["name"]),
@@ -295,6 +296,8 @@ def show_model(report: Report) -> None:
         ("layers", config["num_layers"]),
         ("hidden size", f"{config['hidden_size']}, MLP {config['intermediate_size']}"),
         ("heads", f"{config['num_heads']} of {config['head_dim']}, {config['num_kv_heads']} for keys and values"),
+        *([("experts", f"{experts['count']} of {experts['size']}, {experts['used']} for a token")] if experts else []),
+        *([("windows", f"{max(windows)} tokens in {len(windows) - windows.count(0)} layers")] if windows else []),
         ("vocabulary", f"{config['vocab_size']}, {output}"),
         ("context", f"{config['context_length']} tokens"),
         ("rotary base", f"{config['rope_base']:,.0f}{scaling}"),

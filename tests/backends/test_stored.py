@@ -189,8 +189,16 @@ def test_a_forked_child_reads_for_itself(mixture: Checkpoint) -> None:
     backend.close()
 
 
-def test_layers_without_experts_and_a_part_that_all_rows_go_through_stay_in_memory(tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
-    checkpoint = tiny(tmp_path_factory, architecture="qwen2moe", weight_format="q4_k", shared_size=256, **SIZES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"architecture": "qwen2moe", "weight_format": "q4_k", "shared_size": 256},
+        {"architecture": "gpt-oss", "weight_format": "mxfp4"},  # whose experts and router have biases
+    ],
+    ids=str,
+)
+def test_what_all_rows_go_through_and_biases_stay_in_memory(tmp_path_factory, options: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory, **options, **SIZES)
     outputs = []
     for backend in (
         make_backend("numba", checkpoint, EngineConfig(threads=2, max_rows=64, keep_packed=False)),

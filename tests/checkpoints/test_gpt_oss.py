@@ -73,6 +73,20 @@ def test_backends_agree_and_prompts_have_the_bits_of_decoding(model: Checkpoint,
     backend.close()
 
 
+def test_each_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = make_tiny_hf(tmp_path / "hf", "gpt-oss", num_layers=4, tied=False, rope_scaling=YARN)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS]), output_hidden_states=True).hidden_states[1:4]  # the last comes behind a norm
+    backend = NumpyBackend(open_checkpoint(directory), EngineConfig(kv_format="f32"))
+    found = forward(backend, backend.new_cache(1, 256), {0: TOKENS}, hidden_layers=(0, 1, 2)).hidden
+    for got, states in zip(found, wanted, strict=True):
+        assert np.abs(got - states[0].numpy()).max() < 1e-4
+
+
 def test_mxfp4_experts_have_the_values_that_transformers_gives_them(plain: Path, tmp_path: Path) -> None:
     import torch
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
