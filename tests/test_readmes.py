@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import cpuspec
+from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.cli.app import whole_command
 from cpuspec.config import SpecConfig
 from cpuspec.engine.assemble import check_spec
+from tools.make_families_table import ROWS, with_table
 
 ROOT = Path(cpuspec.__file__).parents[1]
 _PACKAGES = ("backends", "batch", "checkpoints", "evaluate", "kernels", "load", "server", "speculation")
@@ -80,6 +82,11 @@ def test_headline_figures_are_those_of_the_measurements() -> None:
     figures = re.findall(r"\*\*([^*]*\d[^*]*)\*\*", TEXTS["README.md"].split("\n## ", 1)[0])
     assert len(figures) >= 5
     assert [figure for figure in figures if not re.search(rf" {re.escape(figure)}[ ,]", TEXTS["benchmarks/README.md"])] == []
+
+
+def test_the_table_of_families_names_every_family_and_is_what_the_tool_makes() -> None:
+    assert ROWS.keys() == FAMILIES.keys(), "each family has a row in tools/make_families_table.py"
+    assert with_table(TEXTS["cpuspec/checkpoints/README.md"]) == TEXTS["cpuspec/checkpoints/README.md"], "run the tool"
 
 
 def test_the_first_page_takes_five_minutes() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,22 +175,27 @@ def tiny_config(
     mlp_bias: bool = False,
     rope_dims: int = 0,
     query_growth: float = 0.0,
+    router: Mapping[str, Any] = MappingProxyType({}),
+    qk_norm: bool | None = None,
 ) -> ModelConfig:
     """A small ModelConfig; biases default to what the architecture has, and the default sizes suit every format.
 
-    num_experts to shared_size: of families with experts; dense_layers: those that have none; shared_size: of the part beside them.
+    num_experts to router: of families with experts; dense_layers: those that have none; shared_size: of the part beside them;
+    router: fields of `Experts`.
     A Granite has factors that matter.
     window: of all layers, or in a Gemma of each layer but every second; it defaults to 8 in a Gemma and else to none. Gemma 2's
     softcaps are small enough to matter.
     """
     family = FAMILIES[architecture]
-    if architecture in ("mixtral", "olmoe", "gpt-oss"):
+    if architecture in _ONE_SIZE:
         intermediate_size = expert_size  # their files have one number for both
     if architecture == "gpt-oss":
         qkv_bias = o_bias = True
         rope_scaling = rope_scaling or RopeScaling("yarn", 32.0, original_context_length=64)
     gemma = architecture in ("gemma2", "gemma3")
     has_windows = gemma or architecture in ("olmo3", "cohere2", "gpt-oss")
+    if architecture == "hunyuan-moe":
+        shared_size = expert_size  # in every model
     every = family.unrotated_every or num_layers + 1
     mixture: dict[str, Any] = {}
     if family.experts is not None:
@@ -197,8 +203,12 @@ def tiny_config(
         mixture = {
             "experts": Experts(
                 **{
-                    **{"count": num_experts, "used": num_used, "size": expert_size, **family.experts},
+                    **{"count": num_experts, "used": num_used, "size": expert_size},
                     "normalised": family.gguf_defaults.get("expert_weights_norm", True),
+                    "score": family.hf_defaults.get("score_function", "softmax"),
+                    "shifted": family.hf_defaults.get("moe_router_enable_expert_bias", False),
+                    **family.experts,
+                    **router,
                 }
             ),
             "layer_experts": layers if dense_layers else (),
@@ -249,7 +259,7 @@ def tiny_config(
             has_local_rope=family.has_local_rope,
         ),
         **mixture,
-        **family.flags,
+        **{"qk_norm": family.hf_defaults.get("use_qk_norm", False) if qk_norm is None else qk_norm, **family.flags},
     )
 
 
@@ -322,12 +332,11 @@ def write_gguf(
     import gguf
 
     path = Path(path)
-    writer = _gguf_writer(path, config)
+    writer, family = _gguf_writer(path, config), FAMILIES[config.architecture]
     chosen = {"embed": embed_format or weight_format, "output": output_format or weight_format}
-    family = FAMILIES[config.architecture]
     rows = {name: _file_rows(name, values, config, family.pairs_neighbours) for name, values in weights.items()}
     for theirs, ours in _gguf_parts(config, list(weights)).items():
-        values = np.concatenate([rows[name] for name in ours])
+        values = _joined([rows[name] for name in ours])
         format_name = "f32" if ours[0].endswith("_bias") else _fitting_format(chosen.get(ours[0], weight_format), values.shape)
         stored = QuantTensor.encode(get_format(format_name), values)
         writer.add_tensor(theirs, stored.data, raw_dtype=gguf.GGMLQuantizationType[format_name.upper()])
@@ -400,7 +409,9 @@ def write_huggingface(
     others = [name for name in weights if not any(f"expert_{part}" in name for part in ("gate", "up", "down") if config.sinks)]
     for name, ours in file_names(family, HF, others).items():
         values = _of_key_heads(config, [rows[name] for name in ours]) if family.hf_groups_heads else rows[ours[0]]
-        values = values if family.hf_groups_heads else np.concatenate([rows[name] for name in ours])
+        values = values if family.hf_groups_heads else _joined([rows[name] for name in ours])
+        if family.hf_shift_is_row and ours[0].endswith("router_shift"):
+            values = values[None]
         theirs = prefix + name.removeprefix("model.") if name.startswith("model.") else name
         stored |= _hf_tensors(theirs, QuantTensor.encode(get_format(dtype), values))
     if num_shards == 1:
@@ -442,6 +453,11 @@ def gpt_oss_experts(weights: Mapping[str, F32]) -> dict[str, F32]:
         found[f"{experts}down_proj"] = np.ascontiguousarray(down.swapaxes(1, 2))
         found[f"{experts}down_proj_bias"] = weights[f"{layer}expert_down_bias"]
     return found
+
+
+def _joined(parts: list[F32]) -> F32:
+    """Parts of one tensor, one after another along the rows."""
+    return np.concatenate(parts, axis=-2 if parts[0].ndim > 1 else 0)
 
 
 def _hf_tensors(name: str, tensor: QuantTensor) -> dict[str, QuantTensor]:
@@ -486,7 +502,7 @@ def _of_key_heads(config: ModelConfig, parts: list[F32]) -> F32:
 def _gguf_parts(config: ModelConfig, names: list[str]) -> dict[str, tuple[str, ...]]:
     """Tensors as llama.cpp's converter writes them, with what each holds: named by the gguf package's own table."""
     family = FAMILIES[config.architecture]
-    if family.hf_groups_heads or config.architecture == "gpt-oss":  # the converter takes them apart
+    if family.hf_groups_heads or config.architecture in ("gpt-oss", "granitemoe"):  # the converter takes them apart
         return file_names(family, GGUF, names)
     return {_gguf_name(theirs, config): ours for theirs, ours in file_names(family, HF, names).items()}
 
@@ -499,7 +515,8 @@ def _gguf_name(name: str, config: ModelConfig) -> str:
     """The name that the gguf package's own table gives to a Hugging Face tensor of the architecture."""
     if name == "lm_head.weight":
         return "output.weight"
-    theirs = name.replace(".*.", ".")  # the converter joins experts, and looks their names up without a number
+    # The converter joins experts, and looks their names up without a number.
+    theirs = name.replace(".*.", ".").replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
     found = _gguf_names(_gguf_architecture(config), config.num_layers).get_name(theirs, (".weight", ".bias"))
     assert found, f"gguf has no name for {name} of {config.architecture}"
     return found
@@ -513,16 +530,23 @@ def _gguf_names(architecture: str, num_layers: int) -> "gguf.TensorNameMap":
 
 
 def _file_rows(name: str, values: F32, config: ModelConfig, pairs_neighbours: bool) -> F32:
-    """Rows as files store them: some families pair neighbouring rows of q and k for rotation, not the two halves of a head."""
-    part, half = name.rpartition(".")[2], (config.rope_dims or config.head_dim) // 2
-    if not (pairs_neighbours or config.rope_dims) or part not in ("q", "k", "q_bias", "k_bias"):
+    """Rows as files store them: some families pair neighbouring rows of q and k for rotation, not the two halves of a head. Those
+    that turn come first.
+    """
+    part, dims = name.rpartition(".")[2], config.head_dim
+    turned = config.rope_dims or dims
+    if part not in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm") or (turned == dims and not pairs_neighbours):
         return values
     heads = config.num_heads if part.startswith("q") else config.num_kv_heads
-    columns = values.size // len(values)
-    halves = values.reshape(heads, 2, config.head_dim // 2, columns)
-    turned, rest = halves[:, :, :half], halves[:, :, half:].reshape(heads, config.head_dim - 2 * half, columns)
-    turned = turned.swapaxes(1, 2) if pairs_neighbours else turned
-    return np.concatenate([turned.reshape(heads, 2 * half, columns), rest], axis=1).reshape(values.shape)
+    if part.endswith("norm") and config.norm_spans == "head":
+        heads = 1
+    columns = values.size // (heads * dims)
+    halves = values.reshape(heads, 2, dims // 2, columns)
+    first, rest = halves[:, :, : turned // 2], halves[:, :, turned // 2 :]
+    if pairs_neighbours:
+        first = first.swapaxes(1, 2)
+    parts = first.reshape(heads, turned, columns), rest.reshape(heads, dims - turned, columns)
+    return np.concatenate(parts, axis=1).reshape(values.shape)
 
 
 def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
@@ -556,6 +580,18 @@ def _gguf_writer(path: Path, config: ModelConfig) -> "gguf.GGUFWriter":
         writer.add_expert_feed_forward_length(config.experts.size)
         if config.shared_size:
             writer.add_expert_shared_feed_forward_length(config.shared_size)
+        writer.add_expert_shared_count(config.shared_size // config.experts.size)
+        if config.architecture in ("glm4moe", "bailingmoe2"):
+            writer.add_expert_weights_norm(config.experts.normalised)
+            writer.add_expert_weights_scale(config.experts.scale)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType[config.experts.score.upper()])
+        if config.experts.groups > 1:
+            writer.add_expert_group_count(config.experts.groups)
+            writer.add_expert_group_used_count(config.experts.groups_used)
+        if config.layer_experts:
+            writer.add_leading_dense_block_count(config.layer_experts.index(True))
+        if config.architecture == "ernie4_5_moe":
+            writer.add_interleave_moe_layer_step(1)
     if FAMILIES[config.architecture].has_scales:
         writer.add_embedding_scale(config.embedding_scale)
         writer.add_residual_scale(config.residual_scale)
@@ -633,13 +669,7 @@ def llama3_factors(config: ModelConfig) -> tuple[float, ...]:
     return tuple(factors)
 
 
-_MODEL_TYPES = {
-    "gemma3": "gemma3_text",
-    "qwen3moe": "qwen3_moe",
-    "qwen2moe": "qwen2_moe",
-    "qwen3vl": "qwen3_vl_text",
-    "gpt-oss": "gpt_oss",
-}  # where it is not the name of the architecture
+_ONE_SIZE = ("mixtral", "olmoe", "granitemoe", "hunyuan-moe", "gpt-oss")  # whose files have one for dense parts and experts
 
 
 def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
@@ -647,7 +677,7 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     vocabulary = make_vocabulary(config.vocab_size)
     fields: dict[str, object] = {
         "architectures": [FAMILIES[config.architecture].hf_class],
-        "model_type": _MODEL_TYPES.get(config.architecture, config.architecture),
+        "model_type": FAMILIES[config.architecture].hf_types[0] or config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -666,20 +696,9 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
     }
     if config.experts:
-        fields |= {
-            "num_experts": config.experts.count,
-            "num_experts_per_tok": config.experts.used,
-            "moe_intermediate_size": config.experts.size,
-            "norm_topk_prob": config.experts.normalised,
-            "mlp_only_layers": [i for i, has in enumerate(config.layer_experts) if not has],
-            "shared_expert_intermediate_size": config.shared_size,
-        }
-    if config.architecture in ("mixtral", "olmoe", "gpt-oss"):
-        del fields["moe_intermediate_size"]
-        fields |= {
-            "num_local_experts": config.experts and config.experts.count,
-            "intermediate_size": config.experts and config.experts.size,
-        }
+        fields |= _hf_experts(config, config.experts)
+    if "use_qk_norm" in FAMILIES[config.architecture].hf_defaults:
+        fields["use_qk_norm"] = config.qk_norm
     if FAMILIES[config.architecture].has_scales:
         fields |= {"embedding_multiplier": config.embedding_scale, "attention_multiplier": config.query_scale}
         fields |= {"residual_multiplier": config.residual_scale, "logits_scaling": 1 / config.logit_scale}
@@ -693,7 +712,6 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
     if config.rope_scaling and config.rope_scaling.kind == "longrope":
         fields["original_max_position_embeddings"] = config.rope_scaling.original_context_length
     if config.architecture == "gpt-oss":
-        del fields["num_experts"]
         fields["rope_parameters"] = {"rope_theta": config.rope_base, **(fields.pop("rope_scaling") or {"rope_type": "default"})}  # type: ignore[dict-item]
     if config.query_growth:
         fields["rope_parameters"] = {
@@ -729,12 +747,54 @@ def _hf_config(config: ModelConfig, dtype: str) -> dict[str, object]:
         if not config.qkv_bias or config.o_bias:
             raise ValueError("a directory of this family always has q, k and v biases and no o bias")
     else:
-        if config.qkv_bias != config.o_bias:
+        if config.qkv_bias != config.o_bias and "attention_out_bias" not in FAMILIES[config.architecture].hf_defaults:
             raise ValueError("attention_bias means q, k, v and o together: give qkv_bias and o_bias, or neither")
         fields["attention_bias"] = config.qkv_bias
     if config.mlp_bias and "use_bias" not in family.hf_defaults:
         fields["mlp_bias"] = True
     return fields
+
+
+def _hf_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
+    """The settings of a mixture in the words of its family."""
+    first_dense = config.layer_experts.index(True) if config.layer_experts else 0
+    num_shared = config.shared_size // experts.size
+    used: dict[str, object] = {"num_experts_per_tok": experts.used}
+    match config.architecture:
+        case "mixtral" | "olmoe" | "gpt-oss":
+            key = "num_experts" if config.architecture == "olmoe" else "num_local_experts"
+            return used | {key: experts.count, "norm_topk_prob": experts.normalised}
+        case "granitemoe":
+            shared = {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"} if num_shared else {}
+            return used | {"num_local_experts": experts.count, "shared_intermediate_size": config.shared_size, **shared}
+        case "ernie4_5_moe":
+            sizes = {"moe_num_experts": experts.count, "moe_k": experts.used, "moe_intermediate_size": experts.size}
+            return {**sizes, "moe_num_shared_experts": num_shared, "moe_layer_start_index": first_dense, "moe_layer_interval": 1}
+        case "hunyuan-moe":
+            lists = {"moe_topk": experts.used, "num_shared_expert": num_shared, "moe_intermediate_size": experts.size}
+            return {"num_experts": experts.count, **{key: [value] * config.num_layers for key, value in lists.items()}}
+        case "glm4moe" | "bailingmoe2":
+            counts = (
+                ("n_routed_experts", "n_shared_experts")
+                if config.architecture == "glm4moe"
+                else ("num_experts", "num_shared_experts")
+            )
+            return used | {
+                **dict(zip(counts, (experts.count, num_shared), strict=True)),
+                "moe_intermediate_size": experts.size,
+                "norm_topk_prob": experts.normalised,
+                "routed_scaling_factor": experts.scale,
+                "n_group": experts.groups,
+                "topk_group": experts.groups_used,
+                "first_k_dense_replace": first_dense,
+            }
+    return used | {
+        "num_experts": experts.count,
+        "moe_intermediate_size": experts.size,
+        "norm_topk_prob": experts.normalised,
+        "mlp_only_layers": [i for i, has in enumerate(config.layer_experts) if not has],
+        "shared_expert_intermediate_size": config.shared_size,
+    }
 
 
 def _hf_rope_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:

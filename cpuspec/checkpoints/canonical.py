@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -80,12 +80,18 @@ def joined(config: ModelConfig, family: Family, kind: int, tensors: Mapping[str,
         raise FormatError(
             f"{' and '.join(tensors)} are one tensor in the file; wanted one format for them, got {first.format.name} and {other}"
         )
-    axis = -1 if len(first.shape) == 1 else 0
-    data = np.concatenate([part.data for part in parts], axis)
-    whole = QuantTensor(first.format, (sum(part.shape[0] for part in parts), *first.shape[1:]), data, first.order)
+    data = [np.stack([matrix.data for matrix in part.matrices]) if part.parts else part.data for part in parts]
+    shape = joined_shape([part.shape for part in parts])
+    whole = QuantTensor(first.format, shape, np.concatenate(data, axis=int(len(shape) == 3)), first.order)
     if family.hf_groups_heads and kind == HF and next(iter(tensors)).endswith((".q", ".q_bias")):
         whole = whole.permute_rows(np.argsort(_of_key_heads(config)))
     return whole
+
+
+def joined_shape(shapes: Sequence[Shape]) -> Shape:
+    """The shape of `joined` tensors of these."""
+    first, axis = shapes[0], int(len(shapes[0]) == 3)
+    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 
 def _of_key_heads(config: ModelConfig) -> I32:
@@ -138,6 +144,8 @@ def arranged(
             tensors[name] = in_our_order(config, family, kind, name, tensor)
         elif name.endswith("shared_weight") and len(tensor.shape) == 1:
             tensors[name] = QuantTensor(tensor.format, (1, *tensor.shape), tensor.data[None])
+        elif name.endswith("router_shift") and len(tensor.shape) == 2 and tensor.shape[0] == 1:
+            tensors[name] = QuantTensor(tensor.format, tensor.shape[1:], tensor.data[0])
     return tensors
 
 

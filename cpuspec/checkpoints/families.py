@@ -54,6 +54,13 @@ _EXPERT_NAMES = {
     "shared_down": ("ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight"),
     "shared_weight": ("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight"),
 }
+# transformers' Glm4MoeForCausalLM and Ernie4_5_MoeForCausalLM name the part beside the experts so.
+_SHARED_NAMES = {
+    **_EXPERT_NAMES,
+    "shared_gate": ("ffn_gate_shexp.weight", "mlp.shared_experts.gate_proj.weight"),
+    "shared_up": ("ffn_up_shexp.weight", "mlp.shared_experts.up_proj.weight"),
+    "shared_down": ("ffn_down_shexp.weight", "mlp.shared_experts.down_proj.weight"),
+}
 # Tensors that hold several parts, one after another along the rows, of any family that has these parts.
 FUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -99,16 +106,18 @@ class Family:
     hf_class: the class in config.json; hf_wrapper: one around it whose `text_config` describes this family, "" for none;
     hf_types: their names as `model_type`, where they are not the architecture's; text_alike: the family that computes the same in
     files of texts alone, "" for this one; hf_alike:
-    classes that compute the same, and have layers for multi-token prediction behind those of the model.
+    classes that compute the same, or have layers for multi-token prediction behind those of the model.
     flags: arguments of ModelConfig that all models of the family share.
-    layer_names: as GLOBAL_NAMES, for the parts of a layer; "*" stands for the number of an expert, whose matrices are stacked.
-    other_names: further names in files, of any kind: parts are joined by "+", or by "&" where their rows take turns; "^T" behind
-    them says that the file has their inputs first. global_names: as GLOBAL_NAMES,
-    where they are others.
+    layer_names: as GLOBAL_NAMES, for the parts of a layer; "" where a kind of file has none. "*" stands for the number of an
+    expert, whose matrices are stacked; parts joined by "+" are one tensor of such files, one part after another along the rows.
+    other_names: further names that files of any kind may have, of parts or of joined ones: by "+", or by "&" where
+    their rows take turns; "^T" behind them says that the file has their inputs first. global_names: as GLOBAL_NAMES, where
+    they are others.
     pairs_neighbours: GGUF files hold the rows of q and k so that rotation pairs neighbours, not the halves of a head;
     hf_pairs_neighbours: and so do Hugging Face files.
     experts: arguments of `Experts` that all models of the family share; None for a family without. gates_shared: whether the part
     beside the experts, where there is one, is weighed.
+    hf_shift_is_row: `router_shift` of Hugging Face files is a matrix of one row.
     hf_groups_heads: the joined q, k and v of Hugging Face files go key head by key head: its queries, itself, its value.
     qkv_bias: Hugging Face models have biases of queries, keys and values, unless their configuration says otherwise.
     has_scales: configurations have Granite's four factors: of embeddings, branches, scores and, inverse, logits.
@@ -137,6 +146,7 @@ class Family:
     hf_pairs_neighbours: bool = False
     experts: Mapping[str, Any] | None = None
     gates_shared: bool = False
+    hf_shift_is_row: bool = False
     qkv_bias: bool = False
     hf_groups_heads: bool = False
     has_scales: bool = False
@@ -152,7 +162,9 @@ class Family:
     gguf_wide_layers: int = 0  # of the size whose scores are scaled by hidden_size / num_heads, which no GGUF key says
 
 
-LEAST_SUM = 6.103515625e-5  # that llama.cpp divides weights of experts by, the least normal number in f16
+# That llama.cpp divides weights of experts by, the least normal number in f16 (`build_moe_ffn`); transformers adds 1e-20 to the sum
+# in GLM-4.5, 1e-6 in LFM2, and takes at least 1e-12 in ERNIE 4.5. Sums of the chosen scores are nowhere near any of them.
+LEAST_SUM = 6.103515625e-5
 
 # transformers' Qwen3MoeConfig.
 _QWEN_MOE_DEFAULTS: dict[str, object] = {
@@ -240,6 +252,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 "qwen3moe",
                 "Qwen3MoeForCausalLM",
+                hf_types=("qwen3_moe", ""),
                 flags={"qk_norm": True},
                 experts={},
                 hf_defaults={"head_dim": 128, "num_experts": 128, "norm_topk_prob": False, **_QWEN_MOE_DEFAULTS},
@@ -248,6 +261,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family(
                 "qwen2moe",
                 "Qwen2MoeForCausalLM",
+                hf_types=("qwen2_moe", ""),
                 qkv_bias=True,
                 experts={},
                 gates_shared=True,
@@ -302,6 +316,103 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
             ),
             Family("granite", "GraniteForCausalLM", pairs_neighbours=True, has_scales=True),
+            Family(
+                "granitemoe",
+                "GraniteMoeForCausalLM",
+                hf_alike=("GraniteMoeSharedForCausalLM",),
+                # Both take a softmax over the chosen, llama.cpp as one over all that is normalised.
+                experts={"normalised": True},
+                hf_defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+                layer_names={
+                    **_LAYER_NAMES,
+                    "router": ("ffn_gate_inp.weight", "block_sparse_moe.router.layer.weight"),
+                    "expert_gate+expert_up": ("", "block_sparse_moe.input_linear.weight"),
+                    "expert_gate": ("ffn_gate_exps.weight", ""),
+                    "expert_up": ("ffn_up_exps.weight", ""),
+                    "expert_down": ("ffn_down_exps.weight", "block_sparse_moe.output_linear.weight"),
+                    "shared_gate+shared_up": ("", "shared_mlp.input_linear.weight"),
+                    "shared_gate": ("ffn_gate_shexp.weight", ""),
+                    "shared_up": ("ffn_up_shexp.weight", ""),
+                    "shared_down": ("ffn_down_shexp.weight", "shared_mlp.output_linear.weight"),
+                },
+                other_names={  # of models that transformers 5 has read and written
+                    "block_sparse_moe.experts.gate_up_proj": "expert_gate+expert_up",
+                    "block_sparse_moe.experts.down_proj": "expert_down",
+                    "block_sparse_moe.router.weight": "router",
+                },
+                pairs_neighbours=True,
+                has_scales=True,
+            ),
+            Family(
+                "ernie4_5_moe",
+                "Ernie4_5_MoeForCausalLM",
+                "ernie4_5-moe",
+                experts={"normalised": True},
+                hf_defaults={
+                    **{"head_dim": 128, "tie_word_embeddings": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
+                    **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
+                    **{"moe_layer_start_index": 1, "moe_router_enable_expert_bias": True},
+                },
+                layer_names={
+                    **_SHARED_NAMES,
+                    "router_shift": ("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"),
+                },
+                other_names={"mlp.gate.moe_statics.e_score_correction_bias": "router_shift"},
+                hf_shift_is_row=True,
+                pairs_neighbours=True,
+                hf_pairs_neighbours=True,
+            ),
+            Family(
+                "glm4moe",
+                "Glm4MoeForCausalLM",
+                hf_types=("glm4_moe", ""),
+                experts={},
+                hf_defaults={
+                    **{"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": False},
+                    **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1},
+                    **{"first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "attention_out_bias": False},
+                },
+                gguf_defaults={"expert_gating_func": 2, "expert_weights_norm": False},
+                layer_names={**_SHARED_NAMES, "mlp_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight")},
+            ),
+            Family(
+                "bailingmoe2",  # Ling 2 and Ring 2
+                "BailingMoeV2ForCausalLM",
+                hf_types=("bailing_moe", ""),
+                experts={},
+                hf_defaults={
+                    **{"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_qk_norm": True},
+                    **{"partial_rotary_factor": 0.5, "use_qkv_bias": False},
+                },
+                gguf_defaults={"expert_weights_norm": False},
+                layer_names={
+                    **{name: theirs for name, theirs in _SHARED_NAMES.items() if name not in ("q", "k", "v")},
+                    "q+k+v": ("attn_qkv.weight", "attention.query_key_value.weight"),
+                    "q_bias+k_bias+v_bias": ("attn_qkv.bias", "attention.query_key_value.bias"),
+                    "o": ("attn_output.weight", "attention.dense.weight"),
+                    "q_norm": ("attn_q_norm.weight", "attention.query_layernorm.weight"),
+                    "k_norm": ("attn_k_norm.weight", "attention.key_layernorm.weight"),
+                    "router_shift": ("exp_probs_b.bias", "mlp.gate.expert_bias"),
+                },
+                global_names={"embed": ("token_embd.weight", "model.word_embeddings.weight")},
+            ),
+            Family(
+                "hunyuan-moe",
+                "HunYuanMoEV1ForCausalLM",
+                hf_types=("hunyuan_v1_moe", ""),
+                flags={"rotates_first": True},
+                experts={"normalised": True},
+                hf_defaults={"num_shared_expert": 1, "use_qk_norm": True, "rms_norm_eps": 1e-5},
+                layer_names={
+                    **_EXPERT_NAMES,
+                    "q_norm": ("attn_q_norm.weight", "self_attn.query_layernorm.weight"),
+                    "k_norm": ("attn_k_norm.weight", "self_attn.key_layernorm.weight"),
+                    "router": ("ffn_gate_inp.weight", "mlp.gate.wg.weight"),
+                    "shared_gate": ("ffn_gate_shexp.weight", "mlp.shared_mlp.gate_proj.weight"),
+                    "shared_up": ("ffn_up_shexp.weight", "mlp.shared_mlp.up_proj.weight"),
+                    "shared_down": ("ffn_down_shexp.weight", "mlp.shared_mlp.down_proj.weight"),
+                },
+            ),
             Family(
                 "olmo2",
                 "Olmo2ForCausalLM",
@@ -554,6 +665,19 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
     {
         **{family.hf_types[0] or family.architecture: family.hf_class for family in FAMILIES.values()},
         **{family.hf_types[1]: family.hf_wrapper for family in FAMILIES.values() if family.hf_wrapper},
+    }
+)
+
+
+# Families that are known and not computed, by their names in GGUF files and as `model_type`: the layers that they need.
+NOT_COMPUTED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("lfm2", "lfm2moe", "lfm2_moe"), "short convolutions"),
+        **dict.fromkeys(("qwen3next", "qwen3_next", "qwen35", "qwen35moe", "qwen3_5", "qwen3_5_moe"), "gated delta nets"),
+        **dict.fromkeys(
+            ("mamba", "mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1", "falcon_h1"), "state spaces"
+        ),
+        **dict.fromkeys(("deepseek2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "keys and values made of a common vector"),
     }
 )
 

@@ -92,11 +92,16 @@ class Fields:
         return value
 
     def of_layers(self, key: str, count: int, default: int | None = None) -> int:
-        """An integer that every layer has: one, or GGUF's array of `count` equal ones."""
+        """An integer that every layer has: one, or an array of `count` equal ones."""
         value = self.value(key)
-        if not isinstance(value, np.ndarray):
+        if isinstance(value, list):
+            if len(value) != count or any(type(number) is not int for number in value):
+                self.fail(key, f"an array of {count} integers")
+            numbers = value
+        elif isinstance(value, np.ndarray):
+            numbers = self.numbers(key, np.integer, count)
+        else:
             return self.integer(key, default)
-        numbers = self.numbers(key, np.integer, count)
         if len(set(numbers)) != 1:
             shown = ", ".join(str(number) for number in numbers[:8]) + (", ..." if count > 8 else "")
             self.fail(key, f"the same number for every layer; it says {shown}")

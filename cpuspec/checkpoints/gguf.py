@@ -11,7 +11,7 @@ import numpy as np
 
 from cpuspec.checkpoints.canonical import GGUF, Names, arranged
 from cpuspec.checkpoints.checkpoint import Checkpoint, GgufVocabulary, tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, Family, each_layer, layer_flags
+from cpuspec.checkpoints.families import FAMILIES, LEAST_SUM, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields
 from cpuspec.checkpoints.gguf_file import GgufFile
 from cpuspec.config import Experts, ModelConfig, RopeScaling, SamplingDefaults
@@ -109,7 +109,8 @@ def _family_of(path: object, metadata: Mapping[str, object], architecture: str) 
     known = [family for family in FAMILIES.values() if (family.gguf_architecture or family.architecture) == architecture]
     if not known:
         names = dict.fromkeys(family.gguf_architecture or family.architecture for family in FAMILIES.values())
-        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}; supported are {', '.join(names)}")
+        needs = f", with {NOT_COMPUTED[architecture]}, which this version does not compute" if architecture in NOT_COMPUTED else ""
+        raise CheckpointError(f"{path} has the architecture {architecture[:40]!r}{needs}; supported are {', '.join(names)}")
     fields = Fields(str(path), metadata, f"{architecture}.")
     has_experts = fields.integer("expert_count", 0) > 0
     alike = [one for one in known if (one.experts is not None) == has_experts] or known
@@ -306,7 +307,7 @@ def _read_config(
             "rope.freq_base_swa", fields.number("rope.freq_base", 10000.0) if is_local else ModelConfig.local_rope_base
         ),
         **layer_flags(fields.integer("attention.sliding_window", 0), slides, rotated, is_local),
-        **family.flags,
+        **{"qk_norm": "use_qk_norm" in family.hf_defaults and "layers.0.q_norm" in tensors, **family.flags},
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from cpuspec.checkpoints import openvino
 from cpuspec.checkpoints.canonical import HF, Names, arranged, with_offset
 from cpuspec.checkpoints.checkpoint import Checkpoint, HfTokenizerFiles, tensor_shapes
-from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, Family, each_layer, layer_flags
+from cpuspec.checkpoints.families import FAMILIES, MODEL_TYPES, NOT_COMPUTED, Family, each_layer, layer_flags
 from cpuspec.checkpoints.fields import Fields, read_json_object
 from cpuspec.checkpoints.quantized import Method, read_method, read_quantized
 from cpuspec.checkpoints.safetensors import StoredTensor, read_safetensors
@@ -40,6 +40,9 @@ _UNSUPPORTED = {
     "use_parallel_residual": "parallel residuals are",
     "use_bidirectional_attention": "attention that is not causal is",
     "rope_interleaved": "rotary positions that pair neighbours are",
+    "norm_head": "a normed output matrix is",
+    "use_cla": "layers that share keys and values are",
+    "use_mla": "keys and values made of a common vector are",
 }
 # A setting of positions or attention that nobody has read is told, unless it is one of those that change no answer.
 _TELLING = re.compile("rope|rotary|attn|attention|window|softcap|alibi|position|mscale|nope|qk_")
@@ -78,7 +81,7 @@ def open_huggingface(directory: Path, mmap: bool = True) -> Checkpoint:
             if family.hf_wrapper
             else file_name
         )
-        if name.startswith(("model.mtp_layers.", "model.mtp.", "mtp.")) or names.layer_of(name) >= config.num_layers:
+        if name.startswith(("model.mtp_", "model.mtp.", "mtp.")) or names.layer_of(name) >= config.num_layers:
             predicting[name] = with_offset(tensor, family.norm_offset) if len(tensor.shape) == 1 and "norm" in name else tensor
             continue
         ours = names.ours(name)
@@ -183,6 +186,8 @@ def _settings(fields: Fields) -> tuple[Fields, Family]:
     names = [str(name) for name in fields.items("architectures")]
     if not names and (family_of_type := MODEL_TYPES.get(fields.text("model_type", ""))):
         names = [family_of_type]
+    if needs := NOT_COMPUTED.get(fields.text("model_type", "")):
+        fields.fail("model_type", f"a family without {needs}, which this version does not compute")
     if len(names) != 1 or names[0] not in classes:
         fields.fail("architectures", f"one of {', '.join(classes)}")
     family = classes[names[0]]
@@ -250,13 +255,13 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
     if activation not in _ACTIVATIONS:
         fields.fail(activation_key, f"{' or '.join(_ACTIVATIONS)}")
     for key, feature in _UNSUPPORTED.items():
-        if fields.boolean(key, False):
+        if key not in family.hf_defaults and fields.boolean(key, False):
             fields.fail(key, f"false; {feature} not supported")
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     if num_heads < 1:
         fields.fail("num_attention_heads", "at least 1")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    head_dim = fields.integer("head_dim", fields.integer("attention_head_dim", hidden_size // num_heads))
     if "head_dim" not in fields and hidden_size % num_heads:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden_size}, or head_dim")
     context_length = fields.integer("max_position_embeddings")
@@ -274,6 +279,8 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         where = rope if "partial_rotary_factor" in rope else fields
         where.fail("partial_rotary_factor", "1; partial rotary positions of this family are not supported")
     rope_dims = int(head_dim * turned)
+    if fields.integer("rotary_dim", rope_dims) != rope_dims:
+        fields.fail("rotary_dim", f"{rope_dims}, as partial_rotary_factor says")
     # Phi-3's place for it, which transformers prefers in every model.
     original = fields.integer("original_max_position_embeddings", 0)
     if has_local_rope and _read_rope_scaling(local, context_length, 0, family) is not None:
@@ -323,7 +330,11 @@ def model_config(fields: Fields, family: Family) -> ModelConfig:
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
         local_rope_base=local.number("rope_theta", _local_base(fields, rope_base)) if has_local_rope else 1e4,
         **layer_flags(window, slides, rotated, has_local_rope),
-        **{**family.flags, "activation": _clamped(fields, family) or _ACTIVATIONS[activation]},
+        **{
+            "qk_norm": "use_qk_norm" in family.hf_defaults and fields.boolean("use_qk_norm"),
+            **family.flags,
+            "activation": _clamped(fields, family) or _ACTIVATIONS[activation],
+        },
     )
 
 
@@ -358,29 +369,38 @@ def _scales(fields: Fields, family: Family, hidden_size: int, query_scale: float
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_USED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
+_SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_COUNTS = ("num_shared_experts", "n_shared_experts", "moe_num_shared_experts", "num_shared_expert")  # of an expert's size
+_STEPS = ("decoder_sparse_step", "moe_layer_interval")
+_FIRSTS = ("first_k_dense_replace", "moe_layer_start_index")
 
 
 def _read_experts(fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
     """Read the settings of a mixture of experts, as arguments of `ModelConfig`."""
     if family.experts is None:
         return {}
-    names = (_EXPERT_COUNTS, _EXPERTS_USED, _EXPERT_SIZES)
-    count, used, size = (next((key for key in keys if key in fields), keys[0]) for keys in names)
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.items("mlp_only_layers")
+
+    def number(names: tuple[str, ...], default: int | None = None) -> int:
+        return fields.of_layers(next((key for key in names if key in fields), names[0]), num_layers, default)
+
+    step, first, dense = number(_STEPS, 1), number(_FIRSTS, 0), fields.items("mlp_only_layers")
+    last = fields.integer("moe_layer_end_index", -1)
     if step < 1:
-        fields.fail("decoder_sparse_step", "at least 1")
-    first = fields.integer("first_k_dense_replace", 0)
-    layers = each_layer(num_layers, lambda i: i not in dense and (i + 1) % step == 0 and i >= first)
+        fields.fail(next(key for key in _STEPS if key in fields), "at least 1")
+    layers = each_layer(num_layers, lambda i: i not in dense and (i + 1) % step == 0 and i >= first and (last < 0 or i <= last))
+    size = number(_EXPERT_SIZES)
     facts: dict[str, Any] = {
-        "count": fields.integer(count),
-        "used": fields.integer(used),
-        "size": fields.integer(size),
+        "count": number(_EXPERT_COUNTS),
+        "used": number(_EXPERTS_USED),
+        "size": size,
+        "score": fields.text("score_function", "softmax"),
+        "shifted": fields.boolean("moe_router_enable_expert_bias", False),
         "normalised": fields.boolean("norm_topk_prob", True),
         "scale": fields.number("routed_scaling_factor", 1.0),
         "groups": fields.integer("n_group", 1),
         "groups_used": fields.integer("topk_group", 1),
     }
-    shared = fields.integer("shared_expert_intermediate_size", 0)
+    shared = number(_SHARED_SIZES, 0) or number(_SHARED_COUNTS, 0) * size
     return {
         "experts": Experts(**{**facts, **family.experts}),
         "layer_experts": () if all(layers) else layers,
@@ -465,7 +485,7 @@ def _scaling(rope: Fields, context_length: int, original: int, family: Family) -
     kind = rope.text("rope_type", rope.text("type", "default"))  # `type` is the older spelling
     if kind == "default" or (kind == "mrope" and family.has_sections):
         return None
-    if kind == "dynamic" and (family.hf_groups_heads or family.flags.get("rotates_first")):
+    if kind == "dynamic" and (family.hf_groups_heads or family.flags.get("rotates_first")):  # InternLM 2, Hunyuan
         rope.number("factor", 1.0)  # beyond the context that the model has here; an alpha is in the base
         for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             rope.value(key)

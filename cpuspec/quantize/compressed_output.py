@@ -8,6 +8,7 @@ and output matrix stay plain. (https://github.com/vllm-project/compressed-tensor
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.canonical import HF, file_names, joined
-from cpuspec.checkpoints.checkpoint import HfTokenizerFiles
+from cpuspec.checkpoints.checkpoint import HfTokenizerFiles, is_linear
 from cpuspec.checkpoints.families import FAMILIES, Family
 from cpuspec.checkpoints.huggingface import config_to_write
 from cpuspec.errors import ConfigError
@@ -77,14 +78,19 @@ def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str
     if checkpoint.tensors["embed"].format.affine:
         raise ConfigError(f"{checkpoint.path} is quantized already; start from its plain weights")
     int4 = get_format(f"int4_g{group_size}{'_asym' if scheme.endswith('_asym') else ''}")
-    found = {}
+    found, family = {}, FAMILIES[checkpoint.config.architecture]
+    if (together := family.layer_names.get("expert_gate+expert_up", ("", ""))[1]) and checkpoint.config.experts:
+        raise ConfigError(
+            f"{checkpoint.path} has the experts of a layer in one tensor, {together}, which compressed-tensors cannot quantize; "
+            "name an output that ends in .gguf"
+        )
     for name, tensor in checkpoint.tensors.items():
-        if len(tensor.shape) == 2:
+        if is_linear(name, tensor.shape):
             inside = layer_parts(name)[0] >= 0
             found[name] = (
-                tensor.format if not inside else int4 if scheme.startswith("w4") else _rows_of_bytes(scheme, tensor.shape[1])
+                tensor.format if not inside else int4 if scheme.startswith("w4") else _rows_of_bytes(scheme, tensor.shape[-1])
             )
-            found[name].row_bytes(tensor.shape[1])
+            found[name].row_bytes(tensor.shape[-1])
     return found
 
 
@@ -102,7 +108,12 @@ def write_model(out: Path, checkpoint: Checkpoint, tensors: Mapping[str, QuantTe
             for path in checkpoint.path.glob(pattern):
                 if path.name not in _NOT_KEPT:
                     shutil.copyfile(path, unfinished / path.name)
-        config = config_to_write(checkpoint) | {"quantization_config": _settings(scheme, group_size)}
+        settings = _settings(scheme, group_size)
+        names = FAMILIES[checkpoint.config.architecture].layer_names
+        for part in ("router", "shared_weight") if checkpoint.config.experts else ():
+            if part in names:
+                settings["ignore"].append("re:.*" + re.escape(names[part][1].removesuffix(".weight")) + "$")
+        config = config_to_write(checkpoint) | {"quantization_config": settings}
         write_file(unfinished / "config.json", json.dumps(config, indent=2))
         _write_safetensors(unfinished / "model.safetensors", checkpoint, tensors, scheme)
         os.replace(unfinished, out)
@@ -172,13 +183,18 @@ def _pieces(
 ) -> Iterator[tuple[str, _Piece]]:
     """The tensors of a file that hold a tensor of the model, and how to make them when they are written.
 
-    theirs, name: its own name in the file, and the canonical one of its first part.
+    theirs, name: its own name in the file, with a star for the number of an expert, and the canonical one of its first part.
     """
+    if "*" in theirs:
+        for expert, matrix in enumerate(tensor.matrices):
+            yield from _pieces(family, theirs.replace("*", str(expert)), name, matrix, plain, scheme)
+        return
     dtype = plain.safetensors_dtype or "F32"
     if tensor.format.affine is None:
         offset = family.norm_offset if name.endswith("norm") else 0.0
         num_bytes = tensor.num_values * plain.block_bytes
-        yield theirs, _Piece(dtype, tensor.shape, num_bytes, partial(_as_floats, tensor, plain, offset))
+        shape = (1, *tensor.shape) if family.hf_shift_is_row and name.endswith("router_shift") else tensor.shape
+        yield theirs, _Piece(dtype, shape, num_bytes, partial(_as_floats, tensor, plain, offset))
         return
     rows, columns = tensor.shape
     groups = columns // tensor.format.block_size

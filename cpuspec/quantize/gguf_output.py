@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cpuspec.checkpoints import Checkpoint
-from cpuspec.checkpoints.canonical import GGUF, Names, file_names, joined
+from cpuspec.checkpoints.canonical import GGUF, Names, file_names, joined, joined_shape
 from cpuspec.checkpoints.checkpoint import GgufVocabulary, HfTokenizerFiles
 from cpuspec.checkpoints.families import FAMILIES
 from cpuspec.checkpoints.gguf import GGUF_POOLINGS, GGUF_SAMPLING_KEYS, GGUF_SCORES, ROPE_TENSORS, config_of
@@ -91,6 +91,9 @@ def _is_kept(name: str, config: ModelConfig, again: ModelConfig) -> bool:
         one, two = (Rope(c.rope_base, c.rope_scaling, c.rope_dims) for c in (config, again))
         same = np.allclose(inverse_frequencies(one, config.head_dim), inverse_frequencies(two, config.head_dim), rtol=1e-6, atol=0)
         return same and math.isclose(attention_factor(one.scaling), attention_factor(two.scaling), rel_tol=1e-6)
+    if name == "experts" and config.experts and again.experts:
+        # The least sum of weights that are normalised is the container's (`families.LEAST_SUM`): no scores have a sum below it.
+        return replace(config.experts, least_sum=again.experts.least_sum) == again.experts
     if name == "local_rope_base" and "local" not in config.layer_ropes:
         return True
     return math.isclose(value, other, rel_tol=1e-6) if isinstance(value, float) and isinstance(other, float) else value == other
@@ -132,8 +135,7 @@ def write_model(
 
     infos = {name: TensorInfo(tensor.format, tensor.shape) for name, tensor in others.items()}
     for theirs, ours in by_file.items():
-        first, num_rows = tensors[ours[0]], sum(tensors[name].shape[0] for name in ours)
-        infos[theirs] = TensorInfo(first.format, (num_rows, *first.shape[1:]))
+        infos[theirs] = TensorInfo(tensors[ours[0]].format, joined_shape([tensors[name].shape for name in ours]))
     with replacing(path) as file:
         write_gguf(file, entries, infos, data_of)
 
@@ -197,12 +199,14 @@ def shape_entries(checkpoint: Checkpoint, architecture: str) -> dict[str, Value]
             "expert_used_count": c.experts.used,
             "expert_feed_forward_length": c.experts.size,
             "expert_shared_feed_forward_length": c.shared_size,
+            "expert_shared_count": c.shared_size // c.experts.size,
             "expert_gating_func": {name: number for number, name in GGUF_SCORES.items()}[c.experts.score],
             "expert_weights_norm": c.experts.normalised,
             "expert_weights_scale": c.experts.scale,
             "expert_group_count": c.experts.groups,
             "expert_group_used_count": c.experts.groups_used,
             "leading_dense_block_count": c.layer_experts.index(True) if c.layer_experts else 0,
+            "interleave_moe_layer_step": 1,
         }
     scaling = c.rope_scaling
     if scaling is not None and scaling.kind == "longrope":

@@ -51,8 +51,8 @@ def collect(
 
     def add(x: F32, names: tuple[str, ...], expert: int = 0) -> None:
         squares = mean_squares(x) * np.float32(len(x) / chunks.size)
-        for name in names:
-            sums[name_of(name)] = sums.get(name_of(name), np.float32(0)) + squares
+        for name in dict.fromkeys(map(name_of, names)):  # several may be one tensor of a file
+            sums[name] = sums.get(name, np.float32(0)) + squares
 
     step = max(1, _AT_ONCE // length)
     for start in range(0, count, step):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,38 @@ from tools.make_tiny_model import make_tiny_gguf
 
 # Of a model in each format: some take microseconds a value to encode.
 SMALLEST = {"num_layers": 1, "intermediate_size": 256}
+
+# Mixtures of experts, each of a family or of a form of its own: arguments of `make_tiny_model.tiny_config`.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3moe": {"architecture": "qwen3moe", "num_layers": 3, "dense_layers": (1,), "tied": False},
+    "qwen2moe": {"architecture": "qwen2moe", "num_layers": 3, "dense_layers": (1,), "shared_size": 96},
+    "olmoe": {"architecture": "olmoe", "tied": False},
+    "mixtral": {"architecture": "mixtral", "tied": False},
+    "granitemoe": {"architecture": "granitemoe"},
+    "granitemoeshared": {"architecture": "granitemoe", "shared_size": 128, "tied": False},
+    "ernie4_5_moe": {"architecture": "ernie4_5_moe", "num_layers": 3, "dense_layers": (0,), "shared_size": 256, "head_dim": 32},
+    "glm4moe": {
+        **{"architecture": "glm4moe", "num_layers": 3, "dense_layers": (0,), "shared_size": 128, "tied": False, "qkv_bias": True},
+        **{"qk_norm": True, "rope_dims": 32, "router": {"normalised": True, "scale": 2.5, "groups": 2, "groups_used": 1}},
+    },
+    "glm4moe, not normalised": {
+        "architecture": "glm4moe",
+        "rope_dims": 32,
+        "shared_size": 256,
+        "router": {"normalised": False, "scale": 0.5},
+    },
+    "bailingmoe2": {
+        **{"architecture": "bailingmoe2", "num_layers": 3, "dense_layers": (0,), "shared_size": 128, "tied": False},
+        **{"rope_dims": 32, "router": {"normalised": True, "scale": 2.5, "groups": 4, "groups_used": 2}},
+    },
+    "hunyuan-moe": {"architecture": "hunyuan-moe", "shared_size": 128, "num_used": 2},
+}
+
+
+def in_gguf(mixture: str) -> dict[str, Any]:
+    """One of MIXTURES with two layers, the first of which may be dense: GGUF files name no others."""
+    options = MIXTURES[mixture]
+    return {**options, "num_layers": 2, "dense_layers": (0,) * (options.get("dense_layers") == (0,))}
 
 
 def missing(name: str) -> str:

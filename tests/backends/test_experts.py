@@ -14,7 +14,7 @@ from cpuspec.config import EngineConfig, Experts
 from cpuspec.formats import QuantTensor, get_format
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.transformer import decode
-from tests.backends.models import every_backend, forward, tiny
+from tests.backends.models import MIXTURES, every_backend, forward, in_gguf, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
 ROUTERS: dict[str, dict[str, object]] = {
@@ -100,6 +100,23 @@ def test_a_row_does_not_depend_on_which_rows_share_its_experts(of_format: Checkp
             got = np.concatenate([forward(backend, cache, {0: TOKENS[i : i + size]}).logits for i in range(0, 45, size)])
             rows = got if rows is None else rows
             assert np.array_equal(got, rows)
+        backend.close()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_chunks_of_a_prompt_give_the_same_bits_and_every_backend_the_same_logits(tmp_path_factory, family: str) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = tiny(tmp_path_factory, weight_format="f32", **in_gguf(family))
+    settings, tokens = EngineConfig(threads=2, max_rows=96, kv_format="f32", keep_packed=False), TOKENS + TOKENS[::-1]
+    reference = NumpyBackend(checkpoint, settings, np.float64)
+    wanted = forward(reference, reference.new_cache(1, 96), {0: tokens}).logits
+    for name in ("numba", "torch"):
+        backend, rows = make_backend(name, checkpoint, settings), None
+        for size in (90, 64, 7, 1) if name == "numba" else (90,):
+            cache = backend.new_cache(1, 96)
+            got = np.concatenate([forward(backend, cache, {0: tokens[i : i + size]}).logits for i in range(0, 90, size)])
+            rows = got if rows is None else rows
+            assert np.array_equal(got, rows)
+        assert np.abs(got - wanted).max() < 1e-4 * max(1, np.abs(wanted).max())
         backend.close()
 
 

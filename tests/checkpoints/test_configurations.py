@@ -11,9 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from cpuspec.backends.numpy_backend import NumpyBackend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
+from cpuspec.checkpoints.heads.mtp import own_mtp
 from cpuspec.config import EngineConfig, RopeScaling
 from cpuspec.errors import CheckpointError
-from tests.backends.models import forward
+from tests.backends.models import forward, in_gguf
 from tools.make_tiny_model import make_tiny_hf
 
 TOKENS = np.random.default_rng(0).integers(0, 384, 100).tolist()
@@ -101,6 +102,18 @@ ROPES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, Any]]] = 
         (),
         {"rope_scaling": RopeScaling("yarn", 4.0, original_context_length=128)},
     ),
+    "hunyuan's alpha": (
+        "hunyuan-moe",
+        {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "beta_fast": 32, "beta_slow": 1}},
+        (),
+        {"rope_base": 1e4 * 1000 ** (64 / 62), "rope_scaling": None},
+    ),
+    "glm's part of a head, scaled": (
+        "glm4moe",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "partial_rotary_factor": 0.25, **YARN}},
+        (*OLD, "partial_rotary_factor"),
+        {"rope_base": 5e5, "rope_dims": 16},
+    ),
     "gemma3, rope_parameters with rope_scaling": (
         "gemma3",
         {
@@ -143,6 +156,7 @@ def test_a_scaling_added_by_hand_keeps_the_base_that_the_file_has(tmp_path: Path
         ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor is 4.0, wanted it absent; with rope type default"),
         ({"rope_interleaved": True}, "rope_interleaved is True, wanted false"),
         ({"is_causal": False}, "is_causal is False, wanted true"),
+        ({"architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe"}, "wanted a family without short convolutions"),
         ({"architectures": None, "model_type": "gpt_neox"}, "architectures is absent, wanted one of LlamaForCausalLM"),
     ],
 )
@@ -227,6 +241,49 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"max_window_layers": 28, "no_rope_layer_interval": 4, "use_sliding_window": False, "attention_dropout": 0},
     ),
     "Gemma 2": ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": None}),
+    "Granite 3.1 3B-A800M": (
+        "granitemoe",
+        {"output_router_logits": False, "router_aux_loss_coef": 0.0, "attention_bias": False, "attention_dropout": 0.1},
+    ),
+    "ERNIE 4.5 21B-A3B": (
+        "ernie4_5_moe",
+        {
+            **{"use_bias": False, "moe_use_aux_free": True, "moe_gate": "topk", "moe_capacity": [64, 64, 64], "rope_theta": 5e5},
+            **{"moe_layer_end_index": 27, "moe_norm_min": 1e-12, "num_nextn_predict_layers": 1, "compression_ratio": 1.0},
+        },
+    ),
+    "GLM-4.5-Air": (
+        "glm4moe",
+        {
+            **{"attention_dropout": 0.0, "use_qk_norm": False, "num_nextn_predict_layers": 1, "pad_token_id": 2, "n_group": 1},
+            **{"rope_scaling": None, "partial_rotary_factor": 0.5, "attention_bias": False},
+        },
+    ),
+    "Ling-mini 2.0": (
+        "bailingmoe2",
+        {
+            **{"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 20, "use_qkv_bias": False},
+            **{"rope_scaling": None, "attention_dropout": 0.0, "embedding_dropout": 0.0, "norm_head": False, "norm_softmax": False},
+            **{
+                "score_function": "sigmoid",
+                "router_dtype": "fp32",
+                "moe_router_enable_expert_bias": True,
+                "topk_method": "noaux_tc",
+            },
+            **{"num_nextn_predict_layers": 0, "mtp_loss_scaling_factor": 0, "use_rmsnorm": True, "use_bias": False},
+        },
+    ),
+    "Hunyuan-A13B": (
+        "hunyuan-moe",
+        {
+            **{"use_cla": False, "cla_share_factor": 2, "use_mla": False, "use_mixed_mlp_moe": True, "norm_type": "rms"},
+            **{"attention_head_dim": 64, "use_qk_norm": True, "moe_random_routing_dropped_token": False, "mlp_bias": False},
+            "rope_scaling": {
+                **{"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+                **{"beta_fast": 32, "beta_slow": 1},
+            },
+        },
+    ),
     "Gemma 3": ("gemma3", {"_sliding_window_pattern": 2, "cache_implementation": "hybrid", "use_bidirectional_attention": False}),
 }
 
@@ -246,6 +303,8 @@ def test_settings_of_published_models_make_no_noise(tmp_path: Path, name: str) -
         ("mistral", "mistral"),
         ("smollm3", "smollm3"),
         ("gemma3_text", "gemma3"),
+        ("glm4_moe", "glm4moe"),
+        ("granitemoe", "granitemoe"),
     ],
 )
 def test_a_file_that_names_no_class_is_of_its_model_type(tmp_path: Path, model_type: str, family: str) -> None:
@@ -346,3 +405,18 @@ def test_an_index_that_disagrees_with_its_shards_is_told_and_the_shards_count(tm
     assert all(np.array_equal(checkpoint.tensors[name].data, tensor.data) for name, tensor in wanted.tensors.items())
     (remark,) = checkpoint.remarks
     assert "model.safetensors.index.json and its shards disagree on" in remark
+
+
+@pytest.mark.parametrize(("mixture", "layer"), [("glm4moe", "model.layers.2."), ("ernie4_5_moe", "model.mtp_block.0.")])
+def test_layers_for_prediction_behind_a_mixture_are_passed_over_and_do_not_draft(tmp_path: Path, mixture: str, layer: str) -> None:
+    directory = make_tiny_hf(tmp_path / "hf", **in_gguf(mixture))
+    wanted, tensors = open_checkpoint(directory), load_file(directory / "model.safetensors")
+    ahead = {name.replace("model.layers.1.", layer): values for name, values in tensors.items() if "layers.1." in name}
+    rewrite(directory, tensors | ahead)
+    fields = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(fields))
+    checkpoint = open_checkpoint(directory)
+    assert (checkpoint.config, checkpoint.tensors.keys()) == (wanted.config, wanted.tensors.keys())
+    assert len(checkpoint.prediction_layers) == len(ahead)
+    with pytest.raises(CheckpointError, match="are mixtures of experts, which do not draft"):
+        own_mtp(checkpoint)

@@ -7,6 +7,7 @@ import pytest
 
 from cpuspec import LLM, SamplingParams
 from cpuspec.config import RopeScaling
+from tests.backends.models import MIXTURES, in_gguf
 from tools.make_tiny_model import make_tiny_gguf
 
 SPECS = ("ngram@4", "suffix:tree@8", "self:mxfp4@4", "skip:1@3", "ngram,self:q4_0@4", "auto", "auto,self:mxfp4@4")
@@ -50,3 +51,13 @@ def test_drafts_threads_and_batches_change_no_answer(model: str, temperature: fl
     assert len({tuple(ids) for ids in wanted}) == len(PROMPTS)
     for number, spec in enumerate(SPECS):
         assert answers(model, spec, params, together=number % 2 == 0, threads=1 + number % 2) == wanted, spec
+
+
+@pytest.mark.parametrize("family", [name for name in MIXTURES if name != "qwen3moe"])
+def test_drafts_change_no_answer_of_any_family(tmp_path: Path, family: str) -> None:
+    path = str(make_tiny_gguf(tmp_path / "tiny.gguf", weight_format="q8_0", **in_gguf(family)))
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    wanted = answers(path, "none", params, together=False, threads=1)
+    assert len({tuple(ids) for ids in wanted}) > 1
+    for spec in ("ngram@4", "self:mxfp4@4"):
+        assert answers(path, spec, params, together=True, threads=2) == wanted, spec

@@ -97,6 +97,8 @@ def own_mtp(target: Checkpoint) -> Head:
     """The layer in the target's own checkpoint. Raises CheckpointError if it has none, or one that is not supported."""
     if not target.prediction_layers:
         raise CheckpointError(f"{target.path} cannot draft for itself: it has no layers for multi-token prediction; name a drafter")
+    if any(".experts." in name or "_exps." in name for name in target.prediction_layers):
+        raise CheckpointError(f"{target.path}: its layers for multi-token prediction are mixtures of experts, which do not draft")
     return _head(target.prediction_layers, target, "mtp")
 
 
