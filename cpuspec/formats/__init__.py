@@ -10,7 +10,9 @@ from cpuspec.formats.tensor import Cast, QuantTensor
 
 
 def table_of(rows: Sequence[Format]) -> Mapping[str, Format]:
-    """Formats by name. Raises AssertionError naming the row and the part that it lacks: each can be packed and multiplied."""
+    """The formats by name. Raises AssertionError, naming the row and the missing part, for a row that cannot be packed and
+    multiplied.
+    """
     for row in rows:
         held = sum(plane.bits for plane in row.planes)
         if held < row.bits:

@@ -5,7 +5,7 @@
   nf4 (groups of 64): quantiles of a normal distribution (QLoRA, arXiv 2305.14314, appendix E), the scale is the largest magnitude.
   fp4 (groups of 64): sign, two bits of exponent, one of mantissa, with a smallest step that is no power of two, times 1/192.
 
-The blocks are this project's: d, f32; then a byte a value, or two values a byte, the first in its low half.
+The block layout is this project's: d in f32; then one byte for each value, or one byte for two values, the first in its low half.
 """
 
 import math
@@ -31,7 +31,7 @@ FP4 = tuple(float(np.float32(sign * step / 192)) for sign in (1, -1) for step in
 
 
 def nearest_code(levels: tuple[float, ...], values: F32) -> U8:
-    """The codes of the levels that come nearest; of two as near, the one whose code is even."""
+    """The codes of the nearest levels; of two equally near levels, the one with the even code."""
     codes = np.array([code for code, level in enumerate(levels) if not math.isnan(level)])
     ranked = codes[np.argsort(np.array(levels)[codes], kind="stable")]
     steps = np.array(levels, np.float32)[ranked]
@@ -41,7 +41,7 @@ def nearest_code(levels: tuple[float, ...], values: F32) -> U8:
 
 
 def encode(levels: tuple[float, ...], values: F32) -> Parts:
-    """Round to nearest, the largest magnitude being the largest level."""
+    """Round to nearest, with a scale that maps the largest magnitude to the largest level."""
     largest = np.float32(np.nanmax(levels))
     d = np.abs(values).max(axis=1, keepdims=True) / largest
     steps = np.divide(values, d, out=np.zeros_like(values), where=d > 0)

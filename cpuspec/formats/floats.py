@@ -32,7 +32,7 @@ def decode_bf16(parts: Parts) -> F32:
 
 
 def encode_bf16(values: F32) -> Parts:
-    """Rounded to nearest even; a nan keeps its sign and becomes quiet, so that rounding cannot turn it into infinity."""
+    """Rounded to nearest even. A nan keeps its sign and becomes a quiet nan, because rounding could turn it into infinity."""
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     quiet = (bits >> 16) | 0x0040

@@ -1,6 +1,7 @@
-"""A weight format as one complete row: how a file lays out a block, what its numbers mean, and how kernels find them.
+"""A weight format as one row of a table: the layout of a block in files, the meaning of its numbers, and their order for kernels.
 
-A block is a record of `layout`. Taken apart, it is `codes` and the factors of one formula, under the formula's names (`Scales`):
+A block is a record of `layout`. Its parts are `codes` and the factors of one formula, under the names that they have in the formula
+(`Scales`):
 
     value = d * s * level(code) - base * z * zero
 
@@ -26,7 +27,7 @@ Parts = dict[str, NDArray[Any]]  # what blocks or rows hold, by name: [n, number
 # streaming them through memory, and they bound the memory that a large tensor needs besides its result.
 CHUNK_VALUES = 1 << 17
 
-# Types in GGUF files from this number on ("CP") are of this project: other readers refuse them.
+# Type numbers in GGUF files from this one on ("CP") are this project's; other readers refuse them.
 OWN_GGUF_TYPES = 0x43500000
 
 # Fields that hold bits of codes. They are no parts of their own.
@@ -35,7 +36,7 @@ _CODE_BITS = ("low", "high")
 
 @dataclass(frozen=True)
 class Plane:
-    """Where a part, or some bits of it, lies in a packed panel: [steps along the inputs][16 rows]."""
+    """The place of a part, or of some bits of it, in a packed panel: [steps along the inputs][16 rows]."""
 
     part: str
     bits: float  # per weight
@@ -62,7 +63,7 @@ class Affine:
     def decode(self, parts: Parts) -> F32:
         """The values of rows, F32 [n, codes of a row].
 
-        Without a base the common scale is multiplied last: a scale that is negative or infinite then gives the zeros, infinities
+        Without a base, the common scale is multiplied last. A scale that is negative or infinite then gives the zeros, infinities
         and nans that ggml gives.
         """
         d, s, base, z = scales_of(parts)
@@ -93,7 +94,7 @@ def per_group(blocks: NDArray[Any], groups: NDArray[Any] | None) -> F32:
 
 
 def _nothing(of: Any) -> Parts:
-    """No part differs from the field of its name."""
+    """The default of `to_parts` and `to_fields`: every part equals the field of its name."""
     return {}
 
 
@@ -102,15 +103,15 @@ class Format:
     """A format: blocks of `block_size` consecutive values of a row, each a record of `layout`.
 
     encode_blocks: F32 [n, block_size] -> the parts of n blocks, each [n, numbers of a block].
-    encode_weighed: the same with an importance of each value, F32 [n, block_size], where the format has a search of its own.
-    free_codes: whether each code may be any, whatever its neighbours are; codes of points of a grid may not.
+    encode_weighed: the same with an importance of each value, F32 [n, block_size]; only for formats with a search of their own.
+    free_codes: whether a code may have any value whatever its neighbours are. Codes that come from points of a grid may not.
     to_parts: records [n] -> `codes` [n, block_size], unsigned, and the other parts that differ from the field of their name.
     to_fields: parts -> the fields that differ from the part of their name.
     affine: the meaning of codes. A format of plain numbers has `decode_numbers` instead: parts -> F32 [n, 1].
     planes: the order in which packed weights hold the parts. reader: the kind of `kernels.readers` that unpacks them.
     padded_to: packed rows are padded with zeros to a multiple of this many inputs.
     gguf_type, safetensors_dtype: the type of such a tensor in these files, if they can hold it.
-    A format of the KV cache is neither packed nor in a file: it has none of these four.
+    Formats of the KV cache are neither packed nor stored in files, so they have none of these four.
     """
 
     name: str
@@ -181,7 +182,7 @@ class Format:
         blocks = np.ascontiguousarray(data).reshape(-1, self.block_bytes)
         out = values.reshape(-1, self.block_size)
         step = max(1, CHUNK_VALUES // self.block_size)
-        # A lying file may hold scales of inf or nan: their values are inf or nan, and no warning.
+        # A damaged file may hold scales of inf or nan. Its values are then inf or nan, and NumPy need not warn.
         with np.errstate(invalid="ignore", over="ignore"):
             for start in range(0, len(blocks), step):
                 out[start : start + step] = self._decode_blocks(blocks[start : start + step])

@@ -6,8 +6,9 @@ are odd multiples of d or a part of it, four bits for each 32 values (iq2_xs and
 In iq1 a point gives -1, 0 or 1 for each of eight values; a bit moves 32 values (iq1_s) or eight (iq1_m) up or down by an eighth.
 Scales have three bits, for each 32 values or for each 16.
 
-A code here is a magnitude and above it the sign, of one value. Kernels read it: 3 bits for one and two, 4 for three. To look points
-up is slower than to read the difference (benchmarks/LOG.md), and each instruction set would need a way of its own.
+A code here is the magnitude of one value, and above it the sign. Kernels read these codes: 3 bits for one- and two-bit formats, 4
+for three-bit ones. Looking points up in a kernel would be slower than reading the additional bits (benchmarks/LOG.md), and would
+need code for each instruction set.
 """
 
 import base64
@@ -35,10 +36,11 @@ _SHARES = (0.2, 0.58, 0.75, 0.9, 1.05, 1.2)
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The points that some values may be together. Points are numbered in ascending order, the last of their values counting most.
+    """The combinations of magnitudes that consecutive values may have. Points are in ascending order; their last value counts most.
 
-    held: which of all points there are, a bit for each, compressed. magnitudes: what a value may be, in units of `unit`. moved: by
-    which a sign moves a value down, and no sign up; 0 where it makes the value negative instead.
+    held: one bit for each conceivable point, whether the grid has it, compressed. magnitudes: the possible magnitudes of a value,
+    in units of `unit`. moved: a sign moves the value down by this, and no sign moves it up; 0 where a sign makes the value
+    negative.
     """
 
     dims: int
@@ -54,7 +56,7 @@ class Grid:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """What each code stands for, in units of `unit`; 0 for codes that do not occur."""
+        """The value of each code, in units of `unit`; 0 for codes that do not occur."""
         places = range(1 << self.sign)
         sizes = [self.magnitudes[place] if place < len(self.magnitudes) else None for place in places]
         plus, minus = [
@@ -88,7 +90,7 @@ class Grid:
 
     @cached_property
     def _indices(self) -> NDArray[np.int16]:
-        """By number of a point of all: its index, -1 where the grid has none."""
+        """For each conceivable point: its index in the grid, or -1 where the grid lacks it."""
         found = np.full(len(self.magnitudes) ** self.dims, -1, np.int16)
         found[self.points @ self._weights] = np.arange(len(self.points))
         return found
@@ -96,8 +98,8 @@ class Grid:
     def nearest(self, sizes: F32, weights: F32 | None) -> NDArray[np.uint8]:
         """The points [n, dims] whose magnitudes come nearest to `sizes` [n, dims] in squared error. weights: of that, [n, dims].
 
-        Tried are the points around the magnitudes that each value would take by itself. The best of all points would leave .5 %
-        less error of Gaussian values.
+        Only the points around the magnitudes that each value would take by itself are tried. The best of all points would leave
+        0.5 % less error on Gaussian values.
         """
         magnitudes = np.array(self.magnitudes, np.float32)
         numbers = np.searchsorted((magnitudes[:-1] + magnitudes[1:]) / 2, sizes) @ self._weights
@@ -122,7 +124,7 @@ class Grid:
 
     @cached_property
     def near(self) -> NDArray[np.int32]:
-        """By number of a point of all: the indices of the 16 points of the grid that are nearest to it."""
+        """For each conceivable point: the indices of the 16 nearest points of the grid."""
         magnitudes = np.array(self.magnitudes, np.float32)
         everything = magnitudes[np.arange(len(self._indices))[:, None] // self._weights % len(magnitudes)]
         offered = magnitudes[self.points].T
@@ -203,7 +205,7 @@ def encode(
 ) -> Parts:
     """Scales by least squares for each `group` values, then the nearest points under the scales as stored.
 
-    even: whether each eight values have an even number of minuses; where they have not, the value that counts least gets the other
+    even: whether each eight values must have an even number of minuses. Where they do not, the least important value gets the other
     sign. importance: of each value, [n, 256]. With the nearest points found in numpy a value takes about a microsecond.
     """
     signed = values.reshape(-1, 8)

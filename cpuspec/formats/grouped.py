@@ -1,8 +1,8 @@
 """Every block format as whole numbers in groups, scale * (code - zero) + offset: the one layout that graph engines multiply with.
 
-Codes take four or eight bits, the fewer that hold the file's, and keep their values. Where a group's offset is a multiple of its
-scale, the offset goes into the codes or into a whole zero point, and values are the file's to the bit. Otherwise the offset is a
-number of its own, and adding it in f32 rounds once more than the file's own decoding does.
+Codes take four bits where these hold the file's codes, else eight, and keep their values. Where a group's offset is a multiple of
+its scale, the offset goes into the codes or into a whole zero point, and values are the file's to the bit. Otherwise the offset is
+a separate number, and adding it in f32 rounds once more than decoding the file's format does.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class GroupedIntegers:
         """The decoded matrix, F32 [N, K]."""
         rows, groups = self.scales.shape
         zeros = np.uint8(1 << self.bits - 1) if self.zeros is None else self.zeros[:, :, None]
-        # A lying file may hold scales of inf or nan; they decode to what they say.
+        # A damaged file may hold scales of inf or nan; values then decode to inf or nan.
         with np.errstate(invalid="ignore", over="ignore"):
             steps = self.codes.reshape(rows, groups, -1).astype(np.float32) - zeros.astype(np.float32)
             values = self.scales[:, :, None] * steps

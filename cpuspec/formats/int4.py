@@ -1,8 +1,8 @@
 """Four-bit integers in groups of 32, 64 or 128 under one f16 scale: what GPTQ, AWQ, compressed-tensors and MatMulNBits files hold.
 
-Named as those files' configurations are read aloud: int4, group size, and `asym` where each group has a zero point of its own;
-without it the zero point is 8. Each of those containers keeps codes, scales and zero points in tensors of their own, so the
-block is this project's, with everything of a group together:
+A name says int4, the group size, and `asym` where each group has its own zero point; without `asym` the zero point is 8. Those
+files keep codes, scales and zero points in separate tensors. The block layout is this project's, with everything of a group
+together:
 
   d: f16 scale; z: u8 zero point (asym only); group / 2 bytes of codes: value 2i in the low half of byte i, 2i + 1 in the high half
 

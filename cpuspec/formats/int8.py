@@ -1,7 +1,7 @@
-"""Signed bytes in groups of 32 or 128 under one f32 scale: what files of 8-bit integers hold, whatever their scales.
+"""Signed bytes in groups of 32 or 128 under one f32 scale, for files of 8-bit integers with scales of any shape.
 
-q8_0 has f16 scales and the groups of GGUF files. The scale of a row, as of LLM.int8() and of W8A8 models, is here that of each
-group. Integers of fewer bits whose scales f16 does not have come here, too. The block is this project's:
+q8_0 has f16 scales and the groups of GGUF files. Where a file has one scale for a row, as LLM.int8() and W8A8 models do, each group
+repeats it. Integers of fewer bits are stored here, too, where f16 cannot hold their scales. The block layout is this project's:
 
   d: f32 scale; bytes -128..127
 """

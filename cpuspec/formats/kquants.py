@@ -46,7 +46,7 @@ def encode_q6_k(values: F32) -> Parts:
 
 
 def parts_q2_k(fields: NDArray) -> Parts:
-    """Sixteen 4-bit scales (low halves) and minima (high halves), and codes 0..3, two bits each (`pairs`)."""
+    """Sixteen 4-bit scales (low halves) and minima (high halves), and codes 0..3 of two bits (`pairs`)."""
     return {"codes": pairs(fields["codes"]), "s": fields["scales"] & 0x0F, "z": fields["scales"] >> 4}
 
 
@@ -234,7 +234,7 @@ def _fit_few_codes(groups: NDArray, largest: int) -> tuple[NDArray, NDArray]:
     return d.reshape(groups.shape[:2]), (d * zero).reshape(groups.shape[:2])
 
 
-# How many codes the peak lies from zero in the searches of `_fit_symmetric`, by how many codes there are below zero.
+# By the number of codes below zero: the distances from zero, in codes, at which `_fit_symmetric` tries to put the largest value.
 _PEAKS = {4: -4 / np.linspace(0.6, 1.15, 9), 32: np.linspace(-33, -29, 9)}
 
 

@@ -1,7 +1,7 @@
 """The formats of keys and values in the cache. The row of a token and a head is encoded by itself.
 
-Groups with a scale run along the dimensions and never across tokens: forgetting a token leaves the others as they are.
-What attention computes stays the same if queries, keys and values are multiplied with an orthogonal matrix and the result is
+Groups with a scale run along the dimensions and never across tokens, so forgetting a token leaves the others unchanged.
+The result of attention stays the same if queries, keys and values are multiplied with an orthogonal matrix and the result is
 multiplied back. With Hadamard's matrix no dimension is much larger than the others of its group (QuaRot, arXiv 2404.00456).
 """
 
@@ -21,9 +21,9 @@ GROUP, INT4_GROUP = 32, 64  # numbers with a scale
 
 
 def encode_int8(values: F32) -> Parts:
-    """Codes -127..127 around the middle of the group's range, which is `base`: against codes around zero that halves the loss.
+    """Codes -127..127 around the middle of the group's range, which is `base`. This halves the loss of codes around zero.
 
-    d and base are rounded first, so that codes make up for it. A group with a number that is not finite gets such a d or base.
+    d and base are rounded first, so that the codes compensate for it. In a group with inf or nan, d or base is inf or nan.
     """
     half = np.float32(0.5)
     middle = values.min(axis=1, keepdims=True) * half + values.max(axis=1, keepdims=True) * half
@@ -79,7 +79,7 @@ def get_kv_format(name: str) -> Format:
 
 def hadamard_size(format: Format, dims: int) -> int:
     """How many dimensions of a head are multiplied with Hadamard's matrix at a time before the format keeps them: the largest
-    power of two that divides `dims`. 0 for none: the format has bits enough, or the power is below a vector.
+    power of two that divides `dims`. 0 for none: the format has enough bits, or that power is smaller than a vector.
     """
     size = dims & -dims
     return size if format is INT4 and size >= LANES else 0

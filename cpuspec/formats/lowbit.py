@@ -1,7 +1,7 @@
 """Two- and three-bit integers in groups of 32 or 64 under an f16 scale, for drafts cast from a model's own weights.
 
-With so few codes it matters where they lie: a group's zero point has steps of a sixteenth of a code, and scale and zero point are
-searched for. Whole zero points, such as GPTQ's 0 to 8 for three bits, are among them. The block is this project's:
+With four or eight codes their place matters: a group's zero point has steps of a sixteenth of a code, and the encoder searches for
+scale and zero point. Whole zero points, such as GPTQ's 0 to 8 for three bits, are among these. The block layout is this project's:
 
   d: f16 scale; z: u8 zero point in sixteenths; group / 4 bytes of low bits: value i at bits 2 * (i % 4) of byte i / 4;
   and for three bits `high`: group / 8 bytes of top bits: value i at bit i % 8 of byte i / 8

@@ -13,7 +13,8 @@ nl4_xs has superblocks of 256, eight groups of 32, 4.25 bits:
   128 bytes of codes: 16 for each group, as above
 
 q4_k's linear grid with its minimum takes as many bytes as nl4_g32, and so does iq4_nl's grid, which cannot move; iq4_xs takes as
-many as nl4_xs. Ours leave less error (benchmarks/LOG.md). The grid reaches further on one side, and the scale's sign turns it.
+many as nl4_xs. These two formats leave less error (benchmarks/LOG.md). The grid reaches further on one side; the sign of the scale
+chooses which.
 
 Levels are whole numbers from -32 to 31. Kernels look them up by one shuffle, and processors without dot products of bytes may add
 two pairs of products in 16 bits: iq4's levels, up to 127, have to be multiplied in two halves. The table was found by Lloyd's
@@ -50,8 +51,11 @@ _SHARES = (0.8, 0.9, 1.0, 1.1)
 _STEPS = 3  # of a search from a start
 
 _GROUPS = SUPERBLOCK // BLOCK
-_XS_FURTHEST, _XS_NEARER = np.float32(-LEVELS[0] - LEAST_MOVE), np.float32(LEVELS[-1] + XS_MOVES[-1])  # what a move reaches
-_INFINITE = 0xF8  # the least eight bits of a scale that are no number
+_XS_FURTHEST, _XS_NEARER = (
+    np.float32(-LEVELS[0] - LEAST_MOVE),
+    np.float32(LEVELS[-1] + XS_MOVES[-1]),
+)  # how far the grid reaches on either side with its furthest moves
+_INFINITE = 0xF8  # the smallest scale of eight bits that is inf or nan
 _BELOW, _TRIED = 4, 9  # scales of nl4_xs that are tried: from so many below the one that just holds a group, so many
 _LARGER = 2  # and up to so many above it for a superblock
 
@@ -115,7 +119,7 @@ def _parts_of(values: F32, head: NDArray[np.uint16]) -> Parts:
 
 
 def scales_and_moves(head: NDArray[np.uint16]) -> tuple[F32, F32]:
-    """What heads stand for."""
+    """The scales and moves that heads encode."""
     scales = (head & np.uint16(0xFFFF - MOVE_BITS)).view("<f2").astype(np.float32)
     return scales, (head & np.uint16(MOVE_BITS)).astype(np.float32) + LEAST_MOVE
 
@@ -155,9 +159,9 @@ Search = Callable[[F32, F32 | None, F32], tuple[F32, NDArray[Any]]]
 def encode_xs(values: F32, importance: F32 | None = None, search_grids: Search | None = None) -> Parts:
     """The scale, steps, signs and moves that leave the least squared error. importance: of each value, [n, 256].
 
-    Every grid is tried whose scale is near the one that just holds a group, 144 for each group. A search from a few starts, as that
-    of `encode`, misses the luckiest, which leave 6 % less error (benchmarks/LOG.md). search_grids: tries the moves of scales, if
-    not numpy.
+    The search tries all 144 grids of a group whose scale is near the smallest one that holds the group. A search from a few starts,
+    as in `encode`, misses the best grids, which leave 6 % less error (benchmarks/LOG.md). search_grids: a compiled function that
+    tries the moves; None for the one in NumPy.
     """
     groups = values.reshape(-1, BLOCK)
     weights = None if importance is None else importance.reshape(groups.shape)
@@ -225,7 +229,7 @@ def _floors(doubled: F32) -> F32:
 
 
 def _xs_scales(eight_bits: NDArray) -> F32:
-    """The scales that these stand for."""
+    """The scales of groups, from their superblock's scale and their steps."""
     return (eight_bits << 7).astype("<u2").view("<f2").astype(np.float32)
 
 

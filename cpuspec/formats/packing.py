@@ -1,8 +1,8 @@
-"""The order in which kernels read weights, and its inverse. Every bit of the file's format is kept; only places change.
+"""The order in which kernels read weights, and its inverse. Packing moves the bits of the file's format and changes none.
 
 A tile is 16 consecutive output rows; one 64-byte load holds four bytes of each. A tile is a row of panels of 256 inputs (the last
 may be shorter), and a panel is the planes of the format's row one after another: codes first, then scales, each [steps along the
-inputs][16 rows]. So everything that a kernel reads of neighbouring tiles lies in one piece, and prefetchers follow it. Matrices are
+inputs][16 rows]. So all bytes that a kernel reads of neighbouring tiles are contiguous, and prefetchers follow it. Matrices are
 padded to whole tiles, and panels to whole cache lines, with zero bytes.
 
 Codes of a group of 32 inputs, for lane (row) r and byte b of 0..3:
@@ -35,7 +35,7 @@ _U32 = np.dtype("<u4")
 
 
 def bits(number: int, at: int = 0) -> Plane:
-    """`number` bits of the codes, from bit `at` on: 8 / number words of four codes become one."""
+    """A plane of `number` bits of the codes, from bit `at` on: 8 / number words of four codes become one word."""
     mask, shifts = np.uint32(0x01010101 * (2**number - 1)), [np.uint32(shift) for shift in range(0, 8, number)]
 
     def lay(codes: U8) -> NDArray[Any]:
@@ -54,7 +54,7 @@ def bits(number: int, at: int = 0) -> Plane:
 
 
 def nibble_pairs() -> Plane:
-    """Four bits of the codes, those of two neighbours in a byte: for codes that become floats one input after another."""
+    """A plane of 4-bit codes, two neighbours in a byte, for kernels that convert codes to floats one input after another."""
 
     def lay(codes: U8) -> NDArray[Any]:
         return _to_lanes(codes[:, 0::2] | codes[:, 1::2] << np.uint8(4))
@@ -67,12 +67,12 @@ def nibble_pairs() -> Plane:
 
 
 def lanes(part: str, dtype: str, inputs: int) -> Plane:
-    """A number of the part for every `inputs` inputs."""
+    """A plane with one number of the part for every `inputs` inputs."""
     return Plane(part, 8 * np.dtype(dtype).itemsize / inputs, _to_lanes, lambda plane: _from_lanes(plane.view(dtype)))
 
 
 def words(part: str, number: float, dtype: str) -> Plane:
-    """`number` bits a weight of a part as they are, four bytes of a row side by side."""
+    """A plane of the part's own bytes, `number` bits for each weight, four bytes of a row side by side."""
 
     def lay(numbers: NDArray[Any]) -> NDArray[Any]:
         return _to_lanes(np.ascontiguousarray(numbers).view(_U32))
@@ -86,7 +86,7 @@ def words(part: str, number: float, dtype: str) -> Plane:
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
     """A matrix [N, K], or one of each expert [E, N, K], as kernels read it: U8 [tiles, tile_bytes], starting at a multiple of 64
-    bytes. An expert is a range of tiles, of as many as any other.
+    bytes. Each expert is a range of tiles; all ranges have the same length.
     """
 
     format: Format
@@ -131,7 +131,7 @@ def num_tiles(shape: tuple[int, ...]) -> int:
 
 
 def pack(tensor: QuantTensor, rows_at_once: int = 512) -> PackedTensor:
-    """The matrix in kernel order, or those of all experts. Raises nothing: a QuantTensor has whole blocks."""
+    """The matrix in kernel order, or the matrices of all experts. Raises nothing: a QuantTensor has whole blocks."""
     data = aligned_bytes((num_tiles(tensor.shape), tile_bytes(tensor.format, tensor.shape[-1])))
     matrices = tensor.matrices
     for matrix, tiles in zip(matrices, data.reshape(len(matrices), -1, data.shape[1]), strict=True):

@@ -1,7 +1,7 @@
-"""The search, common to several encoders, for the scale and zero point of a group that leave the least squared error.
+"""The search of several encoders for the scale and zero point of a group with the least squared error.
 
-Numbers lie as [values of a group, groups], and sums go value by value: numpy's own take an order that depends on the shape, and
-the compiled twin in `kernels.encode` must give the same bits.
+Numbers lie as [values of a group, groups], and sums add one value after another: NumPy's sums have an order that depends on the
+shape, and the compiled twin in `kernels.encode` must give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,10 @@ Store = Callable[[F32, F32], tuple[F32, F32]]
 def fit(x: F32, largest: int, starts: Sequence[tuple[float, float]], store: Store) -> tuple[F32, F32]:
     """Scales d and zero points z [n] for which d * (code - z), codes 0..largest, comes closest to x [k, n] in squared error.
 
-    starts: the grids to search from, each as its share of the span of the group and zero, and the number of codes it is moved by.
-    A grid gives codes. The line of least squares through (code, value) gives a scale and a value of code 0. These are stored, and
-    the error of the stored ones counts. A scale that is stored as infinite stays: no error is below infinity then.
+    starts: the grids to search from: the share of the span of group and zero that each covers, and the codes by which it is moved.
+    A grid gives codes. The line of least squares through (code, value) gives a scale and the value of code 0. Both are rounded as
+    the format stores them, and the error under the rounded ones counts. A scale that is stored as infinite stays: no error is below
+    infinity then.
     """
     count, last = np.float32(len(x)), np.float32(largest)
     low, high, total = np.minimum(x.min(axis=0), 0), np.maximum(x.max(axis=0), 0), _sum(x)

@@ -19,8 +19,8 @@ class QuantTensor:
     data: U8 [N, row_bytes], [E, N, row_bytes] or [row_bytes]; empty where the matrices of experts lie apart (`stack`).
     parts: those matrices.
     order: I32 [K] where the bytes of a row hold its values in another order, as those of GPTQ with act-order do: the j-th of the
-    bytes' values is that of input order[j]. `dequantize` and `rows` give values in the order of inputs; who multiplies with the
-    bytes as they are takes the inputs in this order.
+    bytes' values is that of input order[j]. `dequantize` and `rows` give values in the order of inputs. Kernels that read the
+    stored bytes must permute their activations by `order`.
     Raises FormatError when shape and bytes do not agree, or `order` does not name each input once.
     """
 

@@ -3,7 +3,8 @@
 Layouts as GGUF files store them (ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml). In tq1_0 a byte is a number
 of five base-3 digits times 256 / 243, rounded up: multiplied by 3 it pushes the first digit out at the top. The first 32 bytes are
 values 0..159, digit n of byte i being value 32 n + i; 16 bytes are values 160..239 likewise, and 4 bytes of four digits the rest.
-Kernels read tq1_0 as two bits: 2.06 for the file's 1.69. To multiply the digits out would take longer than to read the difference.
+Kernels read tq1_0 as two bits: 2.06 bits a weight, 1.69 in the file. Extracting the digits in a kernel takes longer than reading
+more.
 """
 
 import numpy as np
@@ -14,7 +15,7 @@ from cpuspec.formats.format import F32, Affine, Format, Parts
 from cpuspec.formats.kquants import SUPERBLOCK, packed_pairs, pairs
 from cpuspec.formats.packing import bits, lanes
 
-_PLACES = np.array([1, 3, 9, 27, 81], np.uint8)  # what pushes digits 0 to 4 to the top
+_PLACES = np.array([1, 3, 9, 27, 81], np.uint8)  # factors that push digits 0 to 4 to the top
 _RUNS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))  # of bytes: first, number, digits in each
 
 _SHARES = np.linspace(0.3, 1.0, 15, dtype=np.float32)

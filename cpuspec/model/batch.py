@@ -1,4 +1,4 @@
-"""What goes into a forward and what comes out. Prefill, decode and verify are the same ragged batch of rows."""
+"""The input and the output of a forward. Prefill, decoding and verification are the same ragged batch of rows."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ class ForwardStoppedError(Exception):
 
 
 class Slots(Protocol):
-    """What a batch must know of a cache (`model.cache.KVCache`)."""
+    """The facts of a cache that a batch is checked against (`model.cache.KVCache`)."""
 
     num_slots: int
     capacity: int
@@ -183,7 +183,7 @@ def _listed(numbers: list[int] | I32 | None) -> list[int] | None:
 class ForwardOutput:
     """Logits of the asked rows and outputs of the asked layers.
 
-    The arrays stay as they are while anybody holds them or a part of them; after that a backend may write into them again.
+    A backend may write into these arrays again once nobody holds them or a view of them.
     """
 
     logits: F32  # [len(logit_rows), V]
@@ -195,8 +195,8 @@ class ForwardOutput:
 def visible(batch: ForwardBatch, sequence: int, prefix: int, window: int | None = None) -> NDArray[np.bool_]:
     """Which cache indices each row of a sequence attends to, [rows, prefix + rows].
 
-    A row's path is the prefix, its ancestors and the row itself, or all rows where these see both ways. It sees the last `window`
-    tokens of its path, None for all.
+    The path of a row is the prefix, its ancestors and the row itself, or all rows where rows see those behind them. A row sees the
+    last `window` tokens of its path; None means all.
     """
     start, end = batch.q_start[sequence], batch.q_start[sequence + 1]
     own = np.ones((end - start, end - start), np.bool_) if batch.both_ways else np.tri(end - start, dtype=np.bool_)

@@ -1,8 +1,8 @@
 """The KV cache as the engine sees it: slots, one length per slot for all layers. Rollback is setting a length.
 
 The backend owns the storage of a slot; this file owns lengths and limits. Keys and values can be truncated anywhere. The state of a
-convolution or of a delta net cannot: it is kept after some tokens only. `truncate`, `keep_path` and `copy` therefore return the
-length that the slot really holds, and the caller feeds the rest again.
+convolution or of a delta net cannot: copies of it are kept at some lengths only. `truncate`, `keep_path` and `copy` therefore
+return the length that the slot really holds, and the caller feeds the rest again.
 """
 
 from collections.abc import Callable

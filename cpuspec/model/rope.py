@@ -80,7 +80,7 @@ def rotary_factors(rope: Rope, head_dim: int) -> F64:
 
 
 def mean_over_positions(rope: Rope | None, heads: F32) -> F32:
-    """Heads [..., D] turned to each of the first positions, and their mean: what turns quickly is lost in it."""
+    """The mean of heads [..., D] rotated to each of the first positions. Dimensions that turn quickly nearly vanish in it."""
     if rope is None:
         return heads
     cosines, sines = (t.mean(axis=0, dtype=np.float64) for t in rope_table(rope, heads.shape[-1], np.arange(_MANY_POSITIONS)))
@@ -90,7 +90,7 @@ def mean_over_positions(rope: Rope | None, heads: F32) -> F32:
 
 
 def growth(rope: Rope, positions: NDArray[np.integer]) -> F64:
-    """What the heads at these positions are multiplied with besides, [len(positions)]: Llama 4's temperature of queries."""
+    """The factor of the heads at these positions beside the rotation, [len(positions)]: Llama 4's temperature of queries."""
     if not rope.growth:
         return np.ones(len(positions))
     return 1 + rope.growth * np.log1p(positions // rope.growth_length)

@@ -1,6 +1,6 @@
 """Byte-pair encoding of words (Sennrich et al. 2016, arXiv:1508.07909, section 3.2), ready to use as soon as it is made.
 
-A model has some hundred thousand merges and a prompt needs a few of them: nothing is prepared for the others.
+A model has hundreds of thousands of merges and a prompt needs few of them, so nothing is prepared in advance.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -13,7 +13,7 @@ Rank = Callable[[str, str], float | None]  # when the merge of two neighbours co
 
 
 def merge_order(merges: Sequence[str], tokens: Container[str]) -> Rank:
-    """The rank of pairs in a list of "left right", the earliest merge first; one that leads to no token has no effect."""
+    """A function that ranks pairs by their place in a list of "left right" merges. Merges whose result is no token have no rank."""
     ranks = dict(zip(merges, count()))
 
     def rank(left: str, right: str) -> int | None:
@@ -24,8 +24,8 @@ def merge_order(merges: Sequence[str], tokens: Container[str]) -> Rank:
 
 
 class BytePairs:
-    """Splits words into tokens: of all neighbours that a merge joins, the pair of the lowest rank goes first, the leftmost of
-    equals, until no merge is left. Takes n log n steps for a word of n characters.
+    """Splits words into tokens. It joins the neighbours with the lowest rank, the leftmost of equals, until no merge is left, in
+    n log n steps for a word of n characters.
 
     ids: of every token that may come out. whole_words: a word that is a token stays whole, whatever the merges say.
     """
@@ -58,7 +58,7 @@ class BytePairs:
             rank, at = heappop(queue)
             right = after[at]
             if right == len(pieces) or self._rank(pieces[at], pieces[right]) != rank:
-                continue  # of a pair that is no longer there
+                continue  # the pair was joined with another neighbour meanwhile
             pieces[at], pieces[right] = pieces[at] + pieces[right], ""
             after[at] = following = after[right]
             if following < len(pieces):

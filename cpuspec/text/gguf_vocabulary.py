@@ -1,7 +1,7 @@
 """Makes a tokenizer's parts of the vocabulary of a GGUF file.
 
-What a file leaves out has the defaults of llama.cpp (its llama-vocab.cpp), so that both encode a text alike. Words are split by the
-`tokenizers` library, and merged by it or by `byte_pairs`, on a vocabulary without control tokens.
+Where a file leaves a setting out, llama.cpp's default holds (its llama-vocab.cpp), so that both encode a text alike. Words are
+split by the `tokenizers` library, and merged by it or by `byte_pairs`, on a vocabulary without control tokens.
 """
 
 import itertools
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Model:
-    """Defaults of one kind of vocabulary. ids: of special tokens, where the tokens there look like them."""
+    """The defaults of one kind of vocabulary. The ids of special tokens hold where the tokens there look special."""
 
     bos_id: int | None = None
     eos_id: int | None = None
@@ -148,7 +148,7 @@ def _with_defaults(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> Gguf
             return value
         if value is not None:
             _log.warning("%s is %d, outside of the vocabulary of %d tokens; it is ignored", name, value, size)
-        # Files that name no token of the kind may have text at that place.
+        # A file without such a token may have an ordinary token at the default id.
         usable = default_id is not None and default_id < size and vocabulary.token_types[default_id] in (UNKNOWN, CONTROL)
         return default_id if usable else None
 
@@ -177,7 +177,7 @@ def _with_defaults(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> Gguf
 
 
 def _types(vocabulary: GgufVocabulary) -> Iterator[int]:
-    """Types of the tokens: those that end a turn are control tokens whatever the file calls them, and empty ones are unused."""
+    """The types of the tokens. Tokens that end a turn are control tokens, whatever the file calls them; empty ones are unused."""
     for token, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True):
         if not token:
             yield UNUSED
@@ -250,7 +250,7 @@ def _user_defined(vocabulary: GgufVocabulary) -> Finder:
 
 
 def _scores(vocabulary: GgufVocabulary) -> tuple[float, ...]:
-    """The scores of all pieces. Raises TokenizerError for too few, for odd ones, and for pieces that are too long to search for."""
+    """The scores of all pieces. Raises TokenizerError for a missing or infinite score, and for a piece too long to search for."""
     tokens, scores = vocabulary.tokens, vocabulary.scores
     if len(scores) != len(tokens) or not all(map(math.isfinite, scores)):
         raise TokenizerError(f"the vocabulary has {len(tokens)} tokens and {len(scores)} scores; wanted as many, all finite")
@@ -260,7 +260,7 @@ def _scores(vocabulary: GgufVocabulary) -> tuple[float, ...]:
 
 
 def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple[Core, Core]:
-    """For a text, and for one that goes on from another, of a vocabulary whose pieces have ▁ for a space.
+    """The cores, for a text and for one that goes on from another, of a vocabulary whose pieces have ▁ for a space.
 
     SentencePiece's BPE keeps scores instead of merges: of all neighbours that join to a piece, those of the best piece go first
     (its bpe_model.cc). pre: of a vocabulary with merges.
@@ -283,7 +283,7 @@ def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple
         token_id = others.get(name := f"<0x{byte:02X}>", normal.get(name))
         if token_id is not None:
             byte_ids[byte] = token_id
-    # Stands for characters that even bytes cannot spell; a control token must not come out of text this way.
+    # The token for characters that even bytes cannot spell. Text must not become a control token this way.
     unknown = vocabulary.unk_id
     if unknown is not None and (types[unknown] not in (NORMAL, UNKNOWN) or not tokens[unknown]):
         unknown = None
@@ -303,7 +303,7 @@ def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple
         return found
 
     def merged(word: str) -> list[int]:
-        # Gemma's runs of newlines are tokens that no merge leads to.
+        # Gemma has tokens for runs of newlines that no merge produces.
         return [normal[word]] if pre and word[0] == "\n" and word in normal else pairs.encode(word)
 
     def encode(text: str, before: str) -> list[int]:
@@ -325,11 +325,11 @@ def _spaced_cores(vocabulary: GgufVocabulary, pre: PreTokenizer | None) -> tuple
 
 
 def _unigram_cores(vocabulary: GgufVocabulary) -> tuple[Core, Core]:
-    """For a text, and for one that goes on from another: the most likely pieces (Kudo 2018, arXiv:1804.10959)."""
+    """The cores, for a text and for one that goes on from another, of the most likely pieces (Kudo 2018, arXiv:1804.10959)."""
     from tokenizers import models, normalizers
 
     tokens, types, scores = vocabulary.tokens, vocabulary.token_types, _scores(vocabulary)
-    # An unknown character must not end the text.
+    # An unknown character must not become the token that ends a text.
     if vocabulary.unk_id is None or vocabulary.unk_id in (vocabulary.eos_id, *vocabulary.end_ids):
         raise TokenizerError("the file does not say which token stands for unknown characters, or names one that ends a text")
     pieces = [
@@ -363,7 +363,9 @@ def _unigram_cores(vocabulary: GgufVocabulary) -> tuple[Core, Core]:
 
 
 def _word_piece_core(vocabulary: GgufVocabulary) -> Core:
-    """The longest pieces from the left, as BERT's. A file has ▁ before a word's first piece instead of ## before others."""
+    """The core that takes the longest pieces from the left, as BERT. GGUF files put ▁ before a word's first piece, not ## before
+    the others.
+    """
     from tokenizers import models, normalizers, pre_tokenizers
 
     unknown = vocabulary.unk_id

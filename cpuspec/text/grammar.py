@@ -1,6 +1,6 @@
 """Grammars that answers keep to: JSON schemas, regular expressions, choices, and Lark or GBNF text, compiled by `llguidance`.
 
-A grammar comes from strangers, so its text, its size and the work of a step have limits, a process that can be killed compiles it
+A grammar comes from strangers. Its text, its size and the work of a step are limited, a child process with limits compiles it
 first, and nothing here reads a file or an address. Where a text is forced, llguidance allows only the tokens that the tokenizer
 itself makes of it, so that they are known without a forward (its docs/fast_forward.md); elsewhere it allows every token that some
 text of the grammar goes on with.
@@ -50,7 +50,7 @@ _LIMITS = {
 
 
 class _Key(NamedTuple):
-    """A grammar's text, and its kind as `llguidance.grammar_from` names it."""
+    """The text of a grammar, and its kind under the name that `llguidance.grammar_from` uses."""
 
     kind: str
     text: str
@@ -65,7 +65,7 @@ class Grammars:
         self._compiled: dict[_Key, LLMatcher] = {}  # the latest last
 
     def has_compiled(self, params: SamplingParams) -> bool:
-        """Whether `constraint` has the grammar of params at hand."""
+        """Whether the grammar of these params is compiled, so that `constraint` returns at once."""
         return _key(params) in self._compiled
 
     def constraint(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Constraint | None:
@@ -87,7 +87,7 @@ class Grammars:
         matcher = self._compiled.pop(key, None)  # to be the latest again
         if matcher is None:
             matcher = _compile(key, self._vocabulary)
-            # At the limits of a step, what the first look still reaches the second does not.
+            # A grammar near the limits of a step may pass the first computation of a mask and fail the second.
             if any(GrammarConstraint(matcher, self._vocabulary).legal(()) is None for _ in range(2)):
                 raise ConfigError(f"{_NAMES[key.kind]} allows no text, or is too complex to tell which; wanted one with a text")
         self._compiled[key] = matcher
@@ -119,7 +119,7 @@ class Grammars:
 class GrammarConstraint:
     """The tokens that a grammar allows in one request, after any path of its output.
 
-    All answers depend on the path alone, whatever was asked before. A grammar that exceeds the limits of a step allows nothing.
+    Each method depends on its path alone and not on earlier calls. A grammar that exceeds the limits of a step allows nothing.
     """
 
     def __init__(self, compiled: "LLMatcher", vocabulary: "_Vocabulary") -> None:
@@ -170,14 +170,14 @@ class GrammarConstraint:
         wanted = list(path)
         shared = shared_prefix(self._path, wanted)
         if self._matcher.is_error() or not self._matcher.rollback(len(self._path) - shared):
-            self._matcher, shared = self._compiled.deep_copy(), 0  # an error is for ever
+            self._matcher, shared = self._compiled.deep_copy(), 0  # a matcher does not recover from an error
         new = [] if self._matcher.is_stopped() else wanted[shared:]  # free text behind a whole one may be long
         self._path = wanted[: shared + (self._matcher.try_consume_tokens(new) if new else 0)]
         return len(self._path) == len(wanted) and not self._matcher.is_error()
 
 
 class AtLeast:
-    """Tokens that an answer has before it may end, unless its grammar lets nothing else follow. ends: tokens that end it."""
+    """A least number of tokens before an answer may end, unless its grammar allows only the end. ends: tokens that end it."""
 
     def __init__(self, grammar: Constraint | None, least: int, ends: Set[int], vocab_size: int) -> None:
         self._grammar = grammar
@@ -204,7 +204,7 @@ class AtLeast:
 
 
 class BehindReasoning:
-    """A grammar that begins behind the token that closes the reasoning; any token but an end may be in that.
+    """A grammar that begins behind the token that closes the reasoning. Reasoning may hold any token that ends no answer.
 
     opens: the token that opens reasoning if the answer begins with it; None where the prompt has opened it.
     """
@@ -276,7 +276,7 @@ class BehindTrigger:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance takes it. Special tokens have no text, so that no grammar allows them."""
+    """A tokenizer in the form that llguidance needs. Special tokens get no text, so that no grammar allows them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         llguidance = _library()

@@ -1,4 +1,4 @@
-"""Makes a tokenizer's parts of the files in a Hugging Face directory: tokenizer.json, or the older files that came before it.
+"""Makes a tokenizer's parts from the files of a Hugging Face directory: tokenizer.json, or the older files where it is missing.
 
 Tokens, ends and chat templates are gathered from every file that may name them, since tools differ in which of them they write.
 """
@@ -42,7 +42,7 @@ _OLD_FILES = {
     **dict.fromkeys(("Qwen3_5Tokenizer", "qwen3_5", "qwen3_5_moe"), "qwen35"),
     **dict.fromkeys(("starcoder2",), "starcoder"),
 }
-# These move the ids of their SentencePiece file.
+# Classes whose ids differ from those in their SentencePiece file.
 _MOVED_IDS = ("XLMRoberta", "Camembert", "MBart", "Nllb", "Barthez", "Pegasus", "M2M100")
 
 
@@ -78,7 +78,7 @@ def hf_parts(files: HfTokenizerFiles, vocab_size: int) -> Parts:
     eos_id = read.vocab.get(variables["eos_token"])
     prefix, suffix = read.prefix, read.suffix
     generic = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
-    # Classes of their own rebuild the post-processor from these flags; the generic one takes the file's.
+    # A tokenizer class of a model builds its post-processor from these flags; the generic class uses the file's.
     if not generic and isinstance(config.get("add_bos_token"), bool):
         prefix = (bos_id,) if config["add_bos_token"] and bos_id is not None else ()
     if not generic and isinstance(config.get("add_eos_token"), bool):
@@ -216,10 +216,10 @@ def _spaced_word_pieces(read: TokenizerJson, hidden: set[int]) -> Iterator[str |
 
 
 def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[int], path: Path) -> tuple[Core, Core, Core]:
-    """For a text, for text behind a control token, and for text that goes on from other text.
+    """The cores for a text, for text behind a control token, and for text that goes on from other text.
 
-    The library never sees control tokens, apart from the one for unknown characters, which text cannot spell. Other tokens keep
-    their ids by being in the model's vocabulary.
+    The library gets no control tokens except the one for unknown characters, under a name that no text contains. Added tokens are
+    in the vocabulary that it gets, so they keep their ids.
     """
     from tokenizers import AddedToken, models
     from tokenizers import Tokenizer as LibraryTokenizer
@@ -228,14 +228,14 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
     unknown = read.unk_token
     if unknown in control and unknown in read.vocab:
         token_id = read.vocab[unknown]
-        # A character that the vocabulary lacks must not end the text.
+        # A character that the vocabulary lacks must not become the token that ends a text.
         unknown = None if token_id in eos_ids else f"{HIDDEN}{unknown}"
         if unknown:
             vocab[unknown] = token_id
     merges = [pair for pair in read.merges if "".join(pair) not in control]
     literal = [token for token in read.added if token.content not in control]
     first = read.pre_tokenizer
-    # "first" means the beginning of the whole input, which the library gets to see in pieces.
+    # "first" means the beginning of the whole input, but the library sees the text behind each control token as an input.
     later = [step | {"prepend_scheme": "never"} if step.get("prepend_scheme") == "first" else step for step in first]
     no_space: dict[str, dict[str, Any]] = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
     middle = [step | no_space.get(step["type"], {}) for step in first]
@@ -277,7 +277,7 @@ def _library_cores(read: TokenizerJson, control: set[str], eos_ids: frozenset[in
             )
             for token in literal
         ]
-        cores: dict[str, Core] = {}  # by their steps, which most files have the same for all three
+        cores: dict[str, Core] = {}  # by their steps; in most files all three have the same
         steps = []
         for normalizer, pre_tokenizer in ((read.normalizer, first), (read.normalizer, later), (no_prefix, middle)):
             parts = {

@@ -1,4 +1,4 @@
-"""The parts of a tokenizer, the same for every kind of file, and helpers that the readers of such files share."""
+"""The parts of a tokenizer, whatever file they came from, and helpers that the readers of these files share."""
 
 import contextlib
 import re
@@ -33,7 +33,7 @@ _ENDS_IF_CONTROL = frozenset(
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     )
 )
-# Harmony and Solar: `<|end|>` ends a message, and the answer goes on with another one. The rest of that format is text to show.
+# In Harmony and Solar `<|end|>` ends a message and not the answer. Their other control tokens are shown as text.
 _GO_ON = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|call|>", "<|flush|>")), frozenset(("<|calls|>", "<|flush|>")))
 _SHOWN = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
 
@@ -71,7 +71,9 @@ class Parts:
 
 
 def is_control(text: str, control: bool, user_defined: bool = False) -> bool:
-    """Whether a token is no text. control, user_defined: what its file says; some files call ends of turns ordinary tokens."""
+    """Whether a token is control and not text. control, user_defined: its type in the file, which some files get wrong for ends of
+    turns.
+    """
     return control or text in _ENDS or (user_defined and bool(LOOKS_LIKE_CONTROL.fullmatch(text)))
 
 
@@ -134,7 +136,7 @@ class Finder:
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """The library's own errors, and panics of the Rust code in it, as TokenizerError."""
+    """Turn errors of the `tokenizers` library, and panics of its Rust code, into TokenizerError."""
     try:
         yield
     except Exception as error:

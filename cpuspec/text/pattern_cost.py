@@ -1,8 +1,9 @@
 """Bounds how far a file's regular expression may backtrack, from the pattern alone, before it meets a text.
 
 The `tokenizers` library splits text with Oniguruma, which backtracks without a limit: `(a+)+b` takes 2**n steps on n letters, and
-`.*b` takes n**2 on a text without a b. Patterns of real tokenizers do neither; this module refuses those that may. Knows nothing of
-tokens. The syntax is that of Oniguruma's doc/RE.
+`.*b` takes n**2 on a text without a b. Patterns of real tokenizers do neither. This module refuses patterns that may, and patterns
+that it cannot read. A list of known patterns would not do: tokenizer.json files spell the same rule in many ways, and each new
+model may bring its own. The syntax is that of Oniguruma's doc/RE.
 """
 
 import re
@@ -13,10 +14,10 @@ from typing import NoReturn
 from cpuspec.errors import TokenizerError
 
 _MOST_STEPS = 1 << 13  # from one place in the text; real patterns take some hundreds
-_RUN = 32  # characters that a repetition is reckoned to pass: a word's
+_RUN = 32  # characters that an unlimited repetition is assumed to match: those of a long word
 _LONGEST_PATTERN = 1 << 14
 _DEEPEST = 32
-_MOST_COUNTED = 1 << 10  # characters that counts as in \d{3} may ask for
+_MOST_COUNTED = 1 << 10  # the most characters that counted repetitions such as \d{3} may require
 
 _TOKEN = re.compile(
     r"(?P<look>\(\?<?[=!])"
@@ -31,7 +32,7 @@ _TOKEN = re.compile(
 )
 _WHOLE_FLAGS = re.compile(r"\(\?[im]+\)")
 _CLASS_PART = re.compile(r"\\.|[^\\\[\]]", re.DOTALL)
-# What ordinary texts consist of, to see what a class of characters matches.
+# Characters of ordinary texts: a class of characters is tried on them.
 _SPACES = " \t\n\r\u00a0\u2028\u3000"
 _OTHERS = "".join(char for char in map(chr, range(0x21, 0x3100)) if not char.isspace()) + "㐀中文漢가힣ﷺ，😀"
 
@@ -72,10 +73,10 @@ class PatternCost:
 
 
 def pattern_cost(pattern: str) -> PatternCost:
-    """What a pattern may cost. Raises TokenizerError if that has no small bound, or the pattern is not one this module reads.
+    """The bounds of a pattern's cost. Raises TokenizerError if it may be high, or for syntax that this module does not read.
 
-    A repetition behind which a match can still fail is tried at every length, so such repetitions multiply; one that passes white
-    space and other characters alike would run through the whole text from each of its places.
+    If the pattern can still fail behind a repetition, the repetition is tried at every length, so the costs of such repetitions
+    multiply. One that matches white space as well as other characters could run to the end of the text from every place.
     """
     if len(pattern) > _LONGEST_PATTERN:
         raise TokenizerError(f"the pattern has {len(pattern)} characters; at most {_LONGEST_PATTERN} are read")
@@ -122,7 +123,7 @@ def _parse(pattern: str) -> _Group:
         else:
             least, most = _bounds(token)
             stacked = branch and isinstance(branch[-1], _Repeat) and isinstance(branch[-1].item, _Repeat)
-            # Behind a place, a repetition is tried from every place before it.
+            # In a look-behind, a repetition is tried from every earlier place.
             behind = most is None and any(group.behind for group in open_groups)
             if not branch or stacked or behind or (most is not None and most < least):
                 _refuse(pattern, token.start())
@@ -220,7 +221,7 @@ def _min_length(item: _Item) -> int:
 
 
 def _mixes_spaces(item: _Item) -> bool:
-    """Whether characters of `item` match white space and others: a repetition of it does not end with a word."""
+    """Whether `item` matches white space as well as other characters: its repetition does not stop at the end of a word."""
     from tokenizers import Regex, normalizers
 
     sources = _sources(item)

@@ -1,8 +1,7 @@
 """Text to token ids and back, from a GGUF file's own vocabulary or a Hugging Face tokenizer.json.
 
-Text is split into words by the `tokenizers` library, and words are merged by it or by `byte_pairs`, on a vocabulary without
-control tokens; where those are recognised, and where not, is decided here, so that a user's text cannot smuggle them in. Knows
-nothing of models, only of ids.
+The `tokenizers` library splits text into words. It or `byte_pairs` merges each word, with a vocabulary that lacks control tokens.
+This module alone decides where a text becomes control tokens, so a user's text cannot smuggle them in. It knows ids and no model.
 """
 
 import codecs
@@ -23,7 +22,7 @@ from cpuspec.text.tokenizer_json import quoted
 if TYPE_CHECKING:
     from cpuspec.text.chat_template import ChatTemplate
 
-_STRAY_BYTES = re.compile("([\udc80-\udcff]+)")  # what "surrogateescape" makes of bytes that are no UTF-8
+_STRAY_BYTES = re.compile("([\udc80-\udcff]+)")  # bytes that are no UTF-8, as "surrogateescape" decodes them
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 _DEEPEST = 50  # levels of lists and dicts in messages and variables of a chat template
@@ -34,8 +33,8 @@ Message = Mapping[str, Any]
 class Tokenizer:
     """Encodes and decodes with one vocabulary. Made by `make_tokenizer`; safe to use from several threads.
 
-    Control tokens (and those that a vocabulary marks as unknown or unused) are special: they decode to nothing by default, and
-    text becomes one only where the caller asks for it.
+    Special tokens are control tokens and those that a vocabulary marks as unknown or unused. By default they decode to nothing, and
+    a text becomes one only where the caller asks for it.
     """
 
     def __init__(self, parts: Parts, vocab_size: int) -> None:
@@ -82,9 +81,9 @@ class Tokenizer:
         return [*self._parts.prefix, *ids, *self._parts.suffix] if add_special else ids
 
     def encode_prompt(self, text: str, parse_special: bool = True, add_special: bool = True) -> list[int]:
-        """Token ids of a raw prompt; of an empty one its beginning alone, as far as the vocabulary has one.
+        """Token ids of a raw prompt. An empty prompt becomes BOS, if the vocabulary has one.
 
-        parse_special, add_special: as in `encode`. A text that has the beginning which the file asks for gets no second one.
+        parse_special, add_special: as in `encode`. A text that already begins with the tokens of the file gets no second ones.
         """
         ids, prefix = self.encode(text, False, parse_special), [*self._parts.prefix]
         if add_special:
@@ -180,7 +179,7 @@ class Tokenizer:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What the model's file asks for before every text."""
+        """The tokens that the model's file puts before every text."""
         return self._parts.prefix
 
     @cached_property
@@ -351,7 +350,7 @@ class StreamDecoder:
         return shown
 
     def finish(self) -> str:
-        """What an unfinished character at the end becomes. The decoder is as new afterwards, in the middle of a text."""
+        """The text of an unfinished character at the end. Afterwards the decoder starts anew, in the middle of a text."""
         self._between_characters = not self._strip
         return self._utf8.decode(b"", final=True)
 

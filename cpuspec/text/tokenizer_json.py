@@ -1,8 +1,8 @@
 """Reads a Hugging Face tokenizer.json, and the files beside it, and trusts nothing in them: every field is read by name and type.
 
 Three fields for training are ignored: `truncation` and `padding`, which `transformers` resets too, and `dropout`, which would make
-ids random. Steps that could make a text grow without bound are refused, and so are patterns that could backtrack without end. This
-module knows files and their fields; it makes no tokenizer.
+ids random. Steps that could make a text grow without bound are refused, and so are patterns that could backtrack without end. The
+module reads files and makes no tokenizer.
 """
 
 import base64
@@ -27,13 +27,13 @@ _MOST_AROUND = 1024  # tokens before and behind a text
 _MOST_GROWTH = 64  # characters that all normalizers may make of one
 _LONGEST_ADDED = 1024  # characters of an added token
 _LONGEST_WORD = 256  # characters of a word that WordPiece splits, which takes time by their cube
-_FEW_BEYOND = 4096  # ids of added tokens above the model's rows that are no sign of damage
+_FEW_BEYOND = 4096  # added tokens may have ids up to this far above the model's rows; higher ids are a sign of damage
 _MOST_ADDED = 1 << 21  # characters of all of them
 
 _log = logging.getLogger(__name__)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-# The characters that each step may make of one, besides those of Unicode's own forms. Replace and Precompiled state theirs.
+# How many characters each step may make from one, Unicode's normal forms aside. The file says it for Replace and Precompiled.
 _NORMALIZERS = {
     **dict.fromkeys(
         ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Nmt", "Strip", "StripAccents", "Prepend", "Replace", "Precompiled"), 1
@@ -342,7 +342,7 @@ def _without_legacy(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _growth(normalizer: list[dict[str, Any]], pre_tokenizer: list[dict[str, Any]]) -> float:
-    """The characters that all steps together may make of one. Refuses too many, and patterns that may search for too long."""
+    """How many characters all steps together may make from one. Refuses too many, and patterns that may search for too long."""
     growth = 1.0
     for name, known, steps in (("normalizer", _NORMALIZERS, normalizer), ("pre_tokenizer", _PRE_TOKENIZERS, pre_tokenizer)):
         for step in steps:
