@@ -16,8 +16,9 @@ from cpuspec.metrics import epoch_s
 from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.fields import read
-from cpuspec.server.model import RequestedAnswer, ServedModel, shown_tokens
+from cpuspec.server.model import ServedModel, shown_tokens
 from cpuspec.server.parsing import ToolFormat, tool_format
+from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import (
     ChatBody,
     CompletionBody,
@@ -187,7 +188,10 @@ def _body(url: str, fields: Mapping[str, Any]) -> ChatBody | CompletionBody:
 
 
 def _strict(keeps_to: dict[str, Any]) -> dict[str, Any]:
-    """What an answer keeps to. Raises RequestError for a schema that cannot be kept as a whole: no header could say so."""
+    """The grammar of an answer.
+
+    Raises RequestError for a schema with parts that no grammar can hold: a line has no header that could name them.
+    """
     if "json_schema" in keeps_to:
         check_strict(keeps_to["json_schema"], "the JSON schema of a line", "response_format")
     return keeps_to

@@ -35,7 +35,7 @@ class Line:
 
     @property
     def custom_id(self) -> str:
-        """What its answer is known by: its own `custom_id`, else its number."""
+        """The id of its answer: its own `custom_id`, else one made of its number."""
         try:
             found = json.loads(self.content)["custom_id"]
         except (ValueError, LookupError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What `cpuspec batch` tells of a run, and a run over a cluster."""
+"""The command `batch`: it answers a file of requests on this machine or on a cluster, and prints a summary."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -42,7 +42,7 @@ def emit_json(value: Report) -> None:
 
 
 def emit_generated(text: str) -> None:
-    """Write what a model generated: as it is, but on a terminal with control characters written out, lest it be obeyed."""
+    """Write what a model generated. A terminal gets control characters as visible escapes, so that it does not obey them."""
     emit(_OBEYED.sub(lambda found: printable(found[0]), text) if sys.stdout.isatty() else text)
 
 
@@ -58,7 +58,7 @@ def note(text: str) -> None:
 
 
 class _Stream:
-    """A standard stream that, once a write has failed, answers each with what `lost` made of that: an exception, or None."""
+    """A standard stream. After a failed write every later one raises the exception that `lost` returned, if it returned one."""
 
     def __init__(self, stream: TextIO | None, descriptor: int, lost: Callable[[OSError], Exception | None]) -> None:
         # One that was closed before the start is None. This stands for it, and takes its number, lest a file get it.
@@ -93,7 +93,7 @@ class _Stream:
 
 @contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Within this context, output that cannot be written ends the command with an exit code, and such notes are dropped."""
+    """Within this context, output that cannot be written ends the command with an exit code; such notes are dropped."""
     before = sys.stdout, sys.stderr
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if SYSTEM.pipe_encoding and hasattr(stream, "reconfigure") and not stream.isatty():
@@ -119,9 +119,9 @@ def _end_without_output(error: OSError) -> Exception:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt, for what must then be tidied up; before and after, it ends the process at once.
+    """Let Ctrl-C raise KeyboardInterrupt within this context, so that a command can tidy up. Outside it ends the process at once.
 
-    Changes nothing where `main` has not arranged that: in tests, and in a background job, which ignores Ctrl-C.
+    It changes nothing in tests, nor in a background job, which ignores Ctrl-C.
     """
     if signal.getsignal(signal.SIGINT) is not end_at_once:
         yield
@@ -163,7 +163,7 @@ def show_log() -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn what goes wrong in a command into one line on stderr and an exit code, never a traceback."""
+    """Turn an error of a command into one line on stderr and an exit code, without a traceback."""
     try:
         with interruptible():
             yield

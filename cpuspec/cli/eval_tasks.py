@@ -256,7 +256,7 @@ def show_cost(cost: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def show_price(price: dict[str, float | None] | None, per_hour: float | None) -> list[tuple[str, str]]:
-    """What tokens and right answers cost, in a line."""
+    """The price of tokens and of right answers, in a line."""
     if price is None:
         return []
     parts = [(price["per_million_tokens"], "a million tokens"), (price["per_accepted_answer"], "a right answer")]

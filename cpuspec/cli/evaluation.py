@@ -190,7 +190,7 @@ def _show_kv(report: Report) -> None:
 
 
 def _bos_id(tokenizer: Tokenizer) -> int | None:
-    """What llama.cpp puts in the place of each window's first token: the beginning of a text, where the model's file wants one."""
+    """The token that llama.cpp puts in place of each window's first one: BOS, if the model's file wants it."""
     return tokenizer.prefix[0] if tokenizer.prefix else None
 
 

@@ -157,7 +157,7 @@ class Measurement:
 
     @property
     def num_requests(self) -> int:
-        """Those to measure, and then those to warm up with."""
+        """The number of requests: those that are measured, and those of the warm-up."""
         return self.num_prompts + self.num_warmups
 
 

@@ -96,9 +96,9 @@ def read_keys(file: Path | None) -> list[str]:
 
 
 def prefix_directory(given: str | None) -> str | None:
-    """Where prefixes go that do not fit in memory: the directory that was given, for `none` nowhere, by default one of our own.
+    """The directory for prefixes that do not fit in memory: the given one, None for `none`, by default one in the cache directory.
 
-    Our own is left out, with a note, where it cannot be written; that of a user must be usable.
+    If the default cannot be written, the result is None, with a note. A directory of the user must be usable.
     """
     if given is not None:
         return None if given == "none" else given

@@ -12,7 +12,7 @@ from cpuspec.errors import ConfigError
 
 @dataclass
 class RequestResult:
-    """What became of one request. Seconds; start_s counts from the beginning of the load. error: "" for one that was answered.
+    """The times and counts of one request. start_s counts from the beginning of the load. error: "" if it was answered.
 
     ttft_s: until the first text came, or until the end of an empty answer. itl_s: the gaps between pieces of text; a server that
     drafts may send several tokens in a piece. Token counts are the server's own; None where it does not tell.

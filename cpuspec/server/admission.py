@@ -1,4 +1,4 @@
-"""Who is computed next: at most so many answers at once, the others wait, and clients take turns.
+"""The queue of answers: a bounded number runs, the others wait, and clients take turns.
 
 Everything here runs in the event loop; there are no locks.
 """
@@ -12,7 +12,7 @@ from cpuspec.server.errors import BusyError
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """The place of one answer: it waits, then it runs, until it is given back. `start` is called when it begins to run."""
+    """The place of one answer in the queue. `start` is called when the answer may begin to run."""
 
     client: str
     start: Callable[[], None]
@@ -20,10 +20,10 @@ class Ticket:
 
 
 class Admission:
-    """Hands out places. Among those who wait, each client gets one in turn, and a client's own answers keep their order."""
+    """Hands out places. Waiting clients get one place each in turn; the answers of one client keep their order."""
 
     def __init__(self, max_running: int, max_waiting: int, name: str = "answers") -> None:
-        """name: of what is computed, for messages."""
+        """name: the word for the answers in error messages."""
         self.max_running = max_running
         self.max_waiting = max_waiting
         self._name = name
@@ -36,7 +36,7 @@ class Admission:
         return sum(map(len, self._waiting.values()))
 
     def check(self, number: int) -> None:
-        """Raise BusyError if that many answers more would have to wait than may wait."""
+        """Raise BusyError if `number` more answers would make the queue longer than `max_waiting`."""
         free = self.max_running - self.num_running
         if self.num_waiting + number - free > self.max_waiting:
             raise BusyError(
@@ -45,7 +45,7 @@ class Admission:
             )
 
     def enter(self, client: str, starts: Sequence[Callable[[], None]]) -> list[Ticket]:
-        """A ticket for each answer, all or none; those that find a place free start at once. Raises BusyError as `check`."""
+        """Return a ticket for each answer. Answers that find a free place start at once. Raises BusyError, as `check` does."""
         self.check(len(starts))
         tickets = [Ticket(client, start) for start in starts]
         self._waiting.setdefault(client, deque()).extend(tickets)

@@ -19,7 +19,7 @@ _LONGEST_NAME, _MOST_NAMES, _MOST_NOTED = 64, 32, 256
 
 
 class BodyRoute(APIRoute):
-    """A route whose endpoint gets the fields that its body declares, whatever a client calls them.
+    """A route whose endpoint gets the fields that its body declares, under whichever names a client sent them.
 
     Fields that mean nothing here are ignored: a header of the response names them, and the log each once. A strict server refuses
     them.

@@ -1,6 +1,6 @@
-"""A conversation with tools as a prompt, and what the model says as reasoning, content and tool calls.
+"""A conversation with tools, encoded as a prompt.
 
-Chat completions, Anthropic's messages and OpenAI's responses are three spellings of this.
+Chat completions, Anthropic's messages and OpenAI's responses all use it.
 """
 
 import json
@@ -15,9 +15,10 @@ from cpuspec.engine.llm import answer_params
 from cpuspec.errors import TokenizerError
 from cpuspec.server.content import content_text
 from cpuspec.server.errors import RequestError
-from cpuspec.server.model import RequestedAnswer, ServedModel
+from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Parser, answer_parser, opens_reasoning, reasoning_marks
 from cpuspec.server.parsing.calls import tool_instructions
+from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.structured import call_grammar, loose_format, loosened_note
 from cpuspec.server.turns import in_turns
 from cpuspec.text import Tokenizer
@@ -75,7 +76,7 @@ class ChatPrompt:
     begun: str = ""
 
     def parser(self) -> Parser:
-        """The parser of one answer."""
+        """A new parser for one answer."""
         return answer_parser(self.template, self.functions, self.thinking, self.begun)
 
     def wanted(self, params: SamplingParams, shows_progress: bool = False, prediction: Sequence[int] = ()) -> list[RequestedAnswer]:
@@ -87,7 +88,7 @@ class ChatPrompt:
         return [RequestedAnswer(self.ids, one, shows_progress, prediction) for one in answer_params(params)]
 
     def call_id(self, digits: str) -> str:
-        """An id for a tool call, such as the model's template takes, from 32 hexadecimal digits."""
+        """An id for a tool call, of the length that the model's template wants, from 32 hexadecimal digits."""
         num_chars = self.model.tool_format.id_chars
         return digits[:num_chars] if num_chars < 16 else f"call_{digits[:num_chars]}"
 

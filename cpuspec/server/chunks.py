@@ -179,7 +179,7 @@ class TextChunks:
                 yield self._chunk(index, echo)
 
     def show(self, index: int, output: Output) -> Iterator[Chunk]:
-        """The chunk of an output, unless it has neither text nor anything else to tell."""
+        """The chunk of an output; none for an output without text, logprobs or end."""
         logprobs = None
         self._usages.count(index, output)
         if self._has_logprobs:

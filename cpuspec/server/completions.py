@@ -15,7 +15,8 @@ from cpuspec.server.chat import chat_prompt
 from cpuspec.server.chunks import ChatChunks, TextChunks, Usages
 from cpuspec.server.errors import RequestError
 from cpuspec.server.gate import context_of, model_of
-from cpuspec.server.model import RequestedAnswer, ServedModel
+from cpuspec.server.model import ServedModel
+from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import (
     ChatBody,
     CompletionBody,

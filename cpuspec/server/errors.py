@@ -1,4 +1,4 @@
-"""What a client did wrong or the server cannot do now, with the status and the kind that each protocol has for it."""
+"""Errors of requests: a mistake of the client, or something that the server cannot do now. Each has a status and a kind."""
 
 from cpuspec.errors import CpuspecError
 
@@ -45,7 +45,7 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """A request that came under a name that is not this server's."""
+    """A request whose Host header does not name this server."""
 
     status = 403
     kind = "permission_error"
@@ -89,7 +89,7 @@ class TimeUpError(RequestError):
 
 
 class NotSupportedError(RequestError):
-    """Something that no model of this server does."""
+    """A feature that no model of this server has."""
 
     status = 501
     kind = "not_supported_error"

@@ -71,7 +71,7 @@ def token_parts(output: Output) -> list[tuple[str, list[TokenLogprobs], dict[str
 
 
 def log_figures(stats: Sequence[RequestStats]) -> dict[str, Any]:
-    """What the log line of a request says of its answers."""
+    """The figures of the answers for the log line of their request."""
     found = usage(stats)
     first = min((one.ttft_s for one in stats if one.ttft_s is not None), default=None)
     return {

@@ -1,4 +1,4 @@
-"""What every request passes before an endpoint sees it: host, key, the limits of its body. And the log line when it has ended."""
+"""The first layer of a request: it checks the host, the key and the size of the body, and writes the log line at the end."""
 
 import asyncio
 import ipaddress
@@ -22,7 +22,7 @@ from cpuspec.server.replies import error_response
 from cpuspec.server.server import Server, server_of
 
 BODY_S = 60.0  # that a body may take to come
-# For probes and for a browser's first look, which have no key. The page asks for one.
+# Paths that need no key: those of probes, and the page, which asks the user for the key.
 OPEN_PATHS = ("/livez", "/health", "/ready", *page.FILES)
 # In the scope of a request whose stream another server may have to repeat, event for event: a text of the request's own, and when
 # it came, in seconds since the epoch.
@@ -36,7 +36,7 @@ _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::[0-9]+)?")
 
 @dataclass
 class RequestContext:
-    """What is known of a request.
+    """Facts about one request that all layers share.
 
     created: when it came, in seconds since the epoch. rng: of a request with a nonce, the same for all with that one. figures: what
     its endpoint adds to the log line. notes: on how the request was changed, for headers of the response, by their names behind

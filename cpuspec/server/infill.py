@@ -18,7 +18,7 @@ from cpuspec.server.bodies import BodyRoute
 from cpuspec.server.completions import fill_params, fill_prompt
 from cpuspec.server.figures import timings
 from cpuspec.server.gate import context_of, model_of
-from cpuspec.server.model import RequestedAnswer
+from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.schema import Body, SamplingFields, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import loose_format, loosened_note

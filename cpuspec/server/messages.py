@@ -23,14 +23,22 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event, json_response
-from cpuspec.server.schema import Body, SamplingFields, sampling_params
+from cpuspec.server.schema import SamplingFields, ignoring, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class CountBody(Body):
+_Ignored: Any = ignoring(
+    "billing_policy", "cache_control", "context_management", "mcp_servers", "speed", "user_profile_id", "workspace_id"
+)
+_IgnoredInAnswers: Any = ignoring(
+    "container", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier"
+)
+
+
+class CountBody(_Ignored):
     model: str | None = None
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
@@ -43,28 +51,12 @@ class CountBody(Body):
     # Refused where they ask for something.
     compaction: Any = None
     thread: Any = None
-    # Ignored.
-    billing_policy: Any = None
-    cache_control: Any = None
-    context_management: Any = None
-    mcp_servers: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
 
 
-class MessagesBody(CountBody, SamplingFields):
+class MessagesBody(CountBody, SamplingFields, _IgnoredInAnswers):
     max_tokens: int | None = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    # Ignored.
-    container: Any = None
-    diagnostics: Any = None
-    fallback_credit_token: Any = None
-    fallbacks: Any = None
-    inference_geo: Any = None
-    metadata: Any = None
-    service_tier: Any = None
 
 
 @router.post("/v1/messages")

@@ -23,7 +23,7 @@ from cpuspec.server.admission import Admission
 from cpuspec.server.errors import BusyError, ContextExceededError, EngineFailedError, RequestError, TimeUpError
 from cpuspec.server.meter import AnswerMeter
 from cpuspec.server.parsing import MARKS, ToolFormat, tool_format
-from cpuspec.server.runner import Runner, contained
+from cpuspec.server.runner import RequestedAnswer, Runner, contained
 from cpuspec.text import Tokenizer
 
 _T = TypeVar("_T")
@@ -63,16 +63,6 @@ class FillTokens:
     ends: tuple[int, ...]
     repository: int | None
     file: int | None
-
-
-@dataclass(frozen=True)
-class RequestedAnswer:
-    """One answer to compute. prediction: token ids that it may repeat."""
-
-    prompt: list[int]
-    params: SamplingParams
-    shows_progress: bool = False  # outputs without tokens tell how much of the prompt has been read
-    prediction: Sequence[int] = ()
 
 
 @dataclass
@@ -128,13 +118,13 @@ class ServedModel:
         return sum(level.weight_bytes - level.shared_bytes + level.kv_bytes for level in self.llm.memory())
 
     async def in_worker(self, function: Callable[[], _T]) -> _T:
-        """What the function returns, run beside the event loop: for tokenization and templates, which may take a while."""
+        """Run the function in a worker thread, and return what it returns. Tokenization and templates may take a while."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, partial(contained, function))
 
     async def answers(self, client: str, request_id: str, wanted: Sequence[RequestedAnswer], rng: Random | None) -> "Answers":
         """The answers to one request, all or none; its grammar is compiled beside the event loop. rng: as `Answers` has it.
 
-        client: whom they count for; where clients have keys, nothing that is computed for one is shared with another.
+        client: the client whose turn they take. Clients with keys of their own share no prefixes with each other.
         Raises RequestError or ConfigError for what the model cannot run, BusyError where the queue is full.
         """
         each = {id(one.prompt): one for one in wanted}.values()  # the answers to one prompt differ in nothing that is checked
@@ -205,12 +195,12 @@ class ServedModel:
                 self.metrics.prefixes = await self.runner.between_steps(self.llm.prefix_stats)
 
     def retry_after_s(self) -> int:
-        """When a place may be free, as far as recent requests tell."""
+        """Seconds until a place may be free, estimated from recent requests."""
         rounds = (self.admission.num_waiting + 1) / self.admission.max_running
         return max(1, min(60, round(rounds * self.metrics.mean_request_s)))
 
     def end_answers(self, error: CpuspecError) -> None:
-        """Let whoever waits for an answer get this error instead."""
+        """End all answers with this error."""
         for answers in self.unfinished:
             answers.fail(error)
 
@@ -232,13 +222,12 @@ class ServedModel:
 
 
 class Answers:
-    """The answers to one request, from their places in the queue to their last tokens. `close` must be called at last.
+    """The answers to one request, from their places in the queue to their last tokens. The caller must call `close` in the end.
 
-    `ServedModel.answers` makes them of what `LLM.check` has passed. Raises BusyError where the queue is full.
+    `ServedModel.answers` makes it, after `LLM.check` has accepted the request. Raises BusyError if the queue is full.
 
-    rng: of a request whose answers another server may have to repeat: seeds and ids come from it, and outputs do not depend on when
-    tokens come. None for others. stamp: where there is an `rng`, a checksum of the tokens that `outputs` has yielded; None while it
-    tells how much of a prompt has been read.
+    rng: None, unless another server may have to repeat the answers. Then seeds and ids come from it, and outputs do not depend on
+    when tokens come. stamp: with an `rng`, a checksum of the tokens that `outputs` has yielded; None for a progress report.
     """
 
     def __init__(
@@ -271,7 +260,7 @@ class Answers:
         return uuid4().hex if self._rng is None else f"{self._rng.getrandbits(128):032x}"
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """Yield each answer's number and output as they come; what came while the reader was slow is one output.
+        """Yield each answer's number and output as they come. Outputs that came while the reader was slow are merged into one.
 
         With an `rng` every token is an output, and the answers take turns.
         Raises TimeUpError when the time is up, EngineFailedError if the engine ended an answer, RequestError if its grammar did.
@@ -295,7 +284,7 @@ class Answers:
                 yield number, output
 
     def fail(self, error: CpuspecError) -> None:
-        """Let `outputs` raise this."""
+        """Make `outputs` raise this error."""
         self._error = error
         self._ready.set()
 
@@ -309,14 +298,17 @@ class Answers:
             self._model.admission.leave(ticket)
 
     def _come(self) -> Iterator[tuple[int, Output]]:
-        """What has come of each answer, as one output."""
+        """Yield what has come of each answer, as one output."""
         for number, waiting in enumerate(self._outputs):
             if waiting:
                 self._outputs[number] = []
                 yield number, _merged(waiting)
 
     def _in_turn(self) -> Iterator[tuple[int, Output]]:
-        """What has come, up to the answer that is next and has nothing. What tells of a prompt leaves its answer the turn."""
+        """Yield what has come, answer by answer, until the next answer has nothing.
+
+        A progress report does not use up its answer's turn.
+        """
         while self._turns and (waiting := self._outputs[self._turns[0]]):
             number, output = self._turns[0], waiting.pop(0)
             if output.num_read_tokens is None:
@@ -332,8 +324,7 @@ class Answers:
         self.meters[number].start()
         try:
             take = partial(self._take, number)
-            submit = partial(model.runner.submit, one.prompt, one.params, model.shown, take, one.shows_progress, one.prediction)
-            self._engine_ids[number] = contained(submit)
+            self._engine_ids[number] = contained(partial(model.runner.submit, one, model.shown, take))
         except CpuspecError as error:
             self.fail(error)
             return

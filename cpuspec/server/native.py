@@ -174,7 +174,7 @@ async def props(request: Request) -> Response:
 
 @router.get("/slots")
 async def slots(request: Request) -> Response:
-    """What is computed now; no texts."""
+    """The slots, and the requests that run in them, without texts."""
     found = await model_of(request, request.query_params.get("model"))
     rows = []
     for slot in found.slots:

@@ -1,4 +1,4 @@
-"""What an operator sees: Prometheus metrics with the meanings that vLLM gives them, under our prefix, and a log line a request.
+"""Prometheus metrics with the meanings that vLLM gives them, under our prefix, and a log line for each request.
 
 Sources of names and buckets: vLLM's v1/metrics/loggers.py. `level` is the drafter whose tokens were counted.
 """

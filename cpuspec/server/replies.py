@@ -67,7 +67,7 @@ def error_event(path: str, error: RequestError, request_id: str) -> str:
 
 
 def comment() -> str:
-    """What a silent stream sends: no event."""
+    """A comment for a silent stream. Clients skip it."""
     return ": keep-alive\n\n"
 
 
@@ -159,7 +159,7 @@ async def _with_errors(
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T], close: Callable[[], object]) -> _T | Response:
-    """What the work returns; where the client leaves before, it is broken off. `close` is called at last in any case."""
+    """Return what the work returns. If the client disconnects before that, cancel the work. `close` is called in any case."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -21,14 +21,27 @@ from cpuspec.server.gate import context_of, model_of
 from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import Piece
 from cpuspec.server.replies import event
-from cpuspec.server.schema import SamplingFields, UnusedBody, sampling_params
+from cpuspec.server.schema import SamplingFields, UnusedBody, ignoring, sampling_params
 from cpuspec.server.server import server_of
 from cpuspec.server.structured import answer_format
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class ResponsesBody(UnusedBody, SamplingFields):
+_Ignored: Any = ignoring(
+    "access_programs",
+    "background_options",
+    "client_metadata",
+    "context_management",
+    "image",
+    "include",
+    "max_tool_calls",
+    "stream_options",
+    "truncation",
+)
+
+
+class ResponsesBody(_Ignored, UnusedBody, SamplingFields):
     input: str | list[dict[str, Any]]
     model: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -46,16 +59,6 @@ class ResponsesBody(UnusedBody, SamplingFields):
     previous_response_id: str | None = None
     prompt: Any = None
     top_logprobs: int | None = None
-    # Ignored, besides those of `UnusedBody`.
-    access_programs: Any = None
-    background_options: Any = None
-    client_metadata: Any = None
-    context_management: Any = None
-    image: Any = None
-    include: Any = None
-    max_tool_calls: Any = None
-    stream_options: Any = None
-    truncation: Any = None
 
 
 _REFUSED = {

@@ -1,4 +1,4 @@
-"""The thread that runs the engine, and the way of its outputs into the event loop."""
+"""The thread that runs the engine, and how its outputs reach the event loop."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import threading
 from collections import abc, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,22 +26,32 @@ OnOutput = abc.Callable[[Output], None]
 _LONGEST_ERROR = 300
 
 
+@dataclass(frozen=True)
+class RequestedAnswer:
+    """One answer to compute. prediction: token ids that it may repeat."""
+
+    prompt: list[int]
+    params: SamplingParams
+    shows_progress: bool = False  # outputs without tokens tell how much of the prompt has been read
+    prediction: abc.Sequence[int] = ()
+
+
 class Runner:
     """Runs an LLM's steps in a thread of its own; requests come from the event loop, and their outputs go there.
 
-    A step that fails ends the requests that run, whose last outputs say "aborted", and no other. All of a step's outputs cross into
-    the event loop in one call. A thread that dies nevertheless ends all requests and is made anew, unless it died before its first
-    token.
+    A step that fails ends the requests that run: their last outputs say "aborted". Waiting requests go on. All outputs of a step
+    cross into the event loop in one call. If the thread dies, all requests end, and a new thread starts unless this one died
+    before its first token.
     """
 
     def __init__(self, llm: LLM, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], object] = lambda: None) -> None:
-        """on_failure: is called in the event loop where the running requests may get no outputs any more."""
+        """on_failure: called in the event loop when the running requests may never get another output."""
         self._llm = llm
         self._loop = loop
         self._on_failure = on_failure
         self._wake = threading.Event()
         self._closed = False
-        self._outputs: list[tuple[OnOutput, Output]] = []  # of the step that runs
+        self._outputs: list[tuple[OnOutput, Output]] = []  # of the running step
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # that wait for the end of the step
         self._begin()
 
@@ -54,22 +65,14 @@ class Runner:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        shown: abc.Set[int],
-        on_output: OnOutput,
-        shows_progress: bool = False,
-        prediction: abc.Sequence[int] = (),
-    ) -> int:
-        """Queue a prompt; returns the request's id. `on_output` is called in the event loop.
+    def submit(self, wanted: RequestedAnswer, shown: abc.Set[int], on_output: OnOutput) -> int:
+        """Queue an answer; returns the engine's id of it. shown: special tokens that are part of its text.
 
-        Raises ConfigError, and EngineFailedError where the thread has ended.
+        `on_output` is called in the event loop. Raises ConfigError, and EngineFailedError if the thread has ended.
         """
         self._check_alive()
         receive = partial(self._receive, on_output)
-        request_id = self._llm.submit(prompt, params, receive, shown, shows_progress, prediction)
+        request_id = self._llm.submit(wanted.prompt, wanted.params, receive, shown, wanted.shows_progress, wanted.prediction)
         self._wake.set()
         return request_id
 
@@ -79,7 +82,7 @@ class Runner:
         self._wake.set()
 
     async def between_steps(self, function: Callable[[], _T]) -> _T:
-        """What the function returns, called by the engine's thread when its step is done: then nobody computes."""
+        """Call the function in the engine's thread between two steps, and return what it returns."""
         self._check_alive()
         future: Future[_T] = Future()
         self._calls.append((future, function))
@@ -107,7 +110,7 @@ class Runner:
                 self._call_in_loop(self._died)
 
     def _died(self) -> None:
-        """In the event loop: end all that waits for the thread, and make another one."""
+        """End everything that waits for the dead thread, and start another one. Runs in the event loop."""
         self._thread.join()
         while self._calls:
             future, _ = self._calls.popleft()
@@ -144,7 +147,7 @@ class Runner:
 
 
 async def beside(function: Callable[[], _T]) -> _T:
-    """What the function returns, called in a thread of its own, which a process that ends does not wait for."""
+    """Call the function in a daemon thread, and return what it returns."""
     future: Future[_T] = Future()
     start_thread(threading.Thread(target=_answer, args=(future, function), name="cpuspec-load", daemon=True))
     return await asyncio.wrap_future(future)

@@ -46,6 +46,12 @@ def body_in(annotation: Any) -> type[Body] | None:
     return next((one for one in kinds if isinstance(one, type) and issubclass(one, Body)), None)
 
 
+def ignoring(*names: str) -> Any:
+    """A base of bodies: it has these fields, which may hold anything and change nothing."""
+    fields: dict[str, Any] = dict.fromkeys(names, (Any, None))
+    return create_model("Ignored", __base__=Body, **fields)
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage until then
@@ -102,7 +108,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(SamplingFields):
-    """What chat and plain completions share."""
+    """The fields that chat and plain completions share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -141,19 +147,19 @@ class Prediction(Body):
     content: str | list[dict[str, Any]]
 
 
-class UnusedBody(Body):
-    """Fields of OpenAI's chat completions and responses that change no answer here."""
-
-    metadata: Any = None
-    moderation: Any = None
-    parallel_tool_calls: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
+# Fields of OpenAI's chat completions and responses that change no answer here.
+UnusedBody: Any = ignoring(
+    "metadata",
+    "moderation",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
 
 
 class EndingBody(Body):
@@ -236,7 +242,7 @@ def _checked_logprobs(number: int, name: str) -> int:
 
 
 def grammar_of(body: SamplingBody) -> dict[str, Any]:
-    """What a body restricts its answers to, as fields of SamplingParams. Raises RequestError for more than one grammar."""
+    """The grammar of a body's answers, as fields of SamplingParams. Raises RequestError for more than one grammar."""
     found = {"response_format": answer_format(body.response_format, "response_format")}
     given = body.model_dump(include={*_GRAMMARS, "structured_outputs"}, by_alias=True)
     outputs: dict[str, Any] = given.pop("structured_outputs") or {}
@@ -270,7 +276,7 @@ def _biases(model: ServedModel, given: dict[str, Any] | list[list[Any]] | None) 
 
 
 def _drafts(model: ServedModel, given: Speculation | None) -> dict[str, Any]:
-    """What a body says of drafts, as fields of SamplingParams. Raises ConfigError for a spec that cannot be read."""
+    """A body's settings of drafts, as fields of SamplingParams. Raises ConfigError for a spec that cannot be read."""
     if given is None:
         return {}
     wanted = given.draft if given.draft == "auto" else str(SpecConfig.parse(given.draft))

@@ -1,4 +1,4 @@
-"""The state that all endpoints share: which models there are and which are loaded, whether they may be used, and who may ask."""
+"""The state that all endpoints share: the models, which of them are loaded, whether the server is ready, and the API keys."""
 
 import asyncio
 import hashlib
@@ -20,17 +20,17 @@ from cpuspec.server.runner import beside
 
 
 class Loader(NamedTuple):
-    """How a model is loaded. num_bytes: what it will take about, the size of its file."""
+    """How a model is loaded. num_bytes: the size of its file, an estimate of the memory it takes."""
 
     load: Callable[[], LLM]
     num_bytes: int
 
 
 class Server:
-    """What the endpoints ask. state: "loading", "ready" or "draining".
+    """The shared state. state: "loading", "ready" or "draining".
 
-    The first model is loaded at the start, others when they are first asked for. Where memory is short, those that no request uses
-    leave, the one first that was asked for longest ago.
+    The first model is loaded at the start, others when a request first names them. If memory is short, unused models are closed,
+    the least recently used first.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Server:
         self.config = config
         self.state = "loading"
         self.created = epoch_s()
-        self.models: dict[str, ServedModel] = {}  # that are loaded, the one first that was asked for longest ago
+        self.models: dict[str, ServedModel] = {}  # the loaded ones, least recently used first
         self.stop: Callable[[], object] = lambda: None  # ends the server as a signal does; any thread may call it
         self._forgives = ANY_NAME in config.aliases
         self._aliases = tuple(name for name in config.aliases if name != ANY_NAME)
-        self.ignored_fields: set[str] = set()  # of requests, that the log has told of
+        self.ignored_fields: set[str] = set()  # names of ignored request fields that are in the log already
         self._loaders = dict(loaders or {})
         self._loading = asyncio.Lock()
         self._keys = [key.encode() for key in keys]
@@ -60,8 +60,9 @@ class Server:
         return self._aliases[0] if self._aliases else model.name
 
     def own_name(self, name: str | None) -> str:
-        """The model of that name, or of no name or a forgiven one the loaded one that was asked for last, else the first.
+        """The own name of the model that a request names.
 
+        Without a name, or with an unknown one that is forgiven, it is the loaded model that was used last, else the first model.
         Raises UnknownModelError.
         """
         if name and name not in self.names and not self._forgives:
@@ -73,7 +74,7 @@ class Server:
 
     @property
     def loaded(self) -> ServedModel | None:
-        """The loaded model that was asked for last."""
+        """The loaded model that was used last."""
         return next(reversed(self.models.values()), None)
 
     def start(self, model: ServedModel) -> None:
@@ -94,7 +95,7 @@ class Server:
         return self.models[found]
 
     def check_ready(self) -> None:
-        """Raise UnavailableError before and after the time in which requests are answered."""
+        """Raise UnavailableError while the first model loads, and once the server drains or its engine has died."""
         if self.state == "draining":
             raise UnavailableError("the server is about to end; try again later")
         if self.state == "loading":
@@ -129,7 +130,7 @@ class Server:
         return any(not model.runner.is_alive for model in self.models.values())
 
     async def _make_room(self, num_bytes: int, but: str = "") -> bool:
-        """Let idle models other than `but` leave until so many bytes fit; returns whether they fit, or no other model is loaded."""
+        """Close idle models other than `but` until `num_bytes` fit. Returns whether they fit, or no other model is loaded."""
         gb = self.config.models_gb
         limit = default_models_bytes() if gb is None else int(gb * 1e9)
         while sum(model.num_bytes for model in self.models.values()) + num_bytes > limit:
@@ -142,7 +143,7 @@ class Server:
         return True
 
     def client(self, key: str | None, address: str) -> str | None:
-        """Whom a request counts for, None if its key is wrong: its key where there are several, else its address."""
+        """The client of a request: its key if the server has several keys, else its address. None for a wrong key."""
         if not self._keys:
             return address
         given = (key or "").encode()

@@ -1,4 +1,4 @@
-"""Structured outputs: what the protocols ask for, as fields of `SamplingParams`, and the grammar of a tool call.
+"""Structured outputs: the fields of all protocols translated to `SamplingParams`, and the grammar of a tool call.
 
 Sources: OpenAI's and Anthropic's API references; vLLM's structured outputs; llama.cpp's server README; llguidance's docs/syntax.md
 and docs/json_schema.md.
@@ -27,7 +27,7 @@ _APART = {"coerce_one_of": True}
 
 
 def answer_format(given: Any, where: str) -> dict[str, Any]:
-    """What OpenAI's `response_format` and `text.format` and Anthropic's `output_config.format` say, as fields of SamplingParams.
+    """OpenAI's `response_format` and `text.format`, or Anthropic's `output_config.format`, as fields of SamplingParams.
 
     where: the field's name in the request. Raises RequestError.
     """

@@ -16,8 +16,9 @@ from pydantic import BaseModel
 from cpuspec import LLM, SamplingParams
 from cpuspec.server.errors import RequestError
 from cpuspec.server.loosening import plain_pattern
-from cpuspec.server.model import RequestedAnswer, ServedModel
+from cpuspec.server.model import ServedModel
 from cpuspec.server.parsing import tool_format
+from cpuspec.server.runner import RequestedAnswer
 from cpuspec.server.structured import call_grammar
 from cpuspec.text import MOST_BYTES, GrammarConstraint
 from tests.server.asgi import application

@@ -202,7 +202,7 @@ class BareCalls:
         return False
 
     def _others(self, text: str) -> list[Piece]:
-        """What is no bare call."""
+        """The text that is not part of a bare call."""
         return self._numbered(self._rest.push(text)) if self._rest else [Piece("content", text)]
 
     def _numbered(self, pieces: list[Piece]) -> list[Piece]:
@@ -393,7 +393,7 @@ def tool_format(template: str | None) -> ToolFormat:
 
 
 def tool_instructions(tools: Sequence[Any]) -> str:
-    """What tells a model about tools whose template has no place for them, in the words that Gemma's guide recommends."""
+    """The text that describes tools to a model whose template has no place for them. Gemma's guide recommends the words."""
     functions = [tool["function"] for tool in tools]
     return (
         "You have access to functions. If you decide to invoke any of the function(s), you MUST put it in the format of\n"

@@ -1,4 +1,4 @@
-"""What a parser hands out."""
+"""The pieces into which parsers cut an answer."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
