@@ -71,19 +71,18 @@ def formats_of(checkpoint: Checkpoint, scheme: str, group_size: int) -> dict[str
             f"{checkpoint.path} is a GGUF file, which has no config.json and no tokenizer.json; compressed-tensors are made from a "
             "Hugging Face directory. Name an output that ends in .gguf, or start from the directory"
         )
-    if checkpoint.config.experts:
-        raise ConfigError(f"{checkpoint.path} is a mixture of experts, which is written as a GGUF file only; name OUT.gguf")
+    family = FAMILIES[checkpoint.config.architecture]
+    if checkpoint.config.experts and "*" not in family.layer_names.get("expert_gate", ("", ""))[1]:
+        raise ConfigError(
+            f"{checkpoint.path} is a mixture of experts, which is written as a GGUF file only; name OUT.gguf: it has those of a "
+            "layer in one tensor, which compressed-tensors cannot quantize"
+        )
     if group_size not in (32, 64, 128):
         raise ConfigError(f"the group size is {group_size}; wanted 32, 64 or 128")
     if checkpoint.tensors["embed"].format.affine:
         raise ConfigError(f"{checkpoint.path} is quantized already; start from its plain weights")
     int4 = get_format(f"int4_g{group_size}{'_asym' if scheme.endswith('_asym') else ''}")
-    found, family = {}, FAMILIES[checkpoint.config.architecture]
-    if (together := family.layer_names.get("expert_gate+expert_up", ("", ""))[1]) and checkpoint.config.experts:
-        raise ConfigError(
-            f"{checkpoint.path} has the experts of a layer in one tensor, {together}, which compressed-tensors cannot quantize; "
-            "name an output that ends in .gguf"
-        )
+    found = {}
     for name, tensor in checkpoint.tensors.items():
         if is_linear(name, tensor.shape):
             inside = layer_parts(name)[0] >= 0

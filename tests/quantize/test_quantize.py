@@ -136,7 +136,7 @@ def test_experts_are_written_one_by_one_in_compressed_tensors_and_routers_as_the
     options = {"num_layers": 2, **MIXTURES[name]}
     source = open_checkpoint(make_tiny_hf(tmp_path / "hf", dtype="f32", **options))
     if options["architecture"] == "granitemoe":
-        with pytest.raises(ConfigError, match="experts of a layer in one tensor, block_sparse_moe"):
+        with pytest.raises(ConfigError, match="is written as a GGUF file only"):
             quantize(source, tmp_path / "out", Job("w8a16"), threads=1)
         return
     quantize(source, tmp_path / "out", Job("w8a16"), threads=1)
