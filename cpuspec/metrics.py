@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from cpuspec.backends.disk import DiskReads
+
 
 @dataclass
 class LevelCounters:
@@ -97,6 +99,7 @@ class LevelReads:
     name: str
     num_forwards: int
     weight_bytes: int
+    disk: DiskReads | None = None  # of experts that stay on the disk; None where all weights are in memory
 
 
 @dataclass(frozen=True)

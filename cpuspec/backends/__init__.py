@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from cpuspec.backends.disk import DiskReads
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.errors import BackendError
@@ -111,6 +112,12 @@ def settings_of(name: str, engine: EngineConfig) -> dict[str, str]:
 def device_of(backend: Backend) -> str:
     """Where it computes, as "cpu" and "cuda:0"."""
     return str(getattr(backend, "device", "cpu"))  # of those that have a choice
+
+
+def disk_reads(backend: Backend) -> DiskReads | None:
+    """What experts that stay on the disk have cost; None where all weights are in memory, or belong to another backend."""
+    store = getattr(backend, "store", None)  # of those that can leave weights there
+    return store.reads() if store else None
 
 
 def has_prompt_arithmetic(backend: Backend) -> bool:

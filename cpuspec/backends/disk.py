@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from cpuspec.errors import BackendError
@@ -16,6 +17,24 @@ from cpuspec.platform import SYSTEM
 
 PAGE = 4096  # pieces begin and end at multiples, as reads past the page cache must
 _PIECE_BYTES = 4 << 20  # that are read at once
+
+
+@dataclass(frozen=True)
+class DiskReads:
+    """What the experts of a model that stay on the disk have cost so far.
+
+    num_bytes: read from the disk. wait_s: the time that forwards waited for that. num_experts: that layers needed; num_found: of
+    these, the ones that were in memory by then.
+    """
+
+    num_bytes: int = 0
+    wait_s: float = 0.0
+    num_experts: int = 0
+    num_found: int = 0
+
+    def since(self, before: "DiskReads") -> "DiskReads":
+        """What was added to earlier figures."""
+        return DiskReads(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 def resident_bytes(num_bytes: int) -> U8:

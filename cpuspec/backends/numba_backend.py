@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cpuspec import model
 from cpuspec.backends.numa import interleave_pages, nodes_to_use, spread_new_pages
 from cpuspec.backends.packed import content_hash, packed_matrices
-from cpuspec.backends.stored import DiskReads, LayerExperts, Router, StoredTensor, packed_bytes, stored_matrices
+from cpuspec.backends.stored import ExpertStore, LayerExperts, Router, StoredTensor, packed_bytes, stored_matrices
 from cpuspec.backends.weights import LoadedWeights, WeightTensor, key_centres, weight_tensors
 from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.checkpoint import is_matrix
@@ -108,12 +108,14 @@ class NumbaBackend:
         matrices = {name: t for name, t in tensors.items() if is_matrix(name, t.shape) and name != "embed"}
 
         limit_bytes = _memory_limit(engine.memory)
+        self.store: ExpertStore | None = None  # of experts that stay on the disk, unless they are another backend's
 
         def load(matrices: Mapping[str, WeightTensor]) -> Mapping[str, PackedTensor | StoredTensor]:
             nodes = nodes_to_use(SYSTEM.topology()) if engine.numa_interleave else ()
             with spread_new_pages(nodes):
                 if limit_bytes is not None and sum(map(packed_bytes, matrices.values())) > limit_bytes:
-                    return stored_matrices(checkpoint.name, matrices, self.threads, limit_bytes)
+                    self.store, stored = stored_matrices(checkpoint.name, matrices, self.threads, limit_bytes)
+                    return stored
                 packed = packed_matrices(checkpoint.name, matrices, self.threads, engine.keep_packed, engine.mmap)
             if nodes:
                 pages = interleave_pages((matrix.data for matrix in packed.values()), nodes)
@@ -289,10 +291,6 @@ class NumbaBackend:
         finally:
             state["segments"] = _at(routing.segments)
 
-    def disk_reads(self) -> DiskReads | None:
-        """What experts that stay on the disk have cost so far; None where all weights are in memory."""
-        return self._writer.stored[0][0].store.reads() if self._writer.stored else None
-
     def stop(self) -> None:
         """End the forward that runs behind its running operation, some milliseconds later, if its batch `stops_early`."""
         for entered in (self._program, self._prompt_program):
@@ -348,8 +346,8 @@ class NumbaBackend:
         """End the threads, if they are this backend's own."""
         if self._owns_team:
             self._team.close()
-            if self._writer.stored:
-                self._writer.stored[0][0].store.reader.close()
+            if self.store:
+                self.store.reader.close()
 
     def _check_cache(self, cache: KVCache) -> None:
         """Raise BackendError for a cache of another model or another KV format: kernels write where this backend's lie."""

@@ -13,7 +13,7 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuspec.backends.disk import PAGE, Reader, Reading, pages_around, resident_bytes
+from cpuspec.backends.disk import PAGE, DiskReads, Reader, Reading, pages_around, resident_bytes
 from cpuspec.backends.packed import packed_file
 from cpuspec.backends.weights import WeightTensor
 from cpuspec.config import Experts
@@ -23,18 +23,6 @@ from cpuspec.formats.packing import PackedTensor, num_tiles, tile_bytes
 from cpuspec.model.batch import F32
 
 _THREADS = 4  # that read; more were no faster (benchmarks/LOG.md)
-
-
-@dataclass(frozen=True)
-class DiskReads:
-    """What the experts of a model have cost so far: bytes read from the disk, seconds that forwards waited for them, experts that
-    layers needed, and how many of these were in memory.
-    """
-
-    num_bytes: int
-    waited_s: float
-    num_experts: int
-    num_found: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +66,11 @@ class ExpertStore:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         finalize(self, reader.close).atexit = False  # then threads end with the process, also in a forked child
-        self.waited_s, self.num_experts, self.num_found = 0.0, 0, 0
+        self.wait_s, self.num_experts, self.num_found = 0.0, 0, 0
 
     def reads(self) -> DiskReads:
         """The figures so far."""
-        return DiskReads(self.reader.num_bytes, self.waited_s, self.num_experts, self.num_found)
+        return DiskReads(self.reader.num_bytes, self.wait_s, self.num_experts, self.num_found)
 
     def wait(self, readings: Sequence[Reading]) -> None:
         """Return when one of the readings is done."""
@@ -90,7 +78,7 @@ class ExpertStore:
         try:
             self.reader.wait(readings)
         finally:
-            self.waited_s += perf_counter() - start_s
+            self.wait_s += perf_counter() - start_s
 
 
 class LayerExperts:
@@ -286,7 +274,7 @@ def slot_bytes(tensors: Iterable[WeightTensor]) -> int:
 
 def stored_matrices(
     name: str, tensors: Mapping[str, WeightTensor], threads: int, limit_bytes: int
-) -> dict[str, PackedTensor | StoredTensor]:
+) -> tuple[ExpertStore, dict[str, PackedTensor | StoredTensor]]:
     """Every tensor in kernel order: matrices in memory, and experts on the disk with memory for as many as the limit leaves.
 
     name: the model's. Raises BackendError where the limit is too small, or the packed weights cannot be kept on the disk.
@@ -317,7 +305,7 @@ def stored_matrices(
     store = ExpertStore(Reader(file, _THREADS))
     for layer, some in layers.items():
         found |= LayerExperts(store, some, offsets, counts[layer]).tensors
-    return found
+    return store, found
 
 
 def _count(tensors: Mapping[str, WeightTensor]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from secrets import randbits
 from typing import Any, cast
 
+from cpuspec.backends.disk import DiskReads
 from cpuspec.cli.console import accepted, counted, size
 from cpuspec.config import SAMPLING_FIELDS, SamplingDefaults, SamplingParams
 from cpuspec.engine.llm import LLM, Message
@@ -184,6 +185,13 @@ def memory(llm: LLM) -> str:
     return "memory: " + " | ".join(parts)
 
 
+def from_disk(disk: DiskReads, num_forwards: int) -> str:
+    """What forwards have read from the disk, and how long they waited for it."""
+    found = f"{100 * disk.num_found / max(disk.num_experts, 1):.0f} % of the experts needed were in memory"
+    each = f"{size(disk.num_bytes / num_forwards)} read from the disk and {1e3 * disk.wait_s / num_forwards:.1f} ms waited for it"
+    return f"{each} in each; {found}"
+
+
 def explanation(llm: LLM) -> list[str]:
     """Lines about the weights that each model read, and about the figures that `auto` decided from; a remark for other specs."""
     drafters = llm.explain()
@@ -192,6 +200,7 @@ def explanation(llm: LLM) -> list[str]:
         for one in llm.reads()
         if one.num_forwards
     ]
+    lines += [f"{one.name}: {from_disk(one.disk, one.num_forwards)}" for one in llm.reads() if one.disk and one.num_forwards]
     if not drafters:
         return [*lines, f"--explain tells what auto decides from; the draft here is {llm.spec}"]
     for one in drafters:

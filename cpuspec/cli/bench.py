@@ -67,14 +67,18 @@ def show_markdown(setting: Setting, report: SpeedReport) -> None:
     if rated := [*report.prefill, *report.decode]:
         emit(
             "\n"
-            + _table(("test", "tokens/s", "median", "weights read", "GB/s", "of memory"), [_rate_cells(speed) for speed in rated])
+            + _on_disk(
+                ("test", "tokens/s", "median", "weights read", "GB/s", "of memory"), rated, [_rate_cells(speed) for speed in rated]
+            )
         )
     if report.rows:
         heading = f"rows @ d{report.rows[0].speed.depth}"
         emit(
             "\n"
-            + _table(
-                (heading, "ms", "median", "over 1 row", "weights read", "of memory"), [_rows_cells(one) for one in report.rows]
+            + _on_disk(
+                (heading, "ms", "median", "over 1 row", "weights read", "of memory"),
+                [one.speed for one in report.rows],
+                [_rows_cells(one) for one in report.rows],
             )
         )
 
@@ -158,6 +162,14 @@ def _rows_cells(one: RowsSpeed) -> tuple[str, ...]:
         size(speed.weight_bytes),
         _percent(speed.bandwidth_share),
     )
+
+
+def _on_disk(columns: Sequence[str], speeds: Sequence[Speed], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table, with two columns more where experts were read from the disk."""
+    if all(one.disk_gb_per_s is None for one in speeds):
+        return _table(columns, rows)
+    told = [(f"{one.disk_gb_per_s or 0:.2f} GB/s", _percent(one.disk_wait_share)) for one in speeds]
+    return _table((*columns, "from disk", "waiting"), [(*cells, *more) for cells, more in zip(rows, told, strict=True)])
 
 
 def _percent(share: float | None) -> str:

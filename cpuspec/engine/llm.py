@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
-from cpuspec.backends import BACKENDS, Backend, check_backend, make_backend
+from cpuspec.backends import BACKENDS, Backend, check_backend, disk_reads, make_backend
 from cpuspec.checkpoints import Checkpoint, open_checkpoint
 from cpuspec.checkpoints.download import resolve_model
 from cpuspec.checkpoints.heads.head import final_norm
@@ -349,7 +349,10 @@ class LLM:
 
     def reads(self) -> list[LevelReads]:
         """The forwards of each model so far and the weights that they read, in the order of `memory`."""
-        return [LevelReads(name, context.num_forwards, context.weight_bytes) for name, context in self._named_contexts()]
+        return [
+            LevelReads(name, context.num_forwards, context.weight_bytes, disk_reads(context.backend))
+            for name, context in self._named_contexts()
+        ]
 
     def _named_contexts(self) -> list[tuple[str, LevelContext]]:
         return [*((draft.name, draft.context) for draft in self._drafts), ("target", self._context)]

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpuspec.backends import Backend, device_of
+from cpuspec.backends import Backend, device_of, disk_reads
+from cpuspec.backends.disk import DiskReads
 from cpuspec.config import ModelConfig
 from cpuspec.errors import ConfigError
 from cpuspec.metrics import read_bandwidth
@@ -137,6 +138,8 @@ class Speed:
     weight_bytes: int
     gb_per_s: float | None
     bandwidth_share: float | None
+    disk_gb_per_s: float | None  # experts that were read from the disk / time; None where all weights are in memory
+    disk_wait_share: float | None  # of the time, in which forwards waited for that
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,7 @@ class _Sample(NamedTuple):
 
     seconds: float
     weight_bytes: int
+    disk: DiskReads | None  # what they read from the disk
 
 
 class _Stage:
@@ -237,13 +241,14 @@ class _Stage:
         """Run the workload's forwards, and forget what they appended."""
         slots = self._slots[work.depth][: work.sequences]
         batches = self._batches(work, slots)
-        num_bytes, start_s = 0, perf_counter()
+        before, num_bytes, start_s = disk_reads(self._backend), 0, perf_counter()
         for batch in batches:
             num_bytes += self._backend.forward(batch, self._cache).weight_bytes
         elapsed_s = perf_counter() - start_s
         for slot in slots:
             self._cache.truncate(slot, work.depth)
-        return _Sample(elapsed_s, num_bytes)
+        after = disk_reads(self._backend)
+        return _Sample(elapsed_s, num_bytes, after.since(before) if after and before else None)
 
     def kv_bytes(self, work: Workload) -> int:
         """Keys and values up to and including its own last row's, which each forward of the workload reads once."""
@@ -277,6 +282,7 @@ def _steps(work: Workload) -> list[tuple[list[int], list[int]]]:
 def _speed(work: Workload, samples: Sequence[_Sample], bandwidths: Sequence[float], kv_bytes: int) -> Speed:
     """The figures of samples that were taken in equal numbers in each round. bandwidths: bytes per second, one a round, or none."""
     samples_s, weight_bytes = [one.seconds for one in samples], statistics.mean([one.weight_bytes for one in samples])
+    disk = [one.disk for one in samples if one.disk]
     rates = [work.tokens / sample_s for sample_s in samples_s]
     read_rates = [(one.weight_bytes + kv_bytes) / one.seconds for one in samples]
     median_s = statistics.median(samples_s)
@@ -297,6 +303,8 @@ def _speed(work: Workload, samples: Sequence[_Sample], bandwidths: Sequence[floa
         weight_bytes=round(weight_bytes / len(_steps(work))),
         gb_per_s=(weight_bytes + kv_bytes) / median_s / 1e9 if work.all_logits else None,
         bandwidth_share=_median_ratio(read_rates, in_turn) if work.all_logits and in_turn else None,
+        disk_gb_per_s=sum(one.num_bytes for one in disk) / sum(samples_s) / 1e9 if disk else None,
+        disk_wait_share=sum(one.wait_s for one in disk) / sum(samples_s) if disk else None,
     )
 
 

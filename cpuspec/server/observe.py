@@ -138,10 +138,15 @@ class Metrics:
             yield quantiles
         forwards = CounterMetricFamily("cpuspec:model_forwards", "Forwards of a model.", labels=[*names, "level"])
         read = CounterMetricFamily("cpuspec:weight_bytes_read", "Bytes of weights that they read.", labels=[*names, "level"])
+        disk = CounterMetricFamily("cpuspec:disk_bytes_read", "Bytes of experts read from the disk.", labels=[*names, "level"])
+        wait = CounterMetricFamily("cpuspec:disk_wait_seconds", "Time that forwards waited for these.", labels=[*names, "level"])
         for one in self._reads():
             forwards.add_metric([self._model, one.name], one.num_forwards)
             read.add_metric([self._model, one.name], one.weight_bytes)
-        yield from (forwards, read)
+            if one.disk:
+                disk.add_metric([self._model, one.name], one.disk.num_bytes)
+                wait.add_metric([self._model, one.name], one.disk.wait_s)
+        yield from (forwards, read, disk, wait)
         yield from self._prefix_cache()
         yield from self._speculation()
 

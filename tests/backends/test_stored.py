@@ -6,15 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpuspec.backends import make_backend
+from cpuspec.backends import disk_reads, make_backend
 from cpuspec.backends.numba_backend import NumbaBackend
 from cpuspec.backends.packed import packed_directory
 from cpuspec.backends.stored import packed_bytes, slot_bytes
 from cpuspec.backends.weights import weight_tensors
 from cpuspec.checkpoints import Checkpoint
+from cpuspec.cli.bench import describe_bench, show_markdown
 from cpuspec.config import EngineConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError, ConfigError
+from cpuspec.evaluate.speed import Plan, measure_speed
 from tests.backends.models import every_backend, forward, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
@@ -62,14 +64,14 @@ def logits(backend: NumbaBackend, size: int = 45) -> np.ndarray:
 def test_bits_are_those_of_weights_in_memory_whatever_fits(of_format: Checkpoint) -> None:
     backend = make_backend("numba", of_format, EngineConfig(threads=2, max_rows=64, keep_packed=False))
     assert isinstance(backend, NumbaBackend)
-    assert backend.disk_reads() is None
+    assert disk_reads(backend) is None
     wanted = logits(backend)
     backend.close()
     for slots, threads in ((1, 1), (2, 3), (5, 2)):
         backend = stored(of_format, slots, threads=threads)
         for size in (45, 7, 1):
             assert np.array_equal(logits(backend, size), wanted), (slots, size)
-        reads = backend.disk_reads()
+        reads = disk_reads(backend)
         assert reads
         assert reads.num_bytes > 0
         assert 0 <= reads.num_found < reads.num_experts
@@ -93,7 +95,7 @@ def test_experts_that_fit_are_read_once(mixture: Checkpoint) -> None:
     before = None
     for _ in range(3):
         logits(backend, 1)
-        reads = backend.disk_reads()
+        reads = disk_reads(backend)
         assert reads
         if before:
             assert reads.num_found - before.num_found > 0.6 * (reads.num_experts - before.num_experts)
@@ -103,7 +105,7 @@ def test_experts_that_fit_are_read_once(mixture: Checkpoint) -> None:
 
 def test_a_model_that_fits_is_in_memory(mixture: Checkpoint) -> None:
     backend = stored(mixture, 13)
-    assert backend.disk_reads() is None
+    assert disk_reads(backend) is None
     backend.close()
 
 
@@ -207,3 +209,16 @@ def test_what_all_rows_go_through_and_biases_stay_in_memory(tmp_path_factory, op
         outputs.append(forward(backend, backend.new_cache(1, 64), {0: TOKENS}).logits)
         backend.close()
     assert np.array_equal(*outputs)
+
+
+def test_a_bench_tells_what_came_from_the_disk(mixture: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    for slots in (3, 13):
+        backend = stored(mixture, slots)
+        plan = Plan(prompt_tokens=8, new_tokens=4, rows=(1,), rows_depth=0, repetitions=1)
+        report = measure_speed(backend, plan)
+        for one in (*report.prefill, *report.decode, *(one.speed for one in report.rows)):
+            assert (one.disk_gb_per_s is None) == (one.disk_wait_share is None) == (slots == 13)
+            assert slots == 13 or (one.disk_gb_per_s or 0) > 0
+        show_markdown(describe_bench("model", backend, EngineConfig(), plan), report)
+        assert capsys.readouterr().out.count("from disk | waiting") == (0 if slots == 13 else 2)
+        backend.close()

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from cpuspec import LLM, SamplingParams
+from cpuspec.cli.answer import explanation
 from cpuspec.config import RopeScaling
+from cpuspec.environment import cache_dir
 from tests.backends.models import MIXTURES, in_gguf
 from tools.make_tiny_model import make_tiny_gguf
 
@@ -61,3 +63,27 @@ def test_drafts_change_no_answer_of_any_family(tmp_path: Path, family: str) -> N
     assert len({tuple(ids) for ids in wanted}) > 1
     for spec in ("ngram@4", "self:mxfp4@4"):
         assert answers(path, spec, params, together=True, threads=2) == wanted, spec
+
+
+def test_a_mixture_larger_than_its_memory_gives_the_same_answers(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every kind of draft: none, looked up, some of the model's own layers, and casts that have a limit of their own."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)
+    wanted = answers(model, "none", params, together=False, threads=1)
+    (tmp_path / "kernels").symlink_to(cache_dir() / "kernels")  # that are compiled already
+    monkeypatch.setenv("CPUSPEC_CACHE", str(tmp_path))
+    with LLM(model, "none", threads=1) as llm:
+        limit = f"{llm.memory()[-1].weight_bytes * 6 // 10 / 1000:.3f}KB"
+    for number, spec in enumerate(("none", "suffix:tree@8", "skip:1@3", "ngram,self:q8_0@4", "auto")):
+        with LLM(model, spec, threads=1 + number % 2, memory=limit) as llm:
+            assert [one.token_ids for one in llm.generate(list(PROMPTS), params)] == wanted, spec
+            disk = {one.name: one.disk for one in llm.reads()}
+            target = disk.pop("target")
+            assert target
+            assert 0 < target.num_found < target.num_experts
+            assert target.num_bytes > 0
+            # What a draft shares with the target counts once.
+            assert all((one is not None) == name.startswith("self") for name, one in disk.items())
+            text = explanation(llm)
+            assert any("read from the disk" in line and "of the experts needed were in memory" in line for line in text)
