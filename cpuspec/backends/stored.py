@@ -247,7 +247,11 @@ class Router:
     shift: F32 | None
 
     def likeliest(self, num_rows: int) -> list[int]:
-        """The experts that it would choose for the first rows as they are now, those of most rows first."""
+        """The better half of the experts that it would choose for the first rows as they are now, those of most rows first.
+
+        Of a mixture with random weights, 98 % of the first four of eight are then chosen, and 69 % of the last four: reading those
+        early costs more than it gains (benchmarks/LOG.md).
+        """
         rows = self.rows[:num_rows, : self.matrix.shape[1]]
         if self.norm is not None:
             rows = rows / np.sqrt(np.mean(rows * rows, axis=1, keepdims=True) + np.float32(self.eps)) * self.norm[: rows.shape[1]]
@@ -256,9 +260,9 @@ class Router:
             scores += self.bias[: len(self.matrix)]
         if self.shift is not None:
             scores = (1 / (1 + np.exp(-scores)) if self.experts.score == "sigmoid" else scores) + self.shift[: len(self.matrix)]
-        order = np.argsort(-scores, axis=1)[:, : self.experts.used]
+        order = np.argsort(-scores, axis=1)[:, : (self.experts.used + 1) // 2]
         wanted = np.zeros(len(self.matrix))
-        np.add.at(wanted, order, 1 - 1e-3 * np.arange(self.experts.used))
+        np.add.at(wanted, order, 1 - 1e-3 * np.arange(order.shape[1]))
         return [int(expert) for expert in np.argsort(-wanted)[: np.count_nonzero(wanted)]]
 
 
