@@ -251,7 +251,7 @@ class NumbaBackend:
             kept,
             logits,
             batch.both_ways,
-            batch.stops_early and not self._writer.stored,
+            batch.stops_early,
         )
         self._team.run(entered)
         if entered.state["stopped"]:
@@ -283,13 +283,18 @@ class NumbaBackend:
                     some = segments[first:end]
                     state["segments"], state["num_segments"] = _at(some), end - first
                     state["first_pair"], state["num_pairs"] = some["first"][0], some["rows"].sum()
-                    self._team.resume(entered.jobs[2 * number + 1])
+                    self._resume(entered, 2 * number + 1)
                 state["segments"] = _at(segments)
                 if after:
                     after.settle()
-                self._team.resume(entered.jobs[2 * number + 2])
+                self._resume(entered, 2 * number + 2)
         finally:
             state["segments"] = _at(routing.segments)
+
+    def _resume(self, entered: program.Program, part: int) -> None:
+        self._team.resume(entered.jobs[part])
+        if entered.state["stopped"]:
+            raise ForwardStoppedError
 
     def stop(self) -> None:
         """End the forward that runs behind its running operation, some milliseconds later, if its batch `stops_early`."""

@@ -2,11 +2,12 @@
 
 import os
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 
-from cpuspec.backends import disk_reads, make_backend
+from cpuspec.backends import disk_reads, make_backend, stop_forward
 from cpuspec.backends.numba_backend import NumbaBackend
 from cpuspec.backends.packed import packed_directory
 from cpuspec.backends.stored import packed_bytes, slot_bytes
@@ -17,6 +18,7 @@ from cpuspec.config import EngineConfig
 from cpuspec.environment import cache_dir
 from cpuspec.errors import BackendError, ConfigError
 from cpuspec.evaluate.speed import Plan, measure_speed
+from cpuspec.model.batch import ForwardBatch, ForwardStoppedError
 from tests.backends.models import every_backend, forward, tiny
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 45).tolist()
@@ -221,4 +223,31 @@ def test_a_bench_tells_what_came_from_the_disk(mixture: Checkpoint, capsys: pyte
             assert slots == 13 or (one.disk_gb_per_s or 0) > 0
         show_markdown(describe_bench("model", backend, EngineConfig(), plan), report)
         assert capsys.readouterr().out.count("from disk | waiting") == (0 if slots == 13 else 2)
+        backend.close()
+
+
+def test_a_forward_that_was_stopped_leaves_all_as_it_was(mixture: Checkpoint) -> None:
+    backend = stored(mixture, 2)
+    wanted, cache, over = logits(backend), backend.new_cache(1, 64), Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            stop_forward(backend)
+
+    def read_again_and_again() -> None:
+        while True:
+            backend.forward(ForwardBatch(TOKENS, list(range(len(TOKENS))), [0], [0, len(TOKENS)], stops_early=True), cache)
+            cache.truncate(0, 0)
+
+    thread = Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(5):
+            with pytest.raises(ForwardStoppedError):
+                read_again_and_again()
+            assert cache.lengths == [0]
+            assert np.array_equal(logits(backend), wanted)
+    finally:
+        over.set()
+        thread.join()
         backend.close()

@@ -65,6 +65,7 @@ def test_drafts_change_no_answer_of_any_family(tmp_path: Path, family: str) -> N
         assert answers(path, spec, params, together=True, threads=2) == wanted, spec
 
 
+@pytest.mark.parametrize("model", ["a mixture"], indirect=True)
 def test_a_mixture_larger_than_its_memory_gives_the_same_answers(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
