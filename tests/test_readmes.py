@@ -15,9 +15,10 @@ from cpuspec.engine.assemble import check_spec
 from tools.make_families_table import ROWS, with_table
 
 ROOT = Path(cpuspec.__file__).parents[1]
-_PACKAGES = ("backends", "batch", "checkpoints", "evaluate", "kernels", "load", "server", "speculation")
+_PACKAGES = ("backends", "batch", "checkpoints", "evaluate", "kernels", "load", "platform", "server", "speculation", "text")
 DIRECTORIES = (".", "benchmarks", "models", "cpuspec", *(f"cpuspec/{package}" for package in _PACKAGES))
-READMES = tuple(Path(directory, "README.md") for directory in DIRECTORIES)
+CONTRIBUTING = Path(".github/CONTRIBUTING.md")
+READMES = (*(Path(directory, "README.md") for directory in DIRECTORIES), CONTRIBUTING, Path(".github/CHANGELOG.md"))
 TEXTS = {str(path): (ROOT / path).read_text("utf-8") for path in READMES}
 
 
@@ -87,6 +88,16 @@ def test_headline_figures_are_those_of_the_measurements() -> None:
 def test_the_table_of_families_names_every_family_and_is_what_the_tool_makes() -> None:
     assert ROWS.keys() == FAMILIES.keys(), "each family has a row in tools/make_families_table.py"
     assert with_table(TEXTS["cpuspec/checkpoints/README.md"]) == TEXTS["cpuspec/checkpoints/README.md"], "run the tool"
+
+
+def test_every_place_that_contributors_are_sent_to_exists() -> None:
+    named = re.findall(r"`((?:cpuspec|tests|tools|models|benchmarks|[a-z]+)/[\w/]*(?:\.\w+)?)`", TEXTS[str(CONTRIBUTING)])
+    named += re.findall(r"(?<![\w/])tests/[\w/]+(?:\.py)?", TEXTS[str(CONTRIBUTING)])
+    assert len(named) > 50
+    assert [
+        name for name in named if "NAME" not in name and not any((root / name).exists() for root in (ROOT, ROOT / "cpuspec"))
+    ] == []
+    assert len(TEXTS[str(CONTRIBUTING)].splitlines()) <= 200
 
 
 def test_the_first_page_takes_five_minutes() -> None:
