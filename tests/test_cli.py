@@ -28,6 +28,7 @@ import cpuspec
 from cpuspec import LLM, SamplingParams, environment, kernels, metrics
 from cpuspec.backends import BACKENDS, packed
 from cpuspec.checkpoints import open_checkpoint
+from cpuspec.checkpoints.recipes import DEFAULT_RECIPE
 from cpuspec.cli import machine, models
 from cpuspec.cli.answer import Answer, collect, figures
 from cpuspec.cli.app import COMMANDS, app, whole_command
@@ -536,6 +537,14 @@ def test_a_prompt_that_is_none_is_wrong_usage(
     result = run("generate", *arguments, "-m", model, stdin=stdin)
     assert result.exit_code == 2
     assert wanted in result.stderr
+
+
+@pytest.mark.parametrize("named", ["recipe", "file"])
+def test_a_model_without_a_prompt_is_no_prompt(model: str, named: str) -> None:
+    name = DEFAULT_RECIPE if named == "recipe" else model
+    result = run("generate", name, stdin="hello")
+    assert result.exit_code == 2
+    assert "is a model" in " ".join(result.stderr.split())
 
 
 def test_an_endless_prompt_is_refused(model: str) -> None:

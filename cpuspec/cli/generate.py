@@ -51,6 +51,8 @@ def generate(
         raise typer.BadParameter("--logprobs are printed with --json only")
     if verify_exact and "temperature" not in sampling:
         sampling["temperature"] = 0.0  # greedy answers are the ones that must be identical
+    if model == DEFAULT_RECIPE:
+        options.check_is_no_model(prompt)
     text = options.read_prompt(prompt, file)
     if not text and not raw:
         raise typer.BadParameter("the prompt is empty; give some text")

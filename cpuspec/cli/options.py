@@ -23,6 +23,7 @@ from cpuspec.formats.kv import get_kv_format
 Command = Callable[..., None]
 
 MAX_PROMPT_BYTES = 64 << 20
+_LONGEST_NAME = 1000  # of a file that may exist
 # Defaults of --max-tokens: long enough for an ordinary answer, short enough that a small model's loop ends by itself.
 GENERATE_TOKENS, CHAT_TOKENS = 512, 1024
 
@@ -288,13 +289,22 @@ def read_object(text: str | None) -> dict[str, Any]:
     return value
 
 
+def check_is_no_model(prompt: str | None) -> None:
+    """Raise BadParameter for a PROMPT that is a model: its user has meant MODEL and gives the prompt some other way."""
+    is_file = prompt is not None and len(prompt) < _LONGEST_NAME and Path(prompt).suffix == ".gguf" and Path(prompt).is_file()
+    if prompt is not None and (is_file or prompt in known_names()):
+        raise typer.BadParameter(
+            f"{prompt} is a model, and there is no PROMPT behind it; with a prompt from stdin or --file, name the model with -m"
+        )
+
+
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, the file, or stdin; one newline at the end of a file or of stdin is not part of it.
 
     Raises BadParameter if there is none, or more than one, or it is not text.
     """
     if prompt is not None and file is not None:
-        raise typer.BadParameter("got a PROMPT and --file; wanted one of them")
+        raise typer.BadParameter("got a PROMPT and --file; wanted one of them; beside --file, -m names the model")
     if prompt is not None:
         return checked_text(prompt, "PROMPT")
     if file is not None and str(file) != "-":
