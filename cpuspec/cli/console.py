@@ -142,7 +142,7 @@ def deliver_again(lost: Any) -> None:
         sys.__unraisablehook__(lost)
 
 
-class _Notes(logging.Handler):
+class _LogHandler(logging.Handler):
     """Shows what the package logs as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -151,7 +151,7 @@ class _Notes(logging.Handler):
             note(logging.Formatter().formatException(record.exc_info))
 
 
-_NOTES = _Notes()
+_NOTES = _LogHandler()
 
 
 def show_log() -> None:

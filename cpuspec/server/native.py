@@ -1,4 +1,4 @@
-"""Endpoints beside the protocols: state and metrics for operators, text and tokens, and llama.cpp's `/infill` for editors."""
+"""Endpoints beside the protocols: state and metrics for operators, text and tokens, and slots of the prefix cache."""
 
 import re
 from functools import partial
