@@ -1,18 +1,38 @@
 """Families with operations of their own in the engine: drafts, threads and company change no answer."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpuspec import LLM, SamplingParams
+from cpuspec.backends import make_backend
+from cpuspec.backends.onnx_export import export_onnx
+from cpuspec.checkpoints import open_checkpoint
 from cpuspec.cli.answer import explanation
-from cpuspec.config import RopeScaling
+from cpuspec.config import EngineConfig, ModelConfig, RopeScaling
 from cpuspec.environment import cache_dir
-from tests.backends.models import MIXTURES, in_gguf
+from cpuspec.errors import BackendError
+from tests.backends.models import MIXTURES, every_backend, in_gguf
+from tests.block_heads import make_block_head
+from tests.heads import RandomHead, make_eagle1, make_eagle3
+from tests.stage_heads import make_medusa
 from tools.make_tiny_model import make_tiny_gguf
 
-SPECS = ("ngram@4", "suffix:tree@8", "self:mxfp4@4", "skip:1@3", "ngram,self:q4_0@4", "auto", "auto,self:mxfp4@4")
+SPECS = (
+    *(
+        "ngram@4",
+        "suffix:tree@8",
+        "ngram:tree@6",
+        "ngram@2+suffix@2",
+        "self:mxfp4@4",
+        "self:q8_0@3",
+        "skip:1@3",
+        "ngram,self:q4_0@4",
+    ),
+    *("self:mxfp4@2,self:q8_0@4", "ngram@3+self:mxfp4@2", "auto", "auto,self:mxfp4@4", "auto,skip:1,self:q4_0"),
+)
 PROMPTS = ("the cat sat on the mat and the", "a list of words", "return return the", "x")
 
 
@@ -88,3 +108,39 @@ def test_a_mixture_larger_than_its_memory_gives_the_same_answers(
             assert all((one is not None) == name.startswith("self") for name, one in disk.items())
             text = explanation(llm)
             assert any("read from the disk" in line and "of the experts needed were in memory" in line for line in text)
+
+
+HEADS: dict[str, Callable[[Path, ModelConfig], RandomHead]] = {
+    "EAGLE-1": make_eagle1,
+    "EAGLE-3": lambda path, target: make_eagle3(path, target, (1, 2), own_embedding=True),
+    "DFlash": lambda path, target: make_block_head(path, target, (0, 1)),
+    "DSpark": lambda path, target: make_block_head(path, target, (0, 1), markov="gated", confidence="state"),
+    "Medusa": make_medusa,
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_over_every_family_draft_and_change_no_answer(model: str, tmp_path: Path, head: str) -> None:
+    """In trees, behind lookups, and as `auto` chooses."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
+    wanted = answers(model, "none", params, together=False, threads=1)
+    path = HEADS[head](tmp_path / "head", open_checkpoint(model).config).path
+    specs = [f"{path}@3", f"ngram@2+{path}@2", f"auto,{path}"] + ([f"tree:{path}@6"] if head[:2] in ("EA", "Me") else [])
+    for number, spec in enumerate(specs):
+        with LLM(model, spec=spec, threads=1 + number % 2) as llm:
+            outputs = llm.generate(list(PROMPTS), params)
+            assert [one.token_ids for one in outputs] == wanted, spec
+            if number == 0:
+                assert sum(one.stats.num_draft_tokens for one in outputs if one.stats) > 0
+                assert all(one.weight_bytes > 0 for one in llm.reads())
+
+
+@pytest.mark.parametrize("model", ["a mixture"], indirect=True)
+@every_backend(("onnxruntime", "openvino"))
+def test_graphs_refuse_a_mixture_and_name_the_layer(model: str, tmp_path: Path, name: str) -> None:
+    checkpoint, wanted = open_checkpoint(model), "layer 0 is a mixture of experts.* use the numba, numpy or torch backend"
+    with pytest.raises(BackendError, match=wanted):
+        make_backend(name, checkpoint, EngineConfig(threads=1))
+    with pytest.raises(BackendError, match=wanted):
+        export_onnx(checkpoint, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())

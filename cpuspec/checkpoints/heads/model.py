@@ -53,6 +53,7 @@ def head_model(
             tied_embeddings=False,
             qkv_bias="layers.0.q_bias" in tensors,
             o_bias="layers.0.o_bias" in tensors,
+            mlp_bias="layers.0.up_bias" in tensors,  # EAGLE-1's field `bias` is that of `fc`
             qk_norm="layers.0.q_norm" in tensors,
             head=head,
         )

@@ -69,6 +69,12 @@ def stages_model(
             hidden_size=hidden_size,
             tied_embeddings=False,
             logit_softcap=0.0,
+            experts=None,
+            layer_experts=(),
+            shared_size=0,
+            shared_gate=False,
+            gated=True,
+            parallel=False,
             head=head,
         )
     except ConfigError as error:

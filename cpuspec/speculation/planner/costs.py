@@ -86,7 +86,7 @@ class Costs:
     @property
     def read_share(self) -> float:
         """The bytes beyond one row's that rows of this text read, over those of rows of unrelated tokens. 1 but for mixtures."""
-        return self._read.expected(1.0)
+        return self._read.expected(1.0, weight=1.0)  # of one drafted row
 
     @property
     def reads_more(self) -> bool:
