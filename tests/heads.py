@@ -15,7 +15,7 @@ from cpuspec.checkpoints import Checkpoint
 from cpuspec.checkpoints.heads import Head, find_reader
 from cpuspec.config import EngineConfig, ModelConfig
 from cpuspec.model.batch import ForwardBatch
-from tools.make_tiny_model import _gguf_name, _gguf_writer, random_weights, tiny_config
+from tools.make_tiny_model import _gguf_parts, _gguf_writer, random_weights, tiny_config
 
 F64 = NDArray[np.float64]
 
@@ -200,8 +200,8 @@ def make_nextn(path: Path, **shape: Any) -> Path:
     hidden, last, weights = config.hidden_size, config.num_layers - 1, random_weights(config)
     writer = _gguf_writer(path, config)
     writer.add_uint32("qwen2.nextn_predict_layers", 1)
-    for name, values in weights.items():
-        writer.add_tensor(_gguf_name(name, config), values)
+    for name, (own,) in _gguf_parts(config, list(weights)).items():
+        writer.add_tensor(name, weights[own])
     rng = np.random.default_rng(6)
     for name, dims in (("eh_proj", (hidden, 2 * hidden)), ("enorm", (hidden,)), ("hnorm", (hidden,))):
         writer.add_tensor(f"blk.{last}.nextn.{name}.weight", random_array(rng, dims))
