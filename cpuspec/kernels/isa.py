@@ -45,11 +45,11 @@ def lookup_isa() -> str:
 
 
 @cache
-def reads_one_stream_best() -> bool:
-    """Whether this processor reads memory fastest from one place at a time, whatever features are held back: Zen 5. Of Zen 3 and of
-    Xeons with AMX several places were measured to be as fast or faster.
+def reading() -> tuple[int, int]:
+    """How this processor reads weights fastest, whatever features are held back (benchmarks/LOG.md): from how many places at a
+    time, and how many bytes ahead it asks for them. Four places are best on Xeons with AMX, and as good as others on Zen 3.
     """
-    return binding.get_host_cpu_name() == "znver5"
+    return {"znver5": (1, 4096), "znver4": (1, 8192)}.get(binding.get_host_cpu_name(), (4, 4096))
 
 
 @cache

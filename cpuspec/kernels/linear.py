@@ -27,9 +27,9 @@ from cpuspec.kernels.readers import AHEAD, FLOAT_CODES, NUMBERS, PAIRED, READERS
 _MOST_ROWS, _MOST_OF_NUMBERS = 16, 6 if isa.has_sixteen_registers() else 8
 
 # For fewer rows than a block, or one block in tile registers, a thread reads its tiles as several streams in turns: from several
-# places at once memory gives a core of an Intel processor more, one of Zen 5 less (benchmarks/LOG.md). A pass of more rows than
-# these keeps its sums in registers: one tile.
-_STREAMS = 1 if isa.reads_one_stream_best() else 4
+# places at once memory gives a core of an Intel processor more, one of Zen 4 and 5 less (benchmarks/LOG.md). A pass of more rows
+# than these keeps its sums in registers: one tile.
+_STREAMS = isa.reading()[0]
 _STREAMED_ROWS = 8
 # Bytes of a stream from which on it gains, and does so in tile registers: nobody asks for the first AHEAD bytes of a stream.
 _LEAST_STREAM, _LONG = 16 << 10, 128 << 10

@@ -8,10 +8,11 @@ import numpy as np
 
 from cpuspec.formats import FORMATS, Format, lowbit, nl4, nonlinear
 from cpuspec.formats.mx import E2M1_DOUBLED
+from cpuspec.kernels import isa
 from cpuspec.kernels.ops import F16, F32X16, I8, I16, I32, Value, lookup_bytes, lookup_f32, vector_of
 
 # Bytes of weights to ask for in advance: with many rows the processor does not look so far ahead itself (benchmarks/LOG.md).
-AHEAD = 4096
+AHEAD = isa.reading()[1]
 
 
 @dataclass(frozen=True)
