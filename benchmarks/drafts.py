@@ -24,7 +24,7 @@ from cpuspec.checkpoints.download import resolve_model
 from cpuspec.config import EngineConfig, SamplingParams
 from cpuspec.engine.assemble import OWN_WEIGHTS
 from cpuspec.engine.llm import LLM
-from cpuspec.evaluate.quality import top_tokens
+from cpuspec.evaluate.quality import logits_of
 from cpuspec.model.batch import ForwardBatch
 from cpuspec.model.cache import KVCache
 from cpuspec.text import Tokenizer, make_tokenizer
@@ -102,7 +102,10 @@ def _make(name: str, target: Backend, checkpoint: Checkpoint, settings: EngineCo
 
 def _agreement(draft: Backend, continued: list[Continued]) -> float:
     """Share of the continuations' tokens that the draft, shown all before, finds most likely."""
-    same = [np.array(ids) == top_tokens(draft, (prompt + ids)[:-1])[len(prompt) - 1 :] for prompt, ids in continued]
+    same = []
+    for prompt, ids in continued:
+        logits = logits_of(draft, (prompt + ids)[:-1], draft.max_rows)
+        same.append(np.array(ids) == np.concatenate([some.argmax(axis=1) for some in logits])[len(prompt) - 1 :])
     return float(np.concatenate(same).mean())
 
 

@@ -6,7 +6,7 @@ rational enumeration of everything a program does with uniform draws.
 
 import codecs
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -198,6 +198,9 @@ class ToyTokenizer:
 
     def stream(self, skip_special: bool = True, shown: Set[int] = frozenset(), after: int | None = None) -> "ToyDecoder":
         return ToyDecoder(self._bytes)
+
+    def chat_template_for(self, variables: Mapping[str, Any]) -> str | None:
+        return None
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return [0, *(t for message in messages for t in self.encode(message["content"], add_special=False))]

@@ -14,7 +14,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +41,9 @@ SHAPES: Mapping[str, ModelConfig] = {
     "qwen2.5-7b": ModelConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 32768, 1e-6, 1e6, qkv_bias=True),
     "qwen3-0.6b": ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
     "qwen3-1.7b": ModelConfig("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1e-6, 1e6, qk_norm=True, tied_embeddings=True),
+    "qwen3-30b-a3b": ModelConfig(
+        "qwen3moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, 1e6, qk_norm=True, experts=Experts(128, 8, 768)
+    ),
     "gpt-oss-20b": ModelConfig(
         "gpt-oss",
         201088,
@@ -99,6 +102,13 @@ class TinyVocabulary:
 
 
 @cache
+def shape_of(name: str, num_layers: int | None = None) -> ModelConfig:
+    """One of SHAPES, cut to its first layers where a number is given."""
+    config = SHAPES[name]
+    count = config.num_layers if num_layers is None else num_layers
+    return replace(config, num_layers=count, layer_windows=config.layer_windows[:count])
+
+
 def make_vocabulary(vocab_size: int) -> TinyVocabulary:
     """A working vocabulary of `vocab_size` >= 259 tokens. The same for every call."""
     if vocab_size < 256 + len(CONTROL_TOKENS):
@@ -381,9 +391,9 @@ def write_random_gguf(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for ours, format, dims in formats:
+    for name, format, dims in formats:
         # A few thousand encoded blocks, drawn again and again: encoding billions of values would take minutes.
-        mean, deviation = _moments(ours, dims)
+        mean, deviation = _moments(name, dims)
         pool: U8 = format.encode(mean + deviation * rng.standard_normal((2048, format.block_size)))
         num_blocks = math.prod(dims) // format.block_size
         writer.write_tensor_data(pool[rng.integers(0, len(pool), num_blocks, dtype=np.int32)])
@@ -897,13 +907,14 @@ def main() -> None:
     shape.add_argument(
         "--output-format", choices=GGUF_FORMATS, help="format of the output matrix; gives a tied model one of its own"
     )
+    shape.add_argument("--layers", type=int, help="the first layers alone, for a model that is too large here")
     shape.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
     if arguments.command == "shape":
         write_random_gguf(
             arguments.path,
-            SHAPES[arguments.shape],
+            shape_of(arguments.shape, arguments.layers),
             weight_format=arguments.format,
             output_format=arguments.output_format,
             seed=arguments.seed,

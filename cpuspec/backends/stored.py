@@ -22,7 +22,7 @@ from cpuspec.formats import Format
 from cpuspec.formats.packing import PackedTensor, num_tiles, tile_bytes
 from cpuspec.model.batch import F32
 
-_THREADS = 4  # that read; more were no faster (benchmarks/LOG.md)
+_THREADS = 4  # that read
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,6 +76,8 @@ def test_known_shapes_have_the_parameters_of_their_names():
         "qwen2.5-7b": 7616,
         "qwen3-0.6b": 596,
         "qwen3-1.7b": 1721,
+        "qwen3-30b-a3b": 30532,
+        "gpt-oss-20b": 20915,
     }
     for name, config in SHAPES.items():
         count = sum(math.prod(shape) for shape in tensor_shapes(config).values())
