@@ -33,7 +33,6 @@ from cpuspec.kernels.sharing import PIECES, part_of_row, parts_of_row, piece, sh
 from cpuspec.kernels.waiting import await_leaving, await_step, begin, enter, leave
 
 _INT8_BYTES, _INT16_BYTES, _F32_BYTES, _BF16_BYTES = (ORDERS[order] for order in ("int8", "int16", "f32", "bf16"))
-_EMBED, _PREPARE, _LINEAR, _ROTATE, _ATTEND, _ADD, _KEEP, _PICK, _NORM, _ROUTE, _GATHER, _COMBINE = range(len(layout.OPERANDS))
 
 
 @intrinsic
@@ -334,24 +333,24 @@ def _keep(op, state, row):
 @compiled
 def _num_items(op, state, threads):
     """How many items of work an operation has in this forward, 0 where there is nothing to do."""
-    if op.number == _PREPARE:
+    if op.number == layout.PREPARE:
         rows = _rows_to_prepare(op.prepare, state)
         return rows * parts_of_row(op.prepare.features, rows, threads)
-    if op.number == _LINEAR:
+    if op.number == layout.LINEAR:
         if op.linear.used != 0:
             return _num_tiles(op.linear) * state.num_segments
         return _num_tiles(op.linear) if not op.linear.vocab or state.num_logit_rows > 0 else 0
-    if op.number == _ROTATE:
+    if op.number == layout.ROTATE:
         return state.num_rows * (op.rotate.heads + op.rotate.kv_heads)
-    if op.number == _ATTEND:
+    if op.number == layout.ATTEND:
         return state.num_items
-    if op.number == _KEEP:
+    if op.number == layout.KEEP:
         return state.num_rows if address(state.kept) != 0 and state.kept[op.keep.layer] != 0 else 0
-    if op.number == _PICK:
+    if op.number == layout.PICK:
         return min(1, state.num_picked)
-    if op.number == _GATHER:  # one row's activations are read where they are
+    if op.number == layout.GATHER:  # one row's activations are read where they are
         return state.num_rows * op.gather.used if state.num_rows > 1 else 0
-    if op.number == _COMBINE:
+    if op.number == layout.COMBINE:
         return state.num_rows * parts_of_row(op.combine.features, state.num_rows, threads)
     return state.num_rows
 
@@ -359,23 +358,23 @@ def _num_items(op, state, threads):
 @compiled
 def _do(op, state, threads, item):
     """One item of an operation that shares its items out one by one."""
-    if op.number == _EMBED:
+    if op.number == layout.EMBED:
         _embed(op.embed, state, item)
-    elif op.number == _PREPARE:
+    elif op.number == layout.PREPARE:
         _prepare(op.prepare, state, threads, item)
-    elif op.number == _ROTATE:
+    elif op.number == layout.ROTATE:
         _rotate(op.rotate, state, item)
-    elif op.number == _ADD:
+    elif op.number == layout.ADD:
         _add(op.add, item)
-    elif op.number == _KEEP:
+    elif op.number == layout.KEEP:
         _keep(op.keep, state, item)
-    elif op.number == _NORM:
+    elif op.number == layout.NORM:
         norm_row(op.norm.rows + item * op.norm.stride, op.norm.weight, op.norm.eps, op.norm.features)
-    elif op.number == _ROUTE:
+    elif op.number == layout.ROUTE:
         route(op.route, state, item)
-    elif op.number == _GATHER:
+    elif op.number == layout.GATHER:
         gather(op.gather, state, item)
-    elif op.number == _COMBINE:
+    elif op.number == layout.COMBINE:
         _combine(op.combine, state, threads, item)
     else:
         pick(op.pick, state, threads)
@@ -385,11 +384,11 @@ def _do(op, state, threads, item):
 def _take_part(job, number, items, threads, thread):
     """Take items of an operation until none is left. Returns how many this thread did."""
     op, state, counter = job.operations[number], job.state, job.counters + 8 * number
-    if op.number == _LINEAR:
+    if op.number == layout.LINEAR:
         return _linear(op.linear, state, counter, 8 * job.num_operations, threads, thread)
-    if op.number == _ATTEND:
+    if op.number == layout.ATTEND:
         return _attend(op.attend, state, counter, threads, thread)
-    count = max(1, items // (threads * 4 if op.number == _ROTATE else threads * 16))
+    count = max(1, items // (threads * 4 if op.number == layout.ROTATE else threads * 16))
     completed = 0
     while True:
         first = take(counter, items, count)
